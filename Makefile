@@ -1,0 +1,44 @@
+# Everything one does with a clone. `make` alone lists it.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help venv train test lint format clean
+
+help:  ## list the targets
+	@echo 'fullshard: fully sharded data parallel training for PyTorch'
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(STAMP)  ## make .venv with the project and its development set (done once)
+
+train: venv  ## train a byte-level GPT, sharded over every core; options: make train ARGS="--steps 100"
+	@$(BIN)/fullshard train $(ARGS)
+
+test: lint  ## linters, strict types and every test
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: venv  ## linters and strict types only
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv  ## rewrite the sources as the linter wants them
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv and everything that can be made again; runs/ stays
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so an installation that was cut short is taken up again.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	    echo "fullshard needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing)." >&2; \
+	    echo "Name another one: make $(or $(MAKECMDGOALS),venv) PYTHON=python3.12" >&2; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
