@@ -1,0 +1,402 @@
+"""Tools for testing distributed code on one machine: run a function on several ranks, compare what came back.
+
+    from fullshard.testing import assert_same, run_ranks
+
+    def train(strategy: str) -> dict[str, Tensor]: ...          # at the top of a file, so that a rank can import it
+
+    def test_strategies_agree():
+        for ranks in zip(run_ranks(2, train, "ddp"), run_ranks(2, train, "zero3")):
+            assert_same(*ranks)
+
+Every call starts fresh processes, so nothing leaks from one test into the next: no process group, no hook, no random
+state. They are forked from a server that has imported torch beforehand: two ranks cost less than a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.errors import ConfigError, FullshardError
+
+__all__ = ["RankFailure", "RanksFailed", "assert_same", "run_ranks"]
+
+T = TypeVar("T")
+
+_LOOPBACK = "127.0.0.1"
+# What the fork server imports once, so that no rank has to. The second group costs time too, and is common in tests.
+_PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "fullshard", "fullshard.testing")
+_PRELOAD_IF_USED = ("numpy", "pytest", "hypothesis", "sklearn")
+_GRACE_S = 0.5  # after the first failure, how long the other ranks have to report theirs
+_TRACE_S = 2.0  # after a time-out, how long the ranks have to write down where they are
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank failed: what it raised, or how its process ended."""
+
+    rank: int
+    kind: str  # full name of the exception, such as "fullshard.errors.ConfigError"; "exit" if the process just ended
+    message: str
+    traceback: str
+
+
+_Report = bytes | RankFailure  # what a rank returned, dumped; or how it failed
+
+
+class RanksFailed(FullshardError):  # noqa: N818  # says what happened, as torch's ProcessRaisedException does
+    """At least one rank raised, died or did not end in time; the message holds every traceback there is.
+
+    `failures` has what each failing rank reported, by rank, the likely cause first; `running` has the ranks that had not
+    ended and were stopped.
+    """
+
+    def __init__(self, message: str, failures: Mapping[int, RankFailure], running: Sequence[int]) -> None:
+        super().__init__(message)
+        self.failures = dict(failures)
+        self.running = list(running)
+
+
+def run_ranks(
+    world: int, function: Callable[..., T], *args: Any, timeout: float = 60.0, backend: str = "gloo"
+) -> list[T]:
+    """What `function(*args)` returned on each of `world` ranks, in rank order.
+
+    The ranks are fresh processes of this machine with an initialized default process group and one torch thread each.
+    They have the environment variables and warning filters of the caller at this moment, along with torchrun's RANK,
+    WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE. With NCCL, rank `r` gets device `r` modulo the number of devices.
+
+    Arguments and results travel by value. Tensors come back on the CPU; a DTensor belongs to its ranks and cannot come
+    back: return `.to_local()` or `.full_tensor()`. Numbers may depend on the number of threads, so run the plain
+    reference by `run_ranks(1, ...)` as well where bits are compared.
+
+    Raises `RanksFailed` if a rank raises or dies (the others are stopped), and after `timeout` seconds (the message
+    says where each unfinished rank was).
+    """
+    job = _Job.make(world, function, args, timeout, backend)
+    # The store lives here: its port is the system's choice at the moment of listening, so nobody can take it in
+    # between, and no rank that ends early takes the store with it.
+    store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
+    with tempfile.TemporaryDirectory(prefix="fullshard-ranks-") as folder:
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world):
+                ranks.append(_Rank.start(job, rank, store.port, Path(folder)))
+            reports = _collect(ranks, timeout)
+            _raise_on_failure(ranks, reports, timeout)
+        finally:
+            for started in ranks:
+                started.end()
+    return [_load(reports[rank]) for rank in range(world)]
+
+
+# --------------------------------------------------------------------------------------------- the caller's side
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all ranks are told."""
+
+    world: int
+    backend: str
+    timeout: float
+    payload: bytes  # function, arguments and warning filters; opened by the rank, so that a failing import is reported
+    environ: dict[str, str]
+
+    @classmethod
+    def make(cls, world: int, function: Callable[..., Any], args: Any, timeout: float, backend: str) -> _Job:
+        if world < 1:
+            raise ConfigError(f"run_ranks: world={world}, but there must be at least one rank.")
+        if timeout <= 0:
+            raise ConfigError(f"run_ranks: timeout={timeout}, but it must be a positive number of seconds.")
+        try:
+            payload = _dump((function, args, list(warnings.filters)))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"run_ranks: cannot send {function!r} and its arguments to the ranks ({error}). The function must "
+                f"stand at the top level of a file and the arguments must be picklable: no lambdas, no local functions."
+            ) from error
+        return cls(world, backend, timeout, payload, dict(os.environ))
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """One rank as its caller sees it."""
+
+    rank: int
+    process: ForkServerProcess
+    connection: Connection
+    trace: Path  # where the rank writes its stacks when it gets SIGUSR1
+
+    @classmethod
+    def start(cls, job: _Job, rank: int, port: int, folder: Path) -> _Rank:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_IF_USED if name in sys.modules)])
+        ours, theirs = context.Pipe()
+        trace = folder / f"rank{rank}.txt"
+        process = context.Process(target=_rank_main, args=(job, rank, port, trace, theirs), name=f"rank {rank}")
+        process.start()
+        theirs.close()  # the rank holds the only other end now, so its death reads as an end of file here
+        return cls(rank, process, ours, trace)
+
+    def receive(self) -> _Report:
+        """The report that has come in; a failure if the process ended without one."""
+        try:
+            report: _Report = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join(timeout=1.0)
+            return RankFailure(self.rank, "exit", _exit_reason(self.process.exitcode), traceback="")
+        return report
+
+    def end(self) -> None:
+        """Stop the process, whatever it does; what it had to say has been received."""
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.connection.close()
+
+
+def _collect(ranks: Sequence[_Rank], timeout: float) -> dict[int, _Report]:
+    """The reports by rank, as they came in, until all are here, the time is up, or a failure is old enough to tell."""
+    waiting = {rank.connection: rank for rank in ranks}
+    reports: dict[int, _Report] = {}
+    deadline = time.monotonic() + timeout
+    while waiting:
+        ready = wait_for_any(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        failed_before = bool(_failures(reports))
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting.pop(connection)
+            reports[rank.rank] = rank.receive()
+        if _failures(reports) and not failed_before:
+            deadline = min(deadline, time.monotonic() + _GRACE_S)
+    return reports
+
+
+def _failures(reports: Mapping[int, _Report]) -> dict[int, RankFailure]:
+    """The failures, what is likely the cause first: a process that died breaks its peers' connections, and a peer may
+    tell of that before the death itself is seen here. Otherwise the first to come in.
+    """
+    failures = [report for report in reports.values() if isinstance(report, RankFailure)]
+    return {it.rank: it for it in sorted(failures, key=lambda it: it.kind != "exit")}
+
+
+def _raise_on_failure(ranks: Sequence[_Rank], reports: Mapping[int, _Report], timeout: float) -> None:
+    failures = _failures(reports)
+    running = [rank for rank in ranks if rank.rank not in reports]
+    if not failures and not running:
+        return
+    names = _names([rank.rank for rank in running])
+    if failures:
+        head = f"{_names(sorted(failures))} of {len(ranks)} failed"
+        head += f"; {names} still ran, and had to be stopped" if running else ""
+        parts = [f"---- rank {rank}: {it.kind}: {it.message}\n{it.traceback}" for rank, it in failures.items()]
+    else:
+        head = f"{names} of {len(ranks)} did not end within {timeout:g} s"
+        parts = [f"---- rank {rank} was here:\n{stacks}" for rank, stacks in _stacks(running).items()]
+    raise RanksFailed("\n".join([f"{head}.", *parts]).rstrip(), failures, [rank.rank for rank in running])
+
+
+def _stacks(ranks: Sequence[_Rank]) -> dict[int, str]:
+    """Where the threads of each rank are now, by rank."""
+    for rank in ranks:
+        if rank.process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(rank.process.pid, signal.SIGUSR1)
+    written = {rank.rank: "" for rank in ranks}
+    deadline = time.monotonic() + _TRACE_S
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        before, written = written, {rank.rank: _read(rank.trace) for rank in ranks}
+        if before == written and all(written.values()):
+            break
+    return {rank: stacks or "(unknown: it was still starting, or did not answer)" for rank, stacks in written.items()}
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _names(ranks: Sequence[int]) -> str:
+    listed = ", ".join(str(rank) for rank in ranks)
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
+
+
+def _exit_reason(code: int | None) -> str:
+    if code is None:
+        return "closed its connection without a report"
+    if code < 0:
+        return f"process was killed by {signal.Signals(-code).name} before it returned"
+    return f"process ended with exit code {code} before it returned"
+
+
+# ------------------------------------------------------------------------------------------------- the rank's side
+
+
+def _rank_main(job: _Job, rank: int, port: int, trace: Path, connection: Connection) -> None:
+    """The life of one rank: run the job, report, stay until the caller ends it."""
+    with trace.open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        # Nobody is left to stop this process if the caller is killed, so it also stops itself.
+        faulthandler.dump_traceback_later(2 * job.timeout, exit=True, file=stacks)
+        report: _Report
+        try:
+            report = _run(job, rank, port)
+        except BaseException as error:
+            report = _failure(rank, error)
+        connection.send(report)
+        # Leaving now would close sockets that slower ranks still use, and they would report our end as their failure.
+        with suppress(EOFError, ConnectionResetError):
+            connection.recv()
+        os._exit(0)
+
+
+def _run(job: _Job, rank: int, port: int) -> bytes:
+    os.environ.clear()
+    os.environ.update(job.environ)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
+    torch.set_num_threads(1)
+    if "nccl" in job.backend:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    _init_process_group(job, rank, port)
+    function, args, filters = _load(job.payload)
+    _set_warning_filters(filters)
+    return _dump(function(*args))
+
+
+def _init_process_group(job: _Job, rank: int, port: int) -> None:
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    limit = timedelta(seconds=2 * job.timeout)  # the caller's own limit comes first, with a better message
+    store = dist.TCPStore(_LOOPBACK, port, is_master=False, timeout=limit)
+    dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world, timeout=limit)
+
+
+def _set_warning_filters(filters: Sequence[tuple[Any, Any, type[Warning], Any, int]]) -> None:
+    """Make the caller's filters ours, so that a warning that is an error in a test is one on its ranks."""
+    warnings.resetwarnings()
+    for action, message, category, module, lineno in reversed(filters):
+        warnings.filterwarnings(action, _pattern(message), category, _pattern(module), lineno)
+
+
+def _pattern(regex: re.Pattern[str] | str | None) -> str:
+    return regex.pattern if isinstance(regex, re.Pattern) else regex or ""
+
+
+def _failure(rank: int, error: BaseException) -> RankFailure:
+    kind = f"{type(error).__module__}.{type(error).__qualname__}".removeprefix("builtins.")
+    error = error.with_traceback(_below_this_file(error.__traceback__))
+    return RankFailure(rank, kind, str(error), "".join(traceback.format_exception(error)))
+
+
+def _below_this_file(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins with the user's own code; all of it if the failure is ours."""
+    below = trace
+    while below is not None and below.tb_frame.f_code.co_filename == __file__:
+        below = below.tb_next
+    return below or trace
+
+
+def _dump(value: Any) -> bytes:
+    # torch.save and not pickle: pickled by multiprocessing, a tensor is a handle on memory that dies with its process.
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _load(data: Any) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+# ------------------------------------------------------------------------------------------------------ comparison
+
+
+def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
+    """Nothing, if both are the same nesting of dicts, lists and tuples with the same tensors, bit for bit.
+
+    Otherwise raises `AssertionError`, which names the first place where they differ and, for tensors, how many
+    elements differ and by how much at most. Tensors must agree in dtype, shape and bits (`-0.0` is not `0.0`, and a
+    NaN is the same NaN), not in device, strides or `requires_grad`. Other values must be equal.
+    """
+    if isinstance(expected, Tensor):
+        _assert_same_tensor(actual, expected, name or "the tensor")
+    elif isinstance(expected, Mapping):
+        _assert_type(actual, Mapping, "a mapping", name)
+        _assert_keys(actual, expected, name)
+        for key, value in expected.items():
+            assert_same(actual[key], value, name=f"{name}[{key!r}]")
+    elif isinstance(expected, list | tuple):
+        _assert_type(actual, type(expected), f"a {type(expected).__name__}", name)
+        if len(actual) != len(expected):
+            raise AssertionError(f"{name or 'top level'}: {len(actual)} items instead of {len(expected)}")
+        for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+            assert_same(ours, theirs, name=f"{name}[{index}]")
+    elif not (actual == expected or (actual != actual and expected != expected)):
+        raise AssertionError(f"{name or 'top level'}: {actual!r} instead of {expected!r}")
+
+
+def _assert_type(actual: Any, wanted: type[Any], description: str, name: str) -> None:
+    if not isinstance(actual, wanted):
+        raise AssertionError(f"{name or 'top level'}: {type(actual).__name__} instead of {description}")
+
+
+def _assert_keys(actual: Mapping[Any, Any], expected: Mapping[Any, Any], name: str) -> None:
+    missing = [key for key in expected if key not in actual]
+    extra = [key for key in actual if key not in expected]
+    if missing or extra:
+        raise AssertionError(f"{name or 'top level'}: missing keys {missing}, unexpected keys {extra}")
+
+
+def _assert_same_tensor(actual: Any, expected: Tensor, name: str) -> None:
+    _assert_type(actual, Tensor, "a tensor", name)
+    ours, theirs = actual.detach().cpu(), expected.detach().cpu()
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        raise AssertionError(
+            f"{name}: {ours.dtype} of {tuple(ours.shape)} instead of {theirs.dtype} of {tuple(theirs.shape)}"
+        )
+    differs = (_bytes(ours) != _bytes(theirs)).any(dim=-1).reshape(ours.shape)
+    if differs.any():
+        raise AssertionError(f"{name}: {_describe_difference(ours, theirs, differs)}")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The bytes of each element, `(numel, itemsize)`: the one view that tells -0.0 from 0.0 and equates NaNs."""
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+
+
+def _describe_difference(ours: Tensor, theirs: Tensor, differs: Tensor) -> str:
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    gaps = (ours.to(wide) - theirs.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf)
+    worst = int(gaps.argmax()) if bool(gaps.max() > 0) else int(differs.int().argmax())
+    index = tuple(int(place) for place in torch.unravel_index(torch.tensor(worst), ours.shape))
+    return (
+        f"{int(differs.sum())} of {ours.numel()} elements differ, by at most {float(gaps.max()):.3g} "
+        f"(at {index}: {ours.flatten()[worst].item()!r} instead of {theirs.flatten()[worst].item()!r})"
+    )

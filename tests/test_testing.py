@@ -1,0 +1,262 @@
+"""run_ranks and assert_same: every other test of several ranks stands on these."""
+
+import os
+import signal
+import sys
+import time
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fullshard.errors import ConfigError, LayoutError
+from fullshard.testing import RanksFailed, assert_same, run_ranks
+
+
+def own_rank() -> int:
+    return dist.get_rank()
+
+
+def summed(tensor: Tensor) -> Tensor:
+    dist.all_reduce(tensor.mul_(dist.get_rank() + 1))
+    return tensor
+
+
+def surroundings() -> dict[str, object]:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "FULLSHARD_TEST_MARK")
+    return {
+        "environ": {name: os.environ.get(name) for name in names},
+        "threads": torch.get_num_threads(),
+        "backend": dist.get_backend(),
+        "pid": os.getpid(),
+    }
+
+
+def leave_a_trace() -> bool:
+    """Whether an earlier call in this process left a mark."""
+    seen = hasattr(torch, "mark_of_an_earlier_test")
+    torch.mark_of_an_earlier_test = True  # type: ignore[attr-defined]
+    return seen
+
+
+def tied_views() -> dict[str, Tensor]:
+    base = torch.arange(6.0)
+    return {"whole": base, "view": base[2:4], "half": base.bfloat16(), "empty": base[:0]}
+
+
+def raise_on(ranks: list[int]) -> None:
+    if dist.get_rank() in ranks:
+        raise LayoutError(f"rank {dist.get_rank()} does not like its rows")
+    dist.barrier()
+
+
+def return_on_rank_0_and_hang_elsewhere() -> None:
+    if dist.get_rank() != 0:
+        wait_for_a_message_that_nobody_sends()
+
+
+def wait_for_a_message_that_nobody_sends() -> None:
+    dist.recv(torch.empty(1), src=0)
+
+
+def die(how: str) -> None:
+    if dist.get_rank() == 1:
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "os._exit":
+            os._exit(3)
+        sys.exit(3)
+    dist.barrier()
+
+
+def warn() -> None:
+    warnings.warn("old habit", DeprecationWarning, stacklevel=1)
+
+
+def run_layer(layer: nn.Module, batch: Tensor) -> Tensor:
+    return layer(batch)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_results_come_in_rank_order(world):
+    assert run_ranks(world, own_rank) == list(range(world))
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_ranks_can_talk_and_tensors_travel_by_value(world):
+    mine = torch.ones(5)
+    for received in run_ranks(world, summed, mine):
+        assert_same(received, torch.full((5,), world * (world + 1) / 2))
+    assert_same(mine, torch.ones(5))  # the ranks worked on copies
+
+
+def test_modules_travel_too():
+    layer, batch = nn.Linear(3, 2), torch.randn(4, 3)
+    (out,) = run_ranks(1, run_layer, layer, batch)
+    torch.testing.assert_close(out, layer(batch))
+
+
+def test_shared_storages_dtypes_and_empty_tensors_survive():
+    (returned,) = run_ranks(1, tied_views)
+    assert_same(returned, tied_views())
+    returned["whole"][2] = 9.0
+    assert returned["view"][0] == 9.0
+
+
+def test_ranks_see_torchrun_variables_and_the_callers_environment(monkeypatch):
+    run_ranks(1, own_rank)  # the fork server exists from here on, with the environment of this moment
+    monkeypatch.setenv("FULLSHARD_TEST_MARK", "later")
+    seen = run_ranks(2, surroundings)
+    for rank, one in enumerate(seen):
+        assert list(one["environ"].values()) == [str(rank), "2", str(rank), "2", "later"]
+        assert (one["threads"], one["backend"]) == (1, "gloo")
+    assert len({os.getpid(), *(one["pid"] for one in seen)}) == 3
+
+
+def test_nothing_leaks_from_one_call_into_the_next():
+    assert run_ranks(2, leave_a_trace) == [False, False]
+    assert run_ranks(2, leave_a_trace) == [False, False]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("failing", [[0], [2], [0, 1, 2]])
+def test_every_failing_rank_is_told_and_the_others_are_stopped_at_once(failing):
+    start = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, raise_on, failing)
+    assert time.monotonic() - start < 10.0
+    assert sorted(caught.value.failures) == failing
+    assert sorted([*failing, *caught.value.running]) == [0, 1, 2]
+    for rank in failing:
+        assert f"rank {rank} does not like its rows" in str(caught.value)
+        failure = caught.value.failures[rank]
+        assert failure.kind == "fullshard.errors.LayoutError"
+        assert "in raise_on" in failure.traceback and "testing.py" not in failure.traceback.replace(
+            "test_testing.py", ""
+        )
+
+
+def test_a_timeout_says_who_was_still_running_and_where():
+    with pytest.raises(RanksFailed, match=r"ranks 1, 2 of 3 did not end within 2 s") as caught:
+        run_ranks(3, return_on_rank_0_and_hang_elsewhere, timeout=2.0)
+    assert caught.value.running == [1, 2]
+    assert str(caught.value).count("in wait_for_a_message_that_nobody_sends") == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("signal", "killed by SIGKILL"), ("os._exit", "ended with exit code 3"), ("sys.exit", "SystemExit: 3")],
+)
+def test_a_rank_that_dies_is_not_waited_for(how, said):
+    with pytest.raises(RanksFailed, match=said) as caught:
+        run_ranks(2, die, how)
+    assert next(iter(caught.value.failures)) == 1  # the cause comes first; rank 0 may have lost its connection since
+
+
+def test_a_warning_is_an_error_on_the_ranks_if_it_is_one_here():
+    with pytest.raises(RanksFailed, match="DeprecationWarning: old habit"):
+        run_ranks(1, warn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert run_ranks(1, warn) == [None]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((0, own_rank), "world=0"),
+        ((2, lambda: 1), "top level"),
+        ((2, run_layer, lambda: 1, 2), "top level"),
+    ],
+)
+def test_callers_mistakes_are_told_before_a_process_starts(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        run_ranks(*arguments)
+
+
+def test_a_timeout_must_be_positive():
+    with pytest.raises(ConfigError, match="timeout=0"):
+        run_ranks(1, own_rank, timeout=0)
+
+
+# --------------------------------------------------------------------------------------------------- assert_same
+
+
+class Pair(NamedTuple):
+    left: object
+    right: object
+
+
+tensors = st.builds(
+    lambda values, dtype: torch.tensor(values).to(dtype),
+    st.lists(st.floats(allow_nan=True, width=32), max_size=6),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.bool]),
+)
+leaves = tensors | st.integers() | st.text(max_size=3) | st.none() | st.floats(allow_nan=True)
+nests = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def copied(value: object) -> object:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: copied(inner) for key, inner in value.items()}
+    return [copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+@given(nests)
+@settings(deadline=None, max_examples=50)
+def test_a_copy_is_the_same(value):
+    assert_same(copied(value), value)
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=8), st.data())
+@settings(deadline=None)
+def test_one_flipped_bit_is_found_wherever_it_is(values, data):
+    expected = torch.tensor(values)
+    actual = expected.clone()
+    place = data.draw(st.integers(0, len(values) - 1))
+    actual.view(torch.int32)[place] ^= 1 << data.draw(st.integers(0, 30))
+    with pytest.raises(AssertionError, match=rf"1 of {len(values)} elements differ.*at \({place},\)"):
+        assert_same(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "said"),
+    [
+        ({"a": {"b": torch.zeros(2)}}, {"a": {"b": torch.tensor([0.0, 0.5])}}, r"\['a'\]\['b'\]: 1 of 2.*at most 0.5"),
+        ([torch.zeros(2, 2)], [torch.tensor([[0.0, 0.0], [3.0, 1.0]])], r"\[0\]: 2 of 4.*at most 3 \(at \(1, 0\)"),
+        (
+            torch.tensor([0.0]),
+            torch.tensor([-0.0]),
+            r"1 of 1 elements differ, by at most 0 \(at \(0,\): 0.0 instead of -0.0",
+        ),
+        (torch.tensor(1.0), torch.tensor(2.0), r"at \(\)"),
+        (torch.zeros(2), torch.zeros(3), r"float32 of \(2,\) instead of torch.float32 of \(3,\)"),
+        (torch.zeros(2), torch.zeros(2).double(), "float32 of"),
+        ([1, 2], [1], "2 items instead of 1"),
+        ([1], (1,), "list instead of a tuple"),
+        ({"a": 1}, {"b": 1}, r"missing keys \['b'\], unexpected keys \['a'\]"),
+        ({"a": 1.0}, {"a": torch.ones(1)}, "float instead of a tensor"),
+        (Pair(1, [2]), Pair(1, [3]), r"\[1\]\[0\]: 2 instead of 3"),
+        (None, {}, "NoneType instead of a mapping"),
+    ],
+)
+def test_the_first_difference_is_named(actual, expected, said):
+    with pytest.raises(AssertionError, match=said):
+        assert_same(actual, expected)
+
+
+def test_layout_in_memory_and_requires_grad_make_no_difference():
+    expected = torch.arange(6.0).reshape(2, 3)
+    assert_same(expected.t().contiguous().t().requires_grad_(), expected)
+    assert_same(nn.Parameter(expected), expected)
