@@ -1,0 +1,384 @@
+"""Wrap policies: which submodules of a model become units of their own.
+
+A unit is gathered and freed as one, so units decide the peak of memory and how well communication hides behind compute:
+one unit for each transformer block is the usual choice. A policy makes that choice for a whole model:
+
+    from fullshard.wrap import ModuleWrapPolicy
+
+    fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+    FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+There are two kinds of policies, as in torch. A *policy object* is asked once for each module. A *callable*
+`(module, recurse, nonwrapped_numel) -> bool` is asked twice: on the way down, with `recurse=True`, whether the children
+may become units at all; on the way up, with `recurse=False`, whether the module itself does, `nonwrapped_numel` then
+being the number of elements that no unit below holds. Further parameters are bound with `functools.partial`:
+
+    partial(size_based_auto_wrap_policy, min_num_params=20_000)
+
+By hand, `wrap(module)` inside of `enable_wrap(wrapper_cls=...)` does the same while a model is being built.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fullshard.errors import ConfigError
+
+__all__ = [
+    "AutoWrapPolicy",
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "WrapPolicy",
+    "always_wrap_policy",
+    "default_auto_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "or_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+    "wrapped_modules",
+]
+
+
+# ---------------------------------------------------------------------------------------------------- policy objects
+
+
+class WrapPolicy(ABC):
+    """A rule that says of each submodule whether it becomes a unit, and with which arguments of its own."""
+
+    def descends(self, module: nn.Module, numel: int) -> bool:
+        """Whether modules below `module` may become units; `numel` elements in it belong to no unit so far.
+
+        Where the answer is no, `module` does not become one either: it stays, whole, in the unit above it.
+        """
+        return True
+
+    @abstractmethod
+    def overrides(self, module: nn.Module, numel: int) -> dict[str, Any] | None:
+        """The arguments in which `module`, as a unit, differs from its root; None if it does not become a unit.
+
+        `numel` is the number of elements of `module` that no unit below it holds.
+        """
+
+
+class ModuleWrapPolicy(WrapPolicy):
+    """Every instance of the given classes, subclasses included, is a unit.
+
+    It can also be called like a policy of the callable kind, for use in `or_policy`.
+
+    Raises:
+        ConfigError: `module_classes` is not a collection of classes.
+    """
+
+    def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
+        self.module_classes = _classes("ModuleWrapPolicy: module_classes", module_classes)
+
+    def overrides(self, module: nn.Module, numel: int) -> dict[str, Any] | None:
+        return {} if isinstance(module, self.module_classes) else None
+
+    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+        return recurse or isinstance(module, self.module_classes)
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({{{', '.join(cls.__name__ for cls in self.module_classes)}}})"
+
+
+class CustomPolicy(WrapPolicy):
+    """`lambda_fn(module)` decides: False is no, True is yes, a dict is yes with these arguments in place of the root's.
+
+    An empty dict is no, as in torch.
+
+        def by_role(module):
+            if isinstance(module, Head):
+                return {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
+            return isinstance(module, Block)
+
+        FullyShardedDataParallel(model, auto_wrap_policy=CustomPolicy(by_role))
+
+    Raises:
+        ConfigError: `lambda_fn` returns anything else.
+    """
+
+    def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        self.lambda_fn = lambda_fn
+
+    def overrides(self, module: nn.Module, numel: int) -> dict[str, Any] | None:
+        answer = self.lambda_fn(module)
+        if not isinstance(answer, bool | dict):
+            raise ConfigError(
+                f"CustomPolicy: its function returned {answer!r} for a {type(module).__name__}. "
+                f"Return False (no unit), True (a unit) or a dict of the arguments in which this unit differs."
+            )
+        if not answer:
+            return None
+        return dict(answer) if isinstance(answer, dict) else {}
+
+    def __repr__(self) -> str:
+        return f"CustomPolicy({getattr(self.lambda_fn, '__qualname__', self.lambda_fn)})"
+
+
+# --------------------------------------------------------------------------------------------------- callable policies
+
+
+def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
+    """True: every submodule is a unit."""
+    return True
+
+
+def lambda_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+) -> bool:
+    """True for the modules of which `lambda_fn` says so, wherever they are."""
+    return recurse or bool(lambda_fn(module))
+
+
+def transformer_auto_wrap_policy(
+    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
+) -> bool:
+    """True for every instance of `transformer_layer_cls`: the blocks of a transformer, each with what is in it.
+
+    What lies outside of the blocks (embeddings, the last norm, the head; tied weights too) stays in the root's unit.
+    """
+    return recurse or isinstance(
+        module, _classes("transformer_auto_wrap_policy: transformer_layer_cls", transformer_layer_cls)
+    )
+
+
+def size_based_auto_wrap_policy(
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    min_num_params: int = 100_000_000,
+    force_leaf_modules: set[type[nn.Module]] | None = None,
+    exclude_wrap_modules: set[type[nn.Module]] | None = None,
+) -> bool:
+    """True for the smallest modules that hold `min_num_params` elements or more, not counting what units below hold.
+
+    Args:
+        module: the module in question.
+        recurse: True on the way down, False on the way up.
+        nonwrapped_numel: elements in `module` that no unit holds so far.
+        min_num_params: smallest size of a unit, in elements.
+        force_leaf_modules: modules of these classes stay whole, in the unit above. `nn.MultiheadAttention` by default,
+            since it reads the weights of its children without running their forward.
+        exclude_wrap_modules: modules of these classes are no units, while modules in them may be. `nn.ModuleList` and
+            `nn.ModuleDict` by default, since they have no forward in which a unit could be gathered.
+    """
+    if nonwrapped_numel < min_num_params:
+        return False
+    if recurse:
+        leaves = _FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
+        return not isinstance(module, tuple(leaves))
+    excluded = _EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
+    return not isinstance(module, tuple(excluded))
+
+
+_FORCE_LEAF_MODULES: set[type[nn.Module]] = {nn.MultiheadAttention}
+_EXCLUDE_WRAP_MODULES: set[type[nn.Module]] = {nn.ModuleList, nn.ModuleDict}
+# Scripts read these defaults off the function, to add a class to them.
+size_based_auto_wrap_policy.FORCE_LEAF_MODULES = _FORCE_LEAF_MODULES  # type: ignore[attr-defined]
+size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = _EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
+
+default_auto_wrap_policy = size_based_auto_wrap_policy  # its name in early versions of torch's FSDP
+
+
+def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]) -> bool:
+    """True where at least one of `policies`, which are callables, says so."""
+    return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
+
+
+AutoWrapPolicy = WrapPolicy | Callable[..., bool]
+
+
+@dataclass(frozen=True)
+class _Callable(WrapPolicy):
+    """A policy of the callable kind, as a policy object."""
+
+    function: Callable[..., bool]
+
+    def descends(self, module: nn.Module, numel: int) -> bool:
+        return bool(self.function(module=module, recurse=True, nonwrapped_numel=numel))
+
+    def overrides(self, module: nn.Module, numel: int) -> dict[str, Any] | None:
+        return {} if self.function(module=module, recurse=False, nonwrapped_numel=numel) else None
+
+
+# ------------------------------------------------------------------------------------------------ applying a policy
+
+
+def wrapped_modules(
+    root: nn.Module,
+    policy: AutoWrapPolicy,
+    *,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+    apart: Mapping[type[nn.Module], Mapping[str, Any]] | None = None,
+) -> dict[nn.Module, dict[str, Any]]:
+    """The submodules of `root` that become units, children before parents, each with the arguments of its own.
+
+    Both `fully_shard` and `FullyShardedDataParallel` ask here. The root is never among them: it is a unit in any case.
+    A module that stands in several places appears once, at the first. A container without a forward (`nn.ModuleList`)
+    that a policy picks is left out, since nothing would gather it, provided that units below hold all its parameters.
+
+    Args:
+        root: the module whose submodules are asked about. It is not changed.
+        policy: a policy object, or a callable `(module, recurse, nonwrapped_numel) -> bool`.
+        ignored_modules: these are no units, nor is anything in them.
+        ignored_params: these do not count for the size of a module.
+        apart: instances of these classes are units whatever the policy says, with these arguments on top.
+
+    Raises:
+        ConfigError: `policy` is not a policy, or it picks a container without a forward that holds parameters itself.
+    """
+    skipped = {inner for module in ignored_modules for inner in module.modules()}
+    held = {*ignored_params, *(param for module in skipped for param in module.parameters(recurse=False))}
+    walk = _Walk(_as_policy(policy), dict(apart or {}), {root, *skipped}, held)
+    walk.visit_children(root, "", asked=walk.policy.descends(root, walk.free_numel(root)))
+    return walk.units
+
+
+def _as_policy(policy: AutoWrapPolicy) -> WrapPolicy:
+    """`policy` as a policy object, once it is known that it can be asked."""
+    if isinstance(policy, WrapPolicy):
+        return policy
+    if not callable(policy) or isinstance(policy, type):
+        raise ConfigError(
+            f"auto_wrap_policy: {policy!r} is not a policy. To make units of all instances of a class, pass "
+            f"ModuleWrapPolicy({{TheClass}}); other policies are in fullshard.wrap."
+        )
+    try:
+        inspect.signature(policy).bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as error:
+        raise ConfigError(
+            f"auto_wrap_policy: {policy!r} cannot be called with module, recurse and nonwrapped_numel ({error}). "
+            f"Bind its other parameters first: functools.partial(policy, name=value)."
+        ) from error
+    except ValueError:  # a builtin may have no signature to look at
+        pass
+    return _Callable(policy)
+
+
+@dataclass
+class _Walk:
+    """One walk over a tree of modules, children before parents."""
+
+    policy: WrapPolicy
+    apart: Mapping[type[nn.Module], Mapping[str, Any]]
+    done: set[nn.Module]  # ignored, or visited at another place
+    held: set[nn.Parameter]  # ignored, or in a unit that has been found
+    units: dict[nn.Module, dict[str, Any]] = field(default_factory=dict)
+
+    def visit_children(self, module: nn.Module, prefix: str, asked: bool) -> None:
+        """Find the units below `module`. Unless `asked`, the policy has refused: only classes set apart are units."""
+        if not asked and not self.apart:
+            return
+        for name, child in module.named_children():
+            if child not in self.done:
+                self.done.add(child)
+                self.visit(child, f"{prefix}{name}", asked)
+
+    def visit(self, module: nn.Module, fqn: str, asked: bool) -> None:
+        asked = asked and self.policy.descends(module, self.free_numel(module))
+        self.visit_children(module, f"{fqn}.", asked)
+        overrides = self.overrides(module, asked)
+        if overrides is not None and self.can_be_unit(module, fqn):
+            self.units[module] = overrides
+            self.held.update(module.parameters())
+
+    def overrides(self, module: nn.Module, asked: bool) -> dict[str, Any] | None:
+        chosen = self.policy.overrides(module, self.free_numel(module)) if asked else None
+        for cls, arguments in self.apart.items():
+            if isinstance(module, cls):
+                chosen = {**(chosen or {}), **arguments}
+        return chosen
+
+    def can_be_unit(self, module: nn.Module, fqn: str) -> bool:
+        """Whether a forward of `module` will ever run; raises if it will not, and its parameters depended on that."""
+        if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+            return True
+        if isinstance(module, nn.ParameterList | nn.ParameterDict) or self.free_numel(module) == 0:
+            return False
+        raise ConfigError(
+            f"auto_wrap_policy: picks {fqn}, a {type(module).__name__}, which has no forward, so its "
+            f"{self.free_numel(module):,} parameters would never be gathered. Let the policy pick the modules in it, "
+            f"or give the class a forward."
+        )
+
+    def free_numel(self, module: nn.Module) -> int:
+        """Elements of `module` that no unit holds so far; those of a shared parameter count once."""
+        return sum(param.numel() for param in module.parameters() if param not in self.held)
+
+
+def _classes(
+    argument: str, classes: Collection[type[nn.Module]] | Iterable[type[nn.Module]]
+) -> tuple[type[nn.Module], ...]:
+    found = tuple(classes) if isinstance(classes, Iterable) else (classes,)
+    if isinstance(classes, type) or not all(isinstance(cls, type) for cls in found):
+        raise ConfigError(
+            f"{argument} is {classes!r}. Pass a set of module classes, such as {{nn.TransformerEncoderLayer}}."
+        )
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ by hand
+
+
+@dataclass(frozen=True)
+class _Wrapping:
+    """What `wrap` does inside of `enable_wrap`."""
+
+    wrapper_cls: Callable[..., nn.Module]
+    kwargs: dict[str, Any]
+
+
+_wrapping: ContextVar[_Wrapping | None] = ContextVar("fullshard_wrapping", default=None)
+
+
+@contextmanager
+def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any) -> Iterator[None]:
+    """A context in which `wrap(module)` means `wrapper_cls(module, **wrapper_kwargs)`.
+
+        with enable_wrap(wrapper_cls=FullyShardedDataParallel, device_mesh=mesh):
+            self.first = wrap(nn.Linear(5, 5))
+            self.second = wrap(nn.Linear(5, 5), forward_prefetch=True)
+
+    `wrapper_cls` may also be a function that takes a module, such as `fully_shard`. A context inside of another one
+    replaces it until it ends. Threads do not see one another's context.
+
+    Raises:
+        ConfigError: `wrapper_cls` cannot be called.
+    """
+    if not callable(wrapper_cls):
+        raise ConfigError(
+            f"enable_wrap: wrapper_cls is {wrapper_cls!r}. Pass FullyShardedDataParallel, fully_shard, or another "
+            f"callable that takes a module and returns one."
+        )
+    token = _wrapping.set(_Wrapping(wrapper_cls, wrapper_kwargs))
+    try:
+        yield
+    finally:
+        _wrapping.reset(token)
+
+
+def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
+    """`module`, wrapped as the enclosing `enable_wrap` says; unchanged if there is none.
+
+    So a model can mark its units where it builds them, and still be built without sharding.
+
+    Args:
+        module: the module to wrap.
+        wrap_overrides: arguments of the wrapper that take the place of those given to `enable_wrap`.
+    """
+    wrapping = _wrapping.get()
+    if wrapping is None:
+        return module
+    return wrapping.wrapper_cls(module, **{**wrapping.kwargs, **wrap_overrides})
