@@ -72,7 +72,7 @@ _Report = bytes | RankFailure  # what a rank returned, dumped; or how it failed
 class RanksFailed(FullshardError):  # noqa: N818  # says what happened, as torch's ProcessRaisedException does
     """At least one rank raised, died or did not end in time; the message holds every traceback there is.
 
-    `failures` has what each failing rank reported, by rank, the likely cause first; `running` has the ranks that had not
+    `failures` has what each failing rank reported, by rank, the likely cause first; `running` the ranks that had not
     ended and were stopped.
     """
 

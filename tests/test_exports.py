@@ -1,0 +1,80 @@
+"""What users import is what the documentation names, and every name says what it is for."""
+
+import enum
+import inspect
+from collections.abc import Iterator
+from importlib import import_module
+
+import pytest
+
+DOCUMENTED = {
+    "fullshard": [
+        "BackwardPrefetch",
+        "CPUOffload",
+        "CPUOffloadPolicy",
+        "FSDPModule",
+        "FullStateDictConfig",
+        "FullyShardedDataParallel",
+        "MixedPrecision",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "ShardedGradScaler",
+        "ShardedStateDictConfig",
+        "ShardingStrategy",
+        "StateDictConfig",
+        "StateDictSettings",
+        "StateDictType",
+        "UnshardHandle",
+        "clip_grad_norm_",
+        "fully_shard",
+        "register_fsdp_forward_method",
+    ],
+    "fullshard.errors": ["ConfigError", "FullshardError", "LayoutError", "RankMismatchError", "StateError"],
+    "fullshard.testing": ["RankFailure", "RanksFailed", "assert_same", "run_ranks"],
+    "fullshard.wrap": [
+        "AutoWrapPolicy",
+        "CustomPolicy",
+        "ModuleWrapPolicy",
+        "WrapPolicy",
+        "always_wrap_policy",
+        "default_auto_wrap_policy",
+        "enable_wrap",
+        "lambda_auto_wrap_policy",
+        "or_policy",
+        "size_based_auto_wrap_policy",
+        "transformer_auto_wrap_policy",
+        "wrap",
+        "wrapped_modules",
+    ],
+}
+
+
+def public_things(module: str) -> Iterator[tuple[str, object]]:
+    """Every public function and class of `module`, and what those classes define themselves for users to call."""
+    for name in DOCUMENTED[module]:
+        thing = getattr(import_module(module), name)
+        if inspect.isclass(thing) or inspect.isroutine(thing):
+            yield name, thing
+        if inspect.isclass(thing):
+            public = ((attribute, value) for attribute, value in vars(thing).items() if not attribute.startswith("_"))
+            yield from (
+                (f"{name}.{attribute}", getattr(thing, attribute)) for attribute, value in public if callable(value)
+            )
+
+
+def is_explained(thing: object) -> bool:
+    """Whether `thing` has a docstring that somebody wrote; dataclasses and enums make up one of their own."""
+    text = inspect.getdoc(thing) or ""
+    made_up = inspect.isclass(thing) and (text.startswith(f"{thing.__name__}(") or text == inspect.getdoc(enum.Enum))
+    inherited = inspect.isclass(thing) and "__doc__" not in vars(thing)
+    return bool(text) and not made_up and not inherited
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+def test_public_names_are_the_documented_ones(module):
+    assert sorted(import_module(module).__all__) == DOCUMENTED[module]
+
+
+@pytest.mark.parametrize("module", DOCUMENTED)
+def test_public_names_exist_and_are_explained(module):
+    assert [name for name, thing in public_things(module) if not is_explained(thing)] == []

@@ -1,0 +1,142 @@
+"""The house stands: imports go down or sideways to a room listed earlier, never up.
+
+A room is a file of `fullshard/`, or a folder of it with everything inside. What a room may import is what stands above
+it in FLOORS; a new file needs its place there.
+"""
+
+import ast
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "fullshard"
+PUBLIC = "__init__"  # the public names: an import from the bare package
+FLOORS = [
+    # 0: numbers in, numbers out
+    ["errors", "layout", "strategy", "precision", "offload_policy"],
+    # 1: tensors in, tensors out
+    ["_compat", "record", "mesh", "buffers", "collectives", "streams"],
+    # 2: sharded things
+    ["sharded_param", "section", "unit"],
+    # 3: runtime
+    ["order", "nested", "materialize", "runtime"],
+    # 4: what users call
+    ["wrap", "fully_shard", "state_dict", "grads", "wrapper", "plan"],
+    # What users import, made of all that is above
+    [PUBLIC],
+    # 5: edges
+    ["testing", "train", "cli"],
+]
+FORBIDDEN = "torch.distributed.fsdp"
+EMPTY_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}
+
+
+def room_of(path: Path, package: Path) -> str:
+    return path.relative_to(package).parts[0].removesuffix(".py")
+
+
+def imported_names(path: Path, package: Path) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of each import, wherever in the file it stands; one for each name of `from x import a, b`."""
+    folder = [package.name, *path.relative_to(package).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = folder[: len(folder) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) == FORBIDDEN:
+            yield node.lineno, FORBIDDEN
+
+
+def complaints(package: Path, floors: Sequence[Sequence[str]]) -> list[str]:
+    """What is wrong with the imports and file names of `package`, one line each."""
+    place = {room: number for number, room in enumerate(room for floor in floors for room in floor)}
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        here, room = path.relative_to(package.parent), room_of(path, package)
+        if path.stem in EMPTY_NAMES:
+            found.append(f"{here}: name it after its subject; '{path.stem}' has none")
+        if room not in place:
+            found.append(f"{here}: stands on no floor; add '{room}' to FLOORS, below all that it imports")
+            continue
+        for line, name in imported_names(path, package):
+            target = target_room(name, package.name, place)
+            if name == FORBIDDEN or name.startswith(FORBIDDEN + "."):
+                found.append(f"{here}:{line}: imports {name}; fullshard is its own engine")
+            if target is not None and place.get(target, len(place)) > place[room]:
+                found.append(f"{here}:{line}: imports {name}, which stands higher; move one of the two")
+    return found
+
+
+def target_room(name: str, package: str, places: dict[str, int]) -> str | None:
+    """The room that an import of `name` leads to; None if it leads out of the package."""
+    top, *rest = name.split(".")
+    if top != package:
+        return None
+    # `from fullshard import x` is a module if there is one of that name, and a public name otherwise.
+    return rest[0] if rest and (len(rest) > 1 or rest[0] in places) else PUBLIC
+
+
+def test_imports_never_go_up():
+    assert complaints(PACKAGE, FLOORS) == []
+
+
+def test_every_room_stands_on_one_floor():
+    rooms = [room for floor in FLOORS for room in floor]
+    assert sorted(rooms) == sorted(set(rooms))
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("from house.low import x", None),
+        ("from house import low", None),
+        ("from house.mid import x", None),
+        ("import os, torch.distributed", None),
+        ("from house.high import x", "higher"),
+        ("import house.high", "higher"),
+        ("from house import high", "higher"),
+        ("from house import SomeName", "higher"),
+        ("import house", "higher"),
+        ("from . import high", "higher"),
+        ("from .high import x", "higher"),
+        ("from house.attic.box import x", "higher"),
+        ("from house.nowhere import x", "higher"),
+        ("def f():\n    from house.high import x", "higher"),
+        ("if TYPE_CHECKING:\n    from house.high import X", "higher"),
+        ("from torch.distributed.fsdp import fully_shard", "own engine"),
+        ("from torch.distributed import fsdp", "own engine"),
+        ("import torch.distributed.fsdp.wrap as w", "own engine"),
+        ("import torch\ntorch.distributed.fsdp.wrap()", "own engine"),
+    ],
+)
+def test_the_check_sees_every_kind_of_import(tmp_path, source, said):
+    found = complaints(house(tmp_path, {"mid.py": source}), [["low", "mid"], ["high", PUBLIC, "attic"]])
+    assert len(found) == (said is not None)
+    assert all(said in line and line.startswith("house/mid.py:") for line in found)
+
+
+def test_a_folder_is_one_room(tmp_path):
+    files = {
+        "low.py": "",
+        "attic/__init__.py": "from .box import x",
+        "attic/box.py": "from .. import low\nfrom . import lid",
+    }
+    assert complaints(house(tmp_path, files), [["low", "attic"]]) == []
+    files["attic/box.py"] = "from ..high import x"
+    assert len(complaints(house(tmp_path, files), [["low", "attic", "high"]])) == 1
+
+
+def test_files_need_a_floor_and_a_name(tmp_path):
+    assert "add 'new' to FLOORS" in complaints(house(tmp_path, {"new.py": ""}), [["low"]])[0]
+    assert "name it after its subject" in complaints(house(tmp_path, {"attic/utils.py": ""}), [["new", "attic"]])[0]
+
+
+def house(folder: Path, files: dict[str, str]) -> Path:
+    for name, source in files.items():
+        path = folder / "house" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    return folder / "house"
