@@ -37,7 +37,7 @@ def room_of(path: Path, package: Path) -> str:
 
 
 def imported_names(path: Path, package: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of each import, wherever in the file it stands; one for each name of `from x import a, b`."""
+    """Line and dotted name of each import anywhere in the file; one for each name of `from x import a, b`."""
     folder = [package.name, *path.relative_to(package).parent.parts]
     for node in ast.walk(ast.parse(path.read_text(), str(path))):
         if isinstance(node, ast.Import):
