@@ -20,9 +20,9 @@ FLOORS = [
     # 2: sharded things
     ["sharded_param", "section", "unit"],
     # 3: runtime
-    ["order", "nested", "materialize", "runtime"],
+    ["order", "nested", "runtime", "materialize"],
     # 4: what users call
-    ["wrap", "fully_shard", "state_dict", "grads", "wrapper", "plan"],
+    ["wrap", "state_dict", "fully_shard", "summon", "grads", "wrapper", "plan"],
     # What users import, made of all that is above
     [PUBLIC],
     # 5: edges

@@ -1,0 +1,67 @@
+"""Fully sharded data parallel training for PyTorch: parameters, gradients and optimizer state sharded over the ranks.
+
+for block in model.blocks:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+from fullshard.errors import ConfigError, FullshardError, LayoutError, RankMismatchError, StateError
+from fullshard.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from fullshard.grads import ShardedGradScaler, clip_grad_norm_
+from fullshard.offload_policy import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+from fullshard.precision import MixedPrecision, MixedPrecisionPolicy
+from fullshard.record import recording
+from fullshard.runtime import share_memory_between_units
+from fullshard.state_dict import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fullshard.strategy import Placement, Placements, ShardingStrategy
+from fullshard.summon import summon_full_params
+from fullshard.wrapper import BackwardPrefetch, FullyShardedDataParallel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "ConfigError",
+    "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullshardError",
+    "FullyShardedDataParallel",
+    "LayoutError",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "Placement",
+    "Placements",
+    "RankMismatchError",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "StateError",
+    "UnshardHandle",
+    "clip_grad_norm_",
+    "fully_shard",
+    "recording",
+    "register_fsdp_forward_method",
+    "share_memory_between_units",
+    "summon_full_params",
+]

@@ -1,0 +1,72 @@
+"""The only file that asks which torch this is, or uses what torch does not document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils import _pytree
+
+__all__ = [
+    "coalesced",
+    "dtensor_like",
+    "in_backward",
+    "make_dtensor",
+    "on_backward_end",
+    "set_local_tensor",
+    "storage_references",
+    "tree_map",
+]
+
+
+def in_backward() -> bool:
+    """Whether autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Call `callback` once the backward pass that is executing has accumulated its last gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """How many tensors (those that autograd saved included) and handles keep `storage` alive."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which collectives of one kind on `group` are launched as one."""
+    return dist.distributed_c10d._coalescing_manager(group, device=device)
+
+
+def tree_map(leaf: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` (lists, tuples, dicts and what was registered as a pytree) with `leaf` applied to everything else."""
+    return _pytree.tree_map(leaf, tree)
+
+
+def make_dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], stride: tuple[int, ...]
+) -> DTensor:
+    """A `DTensor` of global `shape` around `local` itself, wherever it lies.
+
+    `DTensor.from_local` would move a shard that is offloaded to the CPU back to the mesh's device.
+    """
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype))
+    return DTensor(local, spec, requires_grad=False)
+
+
+def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
+    """A `DTensor` around `local` that is placed just as `other` is."""
+    return DTensor(local, other._spec, requires_grad=False)
+
+
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Let `tensor` hold `local`, of the same shape and dtype, in place of the shard it holds."""
+    tensor._local_tensor = local

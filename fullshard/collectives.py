@@ -1,0 +1,288 @@
+"""The seam to the wire: grouped all-gather, reduce-scatter and all-reduce over one process group.
+
+A call moves several tensors as one. All tensors are 1-D and contiguous, and are read and written where they lie.
+Sums are taken in rank order 0..N-1 and divided once, so that a sum has the same bits whichever collective carried it.
+
+    Collectives
+    ├── PairwiseCollectives   grouped isend/irecv straight into place: gloo
+    └── NativeCollectives     the backend's own, coalesced: NCCL, and the fake backend
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard._compat import coalesced
+from fullshard.buffers import Pool
+from fullshard.layout import owned
+from fullshard.record import Event, Origin, active_recorder
+
+__all__ = ["Collectives", "NativeCollectives", "PairwiseCollectives", "Pending", "collectives_for"]
+
+_FIRST_TAG = 1 << 24  # far from the small numbers that users give their own messages
+
+
+class Pending:
+    """A started collective. Its tensors may be used after `wait()`, which may be called again."""
+
+    def __init__(self, finish: Callable[[], None] | None = None, event: Event | None = None) -> None:
+        self._finish = finish
+        self._event = event
+
+    def wait(self) -> None:
+        """Return when the result is in place."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+        if self._event is not None:
+            self._event.finish()
+            self._event = None
+
+
+class Collectives(ABC):
+    """Grouped collectives over one process group. Subclasses move the data; this class counts and records."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+        self._next_tag = _FIRST_TAG
+
+    def reserve_tags(self, count: int) -> int:
+        """The first of `count` tags that no other call on this group uses. Ranks must reserve in the same order."""
+        tag, self._next_tag = self._next_tag, self._next_tag + count
+        return tag
+
+    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], *, tag: int, origin: Origin) -> Pending:
+        """Every rank's part of each tensor, end to end in rank order, in the corresponding whole.
+
+        Args:
+            wholes: each of `world * part.numel()` elements. A part may lie in its own place in the whole.
+            parts: this rank's.
+            tag: the first of `len(parts)` reserved tags.
+            origin: for the record.
+        """
+        others = self.world - 1
+        event = self._record("all_gather", origin, sum(p.nbytes for p in parts) * others, len(parts) * others)
+        return Pending(self._all_gather(wholes, parts, tag), event)
+
+    def reduce_scatter(
+        self,
+        sums: Sequence[Tensor],
+        wholes: Sequence[Tensor],
+        part_numels: Sequence[int],
+        divisor: float,
+        *,
+        tag: int,
+        origin: Origin,
+    ) -> Pending:
+        """The sum over ranks of this rank's part of each whole, divided by `divisor`, in the corresponding sum.
+
+        Rank r's part of a whole is `whole[r * n : (r + 1) * n]` for its `n` of `part_numels`: the last parts may be
+        short or empty. The wholes must stay unchanged until `wait()` returns.
+        """
+        sent = sum(w.nbytes for w in wholes) - sum(s.nbytes for s in sums)
+        event = self._record("reduce_scatter", origin, sent, len(sums) * (self.world - 1))
+        return Pending(self._reduce_scatter(sums, wholes, part_numels, divisor, tag), event)
+
+    def all_reduce(self, tensors: Sequence[Tensor], divisor: float, *, tag: int, origin: Origin) -> Pending:
+        """The sum over ranks of each tensor, divided by `divisor`, in its place. Uses two tags a tensor."""
+        others = self.world - 1
+        sent = sum(t.nbytes for t in tensors) * 2 * others // self.world
+        event = self._record("all_reduce", origin, sent, 2 * len(tensors) * others)
+        return Pending(self._all_reduce(tensors, divisor, tag), event)
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int, *, origin: Origin) -> None:
+        """Rank `source`'s (of this group) values in every tensor, before this returns."""
+        sent = sum(t.nbytes for t in tensors) if self.rank == source else 0
+        event = self._record("broadcast", origin, sent, len(tensors))
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self.group, group_src=source)
+        if event is not None:
+            event.finish()
+
+    def _record(self, name: str, origin: Origin, sent_bytes: int, messages: int) -> Event | None:
+        recorder = active_recorder()
+        if recorder is None:
+            return None
+        lane = "gather" if name == "all_gather" else "reduce"
+        return recorder.add(Event(name, origin, lane, sent_bytes=sent_bytes, messages=messages))
+
+    @abstractmethod
+    def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]: ...
+
+    @abstractmethod
+    def _reduce_scatter(
+        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
+    ) -> Callable[[], None]: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]: ...
+
+
+class PairwiseCollectives(Collectives):
+    """Every rank sends to every other what that one needs, straight from where it lies into its place.
+
+    gloo's own all-gather and reduce-scatter go through buffers of their own, and its reduce-scatter sums everything
+    everywhere. Each message has a tag of its own, since messages of several units are under way at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._scratch = Pool(torch.device("cpu"))
+
+    def _peers(self) -> list[int]:
+        """The other ranks, nearest above first, so that not all ranks send to the same one at once."""
+        return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def _send(self, tensor: Tensor, rank: int, tag: int) -> list[dist.Work]:
+        work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag) if tensor.numel() else None
+        return [] if work is None else [work]
+
+    def _receive(self, tensor: Tensor, rank: int, tag: int) -> list[dist.Work]:
+        work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag) if tensor.numel() else None
+        return [] if work is None else [work]
+
+    def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        works: list[dist.Work] = []
+        places = [whole.view(self.world, -1) for whole in wholes]
+        for peer in self._peers():
+            for i, place in enumerate(places):
+                works += self._receive(place[peer], peer, tag + i)
+        for peer in self._peers():
+            for i, part in enumerate(parts):
+                works += self._send(part, peer, tag + i)
+        for place, part in zip(places, parts, strict=True):
+            mine = place[self.rank]
+            if mine.data_ptr() != part.data_ptr():
+                mine.copy_(part)
+        return lambda: _wait_all(works)
+
+    def _reduce_scatter(
+        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
+    ) -> Callable[[], None]:
+        works: list[dist.Work] = []
+        peers = self._peers()
+        received: list[dict[int, Tensor]] = [
+            {peer: self._scratch.take(out.numel(), out.dtype) for peer in peers} for out in sums
+        ]
+        for peer in peers:
+            for i, room in enumerate(received):
+                works += self._receive(room[peer], peer, tag + i)
+        for peer in peers:
+            for i, (whole, n) in enumerate(zip(wholes, part_numels, strict=True)):
+                works += self._send(whole[peer * n : (peer + 1) * n], peer, tag + i)
+
+        def finish() -> None:
+            _wait_all(works)
+            for out, whole, n, room in zip(sums, wholes, part_numels, received, strict=True):
+                mine = whole[self.rank * n : (self.rank + 1) * n]
+                _sum_in_rank_order(out, [room.get(rank, mine) for rank in range(self.world)], divisor)
+                for scratch in room.values():
+                    self._scratch.give(scratch)
+
+        return finish
+
+    def _all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
+        part_numels = [len(owned(tensor.numel(), self.world, 0)) for tensor in tensors]
+        mine = [_part(tensor, n, self.rank) for tensor, n in zip(tensors, part_numels, strict=True)]
+        sums = [self._scratch.take(part.numel(), part.dtype) for part in mine]
+        reduced = self._reduce_scatter(sums, tensors, part_numels, divisor, tag)
+
+        def finish() -> None:
+            reduced()
+            works: list[dist.Work] = []
+            second = tag + len(tensors)
+            for peer in self._peers():
+                for i, (tensor, n) in enumerate(zip(tensors, part_numels, strict=True)):
+                    works += self._receive(_part(tensor, n, peer), peer, second + i)
+                    works += self._send(sums[i], peer, second + i)
+            for part, total in zip(mine, sums, strict=True):
+                part.copy_(total)
+            _wait_all(works)
+            for total in sums:
+                self._scratch.give(total)
+
+        return finish
+
+
+class NativeCollectives(Collectives):
+    """The backend's own collectives, one launch for all tensors of a call, queued on the current stream."""
+
+    def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        with coalesced(self.group, parts[0].device):
+            for whole, part in zip(wholes, parts, strict=True):
+                dist.all_gather_into_tensor(whole, part, group=self.group)
+        return _nothing
+
+    def _reduce_scatter(
+        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
+    ) -> Callable[[], None]:
+        # Rows missing in the last part are the one reason to copy a gradient: the backend wants equal parts.
+        equal = [_padded(whole, n * self.world) for whole, n in zip(wholes, part_numels, strict=True)]
+        room = [s if s.numel() == n else s.new_empty(n) for s, n in zip(sums, part_numels, strict=True)]
+        with coalesced(self.group, sums[0].device):
+            for out, whole in zip(room, equal, strict=True):
+                dist.reduce_scatter_tensor(out, whole, group=self.group)
+        for out, total in zip(room, sums, strict=True):
+            if out is not total:
+                total.copy_(out[: total.numel()])
+        _divide(sums, divisor)
+        return _nothing
+
+    def _all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
+        with coalesced(self.group, tensors[0].device):
+            for tensor in tensors:
+                dist.all_reduce(tensor, group=self.group)
+        _divide(tensors, divisor)
+        return _nothing
+
+
+_of_group: dict[tuple[dist.ProcessGroup, str], Collectives] = {}
+
+
+def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectives:
+    """The collectives of `group` for tensors on `device`: always the same object, so that its tags stay apart."""
+    key = (group, device.type)
+    if key not in _of_group:
+        pairwise = device.type == "cpu" and "gloo" in dist.get_backend_config(group)
+        _of_group[key] = (PairwiseCollectives if pairwise else NativeCollectives)(group)
+    return _of_group[key]
+
+
+def _nothing() -> None:
+    """What is left to do when the backend has done it all."""
+
+
+def _wait_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
+def _part(whole: Tensor, part_numel: int, rank: int) -> Tensor:
+    return whole[rank * part_numel : (rank + 1) * part_numel]
+
+
+def _padded(whole: Tensor, numel: int) -> Tensor:
+    return whole if whole.numel() == numel else torch.nn.functional.pad(whole, (0, numel - whole.numel()))
+
+
+def _sum_in_rank_order(out: Tensor, terms: Sequence[Tensor], divisor: float) -> None:
+    """`out` = (terms[0] + terms[1] + ...) / divisor, in as few passes as that order of operations allows."""
+    if len(terms) == 1:
+        out.copy_(terms[0])
+    else:
+        torch.add(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        out.add_(term)
+    _divide([out], divisor)
+
+
+def _divide(tensors: Sequence[Tensor], divisor: float) -> None:
+    if divisor != 1:
+        torch._foreach_div_(list(tensors), divisor)

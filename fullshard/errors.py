@@ -1,0 +1,33 @@
+"""The exceptions that callers of fullshard can meet.
+
+Every message says what was asked, what was found (with names and numbers) and what to do. A mistake is raised on
+every rank alike and before the first collective, so that no rank is left waiting for another.
+
+    FullshardError
+    ├── ConfigError         an argument, or a combination of arguments, that cannot be honoured
+    ├── LayoutError         a tensor that cannot be cut over the ranks as asked
+    ├── StateError          a call that is not allowed in the present phase
+    └── RankMismatchError   ranks that do not agree on the model or on the order of its units
+"""
+
+__all__ = ["ConfigError", "FullshardError", "LayoutError", "RankMismatchError", "StateError"]
+
+
+class FullshardError(Exception):
+    """The root of every exception that fullshard raises on purpose."""
+
+
+class ConfigError(FullshardError, ValueError):
+    """An argument, or a combination of arguments, that cannot be honoured."""
+
+
+class LayoutError(FullshardError, ValueError):
+    """A tensor that cannot be cut over the ranks as asked."""
+
+
+class StateError(FullshardError, RuntimeError):
+    """A call that is not allowed in the present phase of a unit or of its root."""
+
+
+class RankMismatchError(FullshardError, RuntimeError):
+    """Ranks that do not agree on the model, on its units or on their order."""

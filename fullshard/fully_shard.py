@@ -1,0 +1,316 @@
+"""`fully_shard`: shard a module's parameters in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.errors import ConfigError
+from fullshard.materialize import broadcast_from_first, find_parameters, initialise, move_buffers
+from fullshard.mesh import resolve_axes
+from fullshard.offload_policy import OffloadPolicy
+from fullshard.precision import MixedPrecisionPolicy
+from fullshard.record import Phase
+from fullshard.runtime import Turn, install, is_unit, run_as_forward, runtime_of, turn_of, turns_in
+from fullshard.state_dict import register_load_hooks
+from fullshard.strategy import Placements as StrategyPlacements
+from fullshard.strategy import ShardingStrategy, resolve_placements
+from fullshard.unit import Unit, UnitSettings
+from fullshard.wrap import AutoWrapPolicy, wrapped_modules
+
+__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "shard_unit"]
+
+Strategy = str | ShardingStrategy | StrategyPlacements
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: Strategy = "zero3",
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+) -> M:
+    """`module` itself, as a unit: its parameters are now this rank's shards, whole only while they are computed with.
+
+    Call it on the inner modules first (each transformer block, say), on the outermost last: a unit takes the parameters
+    that no unit below it has. Between steps every parameter is a `DTensor`, so optimizers, gradient clipping and
+    checkpoints of torch work on it. The module gains the methods of `FSDPModule`.
+
+    Args:
+        module: what to shard. With several modules in a list, all are one unit, whole from the first one's forward on
+            to the last one's.
+        mesh: the ranks to shard over, on its only axis or the last of two; the first of two replicates. All ranks, if
+            None.
+        strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
+            `Placements`.
+        reshard_after_forward: whether to free the whole parameters between forward and backward; what the strategy
+            says, if None (a root keeps them, since its backward follows at once).
+        mp_policy: the dtypes of compute, of the reduction and of outputs.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU.
+        ignored_params: parameters to leave as they are, whole and unsynchronised.
+        auto_wrap_policy: which submodules become units of their own first; see `fullshard.wrap`.
+
+    Raises:
+        ConfigError: an argument cannot be honoured, or the module is sharded already.
+        StateError: there is no process group.
+
+    Example:
+        ```python
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ```
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "strategy": strategy,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+    }
+    modules = tuple(module) if isinstance(module, list | tuple) else (module,)
+    if auto_wrap_policy is not None:
+        for root in modules:
+            sharded = [child for child in root.modules() if is_unit(child)]
+            for child, overrides in wrapped_modules(root, auto_wrap_policy, ignored_modules=sharded).items():
+                fully_shard(child, **{**options, **overrides})
+    shard_unit(modules, **options)
+    for part in modules:
+        _gain_methods(part)
+    return module
+
+
+def shard_unit(
+    modules: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: Strategy = "zero3",
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    device: torch.device | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    materialize: bool = False,
+    sync_module_states: bool = False,
+    buffer_dtype: torch.dtype | None = None,
+) -> Turn:
+    """What `fully_shard` and `FullyShardedDataParallel` share: make one unit of `modules` and install its hooks.
+
+    Args:
+        modules: see `fully_shard`, and so for all arguments that it has too.
+        device: where compute runs: the mesh's device type, current index, if None.
+        param_init_fn: initialises one module that is on the meta device.
+        materialize: whether modules on the meta device are initialised now, rather than stay there.
+        sync_module_states: whether every rank gets the values of the mesh's first rank.
+        buffer_dtype: floating-point buffers are cast to it.
+    """
+    _check(modules)
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise ConfigError(
+            f"reshard_after_forward={reshard_after_forward!r}: True, False or None is needed. Resharding to a smaller "
+            "group is not supported; use strategy='hsdp' to shard within a host."
+        )
+    placements = resolve_placements(strategy)
+    device = device or (mesh_device(mesh) if mesh is not None else default_device())
+    axes = resolve_axes(mesh, placements, device.type)
+    ignored = list(ignored_params or ())
+    settings = UnitSettings(
+        axes=axes,
+        placements=placements,
+        precision=mp_policy or MixedPrecisionPolicy(),
+        offload=offload_policy or OffloadPolicy(),
+        device=device,
+        reshard_after_forward=reshard_after_forward,
+    )
+    if materialize:
+        initialise(modules, device, ignored, param_init_fn)
+    found = find_parameters(modules, ignored)
+    move_buffers(modules, device, buffer_dtype)
+    if sync_module_states:
+        broadcast_from_first(found.sources, modules, axes)
+    turn = Turn(Unit(modules[0], found.sources, found.borrowed, settings), tuple(modules))
+    install(turn)
+    for module in modules:
+        register_load_hooks(module, turn)
+    return turn
+
+
+def default_device() -> torch.device:
+    """The present GPU where there is one and the default process group can reach it; else the CPU."""
+    if torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of `mesh`."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _check(modules: Sequence[nn.Module]) -> None:
+    if not modules:
+        raise ConfigError("fully_shard was given an empty list of modules. Pass a module, or a list with at least one.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"fully_shard needs an nn.Module, or a list of them, but found {type(module).__name__}.")
+        if is_unit(module):
+            raise ConfigError(
+                f"{type(module).__name__} is sharded already. Call fully_shard once on each module, inner ones first."
+            )
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ConfigError(
+                f"{type(module).__name__} has no forward, so it would never be gathered. Call fully_shard on each of "
+                "the modules in it, then on the module that has it."
+            )
+
+
+class UnshardHandle:
+    """A gather that was started by `unshard(async_op=True)`."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns = list(turns)
+
+    def wait(self) -> None:
+        """Have the whole parameters in the module when this returns."""
+        for turn in self._turns:
+            turn.unit.wait_unshard()
+
+
+class FSDPModule:
+    """What a module can do once `fully_shard` was called on it. Methods with `recurse` concern the units below, too."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Have the unit's parameters whole now, until `reshard` or the module's next forward frees them.
+
+        Args:
+            async_op: start the gather only, and return a handle to wait for it.
+        """
+        turn = turn_of(_module(self))
+        runtime_of(_module(self)).start_unshard(turn, Phase.IDLE)
+        handle = UnshardHandle([turn])
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Have the unit's shards, and free the whole parameters."""
+        turn_of(_module(self)).unit.reshard()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward adds to whole gradients and sends nothing.
+
+        The first backward after it reduces everything at once. Whole gradients take memory meanwhile.
+        """
+        before = [(turn, turn.unit.settings.syncs_gradients) for turn in turns_in(_module(self))]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for turn, syncs in before:
+                turn.unit.settings.syncs_gradients = syncs
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over the ranks: off for all microbatches of a step but the last."""
+        for turn in self._turns(recurse):
+            turn.unit.settings.syncs_gradients = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces over the replicate axis too, or keeps the sums over the shard axis for later."""
+        for turn in self._turns(recurse):
+            turn.unit.settings.syncs_replicas = requires_all_reduce
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether whole parameters are freed between forward and backward."""
+        for turn in self._turns(recurse):
+            turn.unit.settings.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether whole parameters are freed after backward. Without it a further microbatch gathers nothing."""
+        for turn in self._turns(recurse):
+            turn.unit.settings.reshard_after_backward = reshard_after_backward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted for scripts written for torch: every backward ends with its reductions finished, last or not."""
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of this unit's gradients is divided by, instead of the number of ranks."""
+        if not factor > 0:
+            raise ConfigError(f"set_gradient_divide_factor({factor!r}): a positive number is needed.")
+        turn_of(_module(self)).unit.settings.divisor = factor
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Start the gathers of these units at this one's forward, instead of the one that the recorded order tells."""
+        turn_of(_module(self)).next_forward = [turn_of(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Start the gathers of these units at this one's backward, instead of the one that the recorded order tells."""
+        turn_of(_module(self)).next_backward = [turn_of(module) for module in modules]
+
+    def _turns(self, recurse: bool) -> list[Turn]:
+        module = _module(self)
+        return turns_in(module) if recurse else [turn_of(module)]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """What `nn.Module.to` and its like do, on the shards, which then move into buffers of their own again."""
+        turn = turn_of(_module(self))
+        turn.unit.reshard()
+        super()._apply(fn, recurse)  # type: ignore[misc]  # the class it is mixed into is an nn.Module
+        turn.unit.adopt()
+        return _module(self)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let `module.method_name(...)`, such as `generate`, have whole parameters just as `forward` has.
+
+    Modules that are not units are left alone.
+
+    Raises:
+        ConfigError: the module has no such method.
+    """
+    if not is_unit(module):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to make whole parameters for.")
+
+    @functools.wraps(method)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return run_as_forward(module, method, args, kwargs)
+
+    setattr(module, method_name, whole)
+
+
+_classes: dict[type, type] = {}
+
+
+def _gain_methods(module: nn.Module) -> None:
+    """Let `module` be an `FSDPModule` too: its class becomes one of the same name with the methods mixed in."""
+    cls = type(module)
+    if cls not in _classes:
+        _classes[cls] = type(
+            f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__}
+        )
+    module.__class__ = _classes[cls]
+
+
+def _module(mixed: FSDPModule) -> nn.Module:
+    return cast(nn.Module, mixed)

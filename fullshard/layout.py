@@ -1,0 +1,224 @@
+"""Who owns which rows, and where each parameter lies in its unit's buffers: arithmetic on sizes, nothing else.
+
+A section (the parameters of a unit that share a dtype) has two buffers, both counted in elements:
+
+    whole    [A, every row][B, every row]...[w, every element][b]...     what compute reads
+    shard    [A, my rows][B, my rows]...[w, b: my parts, packed]         what this rank keeps
+
+A parameter *in place* (A, B) is cut on dim 0 into ceil(rows / world) rows a rank. Its region of the whole buffer has
+room for `world` such parts, so what rank r sends lands where it belongs and the first rows *are* the parameter.
+*Packed* parameters (w, b) are small, or cannot be cut so that every part starts on a 16-byte boundary. Their parts lie
+side by side at the end of the shard buffer and travel as one message, the pack, at the price of a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from fullshard.errors import LayoutError
+
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "Cut",
+    "Overlap",
+    "Place",
+    "SectionLayout",
+    "align",
+    "choose_cut",
+    "lay_out",
+    "overlaps",
+    "owned",
+]
+
+ALIGNMENT_BYTES = 16
+"""Every shard starts on such a boundary: NCCL moves packs of 16 bytes, and falls to single elements otherwise."""
+
+PACK_BELOW_BYTES = 16 * 1024
+"""A part smaller than this costs more as a message of its own than as a copy into the pack."""
+
+MAX_PADDING = 1 / 32
+"""The share of a parameter that may be added as rows that exist on no rank, before the parameter is packed."""
+
+
+def owned(size: int, world: int, rank: int) -> range:
+    """The positions of `size` that `rank` owns: equal parts in rank order; the last ones may be short or empty."""
+    part = -(-size // world)
+    start = min(rank * part, size)
+    return range(start, min(start + part, size))
+
+
+def align(position: int, step: int) -> int:
+    """The first multiple of `step` that is not below `position`."""
+    return -(-position // step) * step
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Positions that a part at one world size shares with `rank`'s part at another."""
+
+    rank: int
+    positions: range
+
+
+def overlaps(mine: range, size: int, world: int) -> list[Overlap]:
+    """Which ranks of a `world` own the positions `mine`, in order: what a part must be read from after a resize."""
+    found = []
+    for rank in range(world):
+        theirs = owned(size, world, rank)
+        start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+        if start < stop:
+            found.append(Overlap(rank, range(start, stop)))
+    return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one tensor of `shape` is divided over `world` ranks: along `dim`, or not at all where `dim` is None.
+
+    A tensor that is not divided (a scalar) is whole on every rank.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    world: int
+
+    def __post_init__(self) -> None:
+        if self.dim is not None and not 0 <= self.dim < len(self.shape):
+            raise LayoutError(
+                f"cannot cut a tensor of shape {self.shape} along dim {self.dim}: it has {len(self.shape)} dims. "
+                f"Choose a dim from 0 to {len(self.shape) - 1}."
+            )
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    def span(self, rank: int) -> range:
+        """The positions along `dim` that `rank` owns."""
+        if self.dim is None:
+            return range(1)
+        return owned(self.shape[self.dim], self.world, rank)
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of `rank`'s shard."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], len(self.span(rank)), *self.shape[self.dim + 1 :])
+
+    def shard_numel(self, rank: int) -> int:
+        """Elements of `rank`'s shard."""
+        return prod(self.shard_shape(rank))
+
+    @property
+    def part_numel(self) -> int:
+        """Elements of the largest shard, which is rank 0's."""
+        return self.shard_numel(0)
+
+    @property
+    def padding(self) -> int:
+        """Elements that equal parts would hold beyond the tensor's own."""
+        return 0 if self.dim is None else self.world * self.part_numel - self.numel
+
+
+def choose_cut(shape: Sequence[int], world: int) -> Cut:
+    """Dim 0, as `DTensor` users expect, unless it has fewer rows than ranks and another dim divides better."""
+    shape = tuple(shape)
+    if not shape:
+        return Cut(shape, None, world)
+    by_rows = Cut(shape, 0, world)
+    if shape[0] >= world or not by_rows.numel:
+        return by_rows
+    return min((Cut(shape, dim, world) for dim in range(len(shape))), key=lambda cut: cut.part_numel)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one parameter lies. Offsets count elements; `shard_offset` is the same on every rank."""
+
+    cut: Cut
+    in_place: bool
+    whole_offset: int
+    shard_offset: int
+
+    @property
+    def region(self) -> slice:
+        """The parameter's stretch of the whole buffer, with the padding rows of a parameter in place."""
+        return slice(self.whole_offset, self.whole_offset + region_numel(self.cut, self.in_place))
+
+    @property
+    def part(self) -> slice:
+        """The stretch of the shard buffer that holds any rank's shard of this parameter."""
+        return slice(self.shard_offset, self.shard_offset + self.cut.part_numel)
+
+
+@dataclass(frozen=True)
+class SectionLayout:
+    """Where the parameters of a section lie in its whole buffer and in every rank's shard buffer."""
+
+    world: int
+    places: tuple[Place, ...]  # in the order of the parameters
+    whole_numel: int
+    shard_numel: int
+    pack_offset: int  # where in the shard buffer the pack begins, which travels as one message
+
+    @property
+    def pack_numel(self) -> int:
+        """Elements of one rank's pack."""
+        return self.shard_numel - self.pack_offset
+
+    @property
+    def pack(self) -> slice:
+        """The stretch of the shard buffer that is the pack."""
+        return slice(self.pack_offset, self.shard_numel)
+
+    @property
+    def in_place(self) -> tuple[Place, ...]:
+        """The places that need no copy, in order."""
+        return tuple(place for place in self.places if place.in_place)
+
+    @property
+    def wire_numel(self) -> int:
+        """Elements that all ranks' messages of one gather hold together, each rank's own part included."""
+        return self.world * (sum(place.cut.part_numel for place in self.in_place) + self.pack_numel)
+
+
+def region_numel(cut: Cut, in_place: bool) -> int:
+    """Elements that a parameter takes in the whole buffer."""
+    return cut.world * cut.part_numel if in_place else cut.numel
+
+
+def fits_in_place(cut: Cut, itemsize: int) -> bool:
+    """Whether the ranks' parts, laid end to end, are the parameter, aligned and without padding worth a thought."""
+    part_bytes = cut.part_numel * itemsize
+    return (
+        cut.dim == 0
+        and part_bytes >= PACK_BELOW_BYTES
+        and part_bytes % ALIGNMENT_BYTES == 0
+        and cut.padding <= MAX_PADDING * cut.numel
+    )
+
+
+def lay_out(shapes: Sequence[Sequence[int]], world: int, itemsize: int) -> SectionLayout:
+    """Places for parameters of `shapes`, in order, when `itemsize` is the smallest item (bytes) that travels."""
+    step = max(1, ALIGNMENT_BYTES // itemsize)
+    cuts = [choose_cut(shape, world) for shape in shapes]
+    direct = [fits_in_place(cut, itemsize) for cut in cuts]
+    whole_offsets, whole_numel = _offsets([region_numel(cut, d) for cut, d in zip(cuts, direct, strict=True)], step)
+    order = sorted(range(len(cuts)), key=lambda i: not direct[i])  # stable: in place first, then the pack
+    part_offsets, shard_numel = _offsets([cuts[i].part_numel for i in order], step)
+    shard_offsets = dict(zip(order, part_offsets, strict=True))
+    packed = [shard_offsets[i] for i in order if not direct[i]]
+    places = tuple(Place(cut, direct[i], whole_offsets[i], shard_offsets[i]) for i, cut in enumerate(cuts))
+    return SectionLayout(world, places, whole_numel, shard_numel, packed[0] if packed else shard_numel)
+
+
+def _offsets(sizes: Sequence[int], step: int) -> tuple[list[int], int]:
+    """Aligned starts for stretches of `sizes` laid end to end, and where the last one ends, aligned too."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = align(end + size, step)
+    return offsets, end

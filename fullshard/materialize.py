@@ -1,0 +1,148 @@
+"""From a module as the user made it to the parameters of a unit: found, initialised, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.collectives import collectives_for
+from fullshard.errors import ConfigError
+from fullshard.mesh import Axes
+from fullshard.record import Origin, Phase
+from fullshard.runtime import clean_fqn, is_unit
+from fullshard.sharded_param import Owner, Source
+from fullshard.unit import Unit, managed_by
+
+__all__ = ["Found", "broadcast_from_first", "find_parameters", "initialise", "move_buffers", "own_modules"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a new unit is made of."""
+
+    sources: list[Source]  # parameters that no unit has yet
+    borrowed: list[Unit]  # units that have a parameter tied to one of these modules'
+
+
+def own_modules(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules below, with names from the nearest of `modules`, that do not belong to a unit already.
+
+    A module that is found twice (shared by two parents) is given twice, under both names.
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        found.append((name, module))
+        for child_name, child in module.named_children():
+            if not is_unit(child):
+                visit(f"{name}.{child_name}" if name else child_name, child)
+
+    for module in modules:
+        visit("", module)
+    return found
+
+
+def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> Found:
+    """The parameters of `modules` that are not ignored: new ones, and those tied to another unit's.
+
+    A tied parameter that another unit has is put in these modules' place too, so that the tie holds.
+
+    Raises:
+        ConfigError: a parameter is a `DTensor` already.
+    """
+    skip = {id(param) for param in ignored}
+    new: dict[int, Source] = {}
+    borrowed: list[Unit] = []
+    for prefix, module in own_modules(modules):
+        for name, param in list(module._parameters.items()):
+            if param is None or id(param) in skip:
+                continue
+            owner = Owner(module, name)
+            managed = managed_by(param)
+            if managed is not None:
+                unit, sharded = managed
+                if owner not in sharded.owners:
+                    sharded.owners.append(owner)
+                sharded.show(sharded.sharded)
+                if unit not in borrowed:
+                    borrowed.append(unit)
+                continue
+            fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
+            if isinstance(param, DTensor):
+                raise ConfigError(
+                    f"{fqn} is already a DTensor placed {param.placements} on mesh {param.device_mesh}: fullshard "
+                    "shards plain parameters. Shard the module before distributing it, or list it in ignored_params."
+                )
+            source = new.setdefault(id(param), Source(param, [], fqn))
+            if owner not in source.owners:
+                source.owners.append(owner)
+    return Found(list(new.values()), borrowed)
+
+
+def initialise(
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    ignored: Iterable[nn.Parameter],
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    """Give memory and values to the parameters and buffers of `modules` that are on the meta device.
+
+    One module at a time, with `param_init_fn(module)` where it is given, else `to_empty` and `reset_parameters()`.
+
+    Raises:
+        ConfigError: a module has neither, or `param_init_fn` left something on the meta device.
+    """
+    skip = {id(param) for param in ignored}
+    for name, module in own_modules(modules):
+        if not _on_meta(module, skip):
+            continue
+        if param_init_fn is not None:
+            param_init_fn(module)
+        else:
+            reset = getattr(module, "reset_parameters", None)
+            if not callable(reset):
+                raise ConfigError(
+                    f"{clean_fqn(name) or type(module).__name__} ({type(module).__name__}) has parameters on the meta "
+                    f"device, such as {_on_meta(module, skip)[0]!r}, but no reset_parameters() to initialise them. "
+                    "Pass param_init_fn=, or define reset_parameters() on the module."
+                )
+            module.to_empty(device=device, recurse=False)
+            with torch.no_grad():
+                reset()
+        left = _on_meta(module, skip)
+        if left:
+            raise ConfigError(
+                f"param_init_fn left {left[0]!r} of {clean_fqn(name) or type(module).__name__} on the meta device. "
+                "Let it call module.to_empty(device=..., recurse=False) and initialise the module's own parameters."
+            )
+
+
+def _on_meta(module: nn.Module, skip: set[int]) -> list[str]:
+    params = [name for name, p in module._parameters.items() if p is not None and p.is_meta and id(p) not in skip]
+    return params + [name for name, b in module._buffers.items() if b is not None and b.is_meta]
+
+
+def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Move the buffers of `modules` to `device`, and floating-point ones to `dtype` if given. Meta ones stay."""
+    for _, module in own_modules(modules):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                module._buffers[name] = buffer.to(device, cast)
+
+
+def broadcast_from_first(sources: Iterable[Source], modules: Iterable[nn.Module], axes: Axes) -> None:
+    """Let every rank have the parameters and buffers of the mesh's first rank."""
+    tensors: list[Tensor] = [source.param.detach() for source in sources]
+    tensors += [b for _, module in own_modules(modules) for b in module._buffers.values() if b is not None]
+    for group in (axes.shard_group, axes.replicate_group):
+        if group is not None and tensors:
+            staged = [tensor.to(axes.mesh.device_type).contiguous() for tensor in tensors]
+            collectives_for(group, staged[0].device).broadcast(staged, 0, origin=Origin("", Phase.IDLE))
+            for tensor, value in zip(tensors, staged, strict=True):
+                if value.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(value)

@@ -1,0 +1,114 @@
+"""The one recorder: what the engine did, in order, for tests, ledgers and timelines.
+
+Nothing is recorded unless a recorder is active:
+
+    with recording() as record:
+        model(batch).sum().backward()
+    record.names()          # ["all_gather", "all_gather", ..., "reduce_scatter"]
+    record.sent_bytes()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from time import perf_counter
+
+__all__ = ["Event", "Origin", "Phase", "Recorder", "active_recorder", "recording"]
+
+
+class Phase(Enum):
+    """What a unit is being used for."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    PRE_BACKWARD = "pre-backward"
+    BACKWARD = "backward"
+    POST_BACKWARD = "post-backward"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """On whose behalf something happens: a unit (by FQN; the root's is empty) and its phase."""
+
+    unit: str
+    phase: Phase
+
+
+@dataclass(slots=True)
+class Event:
+    """One thing the engine did.
+
+    `name` is a collective ("all_gather", "reduce_scatter", "all_reduce", "broadcast"), or "fill" / "empty" of a unit's
+    whole storage. `sent_bytes` counts what this rank sends in `messages`; `nbytes` what the storage holds. Times are
+    seconds of `time.perf_counter`; `end` is None while it is under way.
+    """
+
+    name: str
+    origin: Origin
+    lane: str = "compute"
+    nbytes: int = 0
+    sent_bytes: int = 0
+    messages: int = 0
+    start: float = field(default_factory=perf_counter)
+    end: float | None = None
+
+    def finish(self) -> None:
+        """Note that it is over."""
+        self.end = perf_counter()
+
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+
+
+class Recorder:
+    """A list of events, and the questions that tests and reports ask of it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def add(self, event: Event) -> Event:
+        """Append `event`, and give it back."""
+        self.events.append(event)
+        return event
+
+    def collectives(self, name: str | None = None) -> list[Event]:
+        """The collectives, in the order they were started; only those called `name`, if given."""
+        return [event for event in self.events if event.name in ((name,) if name else COLLECTIVES)]
+
+    def names(self) -> list[str]:
+        """The names of the collectives, in the order they were started."""
+        return [event.name for event in self.collectives()]
+
+    def sent_bytes(self, name: str | None = None) -> int:
+        """Bytes that this rank sent to others, in all collectives or in those called `name`."""
+        return sum(event.sent_bytes for event in self.collectives(name))
+
+    def gathered_peak_bytes(self) -> int:
+        """The most bytes of whole parameters that were held at once, beyond what is whole between steps."""
+        held = peak = 0
+        for event in self.events:
+            held += {"fill": event.nbytes, "empty": -event.nbytes}.get(event.name, 0)
+            peak = max(peak, held)
+        return peak
+
+
+_active: Recorder | None = None  # not a context variable: backward may run on a thread of autograd's
+
+
+def active_recorder() -> Recorder | None:
+    """The recorder that the engine tells what it does, if there is one."""
+    return _active
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """A context in which everything the engine does in this process is recorded."""
+    global _active
+    previous, _active = _active, Recorder()
+    try:
+        yield _active
+    finally:
+        _active = previous

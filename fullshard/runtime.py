@@ -1,0 +1,530 @@
+"""When units are gathered, freed and reduced: the phases of one root, driven by hooks before and after forward and
+backward.
+
+[Note: one microbatch, in order]
+forward    a unit's pre-forward hook waits for its gather and starts the next one; its forward hook registers hooks on
+           the outputs that need a gradient, and reshards if the strategy says so.
+backward   the first gradient that reaches an output of a unit gathers it again and starts the gather of the one before
+           it. Autograd adds to the whole gradients; the last of them starts the reduction of the unit. When the
+           gradients of the unit's inputs are known, nothing of its backward can follow, and it is resharded.
+end        autograd calls back after its last node. What never got a gradient, or never told that it was over, is
+           settled then, in a fixed order.
+
+[Note: when a unit's backward is over]
+The last gradient of its parameters does not mean that its whole parameters are not needed any more: a frozen weight is
+read to pass a gradient on to the inputs, and sends no sign. So inputs that need a gradient are replaced by views of
+themselves, whose gradients are those that this one call contributes. Their hooks tell that the call is over. A unit
+without such inputs is at the start of the graph, and is freed at the end of backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard._compat import in_backward, on_backward_end
+from fullshard.buffers import Slot
+from fullshard.errors import RankMismatchError, StateError
+from fullshard.nested import map_tensors, tensors_in
+from fullshard.order import Follower, Interval, assign_slots
+from fullshard.record import Phase
+from fullshard.sharded_param import ShardedParam
+from fullshard.strategy import Placement
+from fullshard.streams import Lane
+from fullshard.unit import Form, Unit, UnitReduction
+
+__all__ = [
+    "Runtime",
+    "Turn",
+    "clean_fqn",
+    "install",
+    "is_unit",
+    "run_as_forward",
+    "runtime_of",
+    "share_memory_between_units",
+    "turn_of",
+    "turns_in",
+]
+
+
+@dataclass(eq=False)
+class Turn:
+    """A unit's part in the runtime: who needs it whole at the moment, and how it wants to be prefetched."""
+
+    unit: Unit
+    modules: tuple[nn.Module, ...]
+    prefetch_forward: bool = True
+    prefetch_backward: str = "pre"  # "pre": before its backward; "post": after it; "": not at all
+    ahead: int = 1
+    is_root: bool = False
+    casts_inputs_at_root: bool = False
+    next_forward: list[Turn] | None = None  # the user's own choice, instead of the recorded order
+    next_backward: list[Turn] | None = None
+    runtime: Runtime | None = None
+    number: int = -1
+    holds: int = 0
+    arrived: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)  # modules whose forward is over, where the unit has several
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """What the user chose, or what the strategy says; a root is needed again at once."""
+        choice = self.unit.settings.reshard_after_forward
+        sharded_in_step = self.unit.settings.placements.parameters_in_step is Placement.SHARDED
+        return sharded_in_step and not self.is_root if choice is None else choice
+
+
+class Call:
+    """One forward of a unit, as its backward will see it."""
+
+    def __init__(self, runtime: Runtime, turn: Turn) -> None:
+        self._runtime = runtime
+        self._turn = turn
+        self._inputs = 0
+        self._backward = -1
+        self._waiting = 0
+
+    def watch_input(self, tensor: Tensor) -> Tensor:
+        """A view of `tensor` that tells when this call's share of its gradient is known."""
+        view = tensor.view_as(tensor)
+        view.register_hook(self._after_input)
+        self._inputs += 1
+        return view
+
+    def watch_output(self, tensor: Tensor) -> None:
+        """Make the unit whole before the gradient goes on from `tensor` into the call."""
+        tensor.register_hook(self._before_output)
+
+    def _before_output(self, grad: Tensor) -> None:
+        serial = self._runtime.begin_backward()
+        if self._backward != serial:
+            self._backward, self._waiting = serial, self._inputs
+            self._runtime.before_backward(self._turn)
+
+    def _after_input(self, grad: Tensor) -> None:
+        if self._backward != self._runtime.serial:
+            return  # a graph that another backward already settled
+        self._waiting -= 1
+        if self._waiting == 0:
+            self._runtime.after_backward(self._turn)
+
+
+class Runtime:
+    """The units below one root, and where they are in a microbatch.
+
+    Args:
+        root: the outermost sharded module.
+        turns: its units, in the order of `root.modules()`.
+    """
+
+    def __init__(self, root: nn.Module, turns: Sequence[Turn]) -> None:
+        self.turns = list(turns)
+        self.phase = Phase.IDLE
+        self.serial = 0
+        self.shares_memory = _shares_memory
+        self._device = turns[0].unit.settings.device
+        self._gather_lane = Lane("gather", self._device)
+        self._reduce_lane = Lane("reduce", self._device)
+        self._stack: list[tuple[Turn, Call | None]] = []
+        self._orders: dict[int, tuple[int, ...]] = {}  # the forward order by the number of the outermost unit
+        self._backward_order: tuple[int, ...] = ()
+        self._forward = Follower()
+        self._backward = Follower()
+        self._since_backward: list[int] = []  # the forward order of all forwards since the last backward
+        self._reductions: list[UnitReduction] = []
+        self._clock = 0
+        self._filled: dict[int, int] = {}
+        self._intervals: list[Interval] = []
+        self._planned = False
+        self._postponed: list[Turn] = []
+        _name_units(root, turns)
+        _check_ranks_agree(turns)
+        for number, turn in enumerate(turns):
+            turn.number, turn.runtime = number, self
+            turn.is_root = root in turn.modules
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def before_forward(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Have `turn`'s unit whole. Its inputs as its forward is to see them."""
+        recomputing = in_backward()
+        if not self._stack and not recomputing:
+            self._begin_forward(turn)
+        args, kwargs = self._prepare_inputs(turn, args, kwargs)
+        call = Call(self, turn) if torch.is_grad_enabled() else None
+        self._stack.append((turn, call))
+        self._hold(turn)
+        self._unshard(turn, Phase.FORWARD)
+        if not recomputing:
+            self._prefetch_forward(turn)
+        if call is not None:
+            args, kwargs = map_tensors(lambda t: call.watch_input(t) if t.requires_grad else t, (args, kwargs))
+        return args, kwargs
+
+    def after_forward(self, turn: Turn, module: nn.Module, output: Any) -> Any:
+        """Free `turn`'s unit if its strategy says so. Its output as the caller is to see it."""
+        if all(entered is not turn for entered, _ in self._stack):
+            return output  # its unit could not be made whole
+        while self._stack[-1][0] is not turn:
+            self._leave(self._stack[-1][0])  # an exception passed through a forward within
+            self._stack.pop()
+        call = self._stack.pop()[1]
+        dtype = turn.unit.settings.precision.output_dtype
+        if dtype is not None:
+            output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+        if call is not None:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    call.watch_output(tensor)
+        turn.left.add(id(module))
+        self._leave(turn)
+        if not self._stack and not in_backward():
+            self._end_forward(turn)
+        return output
+
+    def _begin_forward(self, top: Turn) -> None:
+        if self.phase is not Phase.IDLE:
+            self.recover()
+        self.phase = Phase.FORWARD
+        self._forward = Follower(self._orders.get(top.number, ()))
+
+    def _end_forward(self, top: Turn) -> None:
+        self._orders[top.number] = tuple(self._forward.seen)
+        self._since_backward += self._forward.seen
+        for turn in self.turns:
+            turn.left.clear()
+            over = not torch.is_grad_enabled() and turn.unit.settings.reshard_after_forward is not False
+            if turn.holds == 0 and (over or turn.unit.form is Form.GATHERING or turn.reshards_after_forward):
+                self._reshard(turn, Phase.FORWARD)
+        self.phase = Phase.IDLE
+
+    def _leave(self, turn: Turn) -> None:
+        self._release(turn)
+        complete = len(turn.left) == len(turn.modules)
+        if complete:
+            turn.left.clear()
+        for done in ((turn,) if complete else ()) + tuple(self._lenders(turn)):
+            if done.holds == 0 and done.reshards_after_forward:
+                self._reshard(done, Phase.FORWARD)
+
+    def _prepare_inputs(self, turn: Turn, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        policy = turn.unit.settings.precision
+        outermost = not self._stack
+        casts = policy.cast_forward_inputs or (outermost and turn.casts_inputs_at_root)
+        dtype = policy.param_dtype if casts else None
+        moves = outermost and self._device.type != "cpu"
+        if dtype is None and not moves:
+            return args, kwargs
+
+        def prepare(tensor: Tensor) -> Tensor:
+            if moves:
+                tensor = tensor.to(self._device, non_blocking=True)
+            return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+        prepared: tuple[Any, Any] = map_tensors(prepare, (args, kwargs))
+        return prepared
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> int:
+        """The number of the backward that is executing; the first call in one arranges for its end."""
+        if self.phase is not Phase.BACKWARD:
+            self.phase = Phase.BACKWARD
+            self.serial += 1
+            expected = self._backward_order
+            if sorted(expected) != sorted(self._since_backward):
+                expected = tuple(reversed(self._since_backward))
+            self._backward = Follower(expected)
+            self._since_backward = []
+            on_backward_end(self.finish_backward)
+        return self.serial
+
+    def before_backward(self, turn: Turn) -> None:
+        """Have `turn`'s unit whole again, and start the gather of the one that comes next."""
+        self._hold(turn)
+        self._unshard(turn, Phase.PRE_BACKWARD)
+        ahead = self._ahead(turn, self._backward, turn.next_backward)
+        if turn.prefetch_backward == "pre":
+            self._prefetch(ahead, Phase.BACKWARD)
+        self._postponed = ahead if turn.prefetch_backward == "post" else []
+
+    def on_grad(self, turn: Turn, param: ShardedParam) -> None:
+        """Note that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
+        self.begin_backward()
+        turn.arrived.add(id(param))
+        if len(turn.arrived) == turn.unit.trainable:
+            self._start_reduce(turn)
+
+    def after_backward(self, turn: Turn) -> None:
+        """Free `turn`'s unit: the gradients of all its inputs are known."""
+        self._release(turn)
+        for done in (turn, *self._lenders(turn)):
+            if done.holds == 0 and done.unit.settings.reshard_after_backward:
+                self._reshard(done, Phase.POST_BACKWARD)
+        self._prefetch(self._postponed, Phase.BACKWARD)
+        self._postponed = []
+
+    def finish_backward(self) -> None:
+        """Settle what is left when autograd has run its last node: reductions, unused parameters, whole units."""
+        for turn in reversed(self.turns):
+            self._start_reduce(turn)
+        self._finish_reductions()
+        for turn in self.turns:
+            turn.holds = 0
+            if turn.unit.settings.reshard_after_backward or turn.unit.form is Form.GATHERING:
+                self._reshard(turn, Phase.POST_BACKWARD)
+        if self._device.type != "cpu" and any(t.unit.settings.home.device.type == "cpu" for t in self.turns):
+            torch.cuda.current_stream().synchronize()  # offloaded gradients must be there before the optimizer reads
+        agreed = self._backward.agrees
+        self._backward_order = tuple(self._backward.seen)
+        self.phase = Phase.IDLE
+        if agreed and not self._planned:
+            self._share_memory()
+        self._intervals.clear()
+        self._filled.clear()
+        self._clock = 0
+
+    def _start_reduce(self, turn: Turn) -> None:
+        turn.arrived.clear()
+        unit = turn.unit
+        if not unit.settings.syncs_gradients:
+            unit.hold_grads()
+        elif unit.has_whole_grads or unit.awaits_replicas:
+            # One at a time: gradients of more than two units at once would be memory without a bound.
+            self._finish_reductions()
+            self._reductions.append(unit.start_reduce(self._reduce_lane, Phase.POST_BACKWARD))
+
+    def _finish_reductions(self) -> None:
+        for reduction in self._reductions:
+            reduction.finish()
+        self._reductions.clear()
+
+    def recover(self) -> None:
+        """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
+        self._stack.clear()
+        self._reductions.clear()
+        self._since_backward = []
+        for turn in self.turns:
+            turn.holds = 0
+            turn.arrived.clear()
+            turn.left.clear()
+            if self.phase is Phase.BACKWARD:
+                turn.unit.drop_grads()
+            self._reshard(turn, Phase.IDLE)
+        self.phase = Phase.IDLE
+
+    # -- whole and sharded --------------------------------------------------------------------------------------------
+
+    def _hold(self, turn: Turn) -> None:
+        for held in (turn, *self._lenders(turn)):
+            held.holds += 1
+
+    def _release(self, turn: Turn) -> None:
+        for held in (turn, *self._lenders(turn)):
+            held.holds = max(0, held.holds - 1)
+
+    def _lenders(self, turn: Turn) -> list[Turn]:
+        return [turn_of(unit.module) for unit in turn.unit.borrowed]
+
+    def _unshard(self, turn: Turn, phase: Phase) -> None:
+        needed = (turn, *self._lenders(turn))
+        for item in needed:
+            self.start_unshard(item, phase)
+        for item in needed:
+            item.unit.wait_unshard()
+
+    def start_unshard(self, turn: Turn, phase: Phase) -> None:
+        """Begin to gather `turn`'s unit, unless it is whole or on its way."""
+        unit = turn.unit
+        if unit.form is not Form.SHARDED:
+            return
+        if not unit.can_fill and not unit.keeps_whole:
+            self._make_room(unit)
+        unit.start_unshard(self._gather_lane, phase)
+        self._filled.setdefault(turn.number, self._tick())
+
+    def _make_room(self, unit: Unit) -> None:
+        """Let `unit` have memory of its own, since the unit that it shares memory with is whole too."""
+        idle = [t for t in self.turns if t.unit is unit.slot.occupant and t.holds == 0]
+        for turn in idle:  # prefetched, or kept for later: it can be gathered again
+            self._reshard(turn, Phase.IDLE)
+        if not unit.can_fill:
+            self.shares_memory = False
+            unit.move(Slot(self._device))
+
+    def _reshard(self, turn: Turn, phase: Phase) -> None:
+        if turn.unit.form is Form.SHARDED:
+            return
+        turn.unit.reshard(phase)
+        start = self._filled.pop(turn.number, None)
+        if start is not None:
+            self._intervals.append(Interval(turn.number, start, self._tick()))
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _prefetch_forward(self, turn: Turn) -> None:
+        ahead = self._ahead(turn, self._forward, turn.next_forward)
+        if turn.prefetch_forward or turn.next_forward is not None:
+            self._prefetch(ahead, Phase.FORWARD)
+
+    def _ahead(self, turn: Turn, order: Follower, chosen: list[Turn] | None) -> list[Turn]:
+        following = [self.turns[number] for number in order.use(turn.number, turn.ahead)]
+        return following if chosen is None else chosen
+
+    def _prefetch(self, turns: Iterable[Turn], phase: Phase) -> None:
+        for turn in turns:
+            if turn.unit.form is Form.SHARDED and (turn.unit.can_fill or turn.unit.keeps_whole):
+                self.start_unshard(turn, phase)
+
+    def _share_memory(self) -> None:
+        """Give units that are never whole at once the same memory, where memory that is given back is dear."""
+        self._planned = True
+        turns = [t for t in self.turns if not t.unit.keeps_whole and t.unit.whole_nbytes]
+        if self._device.type != "cpu" or not self.shares_memory or any(t.unit.slot.is_referenced for t in turns):
+            return
+        nbytes = {turn.number: turn.unit.whole_nbytes for turn in turns}
+        mine = [interval for interval in self._intervals if interval.unit in nbytes]
+        assigned = assign_slots(mine, nbytes)
+        slots: dict[int, Slot] = {}
+        for number in sorted(assigned, key=lambda number: -nbytes[number]):  # the largest sizes the slot
+            slot = slots.setdefault(assigned[number], Slot(self._device, shared=True))
+            self.turns[number].unit.move(slot)
+        for slot in slots.values():
+            slot.settle()
+
+
+# -- who belongs to which root ----------------------------------------------------------------------------------------
+
+_turns: weakref.WeakKeyDictionary[nn.Module, Turn] = weakref.WeakKeyDictionary()
+_shares_memory = True
+
+
+def share_memory_between_units(enabled: bool) -> None:
+    """Whether, on a CPU, units that are never whole at the same time take turns on the same memory (they do).
+
+    Concerns models whose first forward comes after this call. Without it every unit's memory goes back to the system
+    when it is resharded, which costs page faults in each gather.
+    """
+    global _shares_memory
+    _shares_memory = enabled
+
+
+def turn_of(module: nn.Module) -> Turn:
+    """The turn of the unit that `module` makes whole in its forward.
+
+    Raises:
+        StateError: the module is not sharded.
+    """
+    turn = _turns.get(module)
+    if turn is None:
+        raise StateError(
+            f"{type(module).__name__} is not a unit. Call fully_shard(module) on it first, or name one of its units."
+        )
+    return turn
+
+
+def turns_in(module: nn.Module) -> list[Turn]:
+    """The turns of all units in `module` and below, each once, in the order of `module.modules()`."""
+    found: dict[int, Turn] = {}
+    for child in module.modules():
+        turn = _turns.get(child)
+        if turn is not None:
+            found.setdefault(id(turn), turn)
+    return list(found.values())
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether `module` makes a unit whole in its forward."""
+    return module in _turns
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    """The runtime that drives `module`; made when an outermost module is first used.
+
+    Raises:
+        RankMismatchError: the ranks do not agree on the units.
+    """
+    turn = turn_of(module)
+    if turn.runtime is None:
+        return Runtime(module, turns_in(module))
+    return turn.runtime
+
+
+def install(turn: Turn) -> None:
+    """Let `turn`'s modules have their unit whole in forward and backward."""
+    for module in turn.modules:
+        _turns[module] = turn
+        module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(_after_forward, always_call=True)
+    turn.unit.watch(_on_grad)
+
+
+def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What `function(*args, **kwargs)` returns, with `module`'s unit whole meanwhile, as in its forward."""
+    args, kwargs = _before_forward(module, args, kwargs)
+    output = None
+    try:
+        output = function(*args, **kwargs)
+    finally:
+        output = _after_forward(module, args, output)
+    return output
+
+
+def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return runtime_of(module).before_forward(turn_of(module), args, kwargs)
+
+
+def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    return runtime_of(module).after_forward(turn_of(module), module, output)
+
+
+def _on_grad(unit: Unit, param: ShardedParam) -> None:
+    turn = turn_of(unit.module)
+    runtime_of(unit.module).on_grad(turn, param)
+
+
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def clean_fqn(name: str) -> str:
+    """`name` as in the user's own module, without the names that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _name_units(root: nn.Module, turns: Sequence[Turn]) -> None:
+    names = {module: clean_fqn(name) for name, module in root.named_modules()}
+    for turn in turns:
+        turn.unit.name = names[turn.unit.module]
+
+
+def _check_ranks_agree(turns: Sequence[Turn]) -> None:
+    """Raise on every rank alike if they do not have the same units with the same parameters."""
+    axes = turns[0].unit.settings.axes
+    mine = [turn.unit.description for turn in turns]
+    for group in (axes.shard_group, axes.replicate_group):
+        if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
+            continue
+        theirs: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(theirs, mine, group=group)
+        odd = next((rank for rank, other in enumerate(theirs) if other != theirs[0]), None)
+        if odd is not None:
+            first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, odd)
+            raise RankMismatchError(_difference(first, theirs[0], second, theirs[odd]))
+
+
+def _difference(first: int, mine: Sequence[str], second: int, theirs: Sequence[str]) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+    of_first = mine[at] if at < len(mine) else "no further unit"
+    of_second = theirs[at] if at < len(theirs) else "no further unit"
+    return (
+        f"ranks do not have the same model. Unit {at} is on rank {first}: {of_first}; on rank {second}: {of_second}. "
+        "Build and shard the same modules in the same order on every rank."
+    )

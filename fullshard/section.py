@@ -1,0 +1,500 @@
+"""A section: the parameters of a unit that share a dtype, and the buffers that their values travel through.
+
+At rest a parameter's values have a *home*. Which one follows from the placements and the dtypes:
+
+    parameters sharded, or cast for compute    the shard buffer, one stretch of memory for the section
+    whole between steps, optimizer sharded     this rank's rows of the whole buffer itself; packed ones as above
+    optimizer whole                            the whole buffer, or a whole master copy if compute is cast
+
+A gather reads homes and fills the whole buffer; a reduction reads gradients where autograd left them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fullshard._compat import storage_references
+from fullshard.buffers import Pool, typed_view
+from fullshard.collectives import Collectives, Pending, collectives_for
+from fullshard.layout import Place, SectionLayout, lay_out
+from fullshard.mesh import Axes
+from fullshard.precision import DtypeContract
+from fullshard.record import Origin
+from fullshard.sharded_param import ShardedParam, Source
+from fullshard.strategy import Placement, Placements
+
+__all__ = ["Home", "Reduction", "Section", "Wires"]
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The collectives of one unit's axes, and the scratch memory they may use."""
+
+    shard: Collectives
+    replicate: Collectives | None
+    scratch: Pool
+
+    @classmethod
+    def along(cls, axes: Axes, device: torch.device, scratch: Pool) -> Wires:
+        """The wires along `axes` for tensors on `device`."""
+        replicas = axes.replicate_group
+        return cls(
+            collectives_for(axes.shard_group, device),
+            None if replicas is None else collectives_for(replicas, device),
+            scratch,
+        )
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where the shards of a unit live: the device, and whether it is page-locked memory."""
+
+    device: torch.device
+    pinned: bool = False
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A new 1-D buffer. Zeros, so that padding is never noise."""
+        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+
+
+class Section:
+    """The parameters of one dtype in a unit, and their buffers.
+
+    Args:
+        sources: the parameters as the user made them; each becomes a `ShardedParam`.
+        axes: the mesh axes to cut and replicate over.
+        placements: what is whole and what is sharded.
+        contract: the dtypes.
+        wires: the collectives.
+        device: where compute runs.
+        home: where shards live.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        axes: Axes,
+        placements: Placements,
+        contract: DtypeContract,
+        wires: Wires,
+        device: torch.device,
+        home: Home,
+    ) -> None:
+        self.contract = contract
+        self.rank = axes.shard_rank
+        self.layout: SectionLayout = lay_out([s.param.shape for s in sources], axes.shard_world, contract.itemsize)
+        self.device = device
+        self.home = home
+        self.cuts_optimizer = placements.optimizer is Placement.SHARDED
+        self.keeps_whole = placements.parameters is Placement.WHOLE
+        self._axes = axes
+        self.wires = wires
+        messages = len(self.layout.in_place) + 1
+        self._gather_tag = wires.shard.reserve_tags(messages)
+        self.reduce_tag = wires.shard.reserve_tags(2 * messages)
+        self.replicate_tag = wires.replicate.reserve_tags(2 * messages) if wires.replicate else 0
+        self.params: list[ShardedParam] = []
+        self._masters = torch.empty(0)
+        self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they travel
+        self._gathered_version = -1
+        self.grads: Tensor | None = None  # the optimizer's gradients, one after another as the shards are
+        self._grads_own_references = 0
+        self._held: dict[int, Tensor] = {}  # whole gradients of microbatches that were not reduced, in the reduce dtype
+        self.partial: dict[int, Tensor] = {}  # sums over the shard axis that still miss the replicate axis
+        self._sources = list(sources)
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    @property
+    def casts(self) -> bool:
+        """Whether compute uses another dtype than rest."""
+        return self.contract.stored != self.contract.compute
+
+    @property
+    def lives_in_whole(self) -> bool:
+        """Whether the whole buffer itself is where parameters rest."""
+        return self.keeps_whole and not self.casts and self.home.device == self.device
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether every sharded parameter still holds its shard where it was put."""
+        return all(p.local.data_ptr() == self._home_view(p.place).data_ptr() for p in self.params)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the whole buffer, and of the pack's place beside it."""
+        numel = self.layout.whole_numel + self.layout.world * self.layout.pack_numel
+        return numel * self.contract.compute.itemsize
+
+    @property
+    def rest_nbytes(self) -> int:
+        """Bytes of the master buffer: what this rank keeps of the section beyond the whole buffer."""
+        return self._masters.nbytes
+
+    def bind(self, storage: torch.UntypedStorage, byte_offset: int) -> None:
+        """Use the stretch of `storage` from `byte_offset` on as the whole buffer."""
+        layout, dtype = self.layout, self.contract.compute
+        self.whole = typed_view(storage, dtype, byte_offset, (layout.whole_numel,))
+        pack_offset = byte_offset + layout.whole_numel * dtype.itemsize
+        self._pack_wire = typed_view(storage, dtype, pack_offset, (layout.world * layout.pack_numel,))
+        self._gather_places = [self.whole[place.region] for place in layout.in_place]
+        if layout.pack_numel:
+            self._gather_places.append(self._pack_wire)
+        shapes = [place.cut.shape for place in layout.places]
+        offsets = [byte_offset + place.whole_offset * dtype.itemsize for place in layout.places]
+        self._wholes = wholes = [typed_view(storage, dtype, o, s) for o, s in zip(offsets, shapes, strict=True)]
+        for param, whole in zip(self.params, wholes, strict=bool(self.params)):
+            param.unsharded.data = whole
+        wire = self._pack_wire.view(layout.world, layout.pack_numel)
+        self._unpacked = [
+            pair
+            for place, whole in zip(layout.places, wholes, strict=True)
+            if not place.in_place
+            for pair in self.pack_pairs(place, whole, wire)
+        ]
+
+    def make_params(self) -> None:
+        """Cut the sources: fill their homes with this rank's values and make both forms. Call after `bind`."""
+        self._masters = self.home.zeros(self._masters_numel(), self.contract.stored)
+        for source, place, whole in zip(self._sources, self.layout.places, self._wholes, strict=True):
+            local = self._home_view(place)
+            param = ShardedParam(
+                source,
+                place,
+                local,
+                axes=self._axes,
+                sharded=self.cuts_optimizer,
+                compute=self.contract.compute,
+                device=self.device,
+            )
+            if not source.param.is_meta:
+                local.copy_(param.take_own(source.param.detach()))
+            param.unsharded.data = whole
+            self.params.append(param)
+        self._sources = []
+
+    def change(self, contract: DtypeContract, home: Home, device: torch.device) -> list[Tensor]:
+        """Prepare for other dtypes or devices, after `Module.to` and its like. What `rehome` needs, once bound anew."""
+        shards = [param.local for param in self.params]
+        if (contract.compute, device) != (self.contract.compute, self.device):
+            for param in self.params:
+                param.renew_unsharded(contract.compute, device)
+        self.contract, self.home, self.device = contract, home, device
+        self.layout = lay_out([p.place.cut.shape for p in self.params], self.layout.world, contract.itemsize)
+        for param, place in zip(self.params, self.layout.places, strict=True):
+            param.place = place
+        self.grads = None
+        self._gathered_version = -1
+        return shards
+
+    def rehome(self, shards: Sequence[Tensor]) -> None:
+        """Move `shards`, one a parameter, into new homes, and let the sharded parameters hold them there."""
+        self._masters = self.home.zeros(self._masters_numel(), self.contract.stored)
+        for param, shard in zip(self.params, shards, strict=True):
+            view = self._home_view(param.place)
+            view.copy_(shard)
+            param.local = view
+
+    def _masters_numel(self) -> int:
+        if not self.cuts_optimizer:
+            return 0 if self.lives_in_whole else self.layout.whole_numel
+        return self.layout.pack_numel if self.lives_in_whole else self.layout.shard_numel
+
+    def _home_view(self, place: Place) -> Tensor:
+        """The place where this rank's values of one parameter rest, in their shape."""
+        cut = place.cut
+        if not self.cuts_optimizer:
+            buffer = self.whole if self.lives_in_whole else self._masters
+            return buffer[place.whole_offset : place.whole_offset + cut.numel].view(cut.shape)
+        shape = cut.shard_shape(self.rank)
+        if not self.lives_in_whole:
+            start = place.shard_offset
+            return self._masters[start : start + prod(shape)].view(shape)
+        if not place.in_place:
+            start = place.shard_offset - self.layout.pack_offset
+            return self._masters[start : start + prod(shape)].view(shape)
+        start = place.whole_offset + self.rank * cut.part_numel
+        return self.whole[start : start + prod(shape)].view(shape)
+
+    def pack_pairs(self, place: Place, whole: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs (stretch of the parameter, stretch of the pack) that hold the same values; `wire` has a row a rank."""
+        cut = place.cut
+        start = place.shard_offset - self.layout.pack_offset
+        columns = wire[:, start : start + cut.part_numel]
+        if cut.dim is None:
+            yield whole.reshape(1, -1), columns[self.rank : self.rank + 1]
+        elif cut.dim == 0 and cut.part_numel:
+            full = cut.numel // cut.part_numel
+            flat = whole.reshape(-1)
+            yield flat[: full * cut.part_numel].view(full, -1), columns[:full]
+            rest = cut.numel - full * cut.part_numel
+            if rest:
+                yield flat[full * cut.part_numel :], columns[full, :rest]
+        elif cut.part_numel:
+            for rank in range(cut.world):
+                span = cut.span(rank)
+                if span:
+                    part = whole.narrow(cut.dim, span.start, len(span))
+                    yield part, columns[rank, : part.numel()].view(part.shape)
+
+    # -- gather -------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the whole buffer, being kept between steps, still has every rank's present values."""
+        return self.keeps_whole and self._gathered_version == self._version()
+
+    def _version(self) -> int:
+        return sum(param.version for param in self.params)
+
+    def start_gather(self, origin: Origin) -> Pending:
+        """Begin to fill the whole buffer from every rank's home. The sections of a unit gather side by side."""
+        if not self.cuts_optimizer:
+            if not self.lives_in_whole:
+                self.whole.copy_(self._masters, non_blocking=True)
+            return Pending()
+        parts = self._parts_to_send()
+        return self.wires.shard.all_gather(self._gather_places, parts, tag=self._gather_tag, origin=origin)
+
+    def finish_gather(self) -> None:
+        """Put what came in the pack where it belongs. Call when the gather has ended."""
+        if self._sent is not None:
+            self.wires.scratch.give(self._sent)
+            self._sent = None
+        if self.cuts_optimizer and self._unpacked:
+            with torch.no_grad():
+                torch._foreach_copy_([to for to, _ in self._unpacked], [sent for _, sent in self._unpacked])
+        self._gathered_version = self._version()
+
+    def _parts_to_send(self) -> list[Tensor]:
+        layout = self.layout
+        if self.lives_in_whole:
+            parts = [place.view(layout.world, -1)[self.rank] for place in self._gather_places[: len(layout.in_place)]]
+            return [*parts, self._masters] if layout.pack_numel else parts
+        shards = self._masters
+        if self.casts or self.home.device != self.device:
+            shards = self._sent = self.wires.scratch.take(layout.shard_numel, self.contract.compute)
+            shards.copy_(self._masters, non_blocking=True)
+        parts = [shards[place.part] for place in layout.in_place]
+        return [*parts, shards[layout.pack]] if layout.pack_numel else parts
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def hold_grads(self) -> None:
+        """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""
+        if self.contract.reduce == self.contract.compute:
+            return  # autograd goes on adding to them where they are
+        for i, grad in self.take_grads().items():
+            self._held[i] = grad
+
+    def take_grads(self) -> dict[int, Tensor]:
+        """The whole gradients, by index of the parameter, that this microbatch and those held back have left."""
+        grads = {}
+        for i, param in enumerate(self.params):
+            grad, param.unsharded.grad = param.unsharded.grad, None
+            held = self._held.pop(i, None)
+            if grad is not None:
+                grad = grad.to_dense() if grad.layout != torch.strided else grad
+                grad = grad.to(self.contract.reduce).contiguous()
+            if held is not None:
+                grad = held if grad is None else held.add_(grad)
+            if grad is not None:
+                grads[i] = grad
+        return grads
+
+    def drop_grads(self) -> None:
+        """Forget the whole gradients that no reduction has taken."""
+        self._held.clear()
+        for param in self.params:
+            param.unsharded.grad = None
+
+    @property
+    def holds_grads(self) -> bool:
+        """Whether whole gradients are kept here for a later reduction."""
+        return bool(self._held)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether sums over the shard axis wait for the replicate axis."""
+        return bool(self.partial)
+
+    def new_grad_shards(self) -> Tensor:
+        """A buffer for the gradient shards, in the stored dtype: last step's, unless somebody still refers to it."""
+        grads = self.grads
+        if grads is None or storage_references(grads.untyped_storage()) > self._grads_own_references:
+            grads = self.grads = self.home.zeros(self.layout.shard_numel, self.contract.stored)
+            self._grads_own_references = storage_references(grads.untyped_storage())
+        return grads
+
+    def shard_view(self, place: Place, buffer: Tensor) -> Tensor:
+        """This rank's stretch of a shard buffer for one parameter, 1-D, without padding."""
+        return buffer[place.shard_offset : place.shard_offset + place.cut.shard_numel(self.rank)]
+
+
+class Reduction:
+    """One section's gradients on their way from whole, on every rank, to what the optimizer sees.
+
+    Args:
+        section: whose gradients.
+        grads: the whole gradients by index of the parameter, in the reduce dtype and contiguous.
+        divisor: what the sum over all ranks is divided by.
+        over_replicas: whether to sum over the replicate axis too, or to keep the sum for a later reduction.
+        origin: for the record.
+    """
+
+    def __init__(
+        self, section: Section, grads: dict[int, Tensor], *, divisor: float, over_replicas: bool, origin: Origin
+    ) -> None:
+        self._section = section
+        self._grads = grads
+        self._divisor = divisor
+        self._origin = origin
+        self._replicas = section.wires.replicate
+        self._over_replicas = over_replicas or self._replicas is None
+        self._scratch: list[Tensor] = []
+        if self._over_replicas:
+            for i in section.partial.keys() - grads.keys():
+                shape = section.layout.places[i].cut.shape
+                grads[i] = torch.zeros(shape, dtype=section.contract.reduce, device=section.device)
+        self._pending = self._start_scatter() if section.cuts_optimizer else self._start_all_reduce()
+
+    def complete(self) -> None:
+        """Wait for the sums over the shard axis, and take those over the replicate axis."""
+        self._pending.wait()
+        if self._replicas is not None and self._over_replicas:
+            wires, section = self._replicas, self._section
+            self._add_partial()
+            sums = [self._shards] if section.cuts_optimizer else self._wholes
+            wires.all_reduce(sums, self._divisor, tag=section.replicate_tag, origin=self._origin).wait()
+
+    def deliver(self) -> None:
+        """Let the sharded parameters have their gradients, added to what they have already."""
+        section = self._section
+        if not self._over_replicas:
+            self._keep_partial()
+            return
+        if section.cuts_optimizer:
+            self._deliver_shards()
+        else:
+            for i, grad in self._grads.items():
+                param = section.params[i]
+                _add_grad(param, grad.view(param.place.cut.shape).to(section.contract.stored))
+        for scratch in self._scratch:
+            section.wires.scratch.give(scratch)
+
+    # -- optimizer sharded: reduce-scatter ----------------------------------------------------------------------------
+
+    def _start_scatter(self) -> Pending:
+        section, layout = self._section, self._section.layout
+        accumulates = any(section.params[i].grad is not None for i in self._grads)
+        direct = (
+            section.contract.reduce == section.contract.stored
+            and section.home.device == section.device
+            and self._over_replicas
+            and not accumulates
+        )
+        self._shards = section.new_grad_shards() if direct else self._take(layout.shard_numel)
+        if len(self._grads) < len(section.params):
+            self._shards.zero_()
+        in_place = [i for i in self._grads if layout.places[i].in_place]
+        places = [layout.places[i] for i in in_place]
+        sums = [section.shard_view(place, self._shards) for place in places]
+        wholes = [self._grads[i].view(-1) for i in in_place]
+        part_numels = [place.cut.part_numel for place in places]
+        if any(not layout.places[i].in_place for i in self._grads):
+            sums.append(self._shards[layout.pack])
+            wholes.append(self._packed_by_rank())
+            part_numels.append(layout.pack_numel)
+        return section.wires.shard.reduce_scatter(
+            sums,
+            wholes,
+            part_numels,
+            1 if self._replicas is not None else self._divisor,
+            tag=section.reduce_tag,
+            origin=self._origin,
+        )
+
+    def _packed_by_rank(self) -> Tensor:
+        """The gradients of packed parameters, each rank's parts side by side: the one copy, of little."""
+        section, layout = self._section, self._section.layout
+        wire = self._take(layout.world * layout.pack_numel).zero_().view(layout.world, layout.pack_numel)
+        for i, grad in self._grads.items():
+            place = layout.places[i]
+            if place.in_place:
+                continue
+            if place.cut.dim is None:
+                start = place.shard_offset - layout.pack_offset
+                wire[:, start : start + grad.numel()].copy_(grad.view(1, -1).expand(layout.world, -1))
+            else:
+                for part, stretch in section.pack_pairs(place, grad.view(place.cut.shape), wire):
+                    stretch.copy_(part)
+        return wire.view(-1)
+
+    def _deliver_shards(self) -> None:
+        section, layout = self._section, self._section.layout
+        shards, fresh = self._shards, [i for i in self._grads if section.params[i].grad is None]
+        if shards is not section.grads and len(fresh) == len(self._grads):
+            shards = section.new_grad_shards()
+            shards.copy_(self._shards, non_blocking=True)
+        for i in self._grads:
+            place = layout.places[i]
+            shard = section.shard_view(place, shards).view(place.cut.shard_shape(section.rank))
+            if shards is self._shards and shards is not section.grads:  # scratch: must not outlive this call
+                _add_grad(section.params[i], shard.to(section.home.device, section.contract.stored, copy=i in fresh))
+            else:
+                _add_grad(section.params[i], shard)
+
+    def _take(self, numel: int) -> Tensor:
+        scratch = self._section.wires.scratch.take(numel, self._section.contract.reduce)
+        self._scratch.append(scratch)
+        return scratch
+
+    # -- optimizer whole: all-reduce ----------------------------------------------------------------------------------
+
+    def _start_all_reduce(self) -> Pending:
+        section, layout = self._section, self._section.layout
+        packed = [i for i in self._grads if not layout.places[i].in_place]
+        if packed:  # one message for the small ones; they stay where they travelled
+            flat = torch.cat([self._grads[i].view(-1) for i in packed])
+            parts = flat.split([self._grads[i].numel() for i in packed])
+            self._grads = {**self._grads, **dict(zip(packed, parts, strict=True))}
+        self._wholes = [grad.view(-1) for i, grad in self._grads.items() if i not in packed]
+        self._wholes += [flat] if packed else []
+        divisor = 1 if self._replicas is not None else self._divisor
+        return section.wires.shard.all_reduce(self._wholes, divisor, tag=section.reduce_tag, origin=self._origin)
+
+    # -- sums that still miss the replicate axis ----------------------------------------------------------------------
+
+    def _keep_partial(self) -> None:
+        section = self._section
+        for i in self._grads:
+            if section.cuts_optimizer:
+                term = section.shard_view(section.layout.places[i], self._shards)
+            else:
+                term = self._grads[i].view(-1)
+            kept = section.partial.get(i)
+            section.partial[i] = term.clone() if kept is None else kept.add_(term)
+        for scratch in self._scratch:
+            section.wires.scratch.give(scratch)
+
+    def _add_partial(self) -> None:
+        section = self._section
+        for i, kept in section.partial.items():
+            if section.cuts_optimizer:
+                section.shard_view(section.layout.places[i], self._shards).add_(kept)
+            else:
+                self._grads[i].view(-1).add_(kept)
+        section.partial.clear()
+
+
+def _add_grad(param: ShardedParam, shard: Tensor) -> None:
+    if param.grad is None:
+        param.grad = shard
+    else:
+        param.grad.add_(shard)

@@ -1,0 +1,158 @@
+"""One parameter and its two forms: a `DTensor` at rest, a plain tensor in compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard._compat import dtensor_like, make_dtensor, set_local_tensor
+from fullshard.layout import Place
+from fullshard.mesh import Axes
+
+__all__ = ["Owner", "ShardedParam", "Source"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that has a parameter, and under which name."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parameter as the user made it: where it is found, and its FQN from the unit's module."""
+
+    param: nn.Parameter
+    owners: list[Owner]  # several where weights are tied
+    fqn: str
+
+
+class ShardedParam:
+    """One parameter of a unit. Two forms, two objects; the module has one of them at a time.
+
+    `sharded` is what optimizers, checkpoints and users see between steps: an `nn.Parameter` around a `DTensor` whose
+    local tensor is this rank's shard. `unsharded` is what compute sees: an `nn.Parameter` of the whole shape in the
+    compute dtype, over storage that is emptied and filled again.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        place: Place,
+        local: Tensor,
+        *,
+        axes: Axes,
+        sharded: bool,
+        compute: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.fqn = source.fqn
+        self.owners = list(source.owners)
+        self.place = place
+        shape = place.cut.shape
+        stride = torch.empty(shape, device="meta").stride()
+        placements = axes.tensor_placements(place.cut, sharded=sharded)
+        requires_grad = source.param.requires_grad
+        tensor = make_dtensor(local, axes.mesh, placements, shape, stride)
+        self.sharded = nn.Parameter(tensor, requires_grad=requires_grad)
+        self.unsharded = nn.Parameter(torch.empty(0, dtype=compute, device=device), requires_grad=requires_grad)
+        self._on_grad: Callable[[], None] | None = None
+        self._watched = False
+        for attribute, value in vars(source.param).items():  # marks that users leave on their parameters
+            setattr(self.sharded, attribute, value)
+            setattr(self.unsharded, attribute, value)
+
+    @property
+    def dtensor(self) -> DTensor:
+        """The sharded parameter as the `DTensor` that it is."""
+        return _dtensor(self.sharded)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's shard, as the sharded parameter holds it now."""
+        return self.dtensor._local_tensor
+
+    @local.setter
+    def local(self, shard: Tensor) -> None:
+        set_local_tensor(self.dtensor, shard)
+
+    def write(self, whole: Tensor) -> None:
+        """Make this rank's part of `whole` the parameter's value."""
+        self.local.copy_(self.take_own(whole))
+        torch.autograd.graph.increment_version(self.sharded)
+
+    @property
+    def version(self) -> int:
+        """A number that grows whenever anybody writes to the sharded parameter in place."""
+        return self.sharded._version
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's shard of the gradient that the optimizer will see."""
+        return None if self.sharded.grad is None else _dtensor(self.sharded.grad)._local_tensor
+
+    @grad.setter
+    def grad(self, shard: Tensor) -> None:
+        self.sharded.grad = dtensor_like(shard, self.dtensor)
+
+    def take_own(self, whole: Tensor) -> Tensor:
+        """The part of a whole tensor that is this rank's: a view."""
+        dim = self.place.cut.dim
+        placement = self.dtensor.placements[-1]
+        if dim is None or not isinstance(placement, Shard):
+            return whole
+        rank = self.dtensor.device_mesh.get_local_rank(self.dtensor.device_mesh.ndim - 1)
+        span = self.place.cut.span(rank)
+        return whole.narrow(dim, span.start, len(span))
+
+    def show(self, form: nn.Parameter) -> None:
+        """Let every module that has this parameter have it in the given form."""
+        for owner in self.owners:
+            owner.module._parameters[owner.name] = form
+
+    def adopt(self) -> bool:
+        """Take over the parameter that the module has now, which `Module.to` and its like may have replaced or moved.
+
+        Returns:
+            Whether it is no longer the one that was.
+        """
+        current = self.owners[0].module._parameters[self.owners[0].name]
+        assert current is not None
+        changed = current is not self.sharded
+        self.sharded = current
+        return changed
+
+    def watch(self, on_grad: Callable[[], None]) -> None:
+        """Call `on_grad` whenever autograd has added to the whole gradient, now or once it is trained."""
+        self._on_grad = on_grad
+        self._watched = False
+        self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> None:
+        """Let the unsharded form be trained or frozen as the sharded one now is."""
+        trained = self.sharded.requires_grad
+        if self.unsharded.requires_grad is not trained:
+            self.unsharded.requires_grad_(trained)
+        on_grad = self._on_grad
+        if trained and on_grad is not None and not self._watched:
+            self.unsharded.register_post_accumulate_grad_hook(lambda _: on_grad())
+            self._watched = True
+
+    def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:
+        """Start the unsharded form afresh, in another dtype or on another device."""
+        whole = torch.empty(0, dtype=compute, device=device)
+        self.unsharded = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        vars(self.unsharded).update(vars(self.sharded))
+        if self._on_grad is not None:
+            self.watch(self._on_grad)
+
+
+def _dtensor(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor

@@ -1,0 +1,116 @@
+"""Where parameters, gradients and optimizer state live: a strategy is a value, and the engine reads only the value.
+
+The algorithms are those of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) and of hybrid sharding (Zhao et al., 2023,
+arXiv:2304.11277).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from fullshard.errors import ConfigError
+
+__all__ = ["Placement", "Placements", "ShardingStrategy", "resolve_placements"]
+
+
+class Placement(Enum):
+    """What the ranks of the shard axis have of a state."""
+
+    WHOLE = "whole"  # every rank has all of it
+    SHARDED = "sharded"  # every rank has its own part
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placements:
+    """Where each state lives on the shard axis. On a replicate axis, where there is one, every state is whole.
+
+    Args:
+        parameters: between steps.
+        parameters_in_step: from a unit's forward to its backward.
+        gradients: while several microbatches add to them.
+        optimizer: the optimizer's state, and so the parameters that the optimizer sees.
+        replicated: whether a replicate axis is required (a 2-D mesh).
+
+    Raises:
+        ConfigError: parameters are whole in less time than between steps, or something that the optimizer
+            does not own is sharded.
+    """
+
+    parameters: Placement
+    parameters_in_step: Placement
+    gradients: Placement
+    optimizer: Placement
+    replicated: bool = False
+
+    def __post_init__(self) -> None:
+        sharded, whole = Placement.SHARDED, Placement.WHOLE
+        if self.parameters_in_step is sharded and self.parameters is whole:
+            raise ConfigError(
+                "parameters_in_step is sharded but parameters is whole: what every rank keeps between steps is never "
+                "freed within one. Make parameters sharded too."
+            )
+        if self.optimizer is whole and sharded in (self.parameters, self.gradients):
+            raise ConfigError(
+                "optimizer is whole but parameters or gradients are sharded: a rank can only step what it holds. "
+                "Make optimizer sharded too."
+            )
+
+
+_W, _S = Placement.WHOLE, Placement.SHARDED
+_ZERO3 = Placements(parameters=_S, parameters_in_step=_S, gradients=_S, optimizer=_S)
+_ZERO2 = Placements(parameters=_S, parameters_in_step=_W, gradients=_S, optimizer=_S)
+
+
+class ShardingStrategy(Enum):
+    """The named strategies. Each has a short name (its value) and the name that torch gives it.
+
+    | short | torch's name | parameters between steps | forward to backward | gradients | optimizer state |
+    |---|---|---|---|---|---|
+    | `ddp` | `NO_SHARD` | whole | whole | whole | whole |
+    | `zero1` | (`SHARD_OPTIMIZER`) | whole | whole | whole while accumulating | sharded |
+    | `zero2` | `SHARD_GRAD_OP` | sharded | whole | sharded | sharded |
+    | `zero3` | `FULL_SHARD` | sharded | sharded | sharded | sharded |
+    | `hsdp` | `HYBRID_SHARD` | `zero3` on the shard axis, replicated on the other | | | |
+    | `hsdp_zero2` | `_HYBRID_SHARD_ZERO2` | `zero2` on the shard axis, replicated on the other | | | |
+    """
+
+    NO_SHARD = "ddp"
+    SHARD_OPTIMIZER = "zero1"
+    SHARD_GRAD_OP = "zero2"
+    FULL_SHARD = "zero3"
+    HYBRID_SHARD = "hsdp"
+    _HYBRID_SHARD_ZERO2 = "hsdp_zero2"
+
+    @property
+    def placements(self) -> Placements:
+        """Where this strategy keeps each state."""
+        return _PLACEMENTS[self.value]
+
+
+_PLACEMENTS = {
+    "ddp": Placements(parameters=_W, parameters_in_step=_W, gradients=_W, optimizer=_W),
+    "zero1": Placements(parameters=_W, parameters_in_step=_W, gradients=_W, optimizer=_S),
+    "zero2": _ZERO2,
+    "zero3": _ZERO3,
+    "hsdp": Placements(parameters=_S, parameters_in_step=_S, gradients=_S, optimizer=_S, replicated=True),
+    "hsdp_zero2": Placements(parameters=_S, parameters_in_step=_W, gradients=_S, optimizer=_S, replicated=True),
+}
+
+
+def resolve_placements(strategy: str | ShardingStrategy | Placements) -> Placements:
+    """The placements that a short name, a `ShardingStrategy` or placements stand for.
+
+    Raises:
+        ConfigError: no strategy has that name.
+    """
+    if isinstance(strategy, Placements):
+        return strategy
+    if isinstance(strategy, ShardingStrategy):
+        return strategy.placements
+    if isinstance(strategy, str) and strategy in _PLACEMENTS:
+        return _PLACEMENTS[strategy]
+    raise ConfigError(
+        f"strategy={strategy!r} is not a strategy. Choose one of {', '.join(_PLACEMENTS)}, "
+        "a fullshard.ShardingStrategy, or Placements."
+    )

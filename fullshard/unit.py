@@ -1,0 +1,390 @@
+"""A unit: the modules whose parameters are gathered and freed together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from enum import Enum
+from functools import partial
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from fullshard.buffers import Pool, Slot
+from fullshard.collectives import Pending
+from fullshard.errors import StateError
+from fullshard.layout import align
+from fullshard.mesh import Axes
+from fullshard.offload_policy import CPUOffloadPolicy, OffloadPolicy
+from fullshard.precision import MixedPrecisionPolicy
+from fullshard.record import Event, Origin, Phase, active_recorder
+from fullshard.section import Home, Reduction, Section, Wires
+from fullshard.sharded_param import ShardedParam, Source
+from fullshard.strategy import Placement, Placements
+from fullshard.streams import Lane
+
+__all__ = ["Form", "Unit", "UnitReduction", "UnitSettings", "managed_by"]
+
+_STORAGE_STEP = 64  # bytes: a section starts on a cache line
+
+
+class Form(Enum):
+    """What a unit's modules have at the moment."""
+
+    SHARDED = "sharded"  # shards; the whole storage is empty, unless parameters are whole between steps
+    GATHERING = "gathering"  # shards; the whole storage is being filled
+    UNSHARDED = "unsharded"  # whole parameters; the shards still exist
+
+
+class UnitSettings:
+    """What a unit was asked to do: fixed when it is made, but for the switches that users may turn between steps."""
+
+    def __init__(
+        self,
+        *,
+        axes: Axes,
+        placements: Placements,
+        precision: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+        device: torch.device,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.axes = axes
+        self.placements = placements
+        self.precision = precision
+        self.offload = offload
+        self.device = device
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.syncs_gradients = True
+        self.syncs_replicas = True
+        self.divisor: float = axes.world
+
+    @property
+    def home(self) -> Home:
+        """Where shards live."""
+        if isinstance(self.offload, CPUOffloadPolicy):
+            return Home(torch.device("cpu"), pinned=self.offload.pin_memory and self.device.type == "cuda")
+        return Home(self.device)
+
+
+class Unit:
+    """The parameters of some modules, gathered and freed together; what to do when is decided a floor above.
+
+    Args:
+        module: the module whose forward needs them.
+        sources: its parameters that no other unit has.
+        borrowed: units that have parameters which are tied to some of this module's.
+        settings: what was asked for.
+    """
+
+    def __init__(
+        self, module: nn.Module, sources: Sequence[Source], borrowed: Sequence[Unit], settings: UnitSettings
+    ) -> None:
+        self.module = module
+        self.name = type(module).__name__  # until a root gives it its FQN
+        self.borrowed = list(borrowed)
+        self.settings = settings
+        self.form = Form.SHARDED
+        self.slot = Slot(settings.device)
+        self.wires = Wires.along(settings.axes, settings.device, _scratch_of(settings.device))
+        self.sections = [self._section(list(group)) for group in _by_kind(sources)]
+        self._pending: list[Pending] = []
+        self._gathered: torch.cuda.Event | None = None
+        self._stale: list[Section] = []
+        self._bind(self.slot)
+        for section in self.sections:
+            section.make_params()
+        self.slot.settle()
+        self.params = tuple(param for section in self.sections for param in section.params)
+        self.trainable = 0  # how many parameters a backward should bring gradients for
+        for source, param in zip((s for group in _by_kind(sources) for s in group), self.params, strict=True):
+            for form in (source.param, param.sharded, param.unsharded):
+                _managers[form] = (self, param)
+        if not self.keeps_whole:
+            self.slot.empty()
+        self._show_sharded()
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name!r}, {len(self.params)} parameters, {self.form.value})"
+
+    def _section(self, sources: Sequence[Source]) -> Section:
+        settings = self.settings
+        contract = settings.precision.contract(sources[0].param.dtype)
+        meta = sources[0].param.is_meta
+        return Section(
+            sources,
+            axes=settings.axes,
+            placements=settings.placements,
+            contract=contract,
+            wires=self.wires,
+            device=torch.device("meta") if meta else settings.device,
+            home=Home(torch.device("meta")) if meta else settings.home,
+        )
+
+    # -- what it has --------------------------------------------------------------------------------------------------
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether whole parameters stay between steps."""
+        return self.settings.placements.parameters is Placement.WHOLE
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of the storage that holds the whole parameters."""
+        return sum(align(section.whole_nbytes, _STORAGE_STEP) for section in self.sections)
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether any shard is still without memory."""
+        return any(section.home.device.type == "meta" for section in self.sections)
+
+    @property
+    def description(self) -> str:
+        """What ranks must have in common: the name, and every parameter's FQN, shape and dtypes."""
+        params = (
+            f"{param.fqn} {tuple(param.place.cut.shape)} {section.contract}"
+            + ("" if param.sharded.requires_grad else ", frozen")
+            for section in self.sections
+            for param in section.params
+        )
+        return f"{self.name or 'the root'} ({'; '.join(params)})"
+
+    def origin(self, phase: Phase) -> Origin:
+        """This unit in `phase`, for the record."""
+        return Origin(self.name, phase)
+
+    # -- whole and sharded --------------------------------------------------------------------------------------------
+
+    @property
+    def can_fill(self) -> bool:
+        """Whether no other unit lies in this one's slot."""
+        return self.slot.occupant in (None, self)
+
+    def start_unshard(self, lane: Lane, phase: Phase) -> None:
+        """Begin to gather the whole parameters. Nothing happens if they are there or on their way."""
+        if self.form is not Form.SHARDED:
+            return
+        self._check_materialized()
+        self._fill(phase)
+        stale = [section for section in self.sections if not section.is_gathered]
+        with torch.no_grad(), lane.after_compute():
+            self._pending = [section.start_gather(self.origin(phase)) for section in stale]
+            self._gathered = lane.mark()
+        self._stale = stale
+        self.form = Form.GATHERING
+
+    def wait_unshard(self) -> None:
+        """Let the modules have the whole parameters, once they are there."""
+        if self.form is not Form.GATHERING:
+            return
+        for pending in self._pending:
+            pending.wait()
+        Lane.hold_compute(self._gathered)
+        for section in self._stale:
+            section.finish_gather()
+        self._pending, self._gathered, self._stale = [], None, []
+        self.form = Form.UNSHARDED
+        for param in self.params:
+            param.follow_requires_grad()
+            param.show(param.unsharded)
+        self.trainable = sum(param.unsharded.requires_grad for param in self.params)
+
+    def reshard(self, phase: Phase = Phase.IDLE) -> None:
+        """Let the modules have the shards, and give the whole parameters' memory back unless it is kept."""
+        if self.form is Form.GATHERING:
+            self.wait_unshard()
+        if self.form is Form.SHARDED:
+            return
+        self._show_sharded()
+        self.form = Form.SHARDED
+        if not self.keeps_whole:
+            self.slot.empty()
+            self._note("empty", phase)
+
+    def _fill(self, phase: Phase) -> None:
+        if self.keeps_whole:
+            return
+        if not self.can_fill:
+            self.move(Slot(self.settings.device))
+        self.slot.fill(self, self.whole_nbytes)
+        self._note("fill", phase)
+
+    def _note(self, name: str, phase: Phase) -> None:
+        recorder = active_recorder()
+        if recorder is not None:
+            recorder.add(Event(name, self.origin(phase), nbytes=self.whole_nbytes)).finish()
+
+    def _show_sharded(self) -> None:
+        for param in self.params:
+            param.show(param.sharded)
+
+    def _check_materialized(self) -> None:
+        if not self.is_meta:
+            return
+        names = [param.fqn for param in self.params if param.local.is_meta]
+        raise StateError(
+            f"{self.name}: cannot compute with {len(names)} parameters that are still on the meta device, such as "
+            f"{names[0]!r}. Call model.to_empty(device=...) and initialise or load them first, or pass param_init_fn."
+        )
+
+    # -- where whole parameters lie -----------------------------------------------------------------------------------
+
+    def move(self, slot: Slot) -> None:
+        """Lie in `slot` from now on. Only for a unit that is sharded, and that no waiting graph has a view of.
+
+        Raises:
+            StateError: a graph that waits for its backward still has views of the present storage.
+        """
+        assert self.form is Form.SHARDED, "only a sharded unit moves"
+        if self.slot.is_referenced:
+            raise StateError(
+                f"{self.name} and {self.slot.occupant!r} are needed whole at the same time, but share memory, since "
+                "they never were in the steps before, and a graph that waits for its backward has views of it. "
+                "Call fullshard.share_memory_between_units(False) before the first forward."
+            )
+        with torch.inference_mode(False):
+            self._bind(slot)
+        if not slot.shared:
+            slot.empty()
+
+    def _bind(self, slot: Slot) -> None:
+        self.slot = slot
+        occupant = slot.occupant
+        slot.occupant = None
+        slot.fill(self, self.whole_nbytes)
+        slot.occupant = occupant if slot.shared else self
+        byte_offset = 0
+        for section in self.sections:
+            section.bind(slot.storage, byte_offset)
+            byte_offset += align(section.whole_nbytes, _STORAGE_STEP)
+        slot.settle()
+
+    def adopt(self) -> None:
+        """Take over what `Module.to`, `to_empty`, `load_state_dict(assign=True)` and their like left in the modules."""
+        changed = [param.adopt() for param in self.params]
+        if not any(changed) and all(section.is_at_home for section in self.sections):
+            return
+        shards = []
+        for section in self.sections:
+            first = section.params[0].local
+            meta = first.is_meta
+            device = first.device if meta else self._compute_device(first)
+            home = Home(first.device) if meta else self._home_of(first)
+            contract = self.settings.precision.contract(first.dtype)
+            shards.append(section.change(contract, home, device))
+        if not self.is_meta:
+            self.settings.device = self.sections[0].device
+            self.wires = Wires.along(self.settings.axes, self.settings.device, _scratch_of(self.settings.device))
+        self._bind(Slot(self.sections[0].device))
+        for section, locals_now in zip(self.sections, shards, strict=True):
+            section.wires = self.wires
+            section.rehome(locals_now)
+        if not self.keeps_whole:
+            self.slot.empty()
+        self._show_sharded()
+
+    def _compute_device(self, shard: Tensor) -> torch.device:
+        return self.settings.device if isinstance(self.settings.offload, CPUOffloadPolicy) else shard.device
+
+    def _home_of(self, shard: Tensor) -> Home:
+        return self.settings.home if isinstance(self.settings.offload, CPUOffloadPolicy) else Home(shard.device)
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def watch(self, on_grad: Callable[[Unit, ShardedParam], None]) -> None:
+        """Call `on_grad(unit, param)` whenever autograd has added to a whole gradient."""
+        for param in self.params:
+            param.watch(partial(on_grad, self, param))
+
+    @property
+    def awaits_replicas(self) -> bool:
+        """Whether sums that were kept from the replicate axis are now to be taken over it."""
+        return self.settings.syncs_replicas and any(section.is_partial for section in self.sections)
+
+    @property
+    def has_whole_grads(self) -> bool:
+        """Whether whole gradients wait for a reduction."""
+        return any(p.unsharded.grad is not None for p in self.params) or any(s.holds_grads for s in self.sections)
+
+    def hold_grads(self) -> None:
+        """Keep whole gradients for a later reduction."""
+        for section in self.sections:
+            section.hold_grads()
+
+    def drop_grads(self) -> None:
+        """Forget whole gradients."""
+        for section in self.sections:
+            section.drop_grads()
+
+    def start_reduce(self, lane: Lane, phase: Phase) -> UnitReduction:
+        """Begin to turn whole gradients into what the optimizer sees."""
+        with torch.no_grad():
+            return UnitReduction(self, lane, phase)
+
+
+class UnitReduction:
+    """The reductions of all sections of a unit, started together. `finish()` gives the optimizer its gradients."""
+
+    def __init__(self, unit: Unit, lane: Lane, phase: Phase) -> None:
+        settings = unit.settings
+        self._lane = lane
+        self._reductions: list[Reduction] = []
+        taken = [(section, section.take_grads()) for section in unit.sections]
+        with lane.after_compute():
+            for section, grads in taken:
+                if grads or (settings.syncs_replicas and section.is_partial):
+                    reduction = Reduction(
+                        section,
+                        grads,
+                        divisor=settings.divisor,
+                        over_replicas=settings.syncs_replicas,
+                        origin=unit.origin(phase),
+                    )
+                    self._reductions.append(reduction)
+            self._complete = lane.is_stream
+            if self._complete:
+                self._complete_all()
+            self._ended = lane.mark()
+
+    def finish(self) -> None:
+        """Let the sharded parameters have their gradients. The compute lane waits for them."""
+        with torch.no_grad():
+            if not self._complete:
+                self._complete_all()
+            Lane.hold_compute(self._ended)
+            for reduction in self._reductions:
+                reduction.deliver()
+        self._reductions = []
+
+    def _complete_all(self) -> None:
+        for reduction in self._reductions:
+            reduction.complete()
+
+
+def managed_by(param: nn.Parameter) -> tuple[Unit, ShardedParam] | None:
+    """The unit that has `param` already, in any of its forms or as it was before: weights can be tied across units."""
+    return _managers.get(param)
+
+
+_managers: MutableMapping[nn.Parameter, tuple[Unit, ShardedParam]] = WeakIdKeyDictionary()
+
+
+_scratch: dict[torch.device, Pool] = {}
+
+
+def _scratch_of(device: torch.device) -> Pool:
+    """The scratch memory of `device`, which all units share."""
+    if device not in _scratch:
+        _scratch[device] = Pool(device)
+    return _scratch[device]
+
+
+def _by_kind(sources: Sequence[Source]) -> list[list[Source]]:
+    """The sources by dtype and by whether they are trained, each in the order they came."""
+
+    def kind(source: Source) -> tuple[str, bool]:
+        return str(source.param.dtype), source.param.requires_grad
+
+    return [list(group) for _, group in groupby(sorted(sources, key=kind), key=kind)]
