@@ -1,0 +1,57 @@
+"""Bytes a rank by state: what was measured, what the formula says, and what `ddp` would need."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from fullshard.plan.ledger import Ledger
+
+__all__ = ["RunLedgers", "bytes_table", "in_bytes", "total_bytes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLedgers:
+    """The memory of one rank, seen in three ways."""
+
+    measured: Ledger
+    formula: Ledger
+    ddp: Ledger  # by formula, for the same model and batch under ddp
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """Bytes by column and state, each column with its total."""
+        columns = {"measured": self.measured, "formula": self.formula, "ddp_formula": self.ddp}
+        return {name: {**asdict(ledger), "total": total_bytes(ledger)} for name, ledger in columns.items()}
+
+
+def total_bytes(ledger: Ledger) -> int:
+    """The sum over all states: an upper bound of the peak, as if each state were at its own peak at once."""
+    return sum(getattr(ledger, state.name) for state in fields(ledger))
+
+
+def bytes_table(ledgers: RunLedgers, strategy: str) -> Table:
+    """A row for each state and one for their sum."""
+    table = Table(title=f"Bytes a rank, strategy {strategy}")
+    table.add_column("state")
+    for heading in ("measured", "formula", "ddp by formula"):
+        table.add_column(heading, justify="right")
+    columns = (ledgers.measured, ledgers.formula, ledgers.ddp)
+    for state in fields(ledgers.measured):
+        table.add_row(state.name.replace("_", " "), *(in_bytes(getattr(column, state.name)) for column in columns))
+    table.add_section()
+    table.add_row("total", *(in_bytes(total_bytes(column)) for column in columns))
+    return table
+
+
+def in_bytes(count: int) -> str:
+    """A count of bytes for people: three digits or four and a decimal unit, such as 21.3 MB."""
+    if count < 1000:
+        return f"{count} B"
+    power = next(power for power in (1, 2, 3, 4) if count < 999.5 * 1000**power or power == 4)
+    return f"{count / 1000**power:.3g} {_UNITS[power]}"
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB")

@@ -1,0 +1,76 @@
+"""What the model has learned: bits per byte on held-back text, and text of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.train.model import byte_losses
+from fullshard.train.parallelism import rows_of
+from fullshard.train.ranks import Rank, gather_in_rank_order
+from fullshard.train.settings import TrainSettings
+from fullshard.train.text import Text, validation_batches
+
+
+def validation_loss(model: nn.Module, text: Text, settings: TrainSettings, rank: Rank) -> float:
+    """Mean loss on the validation windows, in nats a byte: the same windows at every world size.
+
+    The losses of single windows are gathered and averaged in float64 in the order of the windows, so that the mean
+    does not depend on which rank read which. A collective: every rank calls it.
+    """
+    windows = max(1, settings.run.validate_bytes // settings.text.seq)
+    losses = []
+    with evaluating(model):
+        for batch in validation_batches(
+            text,
+            windows=windows,
+            rows=rows_of(settings.optimization, rank.world),
+            seq=settings.text.seq,
+            rank=rank.index,
+            world=rank.world,
+        ):
+            scores = model(batch.inputs.to(rank.device))
+            losses.append(byte_losses(scores, batch.targets.to(rank.device)))
+    by_rank = gather_in_rank_order(torch.stack(losses)[None].double(), rank)  # (world, batches, rows a rank)
+    return float(by_rank.transpose(0, 1).flatten()[:windows].cpu().mean())
+
+
+def sample(model: nn.Module, settings: TrainSettings, device: torch.device, seed: int) -> bytes:
+    """`sample_bytes` bytes that the model continues the prompt with.
+
+    Every rank calls it and draws the same bytes, since all see the same scores and draw from the same seed; the number
+    of forwards is fixed, so ranks stay together even where their arithmetic differs.
+    """
+    random = torch.Generator().manual_seed(seed)
+    text = torch.tensor([list((settings.run.prompt or "\n").encode())], dtype=torch.int64)
+    first = text.shape[1]
+    with evaluating(model):
+        for _ in range(settings.run.sample_bytes):
+            scores = model(text[:, -settings.text.seq :].to(device))
+            text = torch.cat((text, _draw(scores[0, -1], settings.run.temperature, random)[None]), dim=1)
+    return bytes(text[0, first:].tolist())
+
+
+def bits(nats: float) -> float:
+    """A loss in bits instead of nats."""
+    return nats / math.log(2)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, without gradients; training mode again afterwards."""
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train()
+
+
+def _draw(scores: Tensor, temperature: float, random: torch.Generator) -> Tensor:
+    chances = torch.softmax(scores.double().cpu() / temperature, dim=0)
+    return torch.multinomial(chances, 1, generator=random)

@@ -1,0 +1,47 @@
+"""Start the ranks of a run on this machine, when torchrun has not done so."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import uuid
+from collections.abc import Sequence
+
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from fullshard.train.ranks import cores_of_machine
+
+INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
+
+
+def launch(module: str, argv: Sequence[str], ranks: int) -> int:
+    """The exit code of `python -m module argv`, run as `ranks` ranks of one process group on this machine.
+
+    0 if all ranks end well, else that of the rank that failed first. Ctrl-C ends all ranks, in silence.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores_of_machine() // ranks)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        shutdown_timeout=5,
+    )
+    # The launcher logs every failing rank at length; a rank has already said what went wrong.
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        elastic_launch(config, sys.executable)("-m", module, *argv)
+    except ChildFailedError as error:
+        return int(error.get_first_failure()[1].exitcode) or 1
+    except (KeyboardInterrupt, SignalException):
+        return INTERRUPTED
+    finally:
+        logging.disable(disabled)
+    return 0

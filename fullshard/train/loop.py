@@ -1,0 +1,276 @@
+"""One training run, told from the first weights to the last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch import Tensor
+
+from fullshard import clip_grad_norm_
+from fullshard.train.bytes_table import RunLedgers
+from fullshard.train.evaluate import bits, sample, validation_loss
+from fullshard.train.ledgers import ledgers_of_run
+from fullshard.train.model import byte_losses
+from fullshard.train.parallelism import replicas_of, rows_of
+from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
+from fullshard.train.ranks import Rank, gather_in_rank_order
+from fullshard.train.run_folder import RunFolder, free_folder
+from fullshard.train.schedule import learning_rate, peak_lr
+from fullshard.train.settings import TrainSettings
+from fullshard.train.sharding import ShardedGPT, dtype_of, optimizer_of, sharded_gpt
+from fullshard.train.stopwatch import Stopwatch
+from fullshard.train.text import Text, TextSource, training_batch, write_text
+from fullshard.train.versions import versions
+from fullshard.train.weights import write_weights
+
+__all__ = ["Trained", "Trainer", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What one step leaves to know; no device has been waited for yet."""
+
+    losses: Tensor  # of this rank's rows in nats a byte, shape (accumulate, rows a rank)
+    gradient_norm: Tensor
+
+
+def train(settings: TrainSettings, source: TextSource, rank: Rank) -> None:
+    """Train on this rank from first weights to a finished output folder. Every rank of the process group calls it.
+
+    The settings and the source are taken as sound; `check` has seen them on every rank.
+    """
+    settings = resolved(settings, rank)
+    out = agreed_folder(settings, rank)
+    folder = RunFolder(out, writes=rank.leads)
+    text = agreed_text(source, out, rank)
+    model = sharded_gpt(settings, rank)
+    display = display_for(Console(), shows=rank.leads)
+    trainer = Trainer(settings=settings, rank=rank, text=text, model=model, folder=folder, display=display)
+    try:
+        trainer.run()
+    finally:
+        display.close()
+
+
+@dataclass
+class Trainer:
+    """A run under way on this rank."""
+
+    settings: TrainSettings  # resolved: nothing that matters is left out
+    rank: Rank
+    text: Text
+    model: ShardedGPT
+    folder: RunFolder
+    display: Display
+    ledgers: RunLedgers | None = None
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+
+    def __post_init__(self) -> None:
+        self.optimizer = optimizer_of(self.model, self.settings.optimization)
+
+    def run(self) -> None:
+        """All steps, with what is due between them, then the end."""
+        self.begin()
+        for step in range(1, self.settings.optimization.steps + 1):
+            with self.stopwatch.running():
+                trained = self.train_step(step - 1)
+            self.display.advance(step)
+            if step == 1:
+                self.measure_memory()
+            self.report_if_due(step, trained)
+            self.evaluate_if_due(step)
+        self.finish()
+
+    def train_step(self, step: int) -> Trained:
+        """Step `step`, the first being 0: all its microbatches, then one step of the optimizer."""
+        optimization = self.settings.optimization
+        losses = [self.train_microbatch(step, microbatch) for microbatch in range(optimization.accumulate)]
+        norm = clip_grad_norm_(self.model.parameters(), optimization.clip or float("inf"))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(optimization, peak_lr(self.settings), step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Trained(losses=torch.stack(losses), gradient_norm=norm)
+
+    def train_microbatch(self, step: int, microbatch: int) -> Tensor:
+        """Add the gradients of one microbatch; they travel with the last one of the step. Returns the rows' losses."""
+        accumulate = self.settings.optimization.accumulate
+        self.model.set_requires_gradient_sync(microbatch == accumulate - 1)
+        batch = training_batch(
+            self.text,
+            seed=self.settings.run.seed,
+            index=step * accumulate + microbatch,
+            rows=rows_of(self.settings.optimization, self.rank.world),
+            seq=self.settings.text.seq,
+            rank=self.rank.index,
+            world=self.rank.world,
+        )
+        losses = byte_losses(self.model(batch.inputs.to(self.rank.device)), batch.targets.to(self.rank.device))
+        (losses.mean() / accumulate).backward()
+        return losses.detach()
+
+    def begin(self) -> None:
+        """Leave the settings behind, the header of the metrics, and a heading on the screen."""
+        heading = Heading(
+            strategy=self.settings.parallelism.strategy,
+            ranks=self.rank.world,
+            device=self.rank.device.type,
+            parameters=sum(parameter.numel() for parameter in self.model.parameters()),
+            training_bytes=self.text.training_bytes,
+            validation_bytes=self.text.validation_bytes,
+            steps=self.settings.optimization.steps,
+            out=self.folder.path,
+        )
+        self.folder.write_settings(self.settings)
+        self.folder.write_line("run", header_of(self.settings, heading))
+        self.display.start(heading)
+
+    def measure_memory(self) -> None:
+        """Learn what a rank holds; possible once the optimizer has its state."""
+        self.ledgers = ledgers_of_run(self.model, self.optimizer, self.settings, self.rank)
+        if self.ledgers is not None:
+            self.display.remember_memory(self.ledgers)
+
+    def report_if_due(self, step: int, trained: Trained) -> None:
+        """A line of loss at every `log_every`-th step, at the first and at the last."""
+        if not is_due(step, self.settings.run.log_every, self.settings.optimization.steps) and step != 1:
+            return
+        with self.stopwatch.running():  # waits for the device, so it belongs to the time of the steps
+            loss = mean_in_row_order(trained.losses, self.rank)
+        seconds_a_step = self.stopwatch.lap(step)
+        report = StepReport(
+            step=step,
+            loss=loss,
+            bits_per_byte=bits(loss),
+            tokens_per_s=self.tokens_a_step / seconds_a_step,
+            left_s=seconds_a_step * (self.settings.optimization.steps - step),
+        )
+        self.display.report(report)
+        self.folder.write_line(
+            "step",
+            {
+                "step": step,
+                "loss": loss,
+                "bits_per_byte": report.bits_per_byte,
+                "gradient_norm": float(trained.gradient_norm),
+                "lr": self.optimizer.param_groups[0]["lr"],
+                "tokens_per_s": round(report.tokens_per_s, 1),
+                "seconds": round(self.stopwatch.total_s, 3),
+            },
+        )
+
+    def evaluate_if_due(self, step: int) -> None:
+        """Validation and a sample where they are due; the end has its own."""
+        if step == self.settings.optimization.steps:
+            return
+        if is_due(step, self.settings.run.validate_every):
+            self.display.show_validation(step, self.validate(step))
+        if is_due(step, self.settings.run.sample_every):
+            self.display.show_sample(step, self.write_sample(step))
+
+    def validate(self, step: int) -> float:
+        """Bits per byte on the validation windows, also left in the metrics."""
+        loss = validation_loss(self.model, self.text, self.settings, self.rank)
+        self.folder.write_line("validation", {"step": step, "loss": loss, "bits_per_byte": bits(loss)})
+        return bits(loss)
+
+    def write_sample(self, step: int) -> bytes:
+        """Text of the model as it is now, also left in the samples."""
+        content = sample(self.model, self.settings, self.rank.device, seed=self.settings.run.seed + step)
+        self.folder.write_sample(step, content)
+        return content
+
+    def finish(self) -> None:
+        """The last validation and sample, the weights, and what it all came to."""
+        steps = self.settings.optimization.steps
+        bits_per_byte = self.validate(steps)
+        content = self.write_sample(steps)
+        write_weights(self.model.state_dict(), self.folder.weights, writes=self.rank.leads)
+        seconds = self.stopwatch.since_start_s()
+        self.folder.write_line(
+            "end",
+            {
+                "step": steps,
+                "bits_per_byte": bits_per_byte,
+                "sample": content.decode("utf-8", errors="replace"),
+                "bytes_a_rank": None if self.ledgers is None else self.ledgers.as_dict(),
+                "seconds": round(seconds, 3),
+            },
+        )
+        self.display.close()
+        self.display.show_result(
+            Result(
+                bits_per_byte=bits_per_byte,
+                sample=content,
+                seconds=seconds,
+                ledgers=self.ledgers,
+                strategy=self.settings.parallelism.strategy,
+                out=self.folder.path,
+            )
+        )
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Bytes that one step learns from, over all ranks."""
+        optimization = self.settings.optimization
+        return rows_of(optimization, self.rank.world) * optimization.accumulate * self.settings.text.seq
+
+
+def resolved(settings: TrainSettings, rank: Rank) -> TrainSettings:
+    """The settings with what was left out and depends on the ranks or the size filled in: what is recorded and used."""
+    optimization, parallelism = settings.optimization, settings.parallelism
+    return replace(
+        settings,
+        parallelism=replace(parallelism, replicas=replicas_of(parallelism, rank.world, rank.machines)),
+        optimization=replace(
+            optimization,
+            batch=rows_of(optimization, rank.world),
+            lr=peak_lr(settings),
+        ),
+        memory=replace(settings.memory, dtype=str(dtype_of(settings.memory, rank.device)).removeprefix("torch.")),
+    )
+
+
+def agreed_folder(settings: TrainSettings, rank: Rank) -> Path:
+    """The output folder, which the first rank chooses for all when none was named."""
+    chosen = [str(settings.run.out or free_folder(settings))]
+    dist.broadcast_object_list(chosen, src=0, device=rank.device)
+    return Path(chosen[0])
+
+
+def agreed_text(source: TextSource, out: Path, rank: Rank) -> Text:
+    """The text, written once on every machine before any rank reads it."""
+    cache = out / "text"
+    if rank.leads_machine:
+        write_text(source, cache)
+    dist.barrier()
+    return write_text(source, cache)
+
+
+def mean_in_row_order(losses: Tensor, rank: Rank) -> float:
+    """The mean over all ranks of `losses`, shape (accumulate, rows a rank), in float64 and in the order of the rows."""
+    by_rank = gather_in_rank_order(losses[None].double(), rank)
+    return float(by_rank.transpose(0, 1).flatten().cpu().mean())
+
+
+def is_due(step: int, every: int, last: int | None = None) -> bool:
+    """Whether something that happens at every `every`-th step (0 for never), and at the last, happens at this one."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def header_of(settings: TrainSettings, heading: Heading) -> dict[str, Any]:
+    """The first line of the metrics: what ran, on what, with which versions."""
+    return {
+        "settings": settings.as_options(),
+        "versions": versions(),
+        "world": heading.ranks,
+        "device": heading.device,
+        "parameters": heading.parameters,
+        "training_bytes": heading.training_bytes,
+        "validation_bytes": heading.validation_bytes,
+    }

@@ -1,0 +1,214 @@
+"""What a run shows while it goes and when it ends: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text as Styled
+
+from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes, total_bytes
+from fullshard.train.run_folder import METRICS, SAMPLES, WEIGHTS
+
+__all__ = ["BarDisplay", "Display", "Heading", "LineDisplay", "Result", "StepReport", "display_for", "restore_terminal"]
+
+LINE_EVERY_S = 5.0  # without a terminal, the least time between two lines of loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heading:
+    """What is known when a run starts."""
+
+    strategy: str
+    ranks: int
+    device: str
+    parameters: int
+    training_bytes: int
+    validation_bytes: int
+    steps: int
+    out: Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What is known after a step."""
+
+    step: int  # steps done
+    loss: float  # nats a byte
+    bits_per_byte: float
+    tokens_per_s: float  # a token is a byte
+    left_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What is known when a run ends."""
+
+    bits_per_byte: float  # on validation text
+    sample: bytes
+    seconds: float
+    ledgers: RunLedgers | None
+    strategy: str
+    out: Path
+
+
+class Display:
+    """Shows nothing: for every rank but the first. The other displays show what they are told."""
+
+    def start(self, heading: Heading) -> None:
+        """The run begins."""
+
+    def remember_memory(self, ledgers: RunLedgers) -> None:
+        """The memory of a rank is known, and shown from here on."""
+
+    def advance(self, step: int) -> None:
+        """One more step is done, `step` in all."""
+
+    def report(self, report: StepReport) -> None:
+        """Loss and speed are known after a step."""
+
+    def show_validation(self, step: int, bits_per_byte: float) -> None:
+        """A validation has ended."""
+
+    def show_sample(self, step: int, content: bytes) -> None:
+        """The model has written something."""
+
+    def close(self) -> None:
+        """No more steps come. May be called twice."""
+
+    def show_result(self, result: Result) -> None:
+        """The run has ended well."""
+
+
+class LineDisplay(Display):
+    """Plain lines, at most one of loss every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._memory = ""
+        self._steps = 0
+        self._shown_at = float("-inf")
+
+    def start(self, heading: Heading) -> None:
+        self._steps = heading.steps
+        self.say(
+            f"Training {heading.parameters / 1e6:.2f}M parameters on {heading.ranks} x {heading.device}, "
+            f"strategy {heading.strategy}, {heading.steps} steps"
+        )
+        self.say(
+            f"Text: {in_bytes(heading.training_bytes)} to train on, {in_bytes(heading.validation_bytes)} to validate "
+            f"on. Output: {heading.out}"
+        )
+
+    def remember_memory(self, ledgers: RunLedgers) -> None:
+        ours, ddp = in_bytes(total_bytes(ledgers.measured)), in_bytes(total_bytes(ledgers.ddp))
+        self._memory = f"  {ours} a rank (ddp {ddp})"
+
+    def report(self, report: StepReport) -> None:
+        now = time.monotonic()
+        if report.step < self._steps and now - self._shown_at < LINE_EVERY_S:
+            return
+        self._shown_at = now
+        self.say(f"step {report.step}/{self._steps}  {self.numbers_of(report)}")
+
+    def show_validation(self, step: int, bits_per_byte: float) -> None:
+        self.say(f"step {step}/{self._steps}  validation: {bits_per_byte:.3f} bits per byte")
+
+    def show_sample(self, step: int, content: bytes) -> None:
+        self.say(f"step {step}/{self._steps}  sample:")
+        self.say(indented(printable(content)))
+
+    def show_result(self, result: Result) -> None:
+        self.say(f"\nSample of the trained model:\n{indented(printable(result.sample))}\n")
+        if result.ledgers is not None:
+            self.console.print(bytes_table(result.ledgers, result.strategy))
+        self.say(
+            f"Validation: {result.bits_per_byte:.3f} bits per byte after {duration(result.seconds)}. "
+            f"In {result.out}: {METRICS}, {SAMPLES}, {WEIGHTS}"
+        )
+
+    def numbers_of(self, report: StepReport) -> str:
+        """Loss, speed, time left and memory in one line."""
+        return (
+            f"loss {report.loss:.3f}  {report.bits_per_byte:.3f} bits/byte  "
+            f"{report.tokens_per_s / 1000:.1f}k tokens/s  {duration(report.left_s)} left{self._memory}"
+        )
+
+    def say(self, line: str) -> None:
+        """Print one text as it is: no markup, no highlighting, no wrapping."""
+        self.console.print(Styled(line), soft_wrap=True)
+
+
+class BarDisplay(LineDisplay):
+    """A bar at the foot of a terminal, numbers below it; validations and samples scroll above."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._bar = _BarWithNumbers(
+            BarColumn(bar_width=None), TextColumn("{task.completed}/{task.total}"), console=console, transient=True
+        )
+        self._task = TaskID(0)
+
+    def start(self, heading: Heading) -> None:
+        super().start(heading)
+        self._task = self._bar.add_task("", total=heading.steps)
+        self._bar.start()
+
+    def advance(self, step: int) -> None:
+        self._bar.update(self._task, completed=step)
+
+    def report(self, report: StepReport) -> None:
+        self._bar.numbers = self.numbers_of(report)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class _BarWithNumbers(Progress):
+    """A bar as wide as the terminal with a line of text below it."""
+
+    numbers = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        table = self.make_tasks_table(self.tasks)
+        table.expand = True
+        yield table
+        yield Styled(self.numbers, no_wrap=True, overflow="ellipsis")
+
+
+def display_for(console: Console, *, shows: bool) -> Display:
+    """The display that suits where the output goes; silence for a rank that does not show."""
+    if not shows:
+        return Display()
+    return BarDisplay(console) if console.is_terminal else LineDisplay(console)
+
+
+def restore_terminal(console: Console) -> None:
+    """Undo what a bar that was cut off has done to a terminal: show the cursor, and go on below the bar."""
+    if console.is_terminal:
+        console.show_cursor()
+        console.print()
+
+
+def printable(content: bytes) -> str:
+    """The text of `content`, with whatever could disturb a terminal replaced by a mark."""
+    text = content.decode("utf-8", errors="replace")
+    return "".join(
+        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
+    )
+
+
+def indented(text: str) -> str:
+    """The text with a bar before each line, so that it stands apart from what the run says."""
+    return "\n".join(f"    | {line}" for line in text.splitlines())
+
+
+def duration(seconds: float) -> str:
+    """Minutes and seconds, such as 3:07; with hours where there are any."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

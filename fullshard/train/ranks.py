@@ -1,0 +1,89 @@
+"""Which rank this process is, on which device, and the process group it joins: read from torchrun's environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One process among all of the run."""
+
+    index: int
+    world: int
+    local_index: int  # among the ranks of this machine
+    local_world: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that writes and shows."""
+        return self.index == 0
+
+    @property
+    def machines(self) -> int:
+        """How many machines take part, all with equally many ranks."""
+        return self.world // self.local_world
+
+    @property
+    def leads_machine(self) -> bool:
+        """Whether this is the rank that writes what every machine needs a copy of."""
+        return self.local_index == 0
+
+
+def runs_under_torchrun() -> bool:
+    """Whether a launcher has started this process as one rank of several."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def rank_from_environment() -> Rank:
+    """The rank of this process, as torchrun's environment states it."""
+    local_index = int(os.environ.get("LOCAL_RANK", "0"))
+    world = int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", local_index) if torch.cuda.is_available() else torch.device("cpu")
+    return Rank(
+        index=int(os.environ["RANK"]),
+        world=world,
+        local_index=local_index,
+        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        device=device,
+    )
+
+
+def ranks_of_machine() -> int:
+    """How many ranks suit this machine: one for each GPU, or for each core where there is none."""
+    return torch.cuda.device_count() or cores_of_machine()
+
+
+def cores_of_machine() -> int:
+    """The cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def process_group(rank: Rank) -> Iterator[None]:
+    """The default process group of the run, for as long as the block lasts: NCCL on GPUs, gloo on CPUs."""
+    if rank.device.type == "cuda":
+        torch.cuda.set_device(rank.device)
+        dist.init_process_group("nccl", device_id=rank.device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def gather_in_rank_order(values: Tensor, rank: Rank) -> Tensor:
+    """`values` of all ranks in rank order: from shape (n, ...) on each to (world * n, ...) on all."""
+    values = values.to(rank.device).contiguous()
+    parts = [torch.empty_like(values) for _ in range(rank.world)]
+    dist.all_gather(parts, values)
+    return torch.cat(parts)

@@ -1,0 +1,81 @@
+"""The folder that a run leaves behind: settings, a line of numbers for each event, samples and weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fullshard.errors import ConfigError
+from fullshard.train.settings import TrainSettings
+
+__all__ = ["METRICS", "SAMPLES", "SETTINGS", "WEIGHTS", "RunFolder", "check_out", "free_folder"]
+
+METRICS, SETTINGS, SAMPLES, WEIGHTS = "metrics.jsonl", "settings.yaml", "samples.txt", "model.safetensors"
+
+
+def check_out(out: Path) -> None:
+    """Refuse an output folder that is a file, that cannot be made, or that holds another run."""
+    nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not nearest.is_dir():
+        raise ConfigError(f"--out {out}: {nearest} is a file. Name a folder that does not exist yet.")
+    found = [name for name in (METRICS, SETTINGS, WEIGHTS) if (out / name).exists()]
+    if found:
+        raise ConfigError(f"--out {out}: the folder holds another run ({found[0]}). Name another folder, or remove it.")
+
+
+def free_folder(settings: TrainSettings, parent: Path = Path("runs")) -> Path:
+    """The first folder `parent`/size-strategy-number that does not exist yet."""
+    name = f"{settings.model.size}-{settings.parallelism.strategy}"
+    number = 1
+    while (parent / f"{name}-{number}").exists():
+        number += 1
+    return parent / f"{name}-{number}"
+
+
+class RunFolder:
+    """Writes what a run leaves behind. A folder that does not write accepts every call and does nothing.
+
+    Args:
+        path: the folder; made when it is missing.
+        writes: whether this rank writes.
+    """
+
+    def __init__(self, path: Path, *, writes: bool) -> None:
+        self.path = path
+        self._writes = writes
+        if writes:
+            path.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def weights(self) -> Path:
+        """The file of the trained weights."""
+        return self.path / WEIGHTS
+
+    def write_settings(self, settings: TrainSettings) -> None:
+        """Leave the settings in a file that `--config` reads: all but the folder, which another run may not share."""
+        if self._writes:
+            options = {name: value for name, value in settings.as_options().items() if name != "out"}
+            text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
+            (self.path / SETTINGS).write_text(text, encoding="utf-8")
+
+    def write_line(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Add one line of JSON to the metrics: `kind`, then the values. On disk when the call returns."""
+        if self._writes:
+            with (self.path / METRICS).open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"kind": kind, **{k: _plain(v) for k, v in values.items()}}) + "\n")
+
+    def write_sample(self, step: int, content: bytes) -> None:
+        """Add a sample, byte for byte, under a heading with its step."""
+        if self._writes:
+            with (self.path / SAMPLES).open("ab") as file:
+                file.write(f"===== step {step} =====\n".encode() + content + b"\n")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no word for a number that is not finite: null stands for it."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,26 @@
+"""The learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+
+from fullshard.train.model import shape_of
+from fullshard.train.settings import OptimizationSettings, TrainSettings
+
+
+def learning_rate(settings: OptimizationSettings, peak: float, step: int) -> float:
+    """The learning rate of step `step` (the first is 0): a linear climb to `peak`, then half a cosine down.
+
+    The last step comes down to `min_lr * peak`. A warm-up as long as the run only climbs.
+    """
+    climb = min(settings.warmup, settings.steps)
+    if step < climb:
+        return peak * (step + 1) / climb
+    way = (step - climb + 1) / max(1, settings.steps - climb)
+    return peak * (settings.min_lr + (1 - settings.min_lr) * (1 + math.cos(math.pi * min(1.0, way))) / 2)
+
+
+def peak_lr(settings: TrainSettings) -> float:
+    """The learning rate at the end of the warm-up: as asked, else the one that suits the size."""
+    asked = settings.optimization.lr
+    return shape_of(settings.model).lr if asked is None else asked

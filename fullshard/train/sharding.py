@@ -1,0 +1,70 @@
+"""The GPT of a run, built and sharded as the settings say."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard.train.model import GPT, initialize, shape_of
+from fullshard.train.parallelism import replicas_of
+from fullshard.train.ranks import Rank
+from fullshard.train.settings import MemorySettings, OptimizationSettings, TrainSettings
+
+
+class ShardedGPT(FSDPModule, GPT):
+    """What a `GPT` is once `fully_shard` was called on it; named here so that types can tell."""
+
+
+def sharded_gpt(settings: TrainSettings, rank: Rank) -> ShardedGPT:
+    """The GPT with its first weights, each block a unit and the rest one more. The same weights at every world size."""
+    model = GPT(shape_of(settings.model), checkpoint_blocks=settings.memory.activation_checkpointing)
+    initialize(model, settings.run.seed).to(rank.device)
+    mesh = mesh_of(settings, rank)
+    policy = precision_of(settings.memory, rank.device)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, strategy=settings.parallelism.strategy, mp_policy=policy)
+    fully_shard(model, mesh=mesh, strategy=settings.parallelism.strategy, mp_policy=policy)
+    return cast(ShardedGPT, model)
+
+
+def mesh_of(settings: TrainSettings, rank: Rank) -> DeviceMesh:
+    """One axis that shards; for the hybrid strategies also one that replicates, machines apart."""
+    replicas = replicas_of(settings.parallelism, rank.world, rank.machines)
+    if replicas is None:
+        return init_device_mesh(rank.device.type, (rank.world,), mesh_dim_names=("shard",))
+    shape = (replicas, rank.world // replicas)
+    return init_device_mesh(rank.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def precision_of(settings: MemorySettings, device: torch.device) -> MixedPrecisionPolicy:
+    """The dtype that computes and the one that sums gradients; parameters at rest stay float32."""
+    compute = dtype_of(settings, device)
+    return MixedPrecisionPolicy(
+        param_dtype=None if compute is torch.float32 else compute,
+        reduce_dtype=getattr(torch, settings.reduce_dtype),
+    )
+
+
+def dtype_of(settings: MemorySettings, device: torch.device) -> torch.dtype:
+    """What computes: as asked, else bfloat16 on a GPU and float32 on a CPU."""
+    named = settings.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    dtype: torch.dtype = getattr(torch, named)
+    return dtype
+
+
+def optimizer_of(model: GPT, settings: OptimizationSettings) -> torch.optim.Optimizer:
+    """AdamW over the sharded parameters; matrices of the blocks and the head decay, the others do not."""
+    decayed: list[Tensor] = []
+    others: list[Tensor] = []
+    for name, parameter in model.named_parameters():
+        decays = parameter.dim() == 2 and "embedding" not in name
+        (decayed if decays else others).append(parameter)
+    groups = [
+        {"params": decayed, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)

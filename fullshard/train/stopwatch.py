@@ -1,0 +1,34 @@
+"""How long steps take, apart from what is done between them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Stopwatch:
+    """Counts the time of steps; `total_s` is their sum in seconds."""
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._born = time.monotonic()
+        self._lap_step = 0
+        self._lap_s = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time of the block."""
+        start = time.monotonic()
+        yield
+        self.total_s += time.monotonic() - start
+
+    def lap(self, step: int) -> float:
+        """Mean seconds of a step since the last lap, `step` steps being done by now. Never 0."""
+        seconds = (self.total_s - self._lap_s) / max(1, step - self._lap_step)
+        self._lap_step, self._lap_s = step, self.total_s
+        return max(seconds, 1e-9)
+
+    def since_start_s(self) -> float:
+        """Seconds since the stopwatch was made, whatever was done in them."""
+        return time.monotonic() - self._born

@@ -1,0 +1,235 @@
+"""The text of a run: one memory-mapped file of bytes, a part to train on and a part to validate on.
+
+A folder is written once, file after file, into a cache: training files first, then validation files. A single file is
+read in place. Nothing is ever held in memory as a whole, and every batch follows from seed and step alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from hashlib import sha256
+from math import gcd
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fullshard.errors import ConfigError
+from fullshard.train.run_folder import METRICS
+
+VALIDATION_SHARE = 20  # one part in twenty
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "node_modules"})
+_END_OF_FILE = b"\n"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a folder of text."""
+
+    name: str  # path from the folder, with forward slashes
+    size: int  # bytes
+
+    @property
+    def validates(self) -> bool:
+        """Whether this file is held back from training: decided by its name, so it is the same everywhere."""
+        return (
+            int.from_bytes(sha256(self.name.encode("utf-8", "surrogateescape")).digest()[:8], "big") % VALIDATION_SHARE
+            == 0
+        )
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Text as the user named it, looked at but not read: `files` is empty when `root` is itself the one file."""
+
+    root: Path
+    files: tuple[SourceFile, ...]
+    training_bytes: int
+    validation_bytes: int
+
+
+@dataclass(frozen=True)
+class Text:
+    """A memory-mapped file of bytes: training text first, validation text after it."""
+
+    path: Path
+    training_bytes: int
+    validation_bytes: int
+
+    @cached_property
+    def training(self) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
+        """The bytes to learn from, mapped and not read."""
+        return np.memmap(self.path, dtype=np.uint8, mode="r", shape=(self.training_bytes,))
+
+    @cached_property
+    def validation(self) -> np.memmap[tuple[int], np.dtype[np.uint8]]:
+        """The bytes held back, mapped and not read."""
+        return np.memmap(
+            self.path, dtype=np.uint8, mode="r", offset=self.training_bytes, shape=(self.validation_bytes,)
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Bytes and the bytes that follow them; both int64 of shape (rows, seq)."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+def find_text(text: Path | None) -> TextSource:
+    """What there is to read at `text`, a file or a folder; the standard library's Python sources if None.
+
+    Files of a folder are taken in sorted order; hidden ones, and those with a NUL byte early on, are no text and are
+    left out, and so is what earlier runs have left behind. About one file in twenty is held back for validation; of
+    a single file, or of a folder too small for that, the last twentieth.
+
+    Raises:
+        ConfigError: there is nothing to read.
+    """
+    if text is None:
+        return _source_of_folder(Path(sysconfig.get_path("stdlib")), suffix=".py")
+    if text.is_file():
+        size = text.stat().st_size
+        held_back = size // VALIDATION_SHARE
+        return TextSource(text, (), size - held_back, held_back)
+    if text.is_dir():
+        return _source_of_folder(text, suffix="")
+    raise ConfigError(
+        f"--text {text}: there is no such file or folder. Name one, or leave --text out for the standard library."
+    )
+
+
+def write_text(source: TextSource, cache: Path) -> Text:
+    """The source as one mapped file: the file itself, or a copy of the folder in `cache` with an index beside it.
+
+    A cache that already holds this very source is used as it is.
+    """
+    if not source.files:
+        return Text(source.root, source.training_bytes, source.validation_bytes)
+    text = Text(cache / "text.bin", source.training_bytes, source.validation_bytes)
+    index = {
+        "root": str(source.root),
+        "training_bytes": source.training_bytes,
+        "files": [asdict(file) for file in source.files],
+    }
+    index_file = cache / "text.json"
+    if index_file.exists() and json.loads(index_file.read_text(encoding="utf-8")) == index:
+        return text
+    cache.mkdir(parents=True, exist_ok=True)
+    _write_whole(text.path, _contents(source))
+    _write_whole(index_file, iter([json.dumps(index, indent=0).encode()]))
+    return text
+
+
+def training_batch(text: Text, *, seed: int, index: int, rows: int, seq: int, rank: int = 0, world: int = 1) -> Batch:
+    """The rows of one rank in microbatch `index` of the run: a pure function of the seed and the index.
+
+    The `rows` rows of a microbatch are the same at every world size; rank r takes the r-th of `world` equal parts.
+    """
+    share = rows // world
+    first = index * rows + rank * share
+    starts = [window_start(seed, first + row, text.training_bytes, seq) for row in range(share)]
+    return _windows(text.training, starts, seq)
+
+
+def validation_batches(
+    text: Text, *, windows: int, rows: int, seq: int, rank: int = 0, world: int = 1
+) -> Iterator[Batch]:
+    """The rows of one rank in each validation batch: `windows` windows spread evenly over the validation text.
+
+    Which windows depends on neither `rows` nor `world`. All ranks get equally many batches of `rows` windows over all
+    ranks; where the last one is not full, the last window stands in it again.
+    """
+    room = text.validation_bytes - seq - 1
+    share = rows // world
+    for first in range(rank * share, _up_to_multiple(windows, rows), rows):
+        indices = (min(first + row, windows - 1) for row in range(share))
+        yield _windows(text.validation, [index * room // max(1, windows - 1) for index in indices], seq)
+
+
+def window_start(seed: int, index: int, total_bytes: int, seq: int) -> int:
+    """Where the `index`-th window of a run starts: each epoch visits every window of `seq` bytes once.
+
+    An epoch cuts the text at a random phase into n windows and visits them in the order a * k + b modulo n, with `a`
+    and `b` drawn from the seed and the epoch and `a` prime to n. Windows overlap by the one byte that is only a target.
+    """
+    windows = max(1, (total_bytes - 1) // seq - 1)
+    epoch, k = divmod(index, windows)
+    phase = _draw(seed, epoch, 0) % max(1, min(seq, total_bytes - 1 - windows * seq))
+    step = _prime_to(windows, _draw(seed, epoch, 1))
+    return phase + seq * ((step * k + _draw(seed, epoch, 2)) % windows)
+
+
+def _draw(*key: int) -> int:
+    """64 random bits that follow from the key alone, in every version of every library."""
+    return int.from_bytes(sha256(repr(key).encode()).digest()[:8], "big")
+
+
+def _prime_to(n: int, start: int) -> int:
+    """The first number from `start` upwards that shares no factor with n."""
+    return next(a for a in range(start, start + n + 1) if gcd(a, n) == 1)
+
+
+def _up_to_multiple(n: int, of: int) -> int:
+    return -(-n // of) * of
+
+
+def _windows(source: np.memmap[tuple[int], np.dtype[np.uint8]], starts: list[int], seq: int) -> Batch:
+    rows = np.stack([source[start : start + seq + 1] for start in starts]).astype(np.int64)
+    whole = torch.from_numpy(rows)
+    return Batch(whole[:, :-1], whole[:, 1:])
+
+
+def _source_of_folder(root: Path, suffix: str) -> TextSource:
+    files = sorted(_text_files(root, suffix), key=lambda file: file.name)
+    if not files:
+        raise ConfigError(f"--text {root}: the folder holds no text files. Name a folder that does, or a file.")
+    files.sort(key=lambda file: file.validates)  # stable: training files first, each part in the order of names
+    sizes = {part: sum(f.size + len(_END_OF_FILE) for f in files if f.validates is part) for part in (True, False)}
+    held_back = sizes[True] if all(sizes.values()) else sum(sizes.values()) // VALIDATION_SHARE
+    return TextSource(root, tuple(files), sum(sizes.values()) - held_back, held_back)
+
+
+def _text_files(root: Path, suffix: str) -> Iterator[SourceFile]:
+    for folder, inner, names in os.walk(root):
+        inner[:] = sorted(name for name in inner if name not in _SKIPPED_FOLDERS and not name.startswith("."))
+        if METRICS in names:
+            inner.clear()
+            continue
+        for name in names:
+            path = Path(folder, name)
+            if name.endswith(suffix) and not name.startswith(".") and path.is_file() and _looks_like_text(path):
+                yield SourceFile(path.relative_to(root).as_posix(), path.stat().st_size)
+
+
+def _looks_like_text(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return b"\0" not in file.read(4096)
+    except OSError:
+        return False
+
+
+def _contents(source: TextSource) -> Iterator[bytes]:
+    for file in source.files:
+        content = (source.root / file.name).read_bytes()
+        if len(content) != file.size:
+            raise ConfigError(
+                f"--text {source.root}: {file.name} changed while it was read. Start again when it is at rest."
+            )
+        yield content + _END_OF_FILE
+
+
+def _write_whole(path: Path, parts: Iterator[bytes]) -> None:
+    """Write under another name and rename, so that whoever sees the file sees all of it."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with unfinished.open("wb") as file:
+        file.writelines(parts)
+    unfinished.replace(path)

@@ -1,0 +1,148 @@
+"""The `fullshard` command: bad input, and whole runs by the real launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fullshard.train.launch
+from fullshard.cli import main
+
+QUICK = ["--size", "nano", "--steps", "2", "--seq", "16", "--sample-bytes", "4", "--validate-bytes", "256"]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines that ranks were started with; none is really started."""
+    starts: list[list[str]] = []
+
+    def launch(module: str, argv: list[str], ranks: int) -> int:
+        starts.append([module, *argv, str(ranks)])
+        return 0
+
+    monkeypatch.setattr(fullshard.train.launch, "launch", launch)
+    monkeypatch.delenv("RANK", raising=False)
+    return starts
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--text", "no/such/text"], "no such file or folder"),
+        (["--text", "{short}"], "too short"),
+        (["--strategy", "zero4"], "Did you mean zero"),
+        (["--size", "gigantic"], "Take one of nano"),
+        (["--dtype", "float8"], "Take one of float32 or bfloat16"),
+        (["--width", "100", "--heads", "3"], "Take --width 96"),
+        (["--ranks", "2", "--batch", "7"], "Take 6 or 8"),
+        (["--ranks", "0"], "at least 1 rank"),
+        (["--ranks", "3", "--strategy", "hsdp"], "Take one of 1, 3"),
+        (["--replicas", "2"], "has no replicas"),
+        (["--steps", "0"], "at least 1"),
+        (["--steps", "many"], "must be a whole number"),
+        (["--lr", "nan"], "must be a finite number"),
+        (["--lr", "-1"], "greater than 0"),
+        (["--temperature", "0"], "greater than 0"),
+        (["--warmup", "-3"], "--warmup -3"),
+        (["--out", "{other_run}"], "holds another run"),
+        (["--out", "{short}"], "is a file"),
+        (["--config", "none.yaml"], "cannot be read"),
+        (["--stpes", "3"], "Did you mean steps"),
+        (["--steps"], "needs a value"),
+        (["steps"], "options start with --"),
+        (["--activation-checkpointing=yes"], "takes no value"),
+    ],
+)
+def test_bad_input_is_one_line_exit_code_2_and_no_process(
+    argv: list[str], words: str, tmp_path: Path, started: list[list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("Too little to learn from.")
+    other_run = tmp_path / "other"
+    other_run.mkdir()
+    (other_run / "metrics.jsonl").write_text("{}")
+    filled = [item.format(short=short, other_run=other_run) for item in argv]
+
+    assert main(["train", *filled]) == 2
+
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fullshard: ")
+    assert err.count("\n") == 1
+    assert words in err
+    assert started == []
+
+
+def test_every_rank_refuses_bad_input_and_the_first_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert main(["train", "--ranks", "2"]) == 2
+        assert ("torchrun has started 4 ranks" in capsys.readouterr().err) == (rank == "0")
+
+
+def test_ranks_are_started_with_the_users_words_and_a_folder_of_their_own(
+    started: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--ranks", "3", "--size", "nano"]) == 0
+    Path("runs/nano-zero3-1").mkdir(parents=True)
+    assert main(["train", "--ranks", "3", "--size", "nano"]) == 0
+    words = ["fullshard.cli", "train", "--ranks", "3", "--size", "nano", "--out"]
+    assert started == [[*words, "runs/nano-zero3-1", "3"], [*words, "runs/nano-zero3-2", "3"]]
+
+
+def test_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "train" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("fullshard ")
+    assert main(["trian"]) == 2
+    assert "Did you mean train?" in capsys.readouterr().err
+
+
+def test_help_explains_every_option_in_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    for group in ("text", "model", "parallelism", "optimization", "memory", "run"):
+        assert f"{group} options" in out
+    for option in ("--text", "--strategy", "--accumulate", "--config", "--activation-checkpointing"):
+        assert option in out
+
+
+def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fullshard.cli", *argv],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def test_a_run_on_two_ranks_leaves_everything_behind_and_says_what_it_reached(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    ended = command("train", "--ranks", "2", "--text", __file__, "--out", str(out), *QUICK)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stderr == ""
+    assert "bits per byte" in ended.stdout
+    assert sorted(path.name for path in out.iterdir()) == [
+        "metrics.jsonl",
+        "model.safetensors",
+        "samples.txt",
+        "settings.yaml",
+    ]
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["run", "step", "step", "validation", "end"]
+    assert lines[0]["world"] == 2
+    assert lines[-1]["bits_per_byte"] == lines[-2]["bits_per_byte"]

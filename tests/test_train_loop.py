@@ -1,0 +1,116 @@
+"""Whole runs of the trainer on several ranks: what they leave behind, and what their numbers depend on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fullshard.testing import run_ranks
+from fullshard.train.check import check
+from fullshard.train.evaluate import validation_loss
+from fullshard.train.loop import train
+from fullshard.train.options import parse_settings
+from fullshard.train.ranks import Rank
+from fullshard.train.text import find_text, write_text
+from fullshard.train.trained import trained_gpt, trained_settings
+
+QUICK = [
+    *("--text", __file__, "--size", "nano", "--steps", "3", "--seq", "16", "--warmup", "1", "--lr", "0.01"),
+    *("--log-every", "1", "--validate-every", "2", "--validate-bytes", "300", "--sample-bytes", "8", "--batch", "4"),
+]
+TIMES = ("seconds", "tokens_per_s")
+
+
+def this_rank() -> Rank:
+    index, world = dist.get_rank(), dist.get_world_size()
+    return Rank(index=index, world=world, local_index=index, local_world=world, device=torch.device("cpu"))
+
+
+def run_training(out: Path, argv: list[str]) -> None:
+    rank = this_rank()
+    settings = parse_settings([*QUICK, *argv, "--out", str(out)])
+    train(settings, check(settings, rank.world), rank)
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run, less what a clock has measured."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in metrics(out) if line["kind"] in ("step", "validation")]
+
+
+def trained(world: int, out: Path, *argv: str) -> Path:
+    run_ranks(world, run_training, out, list(argv))
+    return out
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trained(2, tmp_path_factory.mktemp("two"))
+
+
+def test_a_run_leaves_a_line_for_everything_that_happened(two_ranks: Path) -> None:
+    lines = metrics(two_ranks)
+    assert [line["kind"] for line in lines] == ["run", "step", "step", "validation", "step", "validation", "end"]
+    assert [line["step"] for line in lines[1:]] == [1, 2, 2, 3, 3, 3]
+    assert lines[0]["settings"]["batch"] == 4
+    assert lines[-1]["bits_per_byte"] == lines[-2]["bits_per_byte"]
+    assert (two_ranks / "samples.txt").read_bytes().startswith(b"===== step 3 =====\n")
+
+
+def test_the_same_seed_gives_the_same_numbers(two_ranks: Path, tmp_path: Path) -> None:
+    again = trained(2, tmp_path)
+    assert metrics(two_ranks)[1:] == metrics(again)[1:]
+    assert (two_ranks / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
+
+
+def test_another_seed_gives_other_numbers(two_ranks: Path, tmp_path: Path) -> None:
+    assert losses(trained(2, tmp_path, "--seed", "1")) != losses(two_ranks)
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_losses_do_not_depend_on_the_world_size(two_ranks: Path, world: int, tmp_path: Path) -> None:
+    assert losses(trained(world, tmp_path)) == pytest.approx(losses(two_ranks), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_losses_do_not_depend_on_the_strategy(two_ranks: Path, strategy: str, tmp_path: Path) -> None:
+    assert losses(trained(2, tmp_path, "--strategy", strategy)) == losses(two_ranks)
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "hsdp_zero2"])
+def test_losses_of_hybrid_strategies_are_near(two_ranks: Path, strategy: str, tmp_path: Path) -> None:
+    """Two replicas of one rank each: the norm of the whole gradient is added up in another order."""
+    assert losses(trained(2, tmp_path, "--strategy", strategy)) == pytest.approx(losses(two_ranks), rel=1e-6)
+
+
+def test_accumulating_halves_is_a_step_on_the_whole(two_ranks: Path, tmp_path: Path) -> None:
+    halves = trained(2, tmp_path, "--batch", "2", "--accumulate", "2")
+    assert losses(halves) == pytest.approx(losses(two_ranks), rel=1e-5)
+
+
+def test_computing_blocks_again_changes_no_loss(two_ranks: Path, tmp_path: Path) -> None:
+    assert losses(trained(2, tmp_path, "--activation-checkpointing")) == losses(two_ranks)
+
+
+def test_training_in_bfloat16_stays_near(two_ranks: Path, tmp_path: Path) -> None:
+    assert losses(trained(2, tmp_path, "--dtype", "bfloat16")) == pytest.approx(losses(two_ranks), rel=0.02)
+
+
+def validate_again(out: Path) -> float:
+    settings = trained_settings(out)
+    text = write_text(find_text(settings.text.text), out / "text")
+    return validation_loss(trained_gpt(out), text, settings, this_rank())
+
+
+def test_weights_on_disk_validate_as_the_run_did(two_ranks: Path) -> None:
+    (again,) = run_ranks(1, validate_again, two_ranks)
+    assert again == pytest.approx(losses(two_ranks)[-1], rel=1e-6)

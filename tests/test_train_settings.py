@@ -1,0 +1,157 @@
+"""From command line and configuration file to settings, and the numbers that follow from them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fullshard.errors import ConfigError
+from fullshard.train.options import parse_settings
+from fullshard.train.parallelism import replicas_of, rows_of
+from fullshard.train.run_folder import RunFolder
+from fullshard.train.schedule import learning_rate, peak_lr
+from fullshard.train.settings import OptimizationSettings, ParallelSettings, RunSettings, TrainSettings, option_types
+from fullshard.train.trained import trained_settings
+
+
+def test_the_fixed_option_names_are_there() -> None:
+    fixed = {"text", "size", "strategy", "ranks", "batch", "seq", "accumulate", "steps", "lr", "dtype", "seed", "out"}
+    assert fixed <= set(option_types())
+
+
+def test_no_options_are_the_default_settings() -> None:
+    assert parse_settings([]) == TrainSettings()
+
+
+def test_every_option_is_heard() -> None:
+    settings = parse_settings(
+        [
+            "--text",
+            "a/b",
+            "--size=nano",
+            "--ranks",
+            "3",
+            "--lr",
+            "1e-3",
+            "--activation-checkpointing",
+            "--mlp-ratio",
+            "2",
+        ]
+    )
+    assert settings.text.text == Path("a/b")
+    assert settings.model.size == "nano"
+    assert settings.model.mlp_ratio == 2
+    assert settings.optimization.lr == 1e-3
+    assert settings.memory.activation_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("run.yaml", "steps: 7\nmin-lr: 0.5\nactivation-checkpointing: true\nsize: nano\n"),
+        ("run.yml", "steps: 7\nmin_lr: 0.5\nactivation_checkpointing: true\nsize: nano\n"),
+        ("run.toml", 'steps = 7\nmin-lr = 0.5\nactivation-checkpointing = true\nsize = "nano"\n'),
+    ],
+)
+def test_the_command_line_wins_over_the_file_wherever_it_stands(name: str, content: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(content)
+    for argv in (
+        ["--config", str(file), "--steps", "9", "--no-activation-checkpointing"],
+        ["--steps", "9", "--no-activation-checkpointing", f"--config={file}"],
+    ):
+        settings = parse_settings(argv)
+        assert settings.optimization.steps == 9
+        assert settings.optimization.min_lr == 0.5
+        assert settings.model.size == "nano"
+        assert not settings.memory.activation_checkpointing
+    assert parse_settings(["--config", str(file)]).memory.activation_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("stesp: 3", "unknown option 'stesp'. Did you mean steps?"),
+        ("steps: many", "steps is 'many', but must be a whole number"),
+        ("steps:", "steps has no value"),
+        ("steps: [1, 2]", "steps must be one value, not a list"),
+        ("activation-checkpointing: 3", "must be true or false"),
+        ("config: other.yaml", "names another configuration file"),
+        ("- steps", "must hold option names with values"),
+        ("steps: {", "is not valid YAML"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named_with_the_file(content: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(content)
+    with pytest.raises(ConfigError) as error:
+        parse_settings(["--config", str(file)])
+    assert words in str(error.value)
+    assert str(file) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_another_format_or_none_at_all_is_an_error(tmp_path: Path) -> None:
+    for name, words in (("run.json", "must end in"), ("none.yaml", "cannot be read")):
+        with pytest.raises(ConfigError, match=words):
+            parse_settings(["--config", str(tmp_path / name)])
+    with pytest.raises(ConfigError, match="needs a file"):
+        parse_settings(["--config"])
+
+
+def test_settings_that_a_run_leaves_behind_are_read_back(tmp_path: Path) -> None:
+    settings = TrainSettings(
+        optimization=OptimizationSettings(lr=1e-5, batch=4),
+        run=RunSettings(prompt="def 'a': #\n", out=tmp_path / "elsewhere"),
+    )
+    RunFolder(tmp_path, writes=True).write_settings(settings)
+    assert trained_settings(tmp_path) == replace(settings, run=replace(settings.run, out=None))
+
+
+def test_the_learning_rate_climbs_to_its_peak_and_falls_to_its_end() -> None:
+    settings = OptimizationSettings(steps=100, warmup=10, min_lr=0.1)
+    rates = [learning_rate(settings, 2.0, step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == rates[9] == 2.0
+    assert rates[:10] == sorted(rates[:10])
+    assert rates[9:] == sorted(rates[9:], reverse=True)
+    assert rates[-1] == pytest.approx(0.2)
+    assert rates[54] == pytest.approx(0.2 + 1.8 * (1 + math.cos(math.pi / 2)) / 2)
+
+
+def test_a_run_shorter_than_its_warm_up_only_climbs() -> None:
+    settings = OptimizationSettings(steps=3, warmup=50)
+    assert [learning_rate(settings, 3.0, step) for step in range(3)] == pytest.approx([1.0, 2.0, 3.0])
+
+
+def test_the_size_gives_the_learning_rate_unless_one_is_given() -> None:
+    assert peak_lr(TrainSettings()) > 0
+    assert peak_lr(TrainSettings(optimization=OptimizationSettings(lr=0.5))) == 0.5
+
+
+@pytest.mark.parametrize("world", range(1, 70))
+def test_a_batch_left_out_suits_every_world_size(world: int) -> None:
+    rows = rows_of(OptimizationSettings(), world)
+    assert rows % world == 0
+    assert rows_of(OptimizationSettings(batch=rows), world) == rows
+
+
+def test_a_batch_that_ranks_cannot_share_names_the_ones_they_can() -> None:
+    for batch, world, words in ((10, 4, "Take 8 or 12"), (3, 4, "Take 4."), (0, 2, "Take 2."), (-1, 2, "Take 2.")):
+        with pytest.raises(ConfigError, match=words):
+            rows_of(OptimizationSettings(batch=batch), world)
+
+
+def test_replicas_are_one_a_machine_or_two_and_only_for_hybrid_strategies() -> None:
+    hybrid = ParallelSettings(strategy="hsdp")
+    assert replicas_of(hybrid, world=4) == 2
+    assert replicas_of(hybrid, world=16, machines=4) == 4
+    assert replicas_of(replace(hybrid, replicas=1), world=3) == 1
+    assert replicas_of(ParallelSettings(strategy="zero3"), world=4) is None
+    with pytest.raises(ConfigError, match="Take one of 1, 3"):
+        replicas_of(hybrid, world=3)
+    with pytest.raises(ConfigError, match="has no replicas"):
+        replicas_of(ParallelSettings(strategy="zero2", replicas=2), world=4)
