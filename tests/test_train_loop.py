@@ -66,6 +66,12 @@ def test_a_run_leaves_a_line_for_everything_that_happened(two_ranks: Path) -> No
     assert (two_ranks / "samples.txt").read_bytes().startswith(b"===== step 3 =====\n")
 
 
+def test_memory_is_measured_as_the_formula_says(two_ranks: Path) -> None:
+    columns = metrics(two_ranks)[-1]["bytes_a_rank"]
+    assert columns["measured"] == columns["formula"]
+    assert columns["measured"]["optimizer_state"] < 0.6 * columns["ddp_formula"]["optimizer_state"]
+
+
 def test_the_same_seed_gives_the_same_numbers(two_ranks: Path, tmp_path: Path) -> None:
     again = trained(2, tmp_path)
     assert metrics(two_ranks)[1:] == metrics(again)[1:]

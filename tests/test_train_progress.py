@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes, total_bytes
+from fullshard.plan.ledger import Ledger
+from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for, duration, printable
 
-Ledger = pytest.importorskip("fullshard.plan.ledger").Ledger
 OURS = Ledger(parameters=10**6, gradients=10**6, optimizer_state=2 * 10**6, gathered_peak=5 * 10**5, activations=10**6)
 DDP = Ledger(parameters=2 * 10**6, gradients=2 * 10**6, optimizer_state=4 * 10**6, gathered_peak=0, activations=10**6)
 LEDGERS = RunLedgers(measured=OURS, formula=OURS, ddp=DDP)
@@ -86,7 +86,7 @@ def test_the_table_has_a_row_for_each_state_and_their_total() -> None:
     assert list(table.columns[0].cells) == [
         *("parameters", "gradients", "optimizer state", "gathered peak", "activations", "total")
     ]
-    assert list(table.columns[3].cells)[-1] == in_bytes(total_bytes(DDP)) == "9 MB"
+    assert list(table.columns[3].cells)[-1] == in_bytes(DDP.total) == "9 MB"
     assert LEDGERS.as_dict()["measured"]["total"] == 5_500_000
 
 

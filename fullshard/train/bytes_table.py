@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from fullshard.plan.ledger import Ledger
+from fullshard.plan.ledger import Ledger
 
-__all__ = ["RunLedgers", "bytes_table", "in_bytes", "total_bytes"]
+__all__ = ["RunLedgers", "bytes_table", "in_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +22,7 @@ class RunLedgers:
     def as_dict(self) -> dict[str, dict[str, int]]:
         """Bytes by column and state, each column with its total."""
         columns = {"measured": self.measured, "formula": self.formula, "ddp_formula": self.ddp}
-        return {name: {**asdict(ledger), "total": total_bytes(ledger)} for name, ledger in columns.items()}
-
-
-def total_bytes(ledger: Ledger) -> int:
-    """The sum over all states: an upper bound of the peak, as if each state were at its own peak at once."""
-    return sum(getattr(ledger, state.name) for state in fields(ledger))
+        return {name: {**asdict(ledger), "total": ledger.total} for name, ledger in columns.items()}
 
 
 def bytes_table(ledgers: RunLedgers, strategy: str) -> Table:
@@ -39,10 +32,10 @@ def bytes_table(ledgers: RunLedgers, strategy: str) -> Table:
     for heading in ("measured", "formula", "ddp by formula"):
         table.add_column(heading, justify="right")
     columns = (ledgers.measured, ledgers.formula, ledgers.ddp)
-    for state in fields(ledgers.measured):
+    for state in fields(Ledger):
         table.add_row(state.name.replace("_", " "), *(in_bytes(getattr(column, state.name)) for column in columns))
     table.add_section()
-    table.add_row("total", *(in_bytes(total_bytes(column)) for column in columns))
+    table.add_row("total", *(in_bytes(column.total) for column in columns))
     return table
 
 

@@ -67,7 +67,7 @@ class Trainer:
     model: ShardedGPT
     folder: RunFolder
     display: Display
-    ledgers: RunLedgers | None = None
+    ledgers: RunLedgers = field(init=False)  # known once the first step is done
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
 
     def __post_init__(self) -> None:
@@ -133,8 +133,7 @@ class Trainer:
     def measure_memory(self) -> None:
         """Learn what a rank holds; possible once the optimizer has its state."""
         self.ledgers = ledgers_of_run(self.model, self.optimizer, self.settings, self.rank)
-        if self.ledgers is not None:
-            self.display.remember_memory(self.ledgers)
+        self.display.remember_memory(self.ledgers)
 
     def report_if_due(self, step: int, trained: Trained) -> None:
         """A line of loss at every `log_every`-th step, at the first and at the last."""
@@ -198,7 +197,7 @@ class Trainer:
                 "step": steps,
                 "bits_per_byte": bits_per_byte,
                 "sample": content.decode("utf-8", errors="replace"),
-                "bytes_a_rank": None if self.ledgers is None else self.ledgers.as_dict(),
+                "bytes_a_rank": self.ledgers.as_dict(),
                 "seconds": round(seconds, 3),
             },
         )

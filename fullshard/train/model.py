@@ -43,7 +43,7 @@ class Shape:
 
 SIZES = {
     "nano": Shape(layers=2, heads=2, width=32, table_rows=256, lr=6e-3),
-    "small": Shape(layers=4, heads=2, width=128, lr=4e-3),
+    "small": Shape(layers=4, heads=2, width=128, lr=5e-3),
     "medium": Shape(layers=6, heads=4, width=256, lr=2e-3),
     "large": Shape(layers=12, heads=12, width=768, lr=6e-4),
     "xl": Shape(layers=24, heads=16, width=1024, lr=3e-4),

@@ -6,7 +6,7 @@ from fullshard.errors import ConfigError
 from fullshard.strategy import resolve_placements
 from fullshard.train.settings import OptimizationSettings, ParallelSettings
 
-DEFAULT_ROWS = 8
+DEFAULT_ROWS = 16
 
 
 def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> int | None:

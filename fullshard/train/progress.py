@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text as Styled
 
-from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes, total_bytes
+from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes
 from fullshard.train.run_folder import METRICS, SAMPLES, WEIGHTS
 
 __all__ = ["BarDisplay", "Display", "Heading", "LineDisplay", "Result", "StepReport", "display_for", "restore_terminal"]
@@ -51,7 +51,7 @@ class Result:
     bits_per_byte: float  # on validation text
     sample: bytes
     seconds: float
-    ledgers: RunLedgers | None
+    ledgers: RunLedgers
     strategy: str
     out: Path
 
@@ -105,7 +105,7 @@ class LineDisplay(Display):
         )
 
     def remember_memory(self, ledgers: RunLedgers) -> None:
-        ours, ddp = in_bytes(total_bytes(ledgers.measured)), in_bytes(total_bytes(ledgers.ddp))
+        ours, ddp = in_bytes(ledgers.measured.total), in_bytes(ledgers.ddp.total)
         self._memory = f"  {ours} a rank (ddp {ddp})"
 
     def report(self, report: StepReport) -> None:
@@ -124,8 +124,7 @@ class LineDisplay(Display):
 
     def show_result(self, result: Result) -> None:
         self.say(f"\nSample of the trained model:\n{indented(printable(result.sample))}\n")
-        if result.ledgers is not None:
-            self.console.print(bytes_table(result.ledgers, result.strategy))
+        self.console.print(bytes_table(result.ledgers, result.strategy))
         self.say(
             f"Validation: {result.bits_per_byte:.3f} bits per byte after {duration(result.seconds)}. "
             f"In {result.out}: {METRICS}, {SAMPLES}, {WEIGHTS}"

@@ -62,11 +62,11 @@ class OptimizationSettings:
     """How it learns: AdamW, linear warm-up, cosine decay."""
 
     batch: _MaybeInt = None
-    """Sequences in one microbatch, over all ranks together; a multiple of the ranks. Left out: 8, or the next number
+    """Sequences in one microbatch, over all ranks together; a multiple of the ranks. Left out: 16, or the next number
     that the ranks can share."""
     accumulate: int = 1
     """Microbatches in one step. Gradients travel once a step, after the last of them."""
-    steps: int = 1600
+    steps: int = 1000
     """Optimizer steps."""
     lr: _MaybeFloat = None
     """Peak learning rate. Left out: the one that suits the size."""
@@ -103,12 +103,12 @@ class RunSettings:
     """Folder of this run; it must not hold another one. Left out: the next free name under runs/."""
     log_every: int = 10
     """Steps between two lines of loss in metrics.jsonl; 0 for none."""
-    validate_every: int = 400
+    validate_every: int = 250
     """Steps between two validations; the end always validates. 0 for the end only."""
     validate_bytes: int = 131072
     """Bytes of validation text that one validation reads, spread evenly over all there is."""
-    sample_every: int = 400
-    """Steps between two samples; the first comes early, the end always samples. 0 for the end only."""
+    sample_every: int = 150
+    """Steps between two samples; the end always samples. 0 for the end only."""
     sample_bytes: int = 192
     """Bytes in one sample."""
     temperature: float = 0.7
