@@ -19,7 +19,6 @@ without such inputs is at the start of the graph, and is freed at the end of bac
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -403,7 +402,18 @@ class Runtime:
 
 # -- who belongs to which root ----------------------------------------------------------------------------------------
 
-_turns: weakref.WeakKeyDictionary[nn.Module, Turn] = weakref.WeakKeyDictionary()
+
+class _Held:
+    """A module's turn, held by the module itself, so that both end together. A copy of the module has none."""
+
+    def __init__(self, turn: Turn | None = None) -> None:
+        self.turn = turn
+
+    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
+        return _Held, ()
+
+
+_TURN = "_fullshard_turn"  # the attribute of a module
 _shares_memory = True
 
 
@@ -423,7 +433,7 @@ def turn_of(module: nn.Module) -> Turn:
     Raises:
         StateError: the module is not sharded.
     """
-    turn = _turns.get(module)
+    turn = _turn_or_none(module)
     if turn is None:
         raise StateError(
             f"{type(module).__name__} is not a unit. Call fully_shard(module) on it first, or name one of its units."
@@ -435,7 +445,7 @@ def turns_in(module: nn.Module) -> list[Turn]:
     """The turns of all units in `module` and below, each once, in the order of `module.modules()`."""
     found: dict[int, Turn] = {}
     for child in module.modules():
-        turn = _turns.get(child)
+        turn = _turn_or_none(child)
         if turn is not None:
             found.setdefault(id(turn), turn)
     return list(found.values())
@@ -443,7 +453,12 @@ def turns_in(module: nn.Module) -> list[Turn]:
 
 def is_unit(module: nn.Module) -> bool:
     """Whether `module` makes a unit whole in its forward."""
-    return module in _turns
+    return _turn_or_none(module) is not None
+
+
+def _turn_or_none(module: nn.Module) -> Turn | None:
+    held = vars(module).get(_TURN)
+    return held.turn if isinstance(held, _Held) else None
 
 
 def runtime_of(module: nn.Module) -> Runtime:
@@ -461,7 +476,7 @@ def runtime_of(module: nn.Module) -> Runtime:
 def install(turn: Turn) -> None:
     """Let `turn`'s modules have their unit whole in forward and backward."""
     for module in turn.modules:
-        _turns[module] = turn
+        vars(module)[_TURN] = _Held(turn)
         module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(_after_forward, always_call=True)
     turn.unit.watch(_on_grad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -126,6 +127,7 @@ class ShardedParam:
         assert current is not None
         changed = current is not self.sharded
         self.sharded = current
+        vars(current).update(vars(self.unsharded))  # marks that users left, which torch does not carry over
         return changed
 
     def watch(self, on_grad: Callable[[], None]) -> None:
@@ -139,9 +141,15 @@ class ShardedParam:
         trained = self.sharded.requires_grad
         if self.unsharded.requires_grad is not trained:
             self.unsharded.requires_grad_(trained)
-        on_grad = self._on_grad
-        if trained and on_grad is not None and not self._watched:
-            self.unsharded.register_post_accumulate_grad_hook(lambda _: on_grad())
+        if trained and self._on_grad is not None and not self._watched:
+            myself = weakref.ref(self)  # the garbage collector does not see through a tensor's hooks
+
+            def tell(_: Tensor) -> None:
+                param = myself()
+                if param is not None and param._on_grad is not None:
+                    param._on_grad()
+
+            self.unsharded.register_post_accumulate_grad_hook(tell)
             self._watched = True
 
     def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:

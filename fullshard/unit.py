@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import groupby
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fullshard.buffers import Pool, Slot
 from fullshard.collectives import Pending
-from fullshard.errors import StateError
+from fullshard.errors import ConfigError, StateError
 from fullshard.layout import align
 from fullshard.mesh import Axes
 from fullshard.offload_policy import CPUOffloadPolicy, OffloadPolicy
@@ -87,7 +88,7 @@ class Unit:
         self.borrowed = list(borrowed)
         self.settings = settings
         self.form = Form.SHARDED
-        self.slot = Slot(settings.device)
+        self.slot = Slot(_device_of(sources, settings.device))
         self.wires = Wires.along(settings.axes, settings.device, _scratch_of(settings.device))
         self.sections = [self._section(list(group)) for group in _by_kind(sources)]
         self._pending: list[Pending] = []
@@ -99,9 +100,11 @@ class Unit:
         self.slot.settle()
         self.params = tuple(param for section in self.sections for param in section.params)
         self.trainable = 0  # how many parameters a backward should bring gradients for
-        for source, param in zip((s for group in _by_kind(sources) for s in group), self.params, strict=True):
-            for form in (source.param, param.sharded, param.unsharded):
-                _managers[form] = (self, param)
+        ordered = [source for group in _by_kind(sources) for source in group]
+        self._managed = [
+            _Managed(self, param, weakref.ref(source.param)) for source, param in zip(ordered, self.params, strict=True)
+        ]
+        self._claim()
         if not self.keeps_whole:
             self.slot.empty()
         self._show_sharded()
@@ -112,15 +115,15 @@ class Unit:
     def _section(self, sources: Sequence[Source]) -> Section:
         settings = self.settings
         contract = settings.precision.contract(sources[0].param.dtype)
-        meta = sources[0].param.is_meta
+        device = _device_of(sources, settings.device)
         return Section(
             sources,
             axes=settings.axes,
             placements=settings.placements,
             contract=contract,
             wires=self.wires,
-            device=torch.device("meta") if meta else settings.device,
-            home=Home(torch.device("meta")) if meta else settings.home,
+            device=device,
+            home=Home(device) if device.type == "meta" else settings.home,
         )
 
     # -- what it has --------------------------------------------------------------------------------------------------
@@ -283,7 +286,13 @@ class Unit:
             section.rehome(locals_now)
         if not self.keeps_whole:
             self.slot.empty()
+        self._claim()
         self._show_sharded()
+
+    def _claim(self) -> None:
+        """Let `managed_by` find this unit by every form of its parameters."""
+        for managed in self._managed:
+            _managers.update((id(form), managed) for form in managed.forms)
 
     def _compute_device(self, shard: Tensor) -> torch.device:
         return self.settings.device if isinstance(self.settings.offload, CPUOffloadPolicy) else shard.device
@@ -365,10 +374,29 @@ class UnitReduction:
 
 def managed_by(param: nn.Parameter) -> tuple[Unit, ShardedParam] | None:
     """The unit that has `param` already, in any of its forms or as it was before: weights can be tied across units."""
-    return _managers.get(param)
+    managed = _managers.get(id(param))
+    if managed is None or all(form is not param for form in managed.forms):
+        return None
+    return managed.unit, managed.param
 
 
-_managers: MutableMapping[nn.Parameter, tuple[Unit, ShardedParam]] = WeakIdKeyDictionary()
+@dataclass(eq=False, frozen=True)
+class _Managed:
+    """A parameter of a unit, and what it was made of. The unit has the only lasting reference."""
+
+    unit: Unit
+    param: ShardedParam
+    source: weakref.ref[nn.Parameter]
+
+    @property
+    def forms(self) -> list[nn.Parameter]:
+        """All that this parameter is known as."""
+        source = self.source()
+        return [self.param.sharded, self.param.unsharded, *([] if source is None else [source])]
+
+
+# By id, since torch refuses to move a parameter that anything has a weak reference to.
+_managers: weakref.WeakValueDictionary[int, _Managed] = weakref.WeakValueDictionary()
 
 
 _scratch: dict[torch.device, Pool] = {}
@@ -379,6 +407,22 @@ def _scratch_of(device: torch.device) -> Pool:
     if device not in _scratch:
         _scratch[device] = Pool(device)
     return _scratch[device]
+
+
+def _device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
+    """Where whole parameters lie: on `device`, or nowhere while the sources are on the meta device.
+
+    Raises:
+        ConfigError: only some of them are.
+    """
+    meta = [source.fqn for source in sources if source.param.is_meta]
+    if meta and len(meta) < len(sources):
+        real = next(source.fqn for source in sources if not source.param.is_meta)
+        raise ConfigError(
+            f"{meta[0]} is on the meta device, but {real}, in the same unit, is not. Build all modules of a unit under "
+            'torch.device("meta"), or none.'
+        )
+    return torch.device("meta") if meta else device
 
 
 def _by_kind(sources: Sequence[Source]) -> list[list[Source]]:

@@ -356,7 +356,7 @@ def _device(device_id: int | torch.device | None) -> torch.device:
         return default_device()
     if isinstance(device_id, int):
         return torch.device("cuda", device_id)
-    if device_id.type == "cuda" and device_id.index is None:
+    if device_id == torch.device("cuda"):  # without an index
         return torch.device("cuda", torch.cuda.current_device())
     return device_id
 
