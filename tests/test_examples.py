@@ -1,0 +1,147 @@
+"""Every example does what it says, without a warning, and ends cleanly."""
+
+import contextlib
+import gzip
+import io
+import os
+import re
+import runpy
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sklearn.datasets  # the ranks are forked from a server that imports what is imported here
+import torch.distributed as dist
+
+from fullshard.testing import run_ranks
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+# In workers, warnings are errors as they are here; torchrun itself would tell that it sets the number of threads.
+TORCHRUN_ENV = {**os.environ, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+
+
+def run_here(name: str, *options: str) -> str:
+    """What a rank prints; its process group is there already, and is the example's to end."""
+    sys.argv = [name, *options]
+    dist.init_process_group = lambda: None
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    assert not dist.is_initialized()
+    return printed.getvalue()
+
+
+def printed_by(world: int, name: str, *options: str) -> str:
+    """What the example prints on `world` ranks: rank 0 alone may."""
+    first, *others = run_ranks(world, run_here, name, *options)
+    assert set(others) <= {""}
+    return first
+
+
+def losses(line: str) -> tuple[float, float]:
+    """The first and the last of `... loss 5.43 -> 2.10`."""
+    first, last = re.search(r"loss ([\d.]+) -> ([\d.]+)", line).groups()
+    return float(first), float(last)
+
+
+def assert_learns(line: str) -> None:
+    first, last = losses(line)
+    assert last < 0.6 * first
+
+
+def test_the_ladder_has_six_rungs_that_name_their_command():
+    names = sorted(path.name for path in EXAMPLES.glob("*.py"))
+    assert [name[0] for name in names] == list("123456")
+    for name in names:
+        assert re.search(rf"torchrun --nproc-per-node \d examples/{name}", (EXAMPLES / name).read_text())
+
+
+def test_eight_lines_by_torchrun():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, EXAMPLES / "1_eight_lines.py"], env=TORCHRUN_ENV, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    learned, placed, kept = done.stdout.splitlines()
+    assert_learns(learned)
+    assert "shape (1024, 256), placed (Shard(dim=0),) over 2 ranks" in placed
+    assert "keeps (512, 256)" in kept
+
+
+def test_eight_lines_are_marked():
+    lines = [line for line in (EXAMPLES / "1_eight_lines.py").read_text().splitlines() if re.search(r"# \d", line)]
+    assert sorted(re.search(r"# (\d)", line)[1] for line in lines) == list("12345678")
+
+
+def test_wrapper():
+    *structure, units, dtypes, learned = printed_by(2, "2_wrapper.py").splitlines()
+    assert sum("FullyShardedDataParallel" in line for line in structure) == 2  # the root, and "(0-2): 3 x ..."
+    assert units == "units: 4"
+    assert dtypes == "stored torch.float32, computed torch.bfloat16"
+    assert_learns(learned)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_wrap_by_hand(world):
+    *structure, plain, sharded = printed_by(world, "3_wrap_by_hand.py").splitlines()
+    assert sum("FullyShardedDataParallel" in line for line in structure) == 3
+    assert_learns(sharded)
+    assert losses(sharded) == pytest.approx(losses(plain), abs=2e-4)
+
+
+def accuracies(printed: str) -> dict[str, str]:
+    return dict(re.findall(r"^(.+): test accuracy (.+)$", printed, re.MULTILINE))
+
+
+def test_digits():
+    printed = printed_by(2, "4_digits.py", "--epochs", "3")
+    by_way = accuracies(printed)
+    assert list(by_way) == ["DDP", "one unit", "units by size"]
+    assert len(set(by_way.values())) == 1
+    assert float(by_way["DDP"].rstrip("%")) > 85
+    one_unit, by_size = printed.split("units by size")
+    assert one_unit.count("FullyShardedDataParallel(") == 1
+    assert by_size.count("FullyShardedDataParallel(") == 3
+
+
+def test_digits_from_idx_files(tmp_path):
+    data = sklearn.datasets.load_digits()
+    for split, chosen in (("train", slice(0, 320)), ("t10k", slice(320, 480))):
+        images = (data.images[chosen] * 255 / 16).astype(np.uint8)
+        write_idx(tmp_path / f"{split}-images-idx3-ubyte", images)
+        write_idx(tmp_path / f"{split}-labels-idx1-ubyte.gz", data.target[chosen].astype(np.uint8))
+    by_way = accuracies(printed_by(2, "4_digits.py", "--data", str(tmp_path), "--epochs", "2"))
+    assert len(by_way) == 3
+    assert len(set(by_way.values())) == 1
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    content = struct.pack(f">BBBB{array.ndim}i", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def test_digits_say_which_file_is_missing(tmp_path):
+    mnist = runpy.run_path(str(EXAMPLES / "4_digits.py"))["mnist"]
+    with pytest.raises(SystemExit, match=r"neither train-images-idx3-ubyte nor train-images-idx3-ubyte.gz"):
+        mnist(tmp_path)
+
+
+def test_hybrid():
+    ranks, placed, gathers, scatters, reductions, learned = printed_by(4, "5_hybrid.py").splitlines()
+    assert ranks == "shards within ranks [0, 1], replicas on ranks [0, 2]"
+    assert placed.endswith("(Replicate(), Shard(dim=0))")
+    # Four units, the root of which stays whole from forward to backward; two microbatches.
+    assert gathers.startswith("all_gather: 14 a step")
+    assert scatters.startswith("reduce_scatter: 8 a step")
+    assert reductions.startswith("all_reduce: 4 a step")
+    assert_learns(learned)
+
+
+def test_meta_device():
+    on_meta, learned, loaded = printed_by(2, "6_meta_device.py").splitlines()
+    assert on_meta == "on the meta device when sharded: True"
+    assert_learns(learned)
+    before, after = re.search(r"loss ([\d.]+), and ([\d.]+) with", loaded).groups()
+    assert before == after
