@@ -9,19 +9,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "coalesced",
     "dtensor_like",
+    "fake_tensors",
     "in_backward",
     "make_dtensor",
     "on_backward_end",
     "set_local_tensor",
     "storage_references",
+    "storage_watch",
     "tree_map",
 ]
 
@@ -70,3 +75,38 @@ def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     """Let `tensor` hold `local`, of the same shape and dtype, in place of the shard it holds."""
     tensor._local_tensor = local
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """A context in which tensors have shapes, dtypes and devices, but no memory."""
+    return FakeTensorMode()
+
+
+class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manager, like a function
+    """A context that notes which memory is made in it. `live_bytes()` tells how much of that is still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[StorageWeakRef, int] = {}
+        self._given: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; what it returns in memory that was not among its inputs is new."""
+        for tensor in _tensors((args, kwargs or {})):
+            ref = StorageWeakRef(tensor.untyped_storage())
+            if ref not in self._made:
+                self._given.add(ref)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            ref = StorageWeakRef(tensor.untyped_storage())
+            if ref not in self._given:
+                self._made[ref] = tensor.untyped_storage().nbytes()
+        return result
+
+    def live_bytes(self) -> int:
+        """Bytes of the memory made within that something still refers to."""
+        return sum(nbytes for ref, nbytes in self._made.items() if not ref.expired())
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -92,7 +92,9 @@ def _own_part(grad: Tensor) -> Tensor:
     if cut.dim is None:  # a scalar, which every rank has: it counts once
         return local if rank == 0 else local.new_empty(0)
     span = cut.span(rank)
-    return local.narrow(cut.dim, span.start, len(span))
+    return local.narrow(
+        cut.dim, span.start, len(span)
+    ).contiguous()  # as the shard is: a norm's bits follow the strides
 
 
 def _combined(own: Tensor, mesh: DeviceMesh, norm_type: float) -> Tensor:

@@ -253,6 +253,10 @@ class Section:
     def _version(self) -> int:
         return sum(param.version for param in self.params)
 
+    def expect_step(self) -> None:
+        """Gather anew before the next forward: an optimizer may step now, and fused ones leave versions as they are."""
+        self._gathered_version = -1
+
     def start_gather(self, origin: Origin) -> Pending:
         """Begin to fill the whole buffer from every rank's home. The sections of a unit gather side by side."""
         if not self.cuts_optimizer:
@@ -379,6 +383,7 @@ class Reduction:
         if not self._over_replicas:
             self._keep_partial()
             return
+        section.expect_step()
         if section.cuts_optimizer:
             self._deliver_shards()
         else:
