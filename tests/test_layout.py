@@ -1,0 +1,176 @@
+"""Who owns what, and where it lies: laws that hold for any shapes at any world size."""
+
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fullshard.errors import LayoutError
+from fullshard.layout import (
+    ALIGNMENT_BYTES,
+    MAX_PADDING,
+    PACK_BELOW_BYTES,
+    Cut,
+    SectionLayout,
+    align,
+    choose_cut,
+    lay_out,
+    overlaps,
+    owned,
+)
+
+WORLDS = st.integers(1, 9)
+ITEMSIZES = st.sampled_from([1, 2, 4, 8])
+DIMS = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 31, 96, 97, 192, 504, 1031])
+SHAPES = st.lists(DIMS, max_size=3).map(tuple).filter(lambda shape: prod(shape) < 1 << 19)
+LAYOUTS = st.builds(lay_out, st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
+
+
+def aligned(elements: int, itemsize: int) -> bool:
+    return elements * itemsize % ALIGNMENT_BYTES == 0
+
+
+def stretches_are_disjoint(stretches: list[slice], room: int) -> bool:
+    """Whether stretches follow one another without overlap, within 0 and `room`."""
+    filled = sorted((s.start, s.stop) for s in stretches if s.start < s.stop)
+    return all(a[1] <= b[0] for a, b in pairwise([(0, 0), *filled, (room, room)]))
+
+
+@given(st.integers(0, 300), WORLDS)
+def test_owned_is_what_chunk_gives(size, world):
+    """So a shard is the one that `DTensor`'s `Shard` means, at every size."""
+    expected = [part.tolist() for part in torch.arange(size).chunk(world)] if size else []
+    expected += [[]] * (world - len(expected))
+    assert [list(owned(size, world, rank)) for rank in range(world)] == expected
+
+
+@given(SHAPES, WORLDS)
+def test_every_element_is_owned_once(shape, world):
+    cut = choose_cut(shape, world)
+    owners = torch.zeros(shape, dtype=torch.int)
+    for rank in range(world):
+        span = cut.span(rank)
+        mine = owners if cut.dim is None else owners.narrow(cut.dim, span.start, len(span))
+        mine += 1
+        assert tuple(mine.shape) == cut.shard_shape(rank)
+        assert mine.numel() == cut.shard_numel(rank) <= cut.part_numel
+    assert (owners == (1 if shape else world)).all()  # a scalar is whole on every rank
+
+
+@given(SHAPES, WORLDS)
+def test_no_cut_makes_smaller_parts_where_rows_are_fewer_than_ranks(shape, world):
+    cut = choose_cut(shape, world)
+    if not shape:
+        assert cut.dim is None
+    elif shape[0] >= world or prod(shape) == 0:
+        assert cut.dim == 0  # as users of DTensor expect
+    else:
+        assert cut.part_numel == min(Cut(shape, dim, world).part_numel for dim in range(len(shape)))
+
+
+@given(st.integers(0, 300), WORLDS, WORLDS)
+def test_overlaps_of_two_world_sizes_cover_each_part_exactly(size, before, after):
+    for rank in range(after):
+        mine = owned(size, after, rank)
+        found = overlaps(mine, size, before)
+        assert [i for overlap in found for i in overlap.positions] == list(mine)
+        assert all(set(o.positions) <= set(owned(size, before, o.rank)) for o in found)
+        assert all(o.positions for o in found)
+
+
+@given(LAYOUTS)
+def test_whole_regions_are_disjoint(layout):
+    assert stretches_are_disjoint([place.region for place in layout.places], layout.whole_numel)
+
+
+@given(LAYOUTS)
+def test_parts_are_disjoint_and_the_pack_lies_behind_those_in_place(layout):
+    assert stretches_are_disjoint([place.part for place in layout.places], layout.shard_numel)
+    for place in layout.places:
+        inside = layout.pack.start <= place.part.start and place.part.stop <= layout.pack.stop
+        assert inside if not place.in_place else place.part.stop <= layout.pack.start
+    assert layout.pack_numel == layout.shard_numel - layout.pack_offset
+
+
+@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
+def test_everything_starts_on_a_16_byte_boundary(shapes, world, itemsize):
+    """A misaligned message makes NCCL many times slower, at any world size."""
+    layout = lay_out(shapes, world, itemsize)
+    for place in layout.places:
+        assert aligned(place.shard_offset, itemsize)
+        assert aligned(place.whole_offset, itemsize)
+        if place.in_place:  # then rank r's part begins r parts on
+            assert aligned(place.cut.part_numel, itemsize)
+    assert aligned(layout.pack_offset, itemsize)
+    assert aligned(layout.pack_numel, itemsize)
+
+
+@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
+def test_what_is_in_place_has_little_padding_and_is_worth_a_message(shapes, world, itemsize):
+    for place in lay_out(shapes, world, itemsize).in_place:
+        assert place.cut.dim == 0
+        assert place.cut.padding <= MAX_PADDING * place.cut.numel
+        assert place.cut.part_numel * itemsize >= PACK_BELOW_BYTES
+        assert place.region.stop - place.region.start == world * place.cut.part_numel
+
+
+@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
+def test_padding_is_bounded(shapes, world, itemsize):
+    """What all ranks keep beyond the parameters themselves.
+
+    In place: at most MAX_PADDING of the parameter. Packed: the last ranks' missing rows, fewer than `world` of them
+    (for a scalar, its other copies), and a gap before the next boundary in each rank's pack.
+    """
+    layout = lay_out(shapes, world, itemsize)
+    gap = ALIGNMENT_BYTES // itemsize - 1
+    bound = 0.0
+    for place in layout.places:
+        numel, rows = place.cut.numel, max(1, (place.cut.shape or (1,))[0])
+        bound += MAX_PADDING * numel if place.in_place else (world - 1) * numel / rows + world * gap
+    assert world * layout.shard_numel - sum(place.cut.numel for place in layout.places) <= bound
+    assert layout.whole_numel <= sum(p.region.stop - p.region.start + gap for p in layout.places)
+    assert layout.wire_numel == world * layout.shard_numel
+
+
+@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
+def test_ranks_parts_laid_end_to_end_are_a_parameter_in_place(shapes, world, itemsize):
+    """What makes a gather need no copy: the first rows of the region are the whole."""
+    for place in lay_out(shapes, world, itemsize).in_place:
+        for rank in range(world):
+            start = min(rank * place.cut.part_numel, place.cut.numel)
+            assert start == place.cut.span(rank).start * prod(place.cut.shape[1:])
+
+
+@given(st.lists(SHAPES, min_size=1, max_size=8), ITEMSIZES)
+def test_at_one_rank_nothing_is_added_but_gaps(shapes, itemsize):
+    layout = lay_out(shapes, 1, itemsize)
+    assert all(place.cut.padding == 0 for place in layout.places)
+    assert layout.shard_numel == layout.whole_numel
+
+
+def test_a_transformer_block_travels_in_place():
+    """The matrices of real models are never packed, also at world sizes that do not divide them."""
+    matrices = [(4096, 1024), (1024, 4096), (3072, 1024), (50257, 1024)]
+    for world in range(1, 10):
+        layout = lay_out([*matrices, (1024,), (4096,), ()], world, itemsize=2)
+        assert [place.in_place for place in layout.places] == [True] * 4 + [False] * 3
+
+
+@given(st.integers(0, 1000), st.integers(1, 64))
+def test_align_gives_the_nearest_multiple_above(position, step):
+    assert align(position, step) % step == 0
+    assert position <= align(position, step) < position + step
+
+
+@given(SHAPES, st.integers(-5, 5))
+def test_a_cut_along_a_dim_that_is_not_there_is_refused(shape, dim):
+    assume(not 0 <= dim < len(shape))
+    with pytest.raises(LayoutError, match=rf"along dim {dim}: it has {len(shape)} dims"):
+        Cut(shape, dim, 2)
+
+
+def test_a_section_without_parameters_takes_nothing():
+    assert lay_out([], 4, 4) == SectionLayout(4, (), 0, 0, 0)

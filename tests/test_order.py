@@ -1,0 +1,107 @@
+"""The order of units, and what follows from it: rules over small integers."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.order import Follower, Interval, assign_slots
+
+UNITS = st.integers(0, 5)
+INTERVALS = st.lists(
+    st.builds(
+        lambda unit, start, length: Interval(unit, start, start + length), UNITS, st.integers(0, 20), st.integers(1, 9)
+    )
+)
+SIZES = st.fixed_dictionaries({unit: st.integers(1, 100) for unit in range(6)})
+
+
+def slot_sizes(assigned: dict[int, int], nbytes: dict[int, int]) -> dict[int, int]:
+    """Bytes by slot: those of its largest unit."""
+    sizes: dict[int, int] = {}
+    for unit, slot in assigned.items():
+        sizes[slot] = max(sizes.get(slot, 0), nbytes[unit])
+    return sizes
+
+
+def most_live_bytes(intervals: list[Interval], nbytes: dict[int, int]) -> int:
+    """The most bytes that are whole at any moment."""
+    moments = {i.start for i in intervals}
+    live = [{i.unit for i in intervals if i.start <= now < i.end} for now in moments]
+    return max((sum(nbytes[unit] for unit in units) for units in live), default=0)
+
+
+@given(INTERVALS, SIZES)
+def test_units_that_are_whole_at_once_never_share_a_slot(intervals, nbytes):
+    assigned = assign_slots(intervals, nbytes)
+    for a in intervals:
+        for b in intervals:
+            if a.unit != b.unit and a.start < b.end and b.start < a.end:
+                assert assigned[a.unit] != assigned[b.unit]
+
+
+@given(INTERVALS, SIZES)
+def test_every_unit_that_was_whole_has_a_slot(intervals, nbytes):
+    assert set(assign_slots(intervals, nbytes)) == {interval.unit for interval in intervals}
+
+
+@given(INTERVALS, SIZES)
+def test_slots_hold_what_is_live_and_no_more_than_all_units(intervals, nbytes):
+    assigned = assign_slots(intervals, nbytes)
+    total = sum(slot_sizes(assigned, nbytes).values())
+    assert most_live_bytes(intervals, nbytes) <= total <= sum(nbytes[unit] for unit in assigned)
+
+
+@given(INTERVALS, SIZES, st.randoms(use_true_random=False))
+def test_slots_do_not_depend_on_the_order_in_which_intervals_ended(intervals, nbytes, random):
+    """All ranks must agree, whatever the order of their lists."""
+    shuffled = list(intervals)
+    random.shuffle(shuffled)
+    assert assign_slots(shuffled, nbytes) == assign_slots(intervals, nbytes)
+
+
+@given(st.integers(1, 12), st.integers(1, 100), st.integers(1, 100), st.integers(1, 3))
+def test_blocks_in_a_row_take_no_more_than_what_is_live(blocks, block_bytes, root_bytes, ahead):
+    """The pattern of every transformer under `zero3`: the root throughout, each block with its successor, both ways."""
+    nbytes = dict.fromkeys(range(blocks), block_bytes) | {blocks: root_bytes}
+    forward = [Interval(i, max(0, i - ahead) * 2, i * 2 + 2) for i in range(blocks)]
+    end = 2 * blocks
+    backward = [Interval(blocks - 1 - i.unit, end + i.start, end + i.end) for i in forward]
+    intervals = [Interval(blocks, 0, 2 * end), *forward, *backward]
+    total = sum(slot_sizes(assign_slots(intervals, nbytes), nbytes).values())
+    assert total == most_live_bytes(intervals, nbytes) == root_bytes + min(blocks, ahead + 1) * block_bytes
+
+
+@given(st.lists(UNITS, max_size=12), st.integers(1, 3))
+def test_a_follower_of_the_same_order_always_knows_what_comes_next(order, ahead):
+    follower = Follower(order)
+    for position, unit in enumerate(order):
+        assert follower.use(unit, ahead) == tuple(order[position + 1 : position + 1 + ahead])
+    assert follower.agrees
+
+
+@given(st.lists(UNITS, max_size=12), st.lists(UNITS, max_size=12))
+def test_a_follower_sees_what_is_used_and_agrees_only_with_that(expected, used):
+    follower = Follower(expected)
+    for unit in used:
+        follower.use(unit)
+    assert follower.seen == used
+    assert follower.agrees == (used == expected)
+
+
+def test_a_follower_that_expects_nothing_prefetches_nothing():
+    follower = Follower()
+    assert [follower.use(unit) for unit in (0, 1, 0)] == [(), (), ()]
+
+
+def test_a_follower_skips_units_that_were_left_out():
+    """A branch not taken: the order goes on behind it."""
+    follower = Follower([0, 1, 2, 3])
+    assert follower.use(0) == (1,)
+    assert follower.use(2) == (3,)
+    assert not follower.agrees
+
+
+def test_a_follower_waits_where_a_unit_is_new_and_goes_on_from_there():
+    follower = Follower([0, 1, 2])
+    follower.use(0)
+    assert follower.use(7) == ()
+    assert follower.use(1) == (2,)

@@ -1,0 +1,70 @@
+"""Which dtype each number has: a contract that follows from a policy, and policies that say no to nonsense."""
+
+import pytest
+import torch
+
+from fullshard import ConfigError, MixedPrecision, MixedPrecisionPolicy
+from fullshard.precision import DtypeContract
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("policy", "stored", "compute", "reduce"),
+    [
+        (MixedPrecisionPolicy(), FP32, FP32, FP32),
+        (MixedPrecisionPolicy(), FP64, FP64, FP64),
+        (MixedPrecisionPolicy(param_dtype=BF16), FP32, BF16, BF16),
+        (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32), FP32, BF16, FP32),
+        (MixedPrecisionPolicy(reduce_dtype=FP64), FP32, FP32, FP64),
+        (MixedPrecisionPolicy(output_dtype=FP16), FP32, FP32, FP32),
+    ],
+)
+def test_none_keeps_the_dtype_that_is_there(policy, stored, compute, reduce):
+    assert policy.contract(stored) == DtypeContract(stored=stored, compute=compute, reduce=reduce)
+
+
+@pytest.mark.parametrize("stored", [torch.int64, torch.int8, torch.bool])
+def test_integers_are_never_cast(stored):
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    assert policy.contract(stored) == DtypeContract(stored=stored, compute=stored, reduce=stored)
+
+
+@pytest.mark.parametrize(("compute", "reduce", "itemsize"), [(BF16, FP32, 2), (FP32, BF16, 2), (FP64, FP64, 4)])
+def test_alignment_is_counted_in_the_smallest_item(compute, reduce, itemsize):
+    """So what is aligned in one of the buffers of a section is aligned in all."""
+    assert DtypeContract(stored=FP32, compute=compute, reduce=reduce).itemsize == itemsize
+
+
+def test_a_contract_reads_as_a_sentence():
+    contract = DtypeContract(stored=FP32, compute=BF16, reduce=FP32)
+    assert str(contract) == "stored float32, computed and gathered bfloat16, reduced float32"
+
+
+@pytest.mark.parametrize("wrong", [torch.int32, torch.bool, "bfloat16", 16])
+@pytest.mark.parametrize(
+    ("policy", "name"),
+    [
+        (MixedPrecisionPolicy, "param_dtype"),
+        (MixedPrecisionPolicy, "reduce_dtype"),
+        (MixedPrecisionPolicy, "output_dtype"),
+        (MixedPrecision, "param_dtype"),
+        (MixedPrecision, "reduce_dtype"),
+        (MixedPrecision, "buffer_dtype"),
+    ],
+)
+def test_what_is_no_floating_point_dtype_is_refused_by_name(policy, name, wrong):
+    with pytest.raises(ConfigError, match=rf"{policy.__name__}\({name}=.*floating-point torch.dtype is needed"):
+        policy(**{name: wrong})
+
+
+def test_low_precision_gradients_cannot_be_kept():
+    """The optimizer needs gradients in its parameters' dtype: the argument is refused, not ignored."""
+    with pytest.raises(ConfigError, match="keep_low_precision_grads=True cannot be honoured"):
+        MixedPrecision(keep_low_precision_grads=True)
+
+
+def test_policies_are_values():
+    assert MixedPrecisionPolicy(param_dtype=BF16) == MixedPrecisionPolicy(BF16)
+    with pytest.raises(AttributeError):
+        MixedPrecisionPolicy().param_dtype = BF16
