@@ -25,7 +25,9 @@ from fullshard.layout import (
 WORLDS = st.integers(1, 9)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
 DIMS = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 31, 96, 97, 192, 504, 1031])
-SHAPES = st.lists(DIMS, max_size=3).map(tuple).filter(lambda shape: prod(shape) < 1 << 19)
+ODD = st.lists(DIMS, max_size=3).map(tuple).filter(lambda shape: prod(shape) < 1 << 19)
+MATRICES = st.tuples(st.sampled_from([97, 127, 192, 504, 1031]), st.sampled_from([96, 97, 192, 512]))
+SHAPES = ODD | MATRICES  # many of the latter are in place with padding
 LAYOUTS = st.builds(lay_out, st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
 
 
@@ -149,6 +151,12 @@ def test_at_one_rank_nothing_is_added_but_gaps(shapes, itemsize):
     layout = lay_out(shapes, 1, itemsize)
     assert all(place.cut.padding == 0 for place in layout.places)
     assert layout.shard_numel == layout.whole_numel
+
+
+def test_a_parameter_that_would_be_mostly_padding_at_some_world_is_packed_there():
+    """97 rows are 4 x 25 less 3, but 8 x 13 less 7."""
+    in_place = {world: lay_out([(97, 512)], world, itemsize=4).places[0].in_place for world in (1, 2, 3, 4, 8)}
+    assert in_place == {1: True, 2: True, 3: True, 4: True, 8: False}
 
 
 def test_a_transformer_block_travels_in_place():
