@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from fullshard.mesh import resolve_axes
 from fullshard.offload_policy import OffloadPolicy
 from fullshard.precision import MixedPrecisionPolicy
 from fullshard.record import Phase
-from fullshard.runtime import Turn, install, is_unit, run_as_forward, runtime_of, turn_of, turns_in
+from fullshard.runtime import Turn, install, is_unit, refuse_copy, run_as_forward, runtime_of, turn_of, turns_in
 from fullshard.state_dict import register_load_hooks
 from fullshard.strategy import Placements as StrategyPlacements
 from fullshard.strategy import ShardingStrategy, resolve_placements
@@ -264,6 +264,14 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's backward, instead of the one that the recorded order tells."""
         turn_of(_module(self)).next_backward = [turn_of(module) for module in modules]
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            StateError: always.
+        """
+        refuse_copy(_module(self))
 
     def _turns(self, recurse: bool) -> list[Turn]:
         module = _module(self)

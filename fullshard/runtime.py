@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ __all__ = [
     "clean_fqn",
     "install",
     "is_unit",
+    "refuse_copy",
     "run_as_forward",
     "runtime_of",
     "share_memory_between_units",
@@ -404,7 +405,7 @@ class Runtime:
 
 
 class _Held:
-    """A module's turn, held by the module itself, so that both end together. A copy of the module has none."""
+    """A module's turn, held by the module itself, so that both end together. It is not pickled with the module."""
 
     def __init__(self, turn: Turn | None = None) -> None:
         self.turn = turn
@@ -471,6 +472,18 @@ def runtime_of(module: nn.Module) -> Runtime:
     if turn.runtime is None:
         return Runtime(module, turns_in(module))
     return turn.runtime
+
+
+def refuse_copy(module: nn.Module) -> NoReturn:
+    """Raise: a copy of a sharded module would have parameters and hooks, but no unit.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"copy.deepcopy of {type(module).__name__}, which is sharded: a copy would belong to no unit. Build and shard "
+        "a second module, then load_state_dict() this one's state_dict() into it."
+    )
 
 
 def install(turn: Turn) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from fullshard.grads import clip_grad_norm_
 from fullshard.mesh import default_mesh
 from fullshard.offload_policy import CPUOffload
 from fullshard.precision import MixedPrecision, MixedPrecisionPolicy
-from fullshard.runtime import Turn, clean_fqn, is_unit, runtime_of, turn_of, turns_in
+from fullshard.runtime import Turn, clean_fqn, is_unit, refuse_copy, runtime_of, turn_of, turns_in
 from fullshard.state_dict import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -195,6 +195,14 @@ class FullyShardedDataParallel(nn.Module):
         """The buffers, with the FQNs of the user's own module."""
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_fqn(name), buffer
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            StateError: always.
+        """
+        refuse_copy(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
         turn = turn_of(self.module)
