@@ -1,0 +1,181 @@
+"""Small models with all that is awkward to shard, and the loop that trains them, sharded or not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import fully_shard
+from fullshard.runtime import turns_in
+
+VOCABULARY, WIDTH, HEAD, HIDDEN, BLOCKS = 131, 97, 32, 192, 4
+ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
+
+
+class Block(nn.Module):
+    """Attention and a perceptron. `up` and `down` are large enough to travel in place at 1 to 4 ranks; 97 divides by
+    none of 2, 3 and 4. `base` is frozen, as in LoRA.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * HEAD, bias=False)
+        self.out = nn.Linear(HEAD, WIDTH)
+        self.base = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        y = self.norm(x)
+        return x + self.down(F.gelu(self.up(y))) + 0.1 * self.base(y)
+
+
+class SmallGPT(nn.Module):
+    """A language model with tied embeddings, a scalar, a convolution, a weight of fewer rows than ranks, one without
+    elements, frozen weights and a head in float64.
+    """
+
+    def __init__(self, blocks: int = BLOCKS) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.convolution = nn.Conv1d(WIDTH, WIDTH, 3, padding=1, groups=WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks[-1].up.weight.requires_grad_(False)  # frozen and in place
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.mixture = nn.Parameter(torch.randn(3, WIDTH) / 10)
+        self.nothing = nn.Parameter(torch.empty(0, 5))
+        self.wide = nn.Linear(WIDTH, 5, dtype=torch.float64)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.embedding(tokens) * 0.1
+        x = x + self.convolution(x.transpose(1, 2)).transpose(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x) * self.scale + self.mixture.sum(0) + self.nothing.sum()
+        return self.head(x), self.wide(x.double())
+
+
+def small_gpt(blocks: int = BLOCKS) -> SmallGPT:
+    """The same weights whenever it is called."""
+    torch.manual_seed(0)
+    return SmallGPT(blocks)
+
+
+def batch(step: int, sequences: int = 12) -> Tensor:
+    """Tokens of one step, for all ranks together: 12 sequences, which 1, 2, 3 and 4 ranks can share."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    return torch.randint(VOCABULARY, (sequences, 8), generator=generator)
+
+
+def my_part(whole: Tensor) -> Tensor:
+    """This rank's sequences."""
+    return whole.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits, extra = model(tokens[:, :-1])
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+    return loss + extra.square().mean().float()
+
+
+def shard(model: SmallGPT, *, tied_in_two_units: bool = False, **options: object) -> SmallGPT:
+    """A unit a block, one of the rest; the tied weights within that one, or across two more."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    if tied_in_two_units:
+        fully_shard(model.embedding, **options)
+        fully_shard(model.head, **options)
+    return fully_shard(model, **options)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A plain copy of `tensor`, gathered if it is sharded."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def wholes(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer by FQN, as `state_dict` tells them, gathered."""
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
+    """Every parameter's gradient by FQN, gathered; None where there is none."""
+    named = model.named_parameters()
+    return {name: None if param.grad is None else whole(param.grad) for name, param in named}
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(trained(model), lr=1e-2, weight_decay=0.1)
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(trained(model), lr=0.1, momentum=0.9, nesterov=True)
+
+
+@dataclass
+class Trace:
+    """What a training run leaves to compare: on every rank the same, but for the losses."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+    params: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> list[object]:
+        """All of it, as `assert_same` compares it."""
+        return [self.losses, self.norms, self.grads, self.params]
+
+
+Clip = Callable[[Sequence[nn.Parameter], float], Tensor]
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    steps: int = 5,
+    clip: Clip | None = None,
+    part: Callable[[Tensor], Tensor] = my_part,
+) -> Trace:
+    """Train `model` for some steps, each rank on its part of the batch."""
+    trace = Trace()
+    for step in range(steps):
+        loss = loss_of(model, part(batch(step)))
+        loss.backward()
+        if clip is not None:
+            trace.norms.append(whole(clip(trained(model), 0.5)))
+        trace.losses.append(loss.detach().clone())
+        trace.grads.append(whole_grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.params = wholes(model)
+    return trace
+
+
+def memory_is_shared(model: nn.Module) -> bool:
+    """Whether units of `model` take turns on the same memory by now."""
+    slots = [turn.unit.slot for turn in turns_in(model)]
+    return len({id(slot) for slot in slots}) < len(slots) and any(slot.shared for slot in slots)
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model)

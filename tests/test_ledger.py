@@ -1,0 +1,73 @@
+"""What the ledger foretells is what the engine holds, to the byte."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import ONE_AXIS, adamw, batch, loss_of, my_part, shard, small_gpt
+from torch import Tensor
+
+from fullshard import ConfigError
+from fullshard.plan.ledger import (
+    Ledger,
+    measure_ledger,
+    predict_activations,
+    predict_ledger,
+)
+from fullshard.testing import run_ranks
+
+
+def tokens() -> Tensor:
+    """This rank's part of a batch, made anew, so that it counts alike in both forwards."""
+    rows = len(my_part(batch(0)))
+    return torch.zeros(rows, 8, dtype=torch.long)
+
+
+def two_ledgers(strategy: str) -> tuple[Ledger, Ledger]:
+    model = shard(small_gpt(), strategy=strategy)
+    optimizer = adamw(model)
+    for step in range(3):
+        loss_of(model, my_part(batch(step))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    foretold = predict_ledger(model, activations=predict_activations(small_gpt, lambda m: loss_of(m, tokens())))
+    return measure_ledger(model, optimizer, lambda: loss_of(model, tokens())), foretold
+
+
+def ledgers_of_every_strategy() -> list[tuple[Ledger, Ledger]]:
+    return [two_ledgers(strategy) for strategy in ONE_AXIS]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_measured_bytes_are_those_of_the_formula(world):
+    """State by state, on every rank, under every strategy."""
+    for ledgers in run_ranks(world, ledgers_of_every_strategy):
+        for strategy, (measured, foretold) in zip(ONE_AXIS, ledgers, strict=True):
+            assert measured == foretold, strategy
+
+
+def another_strategy_foretold() -> bool:
+    sharded = shard(small_gpt(), strategy="zero3")
+    whole = shard(small_gpt(), strategy="ddp")
+    return predict_ledger(sharded, strategy="ddp") == predict_ledger(whole)
+
+
+def test_one_strategy_foretells_another():
+    """The formula for `ddp` is the same, whatever the model is sharded by."""
+    assert all(run_ranks(2, another_strategy_foretold))
+
+
+def test_a_model_without_units_is_refused():
+    with pytest.raises(ConfigError, match="fully_shard"):
+        predict_ledger(torch.nn.Linear(2, 2))
+
+
+def parameters_of_all_ranks() -> int:
+    ledger = predict_ledger(shard(small_gpt(), strategy="zero3"))
+    return ledger.parameters * dist.get_world_size()
+
+
+def test_sharded_parameters_fall_as_one_over_the_ranks():
+    """But for padding, a rank holds 1/N of the parameters."""
+    alone = run_ranks(1, parameters_of_all_ranks)[0]
+    for world in (2, 4):
+        assert alone <= run_ranks(world, parameters_of_all_ranks)[0] <= 1.05 * alone
