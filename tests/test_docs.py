@@ -1,0 +1,170 @@
+"""What the pages say is so: links lead somewhere, code runs, lists and formulas equal what they describe."""
+
+import inspect
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_floors import FLOORS, PUBLIC
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import ShardingStrategy, fully_shard, recording
+from fullshard.strategy import resolve_placements
+from fullshard.testing import run_ranks
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+PACKAGE = ROOT / "fullshard"
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def section(text: str, heading: str) -> str:
+    """What stands under `## heading`."""
+    return re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every table row in `text` but headings, without backticks."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip().replace("`", "") for cell in line.strip("|").split("|")] for line in lines]
+    rules = [i for i, row in enumerate(cells) if set("".join(row)) <= set("-: ")]
+    heads = {*rules, *(i - 1 for i in rules)}
+    return [row for i, row in enumerate(cells) if i not in heads]
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_relative_links_lead_somewhere(path):
+    targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    assert [t for t in targets if "://" not in t and not (path.parent / t).exists()] == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_python_blocks_compile(path):
+    for block in code_blocks(path.read_text(), "python"):
+        compile(block, str(path), "exec")
+
+
+def run_readme(path: str) -> tuple[str, list[tuple[int, ...]]]:
+    """The README's script as one rank runs it: how a weight is placed, and the shapes of what is kept for it."""
+    dist.init_process_group = lambda: None  # there is one already
+    names = runpy.run_path(path)
+    weight = names["model"][0].weight
+    moments = names["optimizer"].state[weight]
+    kept = (weight, weight.grad, moments["exp_avg"], moments["exp_avg_sq"])
+    return str(weight.placements), [tuple(weight.shape), *(tuple(tensor.to_local().shape) for tensor in kept)]
+
+
+def test_the_readme_script_does_what_the_table_under_it_says(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(code_blocks(page("README.md"), "python")[0])
+    for placed, shapes in run_ranks(2, run_readme, str(script)):
+        assert placed == "(Shard(dim=0),)"
+        assert shapes == [(512, 512), *[(256, 512)] * 4]
+
+
+def test_the_readme_quotes_an_error_as_it_is():
+    quoted = re.search(r"^fullshard\.errors\.ConfigError: (.*?)^```", page("README.md"), re.MULTILINE | re.DOTALL)[1]
+    with pytest.raises(ValueError, match=re.escape(" ".join(quoted.split()))):
+        resolve_placements("zero4")
+
+
+def test_files_that_pages_name_exist():
+    for path in PAGES:
+        named = re.findall(r"\b((?:benchmarks|examples|tests|docs)/[\w/]+\.(?:py|md))\b", path.read_text())
+        assert [name for name in named if not (ROOT / name).is_file()] == [], path.name
+
+
+def test_rooms_are_those_of_the_tree():
+    text = section(page("docs/design.md"), "Rooms")
+    floors = [[row[0].removesuffix(".py").rstrip("/") for row in rows(floor)] for floor in text.split("\n**Floor ")[1:]]
+    assert floors == [floor for floor in FLOORS if floor != [PUBLIC]]
+    files = {path.stem for path in PACKAGE.glob("*.py")} - {PUBLIC}
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert {room for floor in floors for room in floor} == files | folders
+
+
+@pytest.mark.parametrize(
+    ("name", "heading"), [("README.md", "Strategies"), ("docs/strategies.md", "Where things live")]
+)
+def test_strategies_are_those_of_the_engine(name, heading):
+    table = rows(section(page(name), heading))
+    assert [(row[0], row[1].split(" ")[0]) for row in table] == [(s.value, s.name) for s in ShardingStrategy]
+    for short, _, *states in table:
+        if any(states[1:]):
+            told = [state.split(" ")[0] for state in states]
+            p = resolve_placements(short)
+            held = [p.parameters, p.parameters_in_step, p.gradients, p.optimizer]
+            assert told == [placement.value for placement in held], short
+
+
+WIDTH, LAYERS, MICROBATCHES = 256, 3, 3
+UNIT_BYTES = WIDTH * WIDTH * 4
+
+
+def count_traffic(strategy: str, reduce_each: bool) -> dict[str, int]:
+    """Bytes that this rank sends in a step after the first, by collective."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if "hsdp" in strategy else None
+    head = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))  # stays with the root
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)), head)
+    for layer in model[:LAYERS]:
+        fully_shard(layer, mesh=mesh, strategy=strategy)
+    fully_shard(model, mesh=mesh, strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with recording() as record:
+            for microbatch in range(MICROBATCHES):
+                model.set_requires_gradient_sync(reduce_each or microbatch == MICROBATCHES - 1)
+                model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: record.sent_bytes(name) for name in ("all_gather", "reduce_scatter", "all_reduce")}
+
+
+@pytest.mark.parametrize("reduce_each", [True, False])
+@pytest.mark.parametrize("formulas", rows(section(page("docs/strategies.md"), "Traffic")), ids=lambda row: row[0])
+def test_traffic_is_what_the_formulas_say(formulas, reduce_each):
+    strategy, *expressions = formulas
+    whole = (LAYERS + 1) * UNIT_BYTES
+    reductions = MICROBATCHES if reduce_each else 1
+    known = {"P": whole, "G": whole, "root": UNIT_BYTES, "k": MICROBATCHES, "s": reductions, "N": 2, "R": 2}
+    world = 4 if "hsdp" in strategy else 2
+    for sent in run_ranks(world, count_traffic, strategy, reduce_each):
+        assert list(sent.values()) == [eval(expression, known) for expression in expressions]
+
+
+def named(text: str, heading: str) -> set[str]:
+    """What the first column of the table under a heading names."""
+    return {name.strip() for row in rows(section(text, heading)) for name in row[0].split(",")}
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="the page is about torch 2.13")
+def test_moving_over_covers_all_that_torch_has():
+    """Every argument and public method of torch's, whether we have it or not, and what we lack is called so."""
+    from torch.distributed import fsdp as theirs
+
+    import fullshard as ours
+
+    text = page("docs/moving_over.md")
+    for heading, function in (
+        ("`FullyShardedDataParallel`: arguments", theirs.FullyShardedDataParallel),
+        ("`fully_shard`: arguments", theirs.fully_shard),
+    ):
+        assert named(text, heading) == set(inspect.signature(function).parameters)
+    for name in ("FullyShardedDataParallel", "FSDPModule"):
+        heading = f"`{name}`: methods"
+        public = {method for method in vars(getattr(theirs, name)) if not method.startswith("_")}
+        assert named(text, heading) == public
+        for row in rows(section(text, heading)):
+            there = [hasattr(getattr(ours, name), method.strip()) for method in row[0].split(",")]
+            assert all(there) if "missing" not in row[1] else not all(there), row[0]
