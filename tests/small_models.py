@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import fully_shard
 from fullshard.runtime import turns_in
 
-VOCABULARY, WIDTH, HEAD, HIDDEN, BLOCKS = 131, 97, 32, 192, 4
+VOCABULARY, WIDTH, HEAD, HIDDEN, BLOCKS = 131, 97, 32, 192, 3
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 
 
@@ -66,7 +65,7 @@ class SmallGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x) * self.scale + self.mixture.sum(0) + self.nothing.sum()
-        return self.head(x), self.wide(x.double())
+        return self.head(x) * WIDTH**-0.5, self.wide(x.double())
 
 
 def small_gpt(blocks: int = BLOCKS) -> SmallGPT:
@@ -107,15 +106,29 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def wholes(model: nn.Module) -> dict[str, Tensor]:
+def wholes(model: nn.Module) -> dict[str, Tensor | None]:
     """Every parameter and buffer by FQN, as `state_dict` tells them, gathered."""
-    return {name: whole(value) for name, value in model.state_dict().items()}
+    return gathered(model.state_dict())
 
 
 def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
     """Every parameter's gradient by FQN, gathered; None where there is none."""
-    named = model.named_parameters()
-    return {name: None if param.grad is None else whole(param.grad) for name, param in named}
+    return gathered({name: param.grad for name, param in model.named_parameters()})
+
+
+def gathered(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """What `full_tensor()` gives of each, by one message for all: tests do this often."""
+    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and t.placements[-1].is_shard()}
+    result = {name: None if t is None else t.detach().clone() for name, t in local.items()}
+    if sharded:
+        mesh = next(iter(sharded.values())).device_mesh
+        mine = {name: result[name] for name in sharded}
+        parts: list[dict[str, Tensor]] = [{} for _ in range(mesh.size(mesh.ndim - 1))]
+        dist.all_gather_object(parts, mine, group=mesh.get_group(mesh.ndim - 1))
+        for name, tensor in sharded.items():
+            result[name] = torch.cat([part[name] for part in parts], dim=tensor.placements[-1].dim)
+    return result
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -127,7 +140,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(trained(model), lr=0.1, momentum=0.9, nesterov=True)
+    return torch.optim.SGD(trained(model), lr=0.05, momentum=0.9, nesterov=True)
 
 
 @dataclass
@@ -136,8 +149,8 @@ class Trace:
 
     losses: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)
-    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
-    params: dict[str, Tensor] = field(default_factory=dict)
+    grads: dict[str, Tensor | None] = field(default_factory=dict)  # of the last step
+    params: dict[str, Tensor | None] = field(default_factory=dict)  # after it
 
     @property
     def numbers(self) -> list[object]:
@@ -152,7 +165,7 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    steps: int = 5,
+    steps: int = 4,
     clip: Clip | None = None,
     part: Callable[[Tensor], Tensor] = my_part,
 ) -> Trace:
@@ -164,7 +177,8 @@ def train(
         if clip is not None:
             trace.norms.append(whole(clip(trained(model), 0.5)))
         trace.losses.append(loss.detach().clone())
-        trace.grads.append(whole_grads(model))
+        if step == steps - 1:
+            trace.grads = whole_grads(model)
         optimizer.step()
         optimizer.zero_grad()
     trace.params = wholes(model)
@@ -175,7 +189,3 @@ def memory_is_shared(model: nn.Module) -> bool:
     """Whether units of `model` take turns on the same memory by now."""
     slots = [turn.unit.slot for turn in turns_in(model)]
     return len({id(slot) for slot in slots}) < len(slots) and any(slot.shared for slot in slots)
-
-
-def copy_of(model: nn.Module) -> nn.Module:
-    return copy.deepcopy(model)

@@ -1,0 +1,196 @@
+"""What the engine asks of the wire: sums in rank order, many messages under way at once, and a true record."""
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.collectives import Collectives, PairwiseCollectives, Pending, collectives_for
+from fullshard.layout import owned
+from fullshard.record import Origin, Phase, Recorder, recording
+from fullshard.testing import assert_same, run_ranks
+
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+NUMELS = (64, 7, 1, 5, 0, 1000)  # even, uneven, fewer than ranks, none
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+ORIGIN = Origin("block", Phase.FORWARD)
+
+
+def wires() -> Collectives:
+    return collectives_for(dist.group.WORLD, torch.device("cpu"))
+
+
+def numbers(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """What `rank` has: numbers whose sum depends on the order of the terms."""
+    generator = torch.Generator().manual_seed(1000 * seed + 10 * numel + rank)
+    exponents = torch.randint(-6, 6, (numel,), generator=generator)
+    return (torch.randn(numel, generator=generator) * 2.0**exponents).to(dtype)
+
+
+def sum_in_rank_order(numel: int, dtype: torch.dtype, divisor: float, seed: int = 0) -> Tensor:
+    total = numbers(0, numel, dtype, seed)
+    for rank in range(1, dist.get_world_size()):
+        total = total + numbers(rank, numel, dtype, seed)
+    return total / divisor if divisor != 1 else total
+
+
+def mine(whole: Tensor) -> Tensor:
+    """This rank's part of `whole`; the last ones may be short or empty."""
+    span = owned(whole.numel(), dist.get_world_size(), dist.get_rank())
+    return whole[span.start : span.stop]
+
+
+class Gather:
+    """An all-gather of parts of each size, and what must come of it."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0, in_place: bool = False) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.expected = [torch.cat([numbers(r, n, dtype, seed) for r in range(world)]) for n in NUMELS]
+        self.wholes = [torch.full((world * n,), torch.nan, dtype=dtype) for n in NUMELS]
+        self.parts = [numbers(rank, n, dtype, seed) for n in NUMELS]
+        if in_place:
+            places = [whole.view(world, -1)[rank] for whole in self.wholes]
+            self.parts = [place.copy_(part) for place, part in zip(places, self.parts, strict=True)]
+        self.kept = [part.clone() for part in self.parts]
+
+    def start(self) -> Pending:
+        tag = wires().reserve_tags(len(NUMELS))
+        return wires().all_gather(self.wholes, self.parts, tag=tag, origin=ORIGIN)
+
+    def check(self) -> None:
+        assert_same(self.wholes, self.expected)
+        assert_same(self.parts, self.kept)
+
+
+class Scatter:
+    """A reduce-scatter of tensors of each size, and what must come of it."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0, divisor: float = 1) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.divisor = divisor
+        self.expected = [mine(sum_in_rank_order(n, dtype, divisor, seed)) for n in NUMELS]
+        self.wholes = [numbers(rank, n, dtype, seed) for n in NUMELS]
+        self.kept = [whole.clone() for whole in self.wholes]
+        self.sums = [torch.full_like(part, torch.nan) for part in self.expected]
+        self.part_numels = [len(owned(n, world, 0)) for n in NUMELS]
+
+    def start(self) -> Pending:
+        tag = wires().reserve_tags(len(NUMELS))
+        return wires().reduce_scatter(self.sums, self.wholes, self.part_numels, self.divisor, tag=tag, origin=ORIGIN)
+
+    def check(self) -> None:
+        assert_same(self.sums, self.expected)
+        assert_same(self.wholes, self.kept)
+
+
+class AllReduce:
+    """An all-reduce of tensors of each size, and what must come of it."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0, divisor: float = 1) -> None:
+        self.divisor = divisor
+        self.expected = [sum_in_rank_order(n, dtype, divisor, seed) for n in NUMELS]
+        self.tensors = [numbers(dist.get_rank(), n, dtype, seed) for n in NUMELS]
+
+    def start(self) -> Pending:
+        tag = wires().reserve_tags(2 * len(NUMELS))
+        return wires().all_reduce(self.tensors, self.divisor, tag=tag, origin=ORIGIN)
+
+    def check(self) -> None:
+        assert_same(self.tensors, self.expected)
+
+
+def call_each() -> None:
+    world = dist.get_world_size()
+    assert isinstance(wires(), PairwiseCollectives)
+    for dtype in DTYPES:
+        calls = [Gather(dtype), Gather(dtype, in_place=True), Scatter(dtype), Scatter(dtype, divisor=world)]
+        calls += [AllReduce(dtype), AllReduce(dtype, divisor=world), Scatter(dtype, divisor=0.7)]
+        for call in calls:
+            pending = call.start()
+            pending.wait()
+            pending.wait()  # is allowed, and does nothing
+            call.check()
+
+
+@WORLDS
+def test_every_collective_is_a_sum_in_rank_order_divided_once_bit_for_bit(world):
+    """The same bits whichever collective carried them: what makes strategies agree."""
+    run_ranks(world, call_each)
+
+
+def call_many_at_once() -> None:
+    rank = dist.get_rank()
+    for round_ in range(3):  # later rounds use the scratch memory of those before
+        calls: list[Gather | Scatter] = []
+        for seed in range(4):
+            calls += [Gather(torch.float32, seed), Scatter(torch.float32, 10 * round_ + seed, divisor=3)]
+        pending = [call.start() for call in calls]
+        order = list(range(len(calls)))
+        random.Random(rank + 10 * round_).shuffle(order)
+        for i in order:
+            pending[i].wait()
+            calls[i].check()
+
+
+@WORLDS
+def test_messages_of_many_calls_do_not_meet(world):
+    """Each rank may wait in an order of its own: tags tell the messages apart."""
+    run_ranks(world, call_many_at_once)
+
+
+def reduce_many_at_once() -> None:
+    calls = [AllReduce(torch.float32, seed, divisor=2) for seed in range(4)]
+    pending = [call.start() for call in calls]
+    for i in (2, 0, 3, 1):  # the same on all ranks: an all-reduce has a second half, which begins with the wait
+        pending[i].wait()
+        calls[i].check()
+
+
+@WORLDS
+def test_all_reduces_end_in_any_order_that_ranks_agree_on(world):
+    run_ranks(world, reduce_many_at_once)
+
+
+def record_each() -> tuple[int, Recorder]:
+    with recording() as record:
+        for call in (Gather(torch.float32), Scatter(torch.float32), AllReduce(torch.float32)):
+            pending = call.start()
+            assert record.events[-1].end is None
+            pending.wait()
+            assert record.events[-1].end >= record.events[-1].start
+        wires().broadcast([torch.zeros(10), torch.zeros(3)], 0, origin=ORIGIN)
+    Gather(torch.float32).start().wait()  # nobody listens
+    return dist.get_rank(), record
+
+
+@WORLDS
+def test_the_record_tells_what_each_rank_sent(world):
+    elements = sum(NUMELS)
+    for rank, record in run_ranks(world, record_each):
+        gather, scatter, reduce, broadcast = record.events
+        assert record.names() == ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
+        assert [event.lane for event in record.events] == ["gather", "reduce", "reduce", "reduce"]
+        assert {event.origin for event in record.events} == {ORIGIN}
+        assert gather.sent_bytes == 4 * elements * (world - 1)
+        assert scatter.sent_bytes == 4 * (elements - sum(len(owned(n, world, rank)) for n in NUMELS))
+        assert reduce.sent_bytes == 2 * 4 * elements * (world - 1) // world
+        assert broadcast.sent_bytes == (4 * 13 if rank == 0 else 0)
+        assert [event.messages for event in (gather, scatter)] == [len(NUMELS) * (world - 1)] * 2
+        assert record.sent_bytes() == sum(event.sent_bytes for event in record.events)
+        assert record.sent_bytes("all_gather") == gather.sent_bytes
+
+
+def ask_twice() -> None:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    ours = collectives_for(group, torch.device("cpu"))
+    assert ours is collectives_for(group, torch.device("cpu"))
+    assert ours is not wires()
+    first, second = ours.reserve_tags(3), ours.reserve_tags(1)
+    assert second == first + 3
+
+
+def test_a_group_has_one_collectives_object_and_every_tag_once():
+    """Two objects would give out the same tags, and messages would meet."""
+    run_ranks(2, ask_twice)
