@@ -308,6 +308,8 @@ class Runtime:
     def recover(self) -> None:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
         self._stack.clear()
+        for reduction in self._reductions:
+            reduction.abandon()
         self._reductions.clear()
         self._since_backward = []
         for turn in self.turns:

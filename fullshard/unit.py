@@ -367,6 +367,13 @@ class UnitReduction:
                 reduction.deliver()
         self._reductions = []
 
+    def abandon(self) -> None:
+        """Let what is under way arrive, and forget it: a message that nobody takes would be taken for a later one."""
+        with torch.no_grad():
+            if not self._complete:
+                self._complete_all()
+        self._reductions = []
+
     def _complete_all(self) -> None:
         for reduction in self._reductions:
             reduction.complete()
