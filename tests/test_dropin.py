@@ -1,0 +1,50 @@
+"""A stranger's scripts run once their imports are changed, and nothing else."""
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard.testing import run_ranks
+
+SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parent / "dropin").glob("*.py"))}
+# torch's older interface cannot be built on a machine without an accelerator, so it is no peer to compare with here.
+WITH_A_PEER = [name for name in SCRIPTS if name.startswith("fully_shard")]
+IMPORT = re.compile(r"^from torch\.distributed\.fsdp(\.\w+)? import", re.MULTILINE)
+
+
+def moved(text: str) -> str:
+    """The script with its imports changed, as a user would by a stream editor."""
+    return IMPORT.sub(lambda match: f"from fullshard{'.wrap' if match[1] == '.wrap' else ''} import", text)
+
+
+def run_script(text: str, name: str, folder: str, ignores_warnings: bool) -> list[float]:
+    if ignores_warnings:
+        warnings.simplefilter("ignore")
+    scope = {"__name__": name}
+    exec(compile(text, f"{name}.py", "exec"), scope)
+    return scope["main"](folder)
+
+
+def losses_of(name: str, folder: Path, *, peer: bool = False) -> list[torch.Tensor]:
+    text = SCRIPTS[name].read_text()
+    ranks = run_ranks(2, run_script, text if peer else moved(text), name, str(folder), peer)
+    return [torch.tensor(losses) for losses in ranks]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_learns_after_only_its_imports_change(name, tmp_path):
+    for losses in losses_of(name, tmp_path):
+        quarter = len(losses) // 4 or 1
+        assert losses[-quarter:].mean() < 0.8 * losses[:quarter].mean()
+
+
+@pytest.mark.parametrize("name", WITH_A_PEER)
+def test_a_moved_script_has_the_losses_of_the_original(name, tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    ours.mkdir()
+    theirs.mkdir()
+    for actual, expected in zip(losses_of(name, ours), losses_of(name, theirs, peer=True), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
