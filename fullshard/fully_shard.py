@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import ConfigError
-from fullshard.materialize import broadcast_from_first, find_parameters, initialise, move_buffers
+from fullshard.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
 from fullshard.mesh import resolve_axes
 from fullshard.offload_policy import OffloadPolicy
 from fullshard.precision import MixedPrecisionPolicy
 from fullshard.record import Phase
 from fullshard.runtime import Turn, install, is_unit, refuse_copy, run_as_forward, runtime_of, turn_of, turns_in
-from fullshard.state_dict import register_load_hooks
+from fullshard.state_dict import register_hooks
 from fullshard.strategy import Placements as StrategyPlacements
 from fullshard.strategy import ShardingStrategy, resolve_placements
 from fullshard.unit import Unit, UnitSettings
@@ -145,8 +145,7 @@ def shard_unit(
         broadcast_from_first(found.sources, modules, axes)
     turn = Turn(Unit(modules[0], found.sources, found.borrowed, settings), tuple(modules))
     install(turn)
-    for module in modules:
-        register_load_hooks(module, turn)
+    register_hooks((module for _, module in own_modules(modules)), turn)
     return turn
 
 

@@ -50,6 +50,7 @@ __all__ = [
     "share_memory_between_units",
     "turn_of",
     "turns_in",
+    "unwrapped",
 ]
 
 
@@ -69,6 +70,7 @@ class Turn:
     runtime: Runtime | None = None
     number: int = -1
     holds: int = 0
+    summoned: bool = False  # the modules have whole parameters of the user's, not the unit's
     arrived: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)  # modules whose forward is over, where the unit has several
 
@@ -153,6 +155,11 @@ class Runtime:
 
     def before_forward(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Have `turn`'s unit whole. Its inputs as its forward is to see them."""
+        if turn.summoned:
+            raise StateError(
+                f"forward of {turn.unit.name or 'the root'} within summon_full_params: its parameters are in the "
+                "user's hands, and changes to them are not in place yet. Leave the context first."
+            )
         recomputing = in_backward()
         if not self._stack and not recomputing:
             self._begin_forward(turn)
@@ -193,6 +200,8 @@ class Runtime:
             self.recover()
         self.phase = Phase.FORWARD
         self._forward = Follower(self._orders.get(top.number, ()))
+        for turn in self.turns:
+            turn.unit.notice_step()
 
     def _end_forward(self, top: Turn) -> None:
         self._orders[top.number] = tuple(self._forward.seen)
@@ -200,8 +209,9 @@ class Runtime:
         for turn in self.turns:
             turn.left.clear()
             over = not torch.is_grad_enabled() and turn.unit.settings.reshard_after_forward is not False
-            if turn.holds == 0 and (over or turn.unit.form is Form.GATHERING or turn.reshards_after_forward):
-                self._reshard(turn, Phase.FORWARD)
+            if turn.holds == 0:
+                keep = not (over or turn.unit.form is Form.GATHERING or turn.reshards_after_forward)
+                self._reshard(turn, Phase.FORWARD, keep=keep)
         self.phase = Phase.IDLE
 
     def _leave(self, turn: Turn) -> None:
@@ -277,8 +287,8 @@ class Runtime:
         self._finish_reductions()
         for turn in self.turns:
             turn.holds = 0
-            if turn.unit.settings.reshard_after_backward or turn.unit.form is Form.GATHERING:
-                self._reshard(turn, Phase.POST_BACKWARD)
+            keep = not (turn.unit.settings.reshard_after_backward or turn.unit.form is Form.GATHERING)
+            self._reshard(turn, Phase.POST_BACKWARD, keep=keep)
         if self._device.type != "cpu" and any(t.unit.settings.home.device.type == "cpu" for t in self.turns):
             torch.cuda.current_stream().synchronize()  # offloaded gradients must be there before the optimizer reads
         agreed = self._backward.agrees
@@ -346,6 +356,8 @@ class Runtime:
         unit = turn.unit
         if unit.form is not Form.SHARDED:
             return
+        if phase is Phase.IDLE:
+            unit.notice_step()
         if not unit.can_fill and not unit.keeps_whole:
             self._make_room(unit)
         unit.start_unshard(self._gather_lane, phase)
@@ -360,11 +372,9 @@ class Runtime:
             self.shares_memory = False
             unit.move(Slot(self._device))
 
-    def _reshard(self, turn: Turn, phase: Phase) -> None:
-        if turn.unit.form is Form.SHARDED:
-            return
-        turn.unit.reshard(phase)
-        start = self._filled.pop(turn.number, None)
+    def _reshard(self, turn: Turn, phase: Phase, *, keep: bool = False) -> None:
+        turn.unit.reshard(phase, keep=keep)
+        start = None if keep else self._filled.pop(turn.number, None)
         if start is not None:
             self._intervals.append(Interval(turn.number, start, self._tick()))
 
@@ -513,7 +523,8 @@ def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
 
 
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
-    return runtime_of(module).after_forward(turn_of(module), module, output)
+    turn = turn_of(module)
+    return output if turn.runtime is None else turn.runtime.after_forward(turn, module, output)
 
 
 def _on_grad(unit: Unit, param: ShardedParam) -> None:
@@ -527,6 +538,16 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 def clean_fqn(name: str) -> str:
     """`name` as in the user's own module, without the names that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """`module`, or what is in it, if it is a wrapper such as that of activation checkpointing."""
+    while not is_unit(module):
+        inner = next((module._modules[name] for name in _WRAPPERS if name in module._modules), None)
+        if inner is None:
+            break
+        module = inner
+    return module
 
 
 def _name_units(root: nn.Module, turns: Sequence[Turn]) -> None:

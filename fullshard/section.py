@@ -103,6 +103,7 @@ class Section:
         self._masters = torch.empty(0)
         self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they travel
         self._gathered_version = -1
+        self._may_have_stepped = False
         self.grads: Tensor | None = None  # the optimizer's gradients, one after another as the shards are
         self._grads_own_references = 0
         self._held: dict[int, Tensor] = {}  # whole gradients of microbatches that were not reduced, in the reduce dtype
@@ -190,7 +191,7 @@ class Section:
         for param, place in zip(self.params, self.layout.places, strict=True):
             param.place = place
         self.grads = None
-        self._gathered_version = -1
+        self.forget()
         return shards
 
     def rehome(self, shards: Sequence[Tensor]) -> None:
@@ -247,15 +248,21 @@ class Section:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the whole buffer, being kept between steps, still has every rank's present values."""
-        return self.keeps_whole and self._gathered_version == self._version()
+        """Whether the whole buffer, having been kept, still has every rank's present values."""
+        return self._gathered_version == self._version()
 
     def _version(self) -> int:
         return sum(param.version for param in self.params)
 
-    def expect_step(self) -> None:
-        """Gather anew before the next forward: an optimizer may step now, and fused ones leave versions as they are."""
+    def forget(self) -> None:
+        """Gather anew when whole parameters are needed next."""
         self._gathered_version = -1
+
+    def notice_step(self) -> None:
+        """Gather anew if an optimizer may have stepped: there were gradients. Fused ones leave versions as they are."""
+        if self._may_have_stepped:
+            self._may_have_stepped = any(param.grad is not None for param in self.params)
+            self.forget()
 
     def start_gather(self, origin: Origin) -> Pending:
         """Begin to fill the whole buffer from every rank's home. The sections of a unit gather side by side."""
@@ -327,6 +334,10 @@ class Section:
     def is_partial(self) -> bool:
         """Whether sums over the shard axis wait for the replicate axis."""
         return bool(self.partial)
+
+    def expect_step(self) -> None:
+        """Note that the optimizer has gradients to step with."""
+        self._may_have_stepped = True
 
     def new_grad_shards(self) -> Tensor:
         """A buffer for the gradient shards, in the stored dtype: last step's, unless somebody still refers to it."""

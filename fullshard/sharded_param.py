@@ -14,7 +14,7 @@ from fullshard._compat import dtensor_like, make_dtensor, set_local_tensor
 from fullshard.layout import Place
 from fullshard.mesh import Axes
 
-__all__ = ["Owner", "ShardedParam", "Source"]
+__all__ = ["Owner", "ShardedParam", "Source", "whole_of"]
 
 
 @dataclass(frozen=True)
@@ -117,14 +117,20 @@ class ShardedParam:
         for owner in self.owners:
             owner.module._parameters[owner.name] = form
 
+    @property
+    def shown(self) -> nn.Parameter:
+        """The form that the modules have now."""
+        current = self.owners[0].module._parameters[self.owners[0].name]
+        assert current is not None
+        return current
+
     def adopt(self) -> bool:
         """Take over the parameter that the module has now, which `Module.to` and its like may have replaced or moved.
 
         Returns:
             Whether it is no longer the one that was.
         """
-        current = self.owners[0].module._parameters[self.owners[0].name]
-        assert current is not None
+        current = self.shown
         changed = current is not self.sharded
         self.sharded = current
         vars(current).update(vars(self.unsharded))  # marks that users left, which torch does not carry over
@@ -164,3 +170,11 @@ class ShardedParam:
 def _dtensor(tensor: Tensor) -> DTensor:
     assert isinstance(tensor, DTensor)
     return tensor
+
+
+@torch.no_grad()
+def whole_of(tensor: DTensor) -> Tensor:
+    """The whole values of `tensor`, in memory of their own: a collective, if it is sharded."""
+    whole = tensor.full_tensor()
+    own = whole.untyped_storage().data_ptr() != tensor._local_tensor.untyped_storage().data_ptr()
+    return whole if own else whole.clone()

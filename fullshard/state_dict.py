@@ -7,21 +7,22 @@ takes its own part, without communication.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like
-from fullshard.errors import ConfigError
-from fullshard.runtime import Turn, clean_fqn, is_unit
-from fullshard.sharded_param import ShardedParam
+from fullshard.errors import ConfigError, StateError
+from fullshard.runtime import Turn, clean_fqn, turns_in
+from fullshard.sharded_param import ShardedParam, whole_of
 from fullshard.unit import managed_by
 
 __all__ = [
@@ -35,9 +36,13 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "as_configured",
+    "device_of",
     "get_state_dict_type",
-    "register_load_hooks",
+    "groups_of",
+    "is_first_rank",
+    "register_hooks",
     "set_state_dict_type",
+    "shard_of",
     "state_dict_type",
 ]
 
@@ -167,60 +172,113 @@ def state_dict_type(
                 _settings[child] = settings
 
 
-def as_configured(state: MutableMapping[str, Any], prefix: str, settings: StateDictSettings) -> None:
+def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: str, settings: StateDictSettings) -> None:
     """Turn the entries of `state` under `prefix` into what `settings` ask for: a collective, if full tensors."""
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     config = settings.state_dict_config
-    only_first = full and getattr(config, "rank0_only", False) and dist.get_rank() != 0
+    drops = full and getattr(config, "rank0_only", False) and not is_first_rank(module)
     for key in [key for key in state if key.startswith(prefix)]:
         value = state[key]
         if full and isinstance(value, DTensor):
-            value = value.full_tensor()
-        if only_first:
+            value = whole_of(value)
+        if drops:
             del state[key]
         elif isinstance(value, Tensor):
             state[key] = value.cpu() if config.offload_to_cpu else value
 
 
-def register_load_hooks(module: nn.Module, turn: Turn) -> None:
-    """Let `module.state_dict()` see shards at any moment, and `module.load_state_dict` take whole tensors too."""
-
-    def reshard(module: nn.Module, *_: Any) -> None:
-        if turn.holds == 0:
-            turn.unit.reshard()
-
-    def cut(module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
-        reshard(module)
-        for name, sharded in _sharded_params(module):
-            key = prefix + name
-            value = state.get(key)
-            if isinstance(value, Tensor) and tuple(value.shape) == sharded.place.cut.shape:
-                state[key] = _shard_of(value, sharded)
-
-    def adopt(module: nn.Module, _: Any) -> None:
-        turn.unit.adopt()
-
-    module.register_state_dict_pre_hook(reshard)
-    module.register_load_state_dict_pre_hook(cut)
-    module.register_load_state_dict_post_hook(adopt)
+def is_first_rank(module: nn.Module) -> bool:
+    """Whether this is the first of the ranks that `module` is sharded over: the one that `rank0_only` means."""
+    turns = turns_in(module)
+    mesh = turns[0].unit.settings.axes.mesh if turns else None
+    return dist.get_rank() == 0 if mesh is None else not any(mesh.get_coordinate() or ())
 
 
-def _sharded_params(module: nn.Module) -> Iterator[tuple[str, ShardedParam]]:
-    """The sharded parameters that `module` and the modules below have, by name; units below come by themselves."""
+def groups_of(module: nn.Module) -> list[dist.ProcessGroup | None]:
+    """The groups along which the first rank reaches all ranks that `module` is sharded over, one after the other."""
+    turns = turns_in(module)
+    if not turns:
+        return [None]
+    axes = turns[0].unit.settings.axes
+    return [axes.shard_group, *([axes.replicate_group] if axes.replicate_group else [])]
 
-    def visit(prefix: str, module: nn.Module) -> Iterator[tuple[str, ShardedParam]]:
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device that `module` computes on, on which its groups carry messages."""
+    turns = turns_in(module)
+    return turns[0].unit.settings.device if turns else torch.device("cpu")
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+class _Hooks:
+    """What happens around a state dict of the modules of one unit: of all of it, or of one module in it."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._outermost: nn.Module | None = None  # whose loading takes the others in
+
+    def before(self, module: nn.Module, *_: Any) -> None:
+        """Have the shards in the modules, in their own dtype."""
+        if self._turn.holds:
+            raise StateError(
+                f"state dict within a forward or backward of {self._turn.unit.name or 'the root'}: its parameters are "
+                "in use. Save and load between steps."
+            )
+        self._turn.unit.reshard()
+
+    def before_load(
+        self,
+        module: nn.Module,
+        state: MutableMapping[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Cut whole tensors, so that what `module` takes is this rank's part."""
+        self.before(module)
+        self._outermost = self._outermost or module
         for name, param in module._parameters.items():
+            value = state.get(prefix + name)
             managed = None if param is None else managed_by(param)
-            if managed is not None:
-                yield clean_fqn(prefix + name), managed[1]
-        for name, child in module.named_children():
-            if not is_unit(child):
-                yield from visit(f"{prefix}{name}.", child)
+            if managed is not None and isinstance(value, Tensor):
+                sharded = managed[1]
+                if value.numel() == sharded.place.cut.numel == 1 and not sharded.sharded.ndim:
+                    value = value.reshape(())  # as torch saved scalars long ago
+                if value.shape != sharded.sharded.shape:
+                    errors.append(
+                        f"{clean_fqn(prefix + name)} is of shape {tuple(sharded.sharded.shape)} in the model, but of "
+                        f"{tuple(value.shape)} in the state dict. Build the model as it was when it was saved."
+                    )
+                    value = sharded.sharded.detach()
+                state[prefix + name] = shard_of(value, sharded)
 
-    return visit("", module)
+    def after_load(self, module: nn.Module, incompatible: Any) -> None:
+        """Let the unit have what was assigned, and name what did not fit as the user does."""
+        for keys in incompatible:
+            keys[:] = [clean_fqn(key) for key in keys]
+        if module is self._outermost:
+            self._outermost = None
+            if not self._turn.summoned:
+                self._turn.unit.adopt()
 
 
-def _shard_of(value: Tensor, sharded: ShardedParam) -> Tensor:
+def register_hooks(modules: Iterable[nn.Module], turn: Turn) -> None:
+    """Let `state_dict()` of `modules`, which belong to `turn`'s unit, tell shards at any moment, and loading take whole
+    tensors.
+    """
+    hooks = _Hooks(turn)
+    for module in set(modules):
+        module.register_state_dict_pre_hook(hooks.before)
+        module.register_load_state_dict_pre_hook(hooks.before_load)
+        module.register_load_state_dict_post_hook(hooks.after_load)
+
+
+def shard_of(value: Tensor, sharded: ShardedParam) -> Tensor:
     """`value`, a whole parameter or a `DTensor`, as this rank's shard of it."""
     target = sharded.dtensor
     if isinstance(value, DTensor):

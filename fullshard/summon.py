@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard._compat import dtensor_like
 from fullshard.errors import ConfigError, StateError
-from fullshard.record import Phase
-from fullshard.runtime import Turn, is_unit, turns_in
-from fullshard.sharded_param import ShardedParam
+from fullshard.runtime import Turn, is_unit, turns_in, unwrapped
+from fullshard.sharded_param import ShardedParam, whole_of
+from fullshard.state_dict import is_first_rank
 
 __all__ = ["summon_full_params"]
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What the user asked for."""
+
+    writeback: bool
+    offload: bool
+    with_grads: bool
+    shows: bool  # whether this rank's modules have the whole parameters
 
 
 @contextmanager
@@ -30,9 +40,12 @@ def summon_full_params(
 ) -> Iterator[None]:
     """A context in which the parameters of `module` are whole plain tensors, in the dtype they are stored in.
 
-    Not for use within forward or backward. Every rank must enter.
+    Every rank must enter. Parameters that are whole already, by a context further out, stay as they are. Not for use
+    within forward or backward, and neither can start within it: a change takes effect when the context ends, by an
+    exception too.
 
     Args:
+        module: a unit, or a module with units in it.
         recurse: whether the units below `module` are meant too, or only its own.
         writeback: whether what is changed in them is kept; each rank keeps its own part.
         rank0_only: other ranks keep their shards, and need no memory. Not with `writeback`.
@@ -40,8 +53,8 @@ def summon_full_params(
         with_grads: whether their gradients are whole too. Changes to gradients are kept with `writeback`.
 
     Raises:
-        ConfigError: `rank0_only` together with `writeback`, or with `with_grads`.
-        StateError: a unit is in forward or backward.
+        ConfigError: `rank0_only` together with `writeback`.
+        StateError: a unit is in forward or backward, or on the meta device.
     """
     if rank0_only and writeback:
         raise ConfigError(
@@ -55,58 +68,68 @@ def summon_full_params(
                 f"summon_full_params within a forward or backward of {turn.unit.name or 'the root'}: its parameters "
                 "are in use. Call it between steps."
             )
+        turn.unit.check_materialized()
+    wish = _Wish(writeback, offload_to_cpu, with_grads, shows=not rank0_only or is_first_rank(module))
     with ExitStack() as stack:
         for turn in turns:
-            stack.enter_context(_whole(turn, writeback, rank0_only, offload_to_cpu, with_grads))
+            if not turn.summoned:
+                stack.enter_context(_whole(turn, wish))
         yield
 
 
 def _own_turns(module: nn.Module) -> list[Turn]:
-    """The unit of `module` itself, or the one that a wrapper around it stands for."""
-    for child in module.modules():
-        if is_unit(child):
-            return turns_in(child)[:1]
-    return []
+    """The turn of `module` itself, or of the unit that it only wraps."""
+    inner = unwrapped(module)
+    return turns_in(inner)[:1] if is_unit(inner) else []
 
 
 @contextmanager
-def _whole(turn: Turn, writeback: bool, rank0_only: bool, offload: bool, with_grads: bool) -> Iterator[None]:
+def _whole(turn: Turn, wish: _Wish) -> Iterator[None]:
     unit = turn.unit
-    unit.reshard(Phase.IDLE)
-    if any(param.owners[0].module._parameters[param.owners[0].name] is not param.sharded for param in unit.params):
-        yield  # summoned already, further out
-        return
-    device = torch.device("cpu") if offload else unit.settings.device
-    wholes = [_summoned(param, device, unit.settings.device, with_grads) for param in unit.params]
-    shows = not rank0_only or dist.get_rank() == 0
-    if shows:
-        for param, whole in zip(unit.params, wholes, strict=True):
-            param.show(whole)
-    else:
-        wholes = []
+    unit.reshard()
+    device = torch.device("cpu") if wish.offload else unit.settings.device
+    found = ((param, _summoned(param, device, unit.settings.device, wish)) for param in unit.params)
+    summoned = [(param, whole) for param, whole in found if whole is not None]
+    for param, whole in summoned:
+        param.show(whole)
+    turn.summoned = True
     try:
         yield
     finally:
-        if shows:
-            for param in unit.params:
-                param.show(param.sharded)
-        if writeback:
-            with torch.no_grad():
-                for param, whole in zip(unit.params, wholes, strict=True):
-                    param.write(whole)
-                    if with_grads and whole.grad is not None:
-                        param.grad = param.take_own(whole.grad).to(param.local.device, copy=True).contiguous()
+        present = [(param, param.shown) for param, _ in summoned]
+        for param, _ in summoned:
+            param.show(param.sharded)
+        turn.summoned = False
+        if wish.writeback:
+            _write_back(present, wish.with_grads)
 
 
-def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, with_grads: bool) -> nn.Parameter:
-    """The parameter whole, in memory of its own on `device`."""
-    whole = nn.Parameter(_gathered(param, param.local, wire).to(device), requires_grad=param.sharded.requires_grad)
-    if with_grads and param.grad is not None:
-        whole.grad = _gathered(param, param.grad, wire).to(device)
+def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wish: _Wish) -> nn.Parameter | None:
+    """The parameter whole, in memory of its own on `device`; None on a rank that only helps others to have it."""
+    value = _gathered(param, param.local, wire)
+    grad = _gathered(param, param.grad, wire) if wish.with_grads and param.grad is not None else None
+    if not wish.shows:
+        return None
+    whole = nn.Parameter(value.to(device), requires_grad=param.sharded.requires_grad)
+    whole.grad = None if grad is None else grad.to(device)
+    vars(whole).update(vars(param.sharded))  # marks that users left
     return whole
 
 
-@torch.no_grad()
 def _gathered(param: ShardedParam, shard: Tensor, wire: torch.device) -> Tensor:
-    whole = dtensor_like(shard.to(wire), param.dtensor).full_tensor()
-    return whole.clone() if whole.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr() else whole
+    return whole_of(dtensor_like(shard.to(wire), param.dtensor))
+
+
+@torch.no_grad()
+def _write_back(present: list[tuple[ShardedParam, nn.Parameter]], with_grads: bool) -> None:
+    for param, whole in present:
+        if whole.shape != param.sharded.shape:
+            raise StateError(
+                f"{param.fqn} was given the shape {tuple(whole.shape)} within summon_full_params, but is sharded as "
+                f"{tuple(param.sharded.shape)}. Change its values only; reshape before sharding."
+            )
+        param.write(whole)
+        if with_grads and whole.grad is None:
+            param.sharded.grad = None
+        elif with_grads and whole.grad is not None:
+            param.grad = param.take_own(whole.grad).to(param.local.device, copy=True).contiguous()

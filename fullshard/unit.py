@@ -33,7 +33,7 @@ _STORAGE_STEP = 64  # bytes: a section starts on a cache line
 class Form(Enum):
     """What a unit's modules have at the moment."""
 
-    SHARDED = "sharded"  # shards; the whole storage is empty, unless parameters are whole between steps
+    SHARDED = "sharded"  # shards; the whole storage is empty, unless it is kept to be used again
     GATHERING = "gathering"  # shards; the whole storage is being filled
     UNSHARDED = "unsharded"  # whole parameters; the shards still exist
 
@@ -165,11 +165,21 @@ class Unit:
         """Whether no other unit lies in this one's slot."""
         return self.slot.occupant in (None, self)
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether this unit lies in its slot, be it that modules have its whole parameters or that they are kept."""
+        return self.slot.occupant is self
+
+    def notice_step(self) -> None:
+        """Gather kept parameters anew if an optimizer may have stepped since they were whole."""
+        for section in self.sections:
+            section.notice_step()
+
     def start_unshard(self, lane: Lane, phase: Phase) -> None:
         """Begin to gather the whole parameters. Nothing happens if they are there or on their way."""
         if self.form is not Form.SHARDED:
             return
-        self._check_materialized()
+        self.check_materialized()
         self._fill(phase)
         stale = [section for section in self.sections if not section.is_gathered]
         with torch.no_grad(), lane.after_compute():
@@ -194,20 +204,29 @@ class Unit:
             param.show(param.unsharded)
         self.trainable = sum(param.unsharded.requires_grad for param in self.params)
 
-    def reshard(self, phase: Phase = Phase.IDLE) -> None:
-        """Let the modules have the shards, and give the whole parameters' memory back unless it is kept."""
+    def reshard(self, phase: Phase = Phase.IDLE, *, keep: bool = False) -> None:
+        """Let the modules have the shards, and give the whole parameters' memory back.
+
+        Args:
+            phase: for the record.
+            keep: leave the whole parameters in memory: they are gathered again only if they have changed meanwhile.
+        """
         if self.form is Form.GATHERING:
             self.wait_unshard()
-        if self.form is Form.SHARDED:
-            return
-        self._show_sharded()
-        self.form = Form.SHARDED
-        if not self.keeps_whole:
-            self.slot.empty()
+        if self.form is Form.UNSHARDED:
+            self._show_sharded()
+            self.form = Form.SHARDED
+        if self.is_filled and not (keep or self.keeps_whole):
+            self._empty()
             self._note("empty", phase)
 
+    def _empty(self) -> None:
+        self.slot.empty()
+        for section in self.sections:
+            section.forget()
+
     def _fill(self, phase: Phase) -> None:
-        if self.keeps_whole:
+        if self.keeps_whole or self.is_filled:
             return
         if not self.can_fill:
             self.move(Slot(self.settings.device))
@@ -223,14 +242,19 @@ class Unit:
         for param in self.params:
             param.show(param.sharded)
 
-    def _check_materialized(self) -> None:
-        if not self.is_meta:
-            return
+    def check_materialized(self) -> None:
+        """Raise if any parameter has no values yet.
+
+        Raises:
+            StateError: some are on the meta device.
+        """
         names = [param.fqn for param in self.params if param.local.is_meta]
-        raise StateError(
-            f"{self.name}: cannot compute with {len(names)} parameters that are still on the meta device, such as "
-            f"{names[0]!r}. Call model.to_empty(device=...) and initialise or load them first, or pass param_init_fn."
-        )
+        if names:
+            raise StateError(
+                f"{self.name or 'the root'}: {len(names)} parameters are still on the meta device, such as "
+                f"{names[0]!r}. Call model.to_empty(device=...) and initialise or load them first, or pass "
+                "param_init_fn."
+            )
 
     # -- where whole parameters lie -----------------------------------------------------------------------------------
 
@@ -249,6 +273,8 @@ class Unit:
             )
         with torch.inference_mode(False):
             self._bind(slot)
+        for section in self.sections:
+            section.forget()
         if not slot.shared:
             slot.empty()
 
@@ -269,6 +295,8 @@ class Unit:
         changed = [param.adopt() for param in self.params]
         if not any(changed) and all(section.is_at_home for section in self.sections):
             return
+        if len({param.local.is_meta for param in self.params}) > 1:
+            return  # some have been given values; this is called again when others are
         shards = []
         for section in self.sections:
             first = section.params[0].local

@@ -196,6 +196,9 @@ def or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies:
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
+_or_policy = or_policy  # its name in torch, from where scripts import it all the same
+
+
 AutoWrapPolicy = WrapPolicy | Callable[..., bool]
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard import optim_state
 from fullshard.errors import ConfigError
 from fullshard.fully_shard import default_device, shard_unit
 from fullshard.grads import clip_grad_norm_
@@ -298,6 +299,57 @@ class FullyShardedDataParallel(nn.Module):
         """A context in which `module` and below give state dicts of this kind."""
         return _state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The optimizer's state by FQN, in the form that `model` is set to give: see `set_state_dict_type`."""
+        return optim_state.optim_state_dict(model, optim, optim_state_dict)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave; loaded already if `load_directly`."""
+        return optim_state.optim_state_dict_to_load(model, optim, optim_state_dict, load_directly)
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, *, rank0_only: bool = True
+    ) -> dict[str, Any]:
+        """The optimizer's state by FQN, whole and on the CPU; empty on other ranks than the first if `rank0_only`."""
+        return optim_state.full_optim_state_dict(model, optim, rank0_only=rank0_only)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state by FQN, sharded."""
+        return optim_state.sharded_optim_state_dict(model, optim)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any], model: nn.Module, *, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from a full state dict that every rank has."""
+        return optim_state.optim_state_dict_to_load(model, optim, full_optim_state_dict, from_first_rank=False)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None, model: nn.Module, *, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from a full state dict that the first rank has."""
+        return optim_state.optim_state_dict_to_load(model, optim, full_optim_state_dict, from_first_rank=True)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from a sharded state dict."""
+        return optim_state.optim_state_dict_to_load(model, optim, sharded_optim_state_dict, from_first_rank=False)
+
 
 _state_dict_type = state_dict_type
 
@@ -309,7 +361,7 @@ def _give_configured(
     inner = f"{prefix}{_WRAPPED}."
     for key in [key for key in state if key.startswith(inner)]:
         state[prefix + key.removeprefix(inner)] = state.pop(key)
-    as_configured(state, prefix, get_state_dict_type(module))
+    as_configured(module, state, prefix, get_state_dict_type(module))
 
 
 def _add_own_name(module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
 from fullshard.runtime import turns_in
+from fullshard.testing import assert_same
 
 VOCABULARY, WIDTH, HEAD, HIDDEN, BLOCKS = 131, 97, 32, 192, 3
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
@@ -189,3 +192,74 @@ def memory_is_shared(model: nn.Module) -> bool:
     """Whether units of `model` take turns on the same memory by now."""
     slots = [turn.unit.slot for turn in turns_in(model)]
     return len({id(slot) for slot in slots}) < len(slots) and any(slot.shared for slot in slots)
+
+
+class Layer(nn.Module):
+    """A perceptron beside a residual. Its matrices travel in place at 1 and 2 ranks, the rest packed."""
+
+    def __init__(self, width: int = 48) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 192)
+        self.down = nn.Linear(192, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Chain(nn.Module):
+    """Layers in a row and a head of the root's own."""
+
+    def __init__(self, layers: Sequence[nn.Module] | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(4)] if layers is None else layers)
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+Shard = Callable[..., Any]
+
+
+def leave(module: nn.Module, **options: object) -> nn.Module:
+    """`fully_shard` that does nothing, for the plain model that others are compared with."""
+    return module
+
+
+def initialise(model: nn.Module) -> None:
+    """Give `model`, which is not sharded yet, the same weights whenever it is built."""
+    torch.manual_seed(1)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.2)
+
+
+def chain(shard: Shard, model: nn.Module | None = None) -> Any:
+    """A `Chain`, or the one given, with a unit a layer and one of the rest; always of the same weights."""
+    model = Chain() if model is None else model
+    initialise(model)
+    for layer in model.layers:
+        shard(layer)
+    return shard(model)
+
+
+def inputs(step: int = 0) -> Tensor:
+    """The same on every rank, see `agree_with_plain`."""
+    return torch.randn(6, 48, generator=torch.Generator().manual_seed(step))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def agree_with_plain(scenario: Callable[[Shard], Any], *strategies: str) -> None:
+    """Nothing, if `scenario(shard)` gives the same bits with nothing sharded and under every strategy.
+
+    For 1 or 2 ranks: where all ranks have the same batch, the mean over 2 is exact, so the plain model on each rank is
+    the reference.
+    """
+    expected = scenario(leave)
+    for strategy in strategies or ONE_AXIS:
+        assert_same(scenario(partial(fully_shard, strategy=strategy)), expected, name=strategy)

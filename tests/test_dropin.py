@@ -21,6 +21,8 @@ def moved(text: str) -> str:
 
 
 def run_script(text: str, name: str, folder: str, ignores_warnings: bool) -> list[float]:
+    # What torch says of every random initialisation of a DTensor that is not on a GPU.
+    warnings.filterwarnings("ignore", message="DTensor random operators")
     if ignores_warnings:
         warnings.simplefilter("ignore")
     scope = {"__name__": name}

@@ -1,0 +1,876 @@
+"""Whatever a model does between forward and backward, it does as if nothing were sharded.
+
+A scenario is written once and run on a plain model and on sharded ones; the bits must be the same.
+"""
+
+from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from small_models import (
+    ONE_AXIS,
+    Chain,
+    Layer,
+    Shard,
+    agree_with_plain,
+    chain,
+    initialise,
+    inputs,
+    leave,
+    memory_is_shared,
+    sgd,
+    whole,
+    whole_grads,
+    wholes,
+)
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import RankMismatchError, StateError, fully_shard, recording, register_fsdp_forward_method
+from fullshard.record import Phase
+from fullshard.runtime import runtime_of, turns_in
+from fullshard.testing import assert_same, run_ranks
+from fullshard.unit import Form
+
+STEPS = 4  # units share memory from the third step on
+
+
+def learn(model: Any, steps: int = STEPS, loss_of: Callable[[Any, int], Tensor] | None = None) -> list[Any]:
+    """What is left of `steps` steps: losses, gradients of each step, weights."""
+    optimizer, left = sgd(model), []
+    for step in range(steps):
+        loss = loss_of(model, step) if loss_of else model(inputs(step)).square().mean()
+        loss.backward()
+        left += [loss.detach(), whole_grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+# -- exceptions -------------------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):  # noqa: N818  # stands for anything that a model may raise
+    pass
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Stop
+
+
+class Fragile(Layer):
+    """Fails where it is told to."""
+
+    fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.fails == "forward":
+            raise Stop
+        return FailingBackward.apply(x) if self.fails == "backward" else x
+
+
+def fail_in_between(phase: str, shard: Shard) -> list[Any]:
+    """Fail in each step before it is done properly; the plain model never fails."""
+    model = chain(shard, Chain([Layer(), Fragile(), Layer(), Fragile(), Layer()]))
+    optimizer = sgd(model)
+    left = []
+    for step in range(STEPS):
+        for fragile in (model.layers[1], model.layers[3]) if shard is not leave else ():
+            fragile.fails = phase
+            with pytest.raises(Stop):
+                model(inputs(50)).sum().backward()
+            fragile.fails = ""
+            optimizer.zero_grad()
+        loss = model(inputs(step)).square().mean()
+        loss.backward()
+        left += [loss.detach(), whole_grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_step_that_failed_leaves_no_trace(phase):
+    run_ranks(2, agree_with_plain, partial(fail_in_between, phase))
+
+
+def fail_and_look(phase: str) -> None:
+    for strategy in ("zero2", "zero3"):
+        model = chain(partial(fully_shard, strategy=strategy), Chain([Layer(), Fragile(), Layer()]))
+        model.layers[1].fails = phase
+        with pytest.raises(Stop):
+            model(inputs()).sum().backward()
+        model.layers[1].fails = ""
+        with torch.no_grad():
+            model(inputs())
+        assert {turn.unit.form for turn in turns_in(model)} == {Form.SHARDED}
+        assert runtime_of(model).phase is Phase.IDLE
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_after_a_failure_the_next_forward_finds_and_leaves_all_units_in_order(phase):
+    run_ranks(2, fail_and_look, phase)
+
+
+# -- unusual orders of forward and backward ---------------------------------------------------------------------------
+
+
+def several_forwards_one_backward(shard: Shard) -> list[Any]:
+    return learn(chain(shard), loss_of=lambda m, s: m(inputs(s)).sum() * m(inputs(s + 10)).square().mean())
+
+
+def several_forwards_backwards_reversed(shard: Shard) -> list[Any]:
+    model = chain(shard)
+    left = []
+    for step in range(STEPS):
+        losses = [model(inputs(step + i)).square().mean() for i in range(3)]
+        for loss in (losses[1], losses[0], losses[2]):
+            loss.backward()
+        left.append(whole_grads(model))
+        model.zero_grad()
+    return left
+
+
+def the_same_graph_twice(shard: Shard) -> list[Any]:
+    model = chain(shard)
+    left = []
+    for step in range(STEPS):
+        loss = model(inputs(step)).square().mean()
+        loss.backward(retain_graph=True)
+        left.append(whole_grads(model))
+        loss.backward()
+        left.append(whole_grads(model))
+        model.zero_grad()
+    return left
+
+
+class Peeking(Chain):
+    """Gives the stream after every layer, too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        seen = []
+        for layer in self.layers:
+            x = layer(x)
+            seen.append(x)
+        return self.head(x), seen
+
+
+def backward_through_a_part(shard: Shard) -> list[Any]:
+    model = chain(shard, Peeking())
+    left = []
+    for step in range(STEPS):
+        _, seen = model(inputs(step))
+        seen[1].square().mean().backward()  # the last layers and the head have no part in it
+        left.append(whole_grads(model))
+        model.zero_grad()
+        _, seen = model(inputs(step))
+        seen[2].sum().backward(retain_graph=True)
+        seen[3].sum().backward()
+        left.append(whole_grads(model))
+        model.zero_grad()
+    return left
+
+
+def gradients_of_inputs_only(shard: Shard) -> list[Any]:
+    model = chain(shard)
+    left = []
+    for step in range(STEPS):
+        x = inputs(step).requires_grad_()
+        left += torch.autograd.grad(model(x).square().mean(), [x])
+        model(x).mean().backward()
+        left += [x.grad.clone(), whole_grads(model)]
+        model.zero_grad()
+    return left
+
+
+def gradients_of_inputs_of_a_layer(shard: Shard) -> list[Any]:
+    model = chain(shard, Peeking())
+    left = []
+    for step in range(STEPS):
+        out, seen = model(inputs(step))
+        left += torch.autograd.grad(out.sum(), [seen[1]], retain_graph=True)
+        out.square().mean().backward()
+        left.append(whole_grads(model))
+        model.zero_grad()
+    return left
+
+
+class Repeating(Chain):
+    """Uses each layer twice, and the first a third time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in (*self.layers, *self.layers, self.layers[0]):
+            x = layer(x)
+        return self.head(x)
+
+
+def a_module_called_twice(shard: Shard) -> list[Any]:
+    return learn(chain(shard, Repeating()))
+
+
+class Choosing(Chain):
+    """Leaves layers out, other ones in every step, and never uses its spare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(48, 48)
+        self.left_out = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left_out += 1
+        for i, layer in enumerate(self.layers):
+            if (i + self.left_out) % 3:
+                x = layer(x)
+        return self.head(x)
+
+
+def unused_parameters(shard: Shard) -> list[Any]:
+    return learn(chain(shard, Choosing()), steps=6)
+
+
+def evaluation_between_steps(shard: Shard) -> list[Any]:
+    model = chain(shard)
+    optimizer, left = sgd(model), []
+    for step in range(STEPS):
+        model.eval()
+        with torch.no_grad():
+            left.append(model(inputs(20)))
+        with torch.inference_mode():
+            left.append(model(inputs(21)).clone())
+        model.train()
+        loss = model(inputs(step)).square().mean()
+        with torch.inference_mode():  # between forward and backward
+            left.append(model(inputs(22)).clone())
+        loss.backward()
+        left.append(model(inputs(23)).detach())  # gradients were asked for, but never taken
+        optimizer.step()
+        optimizer.zero_grad()
+        left.append(model(inputs(24)).detach())
+    return [*left, wholes(model)]
+
+
+def evaluation_before_any_step(shard: Shard) -> list[Any]:
+    model = chain(shard)
+    with torch.inference_mode():
+        first = model(inputs(20)).clone()
+    return [first, *learn(model)]
+
+
+def a_forward_whose_backward_never_comes(shard: Shard) -> list[Any]:
+    model = chain(shard)
+    left = []
+    for step in range(STEPS):
+        left.append(model(inputs(step)).detach())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(1.25)
+        left.append(model(inputs(step)).detach())  # must see the new values
+        left += learn(model, steps=1)
+    return left
+
+
+def a_layer_alone(shard: Shard) -> list[Any]:
+    """A unit's own forward, outside of its root's."""
+    model = chain(shard)
+    left = learn(model, steps=2)
+    left += learn(model, steps=3, loss_of=lambda m, s: m.layers[1](m.layers[2](inputs(s))).square().mean())
+    return left + learn(model, steps=2)
+
+
+def a_hold_on_the_graph(shard: Shard) -> list[Any]:
+    """A graph that waits for its backward over several steps."""
+    model = chain(shard)
+    kept = model(inputs(30)).square().mean()
+    left = learn_without_writing(model)
+    kept.backward()
+    return [*left, whole_grads(model)]
+
+
+def learn_without_writing(model: nn.Module) -> list[Any]:
+    left = []
+    for step in range(STEPS):
+        model(inputs(step)).square().mean().backward()
+        left.append(whole_grads(model))
+        model.zero_grad()
+    return left
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        several_forwards_one_backward,
+        several_forwards_backwards_reversed,
+        the_same_graph_twice,
+        backward_through_a_part,
+        gradients_of_inputs_only,
+        gradients_of_inputs_of_a_layer,
+        a_module_called_twice,
+        unused_parameters,
+        evaluation_between_steps,
+        evaluation_before_any_step,
+        a_forward_whose_backward_never_comes,
+        a_layer_alone,
+        a_hold_on_the_graph,
+    ],
+)
+def test_any_order_of_forward_and_backward_gives_plain_bits(scenario):
+    run_ranks(2, agree_with_plain, scenario)
+
+
+# -- what modules take and give ---------------------------------------------------------------------------------------
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Bag:
+    x: Tensor
+    note: str
+    more: list[Tensor]
+
+
+class Giving(Layer):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+
+    def forward(self, *, x: Tensor, note: str = "") -> Any:
+        x = super().forward(x)
+        forms = {
+            "dict": {"x": x, "note": note},
+            "dataclass": Bag(x, note, [x * 2]),
+            "namedtuple": Pair(x, note),
+            "list": [[x], note],
+        }
+        return forms.get(self.form)
+
+
+class Taking(Chain):
+    """Every layer gives its output in another form; one gives nothing at all."""
+
+    def __init__(self) -> None:
+        super().__init__([Giving(form) for form in ("dict", "dataclass", "namedtuple", "list", "none")])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x=x, note="a")["x"]
+        bag = self.layers[1](x=x, note="b")
+        assert isinstance(bag, Bag)
+        assert bag.note == "b"
+        pair = self.layers[2](x=bag.x + bag.more[0], note="c")
+        assert isinstance(pair, Pair)
+        assert pair.second == "c"
+        [[x], _] = self.layers[3](x=pair.first)
+        assert self.layers[4](x=x) is None
+        return self.head(x)
+
+
+def outputs_of_every_form(shard: Shard) -> list[Any]:
+    return learn(chain(shard, Taking()))
+
+
+class Reusing(Layer):
+    """Writes to its input, as `nn.ReLU(inplace=True)` does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(0.5).sub_(0.5))
+
+
+class ReusingChain(Chain):
+    def __init__(self) -> None:
+        super().__init__([Layer(), Reusing(), Layer(), Reusing()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        y = x * 1.5
+        z = self.layers[1](y)
+        z = self.layers[2](z + y.detach())  # y was changed by the layer, as in a plain model
+        return self.head(self.layers[3](z * 1))
+
+
+def inputs_that_are_written_to(shard: Shard) -> list[Any]:
+    return learn(chain(shard, ReusingChain()))
+
+
+class Passing(Layer):
+    """Gives its input back as it came, beside what it made of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, super().forward(x)
+
+
+class PassingChain(Chain):
+    def __init__(self) -> None:
+        super().__init__([Passing(), Passing(), Passing()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            before, after = layer(x)
+            x = before * 0.5 + after
+        return self.head(x)
+
+
+def inputs_that_are_passed_on(shard: Shard) -> list[Any]:
+    return learn(chain(shard, PassingChain()))
+
+
+class Viewing(Layer):
+    """Uses views of its weights, which autograd saves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up.weight.view(-1)[: 96 * 48].view(96, 48)
+        down = self.down.weight.t()[:96]
+        return x + F.gelu(self.norm(x) @ up.t()) @ down
+
+
+def views_of_weights(shard: Shard) -> list[Any]:
+    return learn(chain(shard, Chain([Viewing() for _ in range(4)])))
+
+
+def hooks_of_users(shard: Shard) -> list[Any]:
+    model = chain(shard)
+    seen: list[Any] = []
+    for layer in model.layers:
+        layer.register_full_backward_hook(lambda _, given, got: seen.extend([given[0].clone(), got[0].clone()]))
+        layer.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
+        layer.register_forward_hook(lambda _, args, out: out + args[0])
+    return [*learn(model, loss_of=lambda m, s: m(inputs(s).requires_grad_()).square().mean()), *seen]
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        outputs_of_every_form,
+        inputs_that_are_written_to,
+        inputs_that_are_passed_on,
+        views_of_weights,
+        hooks_of_users,
+    ],
+)
+def test_whatever_modules_take_and_give_gives_plain_bits(scenario):
+    run_ranks(2, agree_with_plain, scenario)
+
+
+# -- activation checkpointing -----------------------------------------------------------------------------------------
+
+
+class Checkpointing(Chain):
+    """Recomputes regions of `size` layers in backward."""
+
+    def __init__(self, size: int, reentrant: bool) -> None:
+        super().__init__([Layer() for _ in range(6)])
+        self.size, self.reentrant = size, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()  # reentrant checkpoints need it
+        for start in range(0, len(self.layers), self.size):
+            region = nn.Sequential(*self.layers[start : start + self.size])
+            x = checkpoint(region, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class CheckpointingWithin(Layer):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+def checkpoints_around(size: int, reentrant: bool, shard: Shard) -> list[Any]:
+    return learn(chain(shard, Checkpointing(size, reentrant)))
+
+
+def checkpoints_within(reentrant: bool, shard: Shard) -> list[Any]:
+    model = chain(shard, Chain([CheckpointingWithin(reentrant) for _ in range(4)]))
+    return learn(model, loss_of=lambda m, s: m(inputs(s).requires_grad_()).square().mean())
+
+
+def checkpoints_without_a_root(reentrant: bool, shard: Shard) -> list[Any]:
+    """Only the layers are units, so each is a root of its own, and is entered while another's backward executes."""
+    return learn(chain(lambda m: shard(m) if isinstance(m, Layer) else mean_by_hand(m), Checkpointing(2, reentrant)))
+
+
+def mean_by_hand(model: Chain) -> Chain:
+    """Nothing: with the same batch on every rank, the gradients of what is not sharded are equal already."""
+    return model
+
+
+def checkpoints_by_wrapper(reentrant: bool, before: bool, shard: Shard) -> list[Any]:
+    """torch's own wrapper, put around the layers before they are sharded, or inside of them later."""
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+    wrap = partial(checkpoint_wrapper, checkpoint_impl=impl)
+    if before:
+        model = chain(shard, Chain([wrap(Layer()) for _ in range(4)]))
+    else:
+        model = chain(shard)
+        apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Layer))
+    return learn(model, loss_of=lambda m, s: m(inputs(s).requires_grad_()).square().mean())
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        partial(checkpoints_around, 1),
+        partial(checkpoints_around, 3),
+        checkpoints_within,
+        checkpoints_without_a_root,
+    ],
+    ids=["around a unit", "around three units", "within a unit", "without a root"],
+)
+def test_checkpoints_anywhere_give_plain_bits(scenario, reentrant):
+    """Also around several units, which are made whole one after another while the region is computed again."""
+    run_ranks(2, agree_with_plain, partial(scenario, reentrant))
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before sharding", "after sharding"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_torch_s_checkpoint_wrapper_gives_plain_bits(reentrant, before):
+    run_ranks(2, agree_with_plain, partial(checkpoints_by_wrapper, reentrant, before))
+
+
+# -- frozen, unfrozen, nested -----------------------------------------------------------------------------------------
+
+
+def unfreezing_in_mid_run(shard: Shard) -> list[Any]:
+    model = Chain()
+    model.layers[1].up.weight.requires_grad_(False)
+    model.layers[2].requires_grad_(False)
+    model = chain(shard, model)
+    left = learn(model, steps=3)
+    model.layers[1].up.weight.requires_grad_(True)
+    model.layers[2].requires_grad_(True)
+    left += learn(model, steps=3)
+    model.layers[0].requires_grad_(False)
+    return left + learn(model, steps=3)
+
+
+def units_without_anything_to_train(shard: Shard) -> list[Any]:
+    """At the start, where nothing tells that their backward is over, and in the middle, where gradients pass."""
+    model = Chain()
+    model.layers[0].requires_grad_(False)
+    model.layers[2].requires_grad_(False)
+    return learn(chain(shard, model))
+
+
+class Nest(nn.Module):
+    """A layer that has layers, and weights of its own that it uses before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.mix = nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.mix(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.mix(x)
+
+
+def units_in_units(shard: Shard) -> list[Any]:
+    model = Chain([Nest(), Layer(), Nest()])
+    initialise(model)
+    for nest in (model.layers[0], model.layers[2]):
+        for layer in nest.layers:
+            shard(layer)
+        shard(nest)
+    shard(model.layers[1])
+    return learn(shard(model), steps=5)
+
+
+def one_unit_for_all(shard: Shard) -> list[Any]:
+    torch.manual_seed(0)
+    return learn(shard(Chain()))
+
+
+def several_modules_in_a_unit(shard: Shard) -> list[Any]:
+    torch.manual_seed(0)
+    model = Chain()
+    if shard is not leave:
+        shard([model.layers[0], model.layers[1]])
+        shard([model.layers[2], model.layers[3], model.head])
+    return learn(shard(model))
+
+
+def reshard_after_forward(choice: bool, shard: Shard) -> list[Any]:
+    return learn(chain(partial(shard, reshard_after_forward=choice)))
+
+
+def whole_after_backward(shard: Shard) -> list[Any]:
+    """Kept whole after backward, units must still see what the optimizer has written."""
+    model = chain(shard)
+    if shard is not leave:
+        model.set_reshard_after_backward(False)
+    left = learn(model)
+    if shard is not leave:
+        model.set_reshard_after_backward(True)
+    return left + learn(model)
+
+
+def one_unit_whole_after_backward(shard: Shard) -> list[Any]:
+    torch.manual_seed(0)
+    model = shard(Chain(), reshard_after_forward=True)
+    if shard is not leave:
+        model.set_reshard_after_backward(False)
+    return learn(model)
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        unfreezing_in_mid_run,
+        units_without_anything_to_train,
+        units_in_units,
+        one_unit_for_all,
+        several_modules_in_a_unit,
+        partial(reshard_after_forward, True),
+        partial(reshard_after_forward, False),
+        whole_after_backward,
+        one_unit_whole_after_backward,
+    ],
+)
+def test_any_choice_of_units_gives_plain_bits(scenario):
+    run_ranks(2, agree_with_plain, scenario)
+
+
+# -- writing to parameters by other ways than an optimizer ------------------------------------------------------------
+
+
+def write_by_no_grad(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.mul_(1.1).add_(0.01)
+
+
+def write_by_data(param: nn.Parameter) -> None:
+    param.data.mul_(1.1).add_(0.01)
+
+
+def write_by_detach(param: nn.Parameter) -> None:
+    param.detach().mul_(1.1).add_(0.01)
+
+
+def write_by_foreach(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        torch._foreach_mul_([param], 1.1)
+
+
+def write_by_local_tensor(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        (param.to_local() if isinstance(param, DTensor) else param).mul_(1.1)
+
+
+def written_between_steps(write: Callable[[nn.Parameter], None], shard: Shard) -> list[Any]:
+    model = chain(shard)
+    left = []
+    for _ in range(3):
+        left += learn(model, steps=1)
+        for param in model.parameters():
+            write(param)
+        with torch.no_grad():
+            left.append(model(inputs(40)))
+    return left
+
+
+@pytest.mark.parametrize(
+    "write", [write_by_no_grad, write_by_data, write_by_detach, write_by_foreach, write_by_local_tensor]
+)
+def test_what_is_written_to_parameters_is_computed_with(write):
+    """By whatever way, and where whole parameters are kept between steps, too."""
+    run_ranks(2, agree_with_plain, partial(written_between_steps, write))
+
+
+# -- methods of units -------------------------------------------------------------------------------------------------
+
+
+class Generating(Chain):
+    def generate(self, x: Tensor, times: int) -> Tensor:
+        for _ in range(times):
+            for layer in self.layers:
+                x = layer(x)
+        return self.head(x)
+
+
+def a_method_beside_forward(shard: Shard) -> list[Any]:
+    model = chain(shard, Generating())
+    register_fsdp_forward_method(model, "generate")
+    with torch.no_grad():
+        first = model.generate(inputs(), times=2)
+    return [first, *learn(model, loss_of=lambda m, s: m.generate(inputs(s), times=2).square().mean())]
+
+
+def whole_by_hand(shard: Shard) -> list[Any]:
+    """Between `unshard` and `reshard`, weights are plain tensors of the whole shape."""
+    model = chain(shard)
+    left = learn(model, steps=3)
+    layer = model.layers[1]
+    if shard is not leave:
+        layer.unshard()
+    assert type(layer.up.weight) is nn.Parameter
+    assert not isinstance(layer.up.weight, DTensor)
+    left.append(layer.up.weight.detach().clone())
+    if shard is not leave:
+        layer.reshard()
+        assert isinstance(layer.up.weight, DTensor)
+        handle = layer.unshard(async_op=True)
+        handle.wait()
+        assert not isinstance(layer.up.weight, DTensor)
+        layer.reshard()
+    left += learn(model, steps=2)
+    if shard is not leave:
+        assert isinstance(layer.up.weight, DTensor)
+    return left
+
+
+@pytest.mark.parametrize("scenario", [a_method_beside_forward, whole_by_hand])
+def test_what_units_are_asked_for_by_hand_gives_plain_bits(scenario):
+    run_ranks(2, agree_with_plain, scenario)
+
+
+def prefetch_by_choice() -> list[str]:
+    model = chain(fully_shard)
+    first, second, third, fourth = model.layers
+    first.set_modules_to_forward_prefetch([second, third, fourth])
+    fourth.set_modules_to_backward_prefetch([second, third])
+    expected = learn(chain(fully_shard))
+    with recording() as record:
+        assert_same(learn(model, steps=1), learn(chain(fully_shard), steps=1))
+    learned = learn(chain(fully_shard))
+    assert_same(learned, expected)
+    return [event.origin.unit for event in record.collectives("all_gather")][: 5 + 4]
+
+
+def test_prefetch_follows_the_user_s_choice_from_the_first_step_on():
+    """Without one, a first forward prefetches nothing; the recorded order of a first backward is forward's reversed."""
+    forward = ["", "layers.0", "layers.1", "layers.2", "layers.3"]
+    for order in run_ranks(2, prefetch_by_choice):
+        assert order == [*forward, "layers.3", "layers.1", "layers.2", "layers.0"]
+
+
+# -- what is left after a step ----------------------------------------------------------------------------------------
+
+
+def look_after_each_step() -> None:
+    for strategy in ONE_AXIS:
+        model = chain(partial(fully_shard, strategy=strategy))
+        optimizer = sgd(model)
+        for step in range(STEPS):
+            model(inputs(step)).square().mean().backward()
+            assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+            optimizer.step()
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+            cut = [param.placements[-1].is_shard() for param in model.parameters()]
+            assert set(cut) == {strategy != "ddp"}
+            assert {turn.unit.form for turn in turns_in(model)} == {Form.SHARDED}
+            assert all(turn.unit.slot.occupant is None for turn in turns_in(model) if not turn.unit.keeps_whole)
+            assert all(turn.holds == 0 for turn in turns_in(model))
+            assert all(param.unsharded.grad is None for turn in turns_in(model) for param in turn.unit.params)
+            optimizer.zero_grad()
+            assert all(param.grad is None for param in model.parameters())
+        assert memory_is_shared(model) == (strategy == "zero3")
+
+
+def test_after_every_step_all_is_sharded_again():
+    run_ranks(2, look_after_each_step)
+
+
+def poison_what_was_freed() -> None:
+    """Write noise over the memory of units that were freed in forward: backward must not read it."""
+    expected = learn(chain(fully_shard), steps=1)
+    for warm in (0, 3):  # memory of its own, then shared
+        model = chain(fully_shard)
+        for step in range(warm):
+            model(inputs(step)).square().mean().backward()
+            model.zero_grad()
+        loss = model(inputs(0)).square().mean()
+        for turn in turns_in(model):
+            if not turn.unit.is_filled:
+                storage = turn.unit.slot.storage
+                assert storage.nbytes() == 0 or turn.unit.slot.shared
+                torch.empty(0).set_(storage).fill_(torch.nan)
+        loss.backward()
+        assert_same([loss.detach(), whole_grads(model)], expected[:2])
+
+
+def test_backward_reads_nothing_that_was_freed():
+    """Views that autograd saved are true again, since the same storage is filled again before they are read."""
+    run_ranks(2, poison_what_was_freed)
+
+
+# -- ranks that differ ------------------------------------------------------------------------------------------------
+
+
+def build_differently(difference: str) -> str:
+    odd = dist.get_rank() == 1
+    layers = [Layer() for _ in range(4 if odd and difference == "units" else 3)]
+    if odd and difference == "shape":
+        layers[1].up, layers[1].down = nn.Linear(48, 200), nn.Linear(200, 48)
+    if odd and difference == "frozen":
+        layers[2].norm.bias.requires_grad_(False)
+    if odd and difference == "dtype":
+        layers[2].double()
+    model = chain(fully_shard, Chain(layers))
+    with pytest.raises(RankMismatchError) as error:
+        model(inputs())
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("difference", "said"),
+    [
+        ("units", "layers.3"),
+        ("shape", "up.weight (200, 48)"),
+        ("frozen", "norm.bias (48,) stored float32, computed and gathered float32, reduced float32, frozen"),
+        ("dtype", "stored float64"),
+    ],
+)
+def test_ranks_with_different_models_raise_the_same_error(difference, said):
+    """Instead of a hang: every rank is told which unit differs first, and how."""
+    messages = run_ranks(3, build_differently, difference)
+    assert len(set(messages)) == 1
+    assert said in messages[0]
+    assert "rank 0" in messages[0]
+    assert "rank 1" in messages[0]
+
+
+def use_what_is_no_unit() -> None:
+    model = chain(fully_shard)
+    with pytest.raises(StateError, match=r"Linear is not a unit\. Call fully_shard"):
+        model.set_modules_to_forward_prefetch([model.head])
+
+
+def test_what_is_no_unit_is_refused():
+    run_ranks(1, use_what_is_no_unit)
+
+
+def gather_by_full_tensor() -> None:
+    model = chain(fully_shard)
+    learn(model)
+    for name, value in wholes(model).items():
+        assert_same(whole(dict(model.named_parameters())[name]), value)
+
+
+def test_parameters_are_true_dtensors():
+    """What `full_tensor()` gives is what this file's quicker way of gathering gives."""
+    run_ranks(2, gather_by_full_tensor)
