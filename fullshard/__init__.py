@@ -6,6 +6,7 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 """
 
+from fullshard.agreement import compare_ranks
 from fullshard.errors import ConfigError, FullshardError, LayoutError, RankMismatchError, StateError
 from fullshard.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from fullshard.grads import ShardedGradScaler, clip_grad_norm_
@@ -59,6 +60,7 @@ __all__ = [
     "StateError",
     "UnshardHandle",
     "clip_grad_norm_",
+    "compare_ranks",
     "fully_shard",
     "recording",
     "register_fsdp_forward_method",

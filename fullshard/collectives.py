@@ -11,31 +11,55 @@ Sums are taken in rank order 0..N-1 and divided once, so that a sum has the same
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fullshard._compat import coalesced
+from fullshard.agreement import CLAIM_NBYTES, claim, compares_ranks, mismatch
 from fullshard.buffers import Pool
+from fullshard.errors import RankMismatchError
 from fullshard.layout import owned
 from fullshard.record import Event, Origin, active_recorder
 
 __all__ = ["Collectives", "NativeCollectives", "PairwiseCollectives", "Pending", "collectives_for"]
 
 _FIRST_TAG = 1 << 24  # far from the small numbers that users give their own messages
+_CLAIM_TAGS = 1 << 16  # more than there are collectives under way at once
 
 
 class Pending:
-    """A started collective. Its tensors may be used after `wait()`, which may be called again."""
+    """A started collective. Its tensors may be used after `wait()`, which may be called again.
 
-    def __init__(self, finish: Callable[[], None] | None = None, event: Event | None = None) -> None:
+    Args:
+        finish: returns when the result is in place.
+        event: for the record.
+        agree: returns when it is known that all ranks have started the same, or raises.
+    """
+
+    def __init__(
+        self,
+        finish: Callable[[], None] | None = None,
+        event: Event | None = None,
+        agree: Callable[[], None] | None = None,
+    ) -> None:
         self._finish = finish
         self._event = event
+        self._agree = agree
 
     def wait(self) -> None:
-        """Return when the result is in place."""
+        """Return when the result is in place.
+
+        Raises:
+            RankMismatchError: another rank does something else. The group cannot be used any more.
+        """
+        agree, self._agree = self._agree, None
+        if agree is not None:
+            agree()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -52,6 +76,8 @@ class Collectives(ABC):
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self._next_tag = _FIRST_TAG
+        self._claimed: deque[Callable[[], list[Tensor]]] = deque()  # not compared yet, in the order of the collectives
+        self.broken: RankMismatchError | None = None  # why the group cannot be used any more
 
     def reserve_tags(self, count: int) -> int:
         """The first of `count` tags that no other call on this group uses. Ranks must reserve in the same order."""
@@ -68,8 +94,9 @@ class Collectives(ABC):
             origin: for the record.
         """
         others = self.world - 1
+        agree = self._compare("all_gather", origin)
         event = self._record("all_gather", origin, sum(p.nbytes for p in parts) * others, len(parts) * others)
-        return Pending(self._all_gather(wholes, parts, tag), event)
+        return self._pending(self._all_gather(wholes, parts, tag), event, agree)
 
     def reduce_scatter(
         self,
@@ -87,15 +114,17 @@ class Collectives(ABC):
         short or empty. The wholes must stay unchanged until `wait()` returns.
         """
         sent = sum(w.nbytes for w in wholes) - sum(s.nbytes for s in sums)
+        agree = self._compare("reduce_scatter", origin)
         event = self._record("reduce_scatter", origin, sent, len(sums) * (self.world - 1))
-        return Pending(self._reduce_scatter(sums, wholes, part_numels, divisor, tag), event)
+        return self._pending(self._reduce_scatter(sums, wholes, part_numels, divisor, tag), event, agree)
 
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, *, tag: int, origin: Origin) -> Pending:
         """The sum over ranks of each tensor, divided by `divisor`, in its place. Uses two tags a tensor."""
         others = self.world - 1
         sent = sum(t.nbytes for t in tensors) * 2 * others // self.world
+        agree = self._compare("all_reduce", origin)
         event = self._record("all_reduce", origin, sent, 2 * len(tensors) * others)
-        return Pending(self._all_reduce(tensors, divisor, tag), event)
+        return self._pending(self._all_reduce(tensors, divisor, tag), event, agree)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int, *, origin: Origin) -> None:
         """Rank `source`'s (of this group) values in every tensor, before this returns."""
@@ -105,6 +134,46 @@ class Collectives(ABC):
             dist.broadcast(tensor, group=self.group, group_src=source)
         if event is not None:
             event.finish()
+
+    def _compare(self, name: str, origin: Origin) -> Callable[[], None] | None:
+        """Tell the other ranks what is being started. What is returned waits for what they tell."""
+        if self.broken is not None:
+            raise self.broken
+        if self.world == 1 or not compares_ranks():
+            return None
+        mine = claim(name, origin)
+        received = self._exchange_claims(mine)
+        if received is None:
+            return None
+        self._claimed.append(received)
+        return partial(self._agree, received)
+
+    def _agree(self, received: Callable[[], list[Tensor]]) -> None:
+        """Compare claims up to `received`, oldest first: all ranks find the same difference, whatever they wait for."""
+        while self.broken is None and received in self._claimed:
+            self.broken = mismatch(self._claimed.popleft()(), dist.get_process_group_ranks(self.group))
+        if self.broken is not None:
+            raise self.broken
+
+    def _pending(self, finish: Callable[[], None], event: Event | None, agree: Callable[[], None] | None) -> Pending:
+        if agree is None:
+            return Pending(finish, event)
+
+        def agree_or_keep() -> None:
+            try:
+                agree()
+            except RankMismatchError:
+                _never_finished.append(finish)
+                raise
+
+        return Pending(finish, event, agree_or_keep)
+
+    def _exchange_claims(self, mine: Tensor) -> Callable[[], list[Tensor]] | None:
+        """Send this rank's claim to all. What is returned waits for those of all ranks, and gives them in rank order.
+
+        None where the backend has no way to do so: a mismatch is then for a time-out to find.
+        """
+        return None
 
     def _record(self, name: str, origin: Origin, sent_bytes: int, messages: int) -> Event | None:
         recorder = active_recorder()
@@ -135,10 +204,26 @@ class PairwiseCollectives(Collectives):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._scratch = Pool(torch.device("cpu"))
+        self._claim_tag = self.reserve_tags(_CLAIM_TAGS)
+        self._claims = 0
 
     def _peers(self) -> list[int]:
         """The other ranks, nearest above first, so that not all ranks send to the same one at once."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def _exchange_claims(self, mine: Tensor) -> Callable[[], list[Tensor]]:
+        tag = self._claim_tag + self._claims % _CLAIM_TAGS
+        self._claims += 1
+        rooms = list(torch.empty(self.world, CLAIM_NBYTES, dtype=torch.uint8))
+        rooms[self.rank] = mine
+        works = [work for peer in self._peers() for work in self._receive(rooms[peer], peer, tag)]
+        works += [work for peer in self._peers() for work in self._send(mine, peer, tag)]
+
+        def received() -> list[Tensor]:
+            _wait_all(works)
+            return rooms
+
+        return received
 
     def _send(self, tensor: Tensor, rank: int, tag: int) -> list[dist.Work]:
         work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag) if tensor.numel() else None
@@ -242,6 +327,9 @@ class NativeCollectives(Collectives):
         _divide(tensors, divisor)
         return _nothing
 
+
+# Of collectives that other ranks did not join: gloo may still write to their tensors, so these must stay.
+_never_finished: list[Callable[[], None]] = []
 
 _of_group: dict[tuple[dist.ProcessGroup, str], Collectives] = {}
 

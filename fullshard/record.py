@@ -31,10 +31,14 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Origin:
-    """On whose behalf something happens: a unit (by FQN; the root's is empty) and its phase."""
+    """On whose behalf something happens: a unit (by FQN; the root's is empty), its phase, and the microbatch.
+
+    Microbatches of a step count from 1 on; 0 is before the first.
+    """
 
     unit: str
     phase: Phase
+    microbatch: int = 0
 
 
 @dataclass(slots=True)

@@ -129,6 +129,7 @@ class Runtime:
         self.turns = list(turns)
         self.phase = Phase.IDLE
         self.serial = 0
+        self._microbatch = 0  # of the step, from 1 on
         self.shares_memory = _shares_memory
         self._device = turns[0].unit.settings.device
         self._gather_lane = Lane("gather", self._device)
@@ -176,7 +177,7 @@ class Runtime:
 
     def after_forward(self, turn: Turn, module: nn.Module, output: Any) -> Any:
         """Free `turn`'s unit if its strategy says so. Its output as the caller is to see it."""
-        if all(entered is not turn for entered, _ in self._stack):
+        if turn.unit.is_lost or all(entered is not turn for entered, _ in self._stack):
             return output  # its unit could not be made whole
         while self._stack[-1][0] is not turn:
             self._leave(self._stack[-1][0])  # an exception passed through a forward within
@@ -200,8 +201,11 @@ class Runtime:
             self.recover()
         self.phase = Phase.FORWARD
         self._forward = Follower(self._orders.get(top.number, ()))
+        waiting = [turn.unit.notice_step() for turn in self.turns]
+        if torch.is_grad_enabled():
+            self._microbatch = self._microbatch + 1 if any(waiting) else 1
         for turn in self.turns:
-            turn.unit.notice_step()
+            turn.unit.microbatch = self._microbatch
 
     def _end_forward(self, top: Turn) -> None:
         self._orders[top.number] = tuple(self._forward.seen)

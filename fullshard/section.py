@@ -258,11 +258,16 @@ class Section:
         """Gather anew when whole parameters are needed next."""
         self._gathered_version = -1
 
-    def notice_step(self) -> None:
-        """Gather anew if an optimizer may have stepped: there were gradients. Fused ones leave versions as they are."""
+    def notice_step(self) -> bool:
+        """Gather anew if an optimizer may have stepped: there were gradients. Fused ones leave versions as they are.
+
+        Returns:
+            Whether there are gradients still.
+        """
         if self._may_have_stepped:
             self._may_have_stepped = any(param.grad is not None for param in self.params)
             self.forget()
+        return self._may_have_stepped or self.is_partial
 
     def start_gather(self, origin: Origin) -> Pending:
         """Begin to fill the whole buffer from every rank's home. The sections of a unit gather side by side."""

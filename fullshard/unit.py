@@ -88,6 +88,8 @@ class Unit:
         self.borrowed = list(borrowed)
         self.settings = settings
         self.form = Form.SHARDED
+        self.microbatch = 0  # of the step, from 1 on
+        self._withholds = False  # whole gradients wait for a later microbatch's reduction
         self.slot = Slot(_device_of(sources, settings.device))
         self.wires = Wires.along(settings.axes, settings.device, _scratch_of(settings.device))
         self.sections = [self._section(list(group)) for group in _by_kind(sources)]
@@ -154,9 +156,15 @@ class Unit:
         )
         return f"{self.name or 'the root'} ({'; '.join(params)})"
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether ranks were found to do different things, so that nothing can be sent any more."""
+        replicas = self.wires.replicate
+        return self.wires.shard.broken is not None or (replicas is not None and replicas.broken is not None)
+
     def origin(self, phase: Phase) -> Origin:
         """This unit in `phase`, for the record."""
-        return Origin(self.name, phase)
+        return Origin(self.name, phase, self.microbatch)
 
     # -- whole and sharded --------------------------------------------------------------------------------------------
 
@@ -170,10 +178,14 @@ class Unit:
         """Whether this unit lies in its slot, be it that modules have its whole parameters or that they are kept."""
         return self.slot.occupant is self
 
-    def notice_step(self) -> None:
-        """Gather kept parameters anew if an optimizer may have stepped since they were whole."""
-        for section in self.sections:
-            section.notice_step()
+    def notice_step(self) -> bool:
+        """Gather kept parameters anew if an optimizer may have stepped since they were whole.
+
+        Returns:
+            Whether there are gradients that an optimizer can still step with, or that wait for a reduction.
+        """
+        waiting = [section.notice_step() for section in self.sections]
+        return self._withholds or any(waiting)
 
     def start_unshard(self, lane: Lane, phase: Phase) -> None:
         """Begin to gather the whole parameters. Nothing happens if they are there or on their way."""
@@ -349,14 +361,17 @@ class Unit:
         """Keep whole gradients for a later reduction."""
         for section in self.sections:
             section.hold_grads()
+        self._withholds = self.has_whole_grads
 
     def drop_grads(self) -> None:
         """Forget whole gradients."""
+        self._withholds = False
         for section in self.sections:
             section.drop_grads()
 
     def start_reduce(self, lane: Lane, phase: Phase) -> UnitReduction:
         """Begin to turn whole gradients into what the optimizer sees."""
+        self._withholds = False
         with torch.no_grad():
             return UnitReduction(self, lane, phase)
 

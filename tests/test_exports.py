@@ -37,6 +37,7 @@ DOCUMENTED = {
         "StateError",
         "UnshardHandle",
         "clip_grad_norm_",
+        "compare_ranks",
         "fully_shard",
         "recording",
         "register_fsdp_forward_method",

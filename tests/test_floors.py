@@ -16,7 +16,7 @@ FLOORS = [
     # 0: numbers in, numbers out
     ["errors", "layout", "strategy", "precision", "offload_policy"],
     # 1: tensors in, tensors out
-    ["_compat", "record", "mesh", "buffers", "collectives", "streams"],
+    ["_compat", "record", "mesh", "buffers", "agreement", "collectives", "streams"],
     # 2: sharded things
     ["sharded_param", "section", "unit"],
     # 3: runtime

@@ -1,0 +1,147 @@
+"""Ranks that do different things get the same error, in the first collective that differs, and nobody hangs."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import Chain, chain, inputs, sgd
+from torch import Tensor
+
+from fullshard import RankMismatchError, compare_ranks, fully_shard
+from fullshard.agreement import CLAIM_NBYTES, claim, mismatch
+from fullshard.record import Origin, Phase
+from fullshard.testing import run_ranks
+
+text = st.text(max_size=200)
+
+
+@given(units=st.lists(text, min_size=2, max_size=2), microbatches=st.lists(st.integers(0, 9), min_size=2, max_size=2))
+def test_claims_are_alike_exactly_if_what_they_say_is(units, microbatches):
+    claims = [
+        claim("all_gather", Origin(unit[-20:], Phase.FORWARD, microbatch))
+        for unit, microbatch in zip(units, microbatches, strict=True)
+    ]
+    assert all(told.numel() == CLAIM_NBYTES for told in claims)
+    same = units[0][-20:] == units[1][-20:] and microbatches[0] == microbatches[1]
+    assert (mismatch(claims, [0, 1]) is None) == same
+
+
+def test_a_long_name_keeps_its_end():
+    unit = "trunk." * 40 + "block.7"
+    error = mismatch([claim("all_gather", Origin(name, Phase.FORWARD, 1)) for name in (unit, "")], [4, 6])
+    assert "block.7 in forward of microbatch 1" in str(error)
+    assert "rank 6 started all_gather of the root" in str(error)
+
+
+class Branching(Chain):
+    """The ranks in `odd` take the layers in another order."""
+
+    odd: tuple[int, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = list(self.layers)
+        if dist.get_rank() in self.odd:
+            layers[1], layers[2] = layers[2], layers[1]
+        for layer in layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def steps(model: Any, count: int) -> None:
+    optimizer = sgd(model)
+    for step in range(count):
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def branch(before: int, strategy: str) -> None:
+    model = chain(partial(fully_shard, strategy=strategy), Branching())
+    steps(model, before)
+    model.odd = (1, 2)
+    steps(model, 1)
+
+
+def one_more_microbatch(before: int, strategy: str) -> None:
+    model = chain(partial(fully_shard, strategy=strategy))
+    steps(model, before)
+    for _ in range(3 if dist.get_rank() == 0 else 2):
+        model(inputs()).sum().backward()
+    model.zero_grad()
+    steps(model, 1)
+
+
+class Skipping(Chain):
+    skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x if layer is self.layers[2] and self.skips else layer(x)
+        return self.head(x)
+
+
+def a_layer_less(before: int, strategy: str) -> None:
+    model = chain(partial(fully_shard, strategy=strategy), Skipping())
+    steps(model, before)
+    model.skips = dist.get_rank() == 1
+    steps(model, 1)
+
+
+def told(scenario: Callable[[int, str], None], before: int, strategy: str) -> str:
+    with pytest.raises(RankMismatchError) as raised:
+        scenario(before, strategy)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("before", [0, 3], ids=["in the first step", "in a later step"])
+@pytest.mark.parametrize(
+    ("scenario", "strategy", "sides"),
+    [
+        (branch, "zero3", ["rank 0 started all_gather of layers.", "ranks 1, 2 started all_gather of layers."]),
+        (branch, "ddp", ["rank 0 started all_reduce of layers.2", "ranks 1, 2 started all_reduce of layers.1"]),
+        (branch, "zero2", ["layers.1", "layers.2"]),
+        (
+            one_more_microbatch,
+            "zero3",
+            ["rank 0 started all_gather", "of microbatch 3", "ranks 1, 2", "of microbatch 1"],
+        ),
+        (a_layer_less, "zero3", ["ranks 0, 2 started", "rank 1 started", "layers.3"]),
+        (a_layer_less, "zero1", ["ranks 0, 2 started", "rank 1 started", "layers.2"]),
+    ],
+)
+def test_ranks_that_differ_get_the_same_error(scenario, strategy, sides, before):
+    messages = run_ranks(3, told, scenario, before, strategy)
+    assert len(set(messages)) == 1
+    for side in sides:
+        assert side in messages[0]
+
+
+def go_on_after_a_mismatch() -> None:
+    model = chain(fully_shard, Branching())
+    model.odd = (1,)
+    messages = set()
+    for _ in range(3):
+        with pytest.raises(RankMismatchError) as raised:
+            steps(model, 1)
+        messages.add(str(raised.value))
+    assert len(messages) == 1
+
+
+def test_after_a_mismatch_every_call_says_the_same():
+    run_ranks(2, go_on_after_a_mismatch)
+
+
+def losses(compares: bool) -> list[Tensor]:
+    compare_ranks(compares)
+    model = chain(fully_shard)
+    steps(model, 3)
+    return [model(inputs()).detach()]
+
+
+def test_comparing_changes_no_number():
+    assert torch.equal(run_ranks(2, losses, True)[0][0], run_ranks(2, losses, False)[0][0])
