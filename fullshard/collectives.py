@@ -71,10 +71,13 @@ class Pending:
 class Collectives(ABC):
     """Grouped collectives over one process group. Subclasses move the data; this class counts and records."""
 
+    is_queued = False  # whether calls are carried out in order, with no need for the host to wait in between
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
+        self._ranks = tuple(dist.get_process_group_ranks(group))
         self._next_tag = _FIRST_TAG
         self._claimed: deque[Callable[[], list[Tensor]]] = deque()  # not compared yet, in the order of the collectives
         self.broken: RankMismatchError | None = None  # why the group cannot be used any more
@@ -151,7 +154,7 @@ class Collectives(ABC):
     def _agree(self, received: Callable[[], list[Tensor]]) -> None:
         """Compare claims up to `received`, oldest first: all ranks find the same difference, whatever they wait for."""
         while self.broken is None and received in self._claimed:
-            self.broken = mismatch(self._claimed.popleft()(), dist.get_process_group_ranks(self.group))
+            self.broken = mismatch(self._claimed.popleft()(), self._ranks)
         if self.broken is not None:
             raise self.broken
 
@@ -180,7 +183,7 @@ class Collectives(ABC):
         if recorder is None:
             return None
         lane = "gather" if name == "all_gather" else "reduce"
-        return recorder.add(Event(name, origin, lane, sent_bytes=sent_bytes, messages=messages))
+        return recorder.add(Event(name, origin, lane, sent_bytes=sent_bytes, messages=messages, ranks=self._ranks))
 
     @abstractmethod
     def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]: ...
@@ -298,6 +301,8 @@ class PairwiseCollectives(Collectives):
 
 class NativeCollectives(Collectives):
     """The backend's own collectives, one launch for all tensors of a call, queued on the current stream."""
+
+    is_queued = True
 
     def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
         with coalesced(self.group, parts[0].device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -14,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import ConfigError
 from fullshard.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
-from fullshard.mesh import resolve_axes
+from fullshard.mesh import resolve_axes, resolve_groups
 from fullshard.offload_policy import OffloadPolicy
 from fullshard.precision import MixedPrecisionPolicy
 from fullshard.record import Phase
 from fullshard.runtime import Turn, install, is_unit, refuse_copy, run_as_forward, runtime_of, turn_of, turns_in
 from fullshard.state_dict import register_hooks
+from fullshard.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.strategy import Placements as StrategyPlacements
-from fullshard.strategy import ShardingStrategy, resolve_placements
 from fullshard.unit import Unit, UnitSettings
 from fullshard.wrap import AutoWrapPolicy, wrapped_modules
 
@@ -56,7 +57,8 @@ def fully_shard(
         strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
             `Placements`.
         reshard_after_forward: whether to free the whole parameters between forward and backward; what the strategy
-            says, if None (a root keeps them, since its backward follows at once).
+            says, if None (a root keeps them, since its backward follows at once). A number is how many neighbouring
+            ranks keep the whole parameters together meanwhile, each its part: backward gathers among these only.
         mp_policy: the dtypes of compute, of the reduction and of outputs.
         offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU.
         ignored_params: parameters to leave as they are, whole and unsynchronised.
@@ -120,14 +122,12 @@ def shard_unit(
         buffer_dtype: floating-point buffers are cast to it.
     """
     _check(modules)
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise ConfigError(
-            f"reshard_after_forward={reshard_after_forward!r}: True, False or None is needed. Resharding to a smaller "
-            "group is not supported; use strategy='hsdp' to shard within a host."
-        )
     placements = resolve_placements(strategy)
+    if not isinstance(reshard_after_forward, bool | None):
+        placements = _resharded_to(reshard_after_forward, placements)
+        reshard_after_forward = reshard_after_forward > 1
     device = device or (mesh_device(mesh) if mesh is not None else default_device())
-    axes = resolve_axes(mesh, placements, device.type)
+    axes, placements = resolve_groups(resolve_axes(mesh, placements, device.type), placements)
     ignored = list(ignored_params or ())
     settings = UnitSettings(
         axes=axes,
@@ -147,6 +147,20 @@ def shard_unit(
     install(turn)
     register_hooks((module for _, module in own_modules(modules)), turn)
     return turn
+
+
+def _resharded_to(group: int, placements: StrategyPlacements) -> StrategyPlacements:
+    """`placements` with parameters that are kept by groups of ranks from forward to backward."""
+    if not isinstance(group, int) or group < 1:
+        raise ConfigError(
+            f"reshard_after_forward={group!r}: True, False, None or a number of ranks from 1 on is needed."
+        )
+    if placements.parameters is not Placement.SHARDED:
+        raise ConfigError(
+            f"reshard_after_forward={group}: parameters are {placements.parameters.value} between steps under this "
+            "strategy, so there is nothing to reshard to. Use strategy='zero3' or 'hsdp'."
+        )
+    return replace(placements, parameters_in_step=Placement.GROUPED, group=group)
 
 
 def default_device() -> torch.device:

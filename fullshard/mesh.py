@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,9 +13,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard.errors import ConfigError, StateError
 from fullshard.layout import Cut
-from fullshard.strategy import Placements
+from fullshard.strategy import Placement, Placements
 
-__all__ = ["Axes", "default_mesh", "resolve_axes"]
+__all__ = ["Axes", "default_mesh", "resolve_axes", "resolve_groups", "subgroup"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Axes:
     """A mesh whose last axis is the shard axis and whose other axis, if it has two, is the replicate axis."""
 
     mesh: DeviceMesh
+    group_size: int | None = None
+    """How many neighbours on the shard axis are a group, where it is used in two levels."""
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -33,6 +35,17 @@ class Axes:
     def replicate_group(self) -> dist.ProcessGroup | None:
         """The ranks that hold the same parts as this one; None on a 1-D mesh."""
         return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+
+    @property
+    def group_ranks(self) -> tuple[list[int], list[int]]:
+        """The ranks of this rank's group on the shard axis, and those that have its place in every group.
+
+        Numbered as in the default process group, and in order.
+        """
+        assert self.group_size is not None, "the shard axis has one level"
+        ranks = dist.get_process_group_ranks(self.shard_group)
+        group, place = divmod(self.shard_rank, self.group_size)
+        return ranks[group * self.group_size :][: self.group_size], ranks[place :: self.group_size]
 
     @property
     def shard_world(self) -> int:
@@ -75,6 +88,44 @@ def resolve_axes(mesh: DeviceMesh | None, placements: Placements, device_type: s
             'init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
         )
     return Axes(mesh)
+
+
+def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements]:
+    """The axes with the shard axis in groups if a state is grouped, and the placements as they then are.
+
+    What is grouped in groups of one rank is whole, and in one group of all ranks it is sharded.
+
+    Raises:
+        ConfigError: the shard axis does not divide into such groups, or gradients would be summed in three levels.
+    """
+    if not placements.is_grouped:
+        return axes, placements
+    if placements.gradients is Placement.GROUPED and axes.replicate_group is not None:
+        raise ConfigError(
+            f"gradients are grouped, but the mesh has a replicate axis of {axes.mesh.size(0)} besides: sums are taken "
+            "in two levels at most. Pass a mesh with one axis."
+        )
+    world = axes.shard_world
+    size = placements.group or _ranks_per_host(world)
+    if size < 1 or world % size:
+        raise ConfigError(
+            f"groups of {size} ranks were asked for, but the shard axis has {world}, which {size} does not divide. "
+            f"Choose one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
+        )
+    if size in (1, world):
+        return axes, placements.without_groups(Placement.WHOLE if size == 1 else Placement.SHARDED)
+    return replace(axes, group_size=size), placements
+
+
+_subgroups: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+def subgroup(ranks: list[int]) -> dist.ProcessGroup:
+    """The process group of `ranks`, this one among them; made when it is first asked for, by these ranks only."""
+    key = (dist.distributed_c10d._get_default_group(), tuple(ranks))
+    if key not in _subgroups:
+        _subgroups[key] = dist.new_group(ranks, use_local_synchronization=True)
+    return _subgroups[key]
 
 
 _defaults: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], DeviceMesh] = {}

@@ -46,8 +46,8 @@ class Event:
     """One thing the engine did.
 
     `name` is a collective ("all_gather", "reduce_scatter", "all_reduce", "broadcast"), or "fill" / "empty" of a unit's
-    whole storage. `sent_bytes` counts what this rank sends in `messages`; `nbytes` what the storage holds. Times are
-    seconds of `time.perf_counter`; `end` is None while it is under way.
+    whole storage. `sent_bytes` counts what this rank sends in `messages` to the others of `ranks`; `nbytes` what the
+    storage holds. Times are seconds of `time.perf_counter`; `end` is None while it is under way.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Event:
     nbytes: int = 0
     sent_bytes: int = 0
     messages: int = 0
+    ranks: tuple[int, ...] = ()
     start: float = field(default_factory=perf_counter)
     end: float | None = None
 

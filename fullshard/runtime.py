@@ -78,8 +78,8 @@ class Turn:
     def reshards_after_forward(self) -> bool:
         """What the user chose, or what the strategy says; a root is needed again at once."""
         choice = self.unit.settings.reshard_after_forward
-        sharded_in_step = self.unit.settings.placements.parameters_in_step is Placement.SHARDED
-        return sharded_in_step and not self.is_root if choice is None else choice
+        whole_in_step = self.unit.settings.placements.parameters_in_step is Placement.WHOLE
+        return not whole_in_step and not self.is_root if choice is None else choice
 
 
 class Call:
@@ -216,6 +216,8 @@ class Runtime:
             if turn.holds == 0:
                 keep = not (over or turn.unit.form is Form.GATHERING or turn.reshards_after_forward)
                 self._reshard(turn, Phase.FORWARD, keep=keep)
+                if over:
+                    turn.unit.release_group(Phase.FORWARD)
         self.phase = Phase.IDLE
 
     def _leave(self, turn: Turn) -> None:
@@ -307,9 +309,9 @@ class Runtime:
     def _start_reduce(self, turn: Turn) -> None:
         turn.arrived.clear()
         unit = turn.unit
-        if not unit.settings.syncs_gradients:
+        if unit.holds_grads_back:
             unit.hold_grads()
-        elif unit.has_whole_grads or unit.awaits_replicas:
+        elif unit.has_whole_grads or unit.awaits_second_sum:
             # One at a time: gradients of more than two units at once would be memory without a bound.
             self._finish_reductions()
             self._reductions.append(unit.start_reduce(self._reduce_lane, Phase.POST_BACKWARD))

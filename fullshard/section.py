@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +23,14 @@ from fullshard._compat import storage_references
 from fullshard.buffers import Pool, typed_view
 from fullshard.collectives import Collectives, Pending, collectives_for
 from fullshard.layout import Place, SectionLayout, lay_out
-from fullshard.mesh import Axes
+from fullshard.mesh import Axes, subgroup
 from fullshard.precision import DtypeContract
 from fullshard.record import Origin
 from fullshard.sharded_param import ShardedParam, Source
 from fullshard.strategy import Placement, Placements
+from fullshard.two_level import TwoLevel
 
-__all__ = ["Home", "Reduction", "Section", "Wires"]
+__all__ = ["Home", "Section", "Wires"]
 
 
 @dataclass(frozen=True)
@@ -37,15 +39,20 @@ class Wires:
 
     shard: Collectives
     replicate: Collectives | None
+    two_level: TwoLevel | None  # the shard axis once more, where states are grouped
     scratch: Pool
 
     @classmethod
     def along(cls, axes: Axes, device: torch.device, scratch: Pool) -> Wires:
         """The wires along `axes` for tensors on `device`."""
         replicas = axes.replicate_group
+        two_level = None
+        if axes.group_size is not None:
+            two_level = TwoLevel(*(collectives_for(subgroup(ranks), device) for ranks in axes.group_ranks))
         return cls(
             collectives_for(axes.shard_group, device),
             None if replicas is None else collectives_for(replicas, device),
+            two_level,
             scratch,
         )
 
@@ -93,21 +100,29 @@ class Section:
         self.home = home
         self.cuts_optimizer = placements.optimizer is Placement.SHARDED
         self.keeps_whole = placements.parameters is Placement.WHOLE
+        self.keeps_group = placements.parameters is Placement.GROUPED
+        self.groups_gradients = placements.gradients is Placement.GROUPED
+        self._gathers_by_groups = self.keeps_group or placements.parameters_in_step is Placement.GROUPED
         self._axes = axes
         self.wires = wires
         messages = len(self.layout.in_place) + 1
         self._gather_tag = wires.shard.reserve_tags(messages)
         self.reduce_tag = wires.shard.reserve_tags(2 * messages)
         self.replicate_tag = wires.replicate.reserve_tags(2 * messages) if wires.replicate else 0
+        no_tags = (0, 0)
+        self._group_gather_tags = wires.two_level.reserve_tags(messages) if wires.two_level else no_tags
+        self.group_reduce_tags = wires.two_level.reserve_tags(messages) if wires.two_level else no_tags
         self.params: list[ShardedParam] = []
         self._masters = torch.empty(0)
         self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they travel
         self._gathered_version = -1
+        self._group: Tensor | None = None  # the group parts, one after another as the shards are
+        self._group_version = -1
         self._may_have_stepped = False
         self.grads: Tensor | None = None  # the optimizer's gradients, one after another as the shards are
         self._grads_own_references = 0
         self._held: dict[int, Tensor] = {}  # whole gradients of microbatches that were not reduced, in the reduce dtype
-        self.partial: dict[int, Tensor] = {}  # sums over the shard axis that still miss the replicate axis
+        self.partial: dict[int, Tensor] = {}  # sums over the shard axis, or the group, that miss the other level
         self._sources = list(sources)
 
     # -- buffers ------------------------------------------------------------------------------------------------------
@@ -192,6 +207,7 @@ class Section:
             param.place = place
         self.grads = None
         self.forget()
+        self.release_group()
         return shards
 
     def rehome(self, shards: Sequence[Tensor]) -> None:
@@ -267,6 +283,7 @@ class Section:
         if self._may_have_stepped:
             self._may_have_stepped = any(param.grad is not None for param in self.params)
             self.forget()
+            self._group_version = -1
         return self._may_have_stepped or self.is_partial
 
     def start_gather(self, origin: Origin) -> Pending:
@@ -275,8 +292,50 @@ class Section:
             if not self.lives_in_whole:
                 self.whole.copy_(self._masters, non_blocking=True)
             return Pending()
+        if self._gathers_by_groups:
+            return self._start_gather_by_groups(origin)
         parts = self._parts_to_send()
         return self.wires.shard.all_gather(self._gather_places, parts, tag=self._gather_tag, origin=origin)
+
+    def _start_gather_by_groups(self, origin: Origin) -> Pending:
+        two_level = self.wires.two_level
+        assert two_level is not None
+        is_true = self._group is not None and self._group_version == self._version()
+        if self._group is None:
+            self._group = self.wires.scratch.take(two_level.groups * self.layout.shard_numel, self.contract.compute)
+        group_parts = self._group_parts(self._group)
+        options: Any = {"tags": self._group_gather_tags, "origin": origin}
+        if is_true:
+            return two_level.gather_within(self._gather_places, group_parts, **options)
+        self._group_version = self._version()
+        return two_level.all_gather(self._gather_places, group_parts, self._parts_to_send(), **options)
+
+    def _group_parts(self, group: Tensor) -> list[Tensor]:
+        slices = [place.part for place in self.layout.in_place] + ([self.layout.pack] if self.layout.pack_numel else [])
+        return [self.group_part(part, group) for part in slices]
+
+    def group_part(self, part: slice, group: Tensor) -> Tensor:
+        """The group part in `group` of what lies in `part` of a shard buffer, each group's end to end."""
+        groups = group.numel() // self.layout.shard_numel
+        return group[groups * part.start : groups * part.stop]
+
+    @property
+    def place_ranks(self) -> range:
+        """The ranks of the shard axis that have this one's place in their groups."""
+        size = self._axes.group_size
+        assert size is not None
+        return range(self.rank % size, self.layout.world, size)
+
+    @property
+    def group_nbytes(self) -> int:
+        """Bytes of the group parts that are in memory."""
+        return 0 if self._group is None else self._group.nbytes
+
+    def release_group(self) -> None:
+        """Give the group parts' memory back."""
+        if self._group is not None:
+            self.wires.scratch.give(self._group)
+            self._group = None
 
     def finish_gather(self) -> None:
         """Put what came in the pack where it belongs. Call when the gather has ended."""
@@ -355,167 +414,3 @@ class Section:
     def shard_view(self, place: Place, buffer: Tensor) -> Tensor:
         """This rank's stretch of a shard buffer for one parameter, 1-D, without padding."""
         return buffer[place.shard_offset : place.shard_offset + place.cut.shard_numel(self.rank)]
-
-
-class Reduction:
-    """One section's gradients on their way from whole, on every rank, to what the optimizer sees.
-
-    Args:
-        section: whose gradients.
-        grads: the whole gradients by index of the parameter, in the reduce dtype and contiguous.
-        divisor: what the sum over all ranks is divided by.
-        over_replicas: whether to sum over the replicate axis too, or to keep the sum for a later reduction.
-        origin: for the record.
-    """
-
-    def __init__(
-        self, section: Section, grads: dict[int, Tensor], *, divisor: float, over_replicas: bool, origin: Origin
-    ) -> None:
-        self._section = section
-        self._grads = grads
-        self._divisor = divisor
-        self._origin = origin
-        self._replicas = section.wires.replicate
-        self._over_replicas = over_replicas or self._replicas is None
-        self._scratch: list[Tensor] = []
-        if self._over_replicas:
-            for i in section.partial.keys() - grads.keys():
-                shape = section.layout.places[i].cut.shape
-                grads[i] = torch.zeros(shape, dtype=section.contract.reduce, device=section.device)
-        self._pending = self._start_scatter() if section.cuts_optimizer else self._start_all_reduce()
-
-    def complete(self) -> None:
-        """Wait for the sums over the shard axis, and take those over the replicate axis."""
-        self._pending.wait()
-        if self._replicas is not None and self._over_replicas:
-            wires, section = self._replicas, self._section
-            self._add_partial()
-            sums = [self._shards] if section.cuts_optimizer else self._wholes
-            wires.all_reduce(sums, self._divisor, tag=section.replicate_tag, origin=self._origin).wait()
-
-    def deliver(self) -> None:
-        """Let the sharded parameters have their gradients, added to what they have already."""
-        section = self._section
-        if not self._over_replicas:
-            self._keep_partial()
-            return
-        section.expect_step()
-        if section.cuts_optimizer:
-            self._deliver_shards()
-        else:
-            for i, grad in self._grads.items():
-                param = section.params[i]
-                _add_grad(param, grad.view(param.place.cut.shape).to(section.contract.stored))
-        for scratch in self._scratch:
-            section.wires.scratch.give(scratch)
-
-    # -- optimizer sharded: reduce-scatter ----------------------------------------------------------------------------
-
-    def _start_scatter(self) -> Pending:
-        section, layout = self._section, self._section.layout
-        accumulates = any(section.params[i].grad is not None for i in self._grads)
-        direct = (
-            section.contract.reduce == section.contract.stored
-            and section.home.device == section.device
-            and self._over_replicas
-            and not accumulates
-        )
-        self._shards = section.new_grad_shards() if direct else self._take(layout.shard_numel)
-        if len(self._grads) < len(section.params):
-            self._shards.zero_()
-        in_place = [i for i in self._grads if layout.places[i].in_place]
-        places = [layout.places[i] for i in in_place]
-        sums = [section.shard_view(place, self._shards) for place in places]
-        wholes = [self._grads[i].view(-1) for i in in_place]
-        part_numels = [place.cut.part_numel for place in places]
-        if any(not layout.places[i].in_place for i in self._grads):
-            sums.append(self._shards[layout.pack])
-            wholes.append(self._packed_by_rank())
-            part_numels.append(layout.pack_numel)
-        return section.wires.shard.reduce_scatter(
-            sums,
-            wholes,
-            part_numels,
-            1 if self._replicas is not None else self._divisor,
-            tag=section.reduce_tag,
-            origin=self._origin,
-        )
-
-    def _packed_by_rank(self) -> Tensor:
-        """The gradients of packed parameters, each rank's parts side by side: the one copy, of little."""
-        section, layout = self._section, self._section.layout
-        wire = self._take(layout.world * layout.pack_numel).zero_().view(layout.world, layout.pack_numel)
-        for i, grad in self._grads.items():
-            place = layout.places[i]
-            if place.in_place:
-                continue
-            if place.cut.dim is None:
-                start = place.shard_offset - layout.pack_offset
-                wire[:, start : start + grad.numel()].copy_(grad.view(1, -1).expand(layout.world, -1))
-            else:
-                for part, stretch in section.pack_pairs(place, grad.view(place.cut.shape), wire):
-                    stretch.copy_(part)
-        return wire.view(-1)
-
-    def _deliver_shards(self) -> None:
-        section, layout = self._section, self._section.layout
-        shards, fresh = self._shards, [i for i in self._grads if section.params[i].grad is None]
-        if shards is not section.grads and len(fresh) == len(self._grads):
-            shards = section.new_grad_shards()
-            shards.copy_(self._shards, non_blocking=True)
-        for i in self._grads:
-            place = layout.places[i]
-            shard = section.shard_view(place, shards).view(place.cut.shard_shape(section.rank))
-            if shards is self._shards and shards is not section.grads:  # scratch: must not outlive this call
-                _add_grad(section.params[i], shard.to(section.home.device, section.contract.stored, copy=i in fresh))
-            else:
-                _add_grad(section.params[i], shard)
-
-    def _take(self, numel: int) -> Tensor:
-        scratch = self._section.wires.scratch.take(numel, self._section.contract.reduce)
-        self._scratch.append(scratch)
-        return scratch
-
-    # -- optimizer whole: all-reduce ----------------------------------------------------------------------------------
-
-    def _start_all_reduce(self) -> Pending:
-        section, layout = self._section, self._section.layout
-        packed = [i for i in self._grads if not layout.places[i].in_place]
-        if packed:  # one message for the small ones; they stay where they travelled
-            flat = torch.cat([self._grads[i].view(-1) for i in packed])
-            parts = flat.split([self._grads[i].numel() for i in packed])
-            self._grads = {**self._grads, **dict(zip(packed, parts, strict=True))}
-        self._wholes = [grad.view(-1) for i, grad in self._grads.items() if i not in packed]
-        self._wholes += [flat] if packed else []
-        divisor = 1 if self._replicas is not None else self._divisor
-        return section.wires.shard.all_reduce(self._wholes, divisor, tag=section.reduce_tag, origin=self._origin)
-
-    # -- sums that still miss the replicate axis ----------------------------------------------------------------------
-
-    def _keep_partial(self) -> None:
-        section = self._section
-        for i in self._grads:
-            if section.cuts_optimizer:
-                term = section.shard_view(section.layout.places[i], self._shards)
-            else:
-                term = self._grads[i].view(-1)
-            kept = section.partial.get(i)
-            section.partial[i] = term.clone() if kept is None else kept.add_(term)
-        for scratch in self._scratch:
-            section.wires.scratch.give(scratch)
-
-    def _add_partial(self) -> None:
-        section = self._section
-        for i, kept in section.partial.items():
-            if section.cuts_optimizer:
-                section.shard_view(section.layout.places[i], self._shards).add_(kept)
-            else:
-                self._grads[i].view(-1).add_(kept)
-        section.partial.clear()
-
-
-def _add_grad(param: ShardedParam, shard: Tensor) -> None:
-    if param.grad is None:
-        param.grad = shard
-    else:
-        param.grad.add_(shard)

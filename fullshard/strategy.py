@@ -6,7 +6,7 @@ arXiv:2304.11277).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from fullshard.errors import ConfigError
@@ -18,7 +18,13 @@ class Placement(Enum):
     """What the ranks of the shard axis have of a state."""
 
     WHOLE = "whole"  # every rank has all of it
+    GROUPED = "grouped"  # every group of neighbouring ranks has all of it; a rank has its part of the group's
     SHARDED = "sharded"  # every rank has its own part
+
+    @property
+    def spread(self) -> int:
+        """0 for whole, 1 for grouped, 2 for sharded: the higher, the less a rank has."""
+        return list(Placement).index(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +37,11 @@ class Placements:
         gradients: while several microbatches add to them.
         optimizer: the optimizer's state, and so the parameters that the optimizer sees.
         replicated: whether a replicate axis is required (a 2-D mesh).
+        group: how many neighbouring ranks are a group, where a state is grouped; the ranks of a host, if None.
 
     Raises:
-        ConfigError: parameters are whole in less time than between steps, or something that the optimizer
-            does not own is sharded.
+        ConfigError: a rank would have less of the parameters within a step than between steps, or something that the
+            optimizer does not own is sharded, or the optimizer's state is grouped.
     """
 
     parameters: Placement
@@ -42,19 +49,44 @@ class Placements:
     gradients: Placement
     optimizer: Placement
     replicated: bool = False
+    group: int | None = None
 
     def __post_init__(self) -> None:
-        sharded, whole = Placement.SHARDED, Placement.WHOLE
-        if self.parameters_in_step is sharded and self.parameters is whole:
+        whole = Placement.WHOLE
+        if self.parameters_in_step.spread > self.parameters.spread:
             raise ConfigError(
-                "parameters_in_step is sharded but parameters is whole: what every rank keeps between steps is never "
-                "freed within one. Make parameters sharded too."
+                f"parameters_in_step is {self.parameters_in_step.value} but parameters is {self.parameters.value}: "
+                f"what a rank keeps between steps is never freed within one. Make parameters "
+                f"{self.parameters_in_step.value} too."
             )
-        if self.optimizer is whole and sharded in (self.parameters, self.gradients):
+        if self.optimizer is whole and not self.parameters is self.gradients is whole:
             raise ConfigError(
-                "optimizer is whole but parameters or gradients are sharded: a rank can only step what it holds. "
+                "optimizer is whole but parameters or gradients are not: a rank can only step what it holds. "
                 "Make optimizer sharded too."
             )
+        if self.optimizer is Placement.GROUPED:
+            raise ConfigError(
+                "optimizer is grouped: groups would hold, and step, the same parameters. Use strategy='hsdp' with a "
+                "mesh whose first axis is the groups, or make optimizer sharded."
+            )
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether any state is grouped, so that the shard axis is used in two levels."""
+        return Placement.GROUPED in (self.parameters, self.parameters_in_step, self.gradients)
+
+    def without_groups(self, instead: Placement) -> Placements:
+        """These placements with `instead` for every state that is grouped."""
+
+        def resolved(placement: Placement) -> Placement:
+            return instead if placement is Placement.GROUPED else placement
+
+        return replace(
+            self,
+            parameters=resolved(self.parameters),
+            parameters_in_step=resolved(self.parameters_in_step),
+            gradients=resolved(self.gradients),
+        )
 
 
 _W, _S = Placement.WHOLE, Placement.SHARDED

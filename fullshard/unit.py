@@ -20,7 +20,8 @@ from fullshard.mesh import Axes
 from fullshard.offload_policy import CPUOffloadPolicy, OffloadPolicy
 from fullshard.precision import MixedPrecisionPolicy
 from fullshard.record import Event, Origin, Phase, active_recorder
-from fullshard.section import Home, Reduction, Section, Wires
+from fullshard.reduction import Reduction, start_reduction
+from fullshard.section import Home, Section, Wires
 from fullshard.sharded_param import ShardedParam, Source
 from fullshard.strategy import Placement, Placements
 from fullshard.streams import Lane
@@ -194,9 +195,12 @@ class Unit:
         self.check_materialized()
         self._fill(phase)
         stale = [section for section in self.sections if not section.is_gathered]
+        group_nbytes = self._group_nbytes
         with torch.no_grad(), lane.after_compute():
             self._pending = [section.start_gather(self.origin(phase)) for section in stale]
             self._gathered = lane.mark()
+        if self._group_nbytes > group_nbytes and self.settings.placements.parameters is not Placement.GROUPED:
+            self._note("fill", phase, self._group_nbytes - group_nbytes)
         self._stale = stale
         self.form = Form.GATHERING
 
@@ -229,13 +233,26 @@ class Unit:
             self._show_sharded()
             self.form = Form.SHARDED
         if self.is_filled and not (keep or self.keeps_whole):
-            self._empty()
-            self._note("empty", phase)
+            self.slot.empty()
+            for section in self.sections:
+                section.forget()
+            self._note("empty", phase, self.whole_nbytes)
+        if phase is not Phase.FORWARD:
+            self.release_group(phase)
 
-    def _empty(self) -> None:
-        self.slot.empty()
+    def release_group(self, phase: Phase) -> None:
+        """Give back what the group keeps of the unit from forward to backward."""
+        if self.settings.placements.parameters is Placement.GROUPED:
+            return
+        nbytes = self._group_nbytes
         for section in self.sections:
-            section.forget()
+            section.release_group()
+        if nbytes:
+            self._note("empty", phase, nbytes)
+
+    @property
+    def _group_nbytes(self) -> int:
+        return sum(section.group_nbytes for section in self.sections)
 
     def _fill(self, phase: Phase) -> None:
         if self.keeps_whole or self.is_filled:
@@ -243,12 +260,12 @@ class Unit:
         if not self.can_fill:
             self.move(Slot(self.settings.device))
         self.slot.fill(self, self.whole_nbytes)
-        self._note("fill", phase)
+        self._note("fill", phase, self.whole_nbytes)
 
-    def _note(self, name: str, phase: Phase) -> None:
+    def _note(self, name: str, phase: Phase, nbytes: int) -> None:
         recorder = active_recorder()
         if recorder is not None:
-            recorder.add(Event(name, self.origin(phase), nbytes=self.whole_nbytes)).finish()
+            recorder.add(Event(name, self.origin(phase), nbytes=nbytes)).finish()
 
     def _show_sharded(self) -> None:
         for param in self.params:
@@ -348,9 +365,19 @@ class Unit:
             param.watch(partial(on_grad, self, param))
 
     @property
-    def awaits_replicas(self) -> bool:
-        """Whether sums that were kept from the replicate axis are now to be taken over it."""
-        return self.settings.syncs_replicas and any(section.is_partial for section in self.sections)
+    def finishes_sums(self) -> bool:
+        """Whether a reduction now takes the second sum too: over the replicate axis, or across groups."""
+        return self.settings.syncs_gradients and self.settings.syncs_replicas
+
+    @property
+    def awaits_second_sum(self) -> bool:
+        """Whether sums that were kept from the second level are now to be taken over it."""
+        return self.finishes_sums and any(section.is_partial for section in self.sections)
+
+    @property
+    def holds_grads_back(self) -> bool:
+        """Whether whole gradients wait until a later microbatch is synced, instead of being reduced now."""
+        return not self.settings.syncs_gradients and self.settings.placements.gradients is not Placement.GROUPED
 
     @property
     def has_whole_grads(self) -> bool:
@@ -380,18 +407,17 @@ class UnitReduction:
     """The reductions of all sections of a unit, started together. `finish()` gives the optimizer its gradients."""
 
     def __init__(self, unit: Unit, lane: Lane, phase: Phase) -> None:
-        settings = unit.settings
         self._lane = lane
         self._reductions: list[Reduction] = []
         taken = [(section, section.take_grads()) for section in unit.sections]
         with lane.after_compute():
             for section, grads in taken:
-                if grads or (settings.syncs_replicas and section.is_partial):
-                    reduction = Reduction(
+                if grads or (unit.finishes_sums and section.is_partial):
+                    reduction = start_reduction(
                         section,
                         grads,
-                        divisor=settings.divisor,
-                        over_replicas=settings.syncs_replicas,
+                        divisor=unit.settings.divisor,
+                        finishes=unit.finishes_sums,
                         origin=unit.origin(phase),
                     )
                     self._reductions.append(reduction)

@@ -16,9 +16,9 @@ FLOORS = [
     # 0: numbers in, numbers out
     ["errors", "layout", "strategy", "precision", "offload_policy"],
     # 1: tensors in, tensors out
-    ["_compat", "record", "mesh", "buffers", "agreement", "collectives", "streams"],
+    ["_compat", "record", "mesh", "buffers", "agreement", "collectives", "two_level", "streams"],
     # 2: sharded things
-    ["sharded_param", "section", "unit"],
+    ["sharded_param", "section", "reduction", "unit"],
     # 3: runtime
     ["order", "nested", "runtime", "materialize"],
     # 4: what users call

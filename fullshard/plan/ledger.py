@@ -6,7 +6,8 @@ By formula, for the units of a model, with N ranks on the shard axis and the lay
     gradients         what the optimizer sees: shards, or whole gradients where the optimizer is whole
     optimizer state   as many values as the optimizer keeps for each one it updates
     gathered peak     whole buffers beyond those kept between steps: every unit where whole parameters stay until
-                      backward; else the root and the two neighbours that need most, one computing, one gathered ahead
+                      backward; else the root and the two neighbours that need most, one computing, one gathered ahead;
+                      and what groups keep until backward of all units up to these, if they do
     activations       what forward leaves for backward: counted in a forward without memory, on fake tensors
 """
 
@@ -25,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from fullshard._compat import fake_tensors, storage_watch
 from fullshard.errors import ConfigError
 from fullshard.layout import SectionLayout, lay_out
+from fullshard.mesh import resolve_groups
 from fullshard.record import recording
 from fullshard.runtime import Turn, turns_in
 from fullshard.section import Section
@@ -81,11 +83,13 @@ def predict_ledger(
     """
     turns = _turns(model)
     cost = optimizer or OptimizerCost()
-    placements = turns[0].unit.settings.placements if strategy is None else resolve_placements(strategy)
+    settings = turns[0].unit.settings
+    placements = settings.placements if strategy is None else resolve_placements(strategy)
+    _, placements = resolve_groups(settings.axes, placements)
     plans = [[_SectionPlan.of(section, placements) for section in turn.unit.sections] for turn in turns]
     every = [plan for unit in plans for plan in unit]
     return Ledger(
-        parameters=sum(plan.rest_nbytes for plan in every) + _kept_whole(turns, placements),
+        parameters=sum(plan.rest_nbytes for plan in every) + _kept_between_steps(turns, placements),
         gradients=sum(plan.gradient_nbytes for plan in every),
         optimizer_state=sum(plan.optimizer_nbytes(cost) for plan in every),
         gathered_peak=_gathered_peak(turns, placements),
@@ -135,8 +139,21 @@ class _SectionPlan:
         return cost.values * numel * self.section.contract.stored.itemsize + cost.extra_bytes * len(cuts)
 
 
-def _kept_whole(turns: Sequence[Turn], placements: StrategyPlacements) -> int:
-    return sum(turn.unit.whole_nbytes for turn in turns) if placements.parameters is Placement.WHOLE else 0
+def _kept_between_steps(turns: Sequence[Turn], placements: StrategyPlacements) -> int:
+    if placements.parameters is Placement.SHARDED:
+        return 0
+    if placements.parameters is Placement.WHOLE:
+        return sum(turn.unit.whole_nbytes for turn in turns)
+    return sum(_group_nbytes(turn, placements) for turn in turns)
+
+
+def _group_nbytes(turn: Turn, placements: StrategyPlacements) -> int:
+    """Bytes of what this rank's group keeps of a unit, on this rank."""
+    axes, _ = resolve_groups(turn.unit.settings.axes, placements)
+    assert axes.group_size is not None
+    groups = axes.shard_world // axes.group_size
+    sections = turn.unit.sections
+    return sum(groups * section.layout.shard_numel * section.contract.compute.itemsize for section in sections)
 
 
 def _gathered_peak(turns: Sequence[Turn], placements: StrategyPlacements) -> int:
@@ -145,8 +162,12 @@ def _gathered_peak(turns: Sequence[Turn], placements: StrategyPlacements) -> int
     nbytes = [turn.unit.whole_nbytes for turn in turns]
     if placements.parameters_in_step is Placement.WHOLE:
         return sum(nbytes)
+    kept = [0] * len(turns)
+    if placements.parameters is Placement.SHARDED and placements.parameters_in_step is Placement.GROUPED:
+        kept = [_group_nbytes(turn, placements) for turn in turns]
     root, inner = nbytes[0], nbytes[1:]
-    return root + max((sum(pair) for pair in pairwise(inner)), default=sum(inner))
+    pairs = (sum(pair) + sum(kept[: last + 1]) for last, pair in enumerate(pairwise(inner), 2))
+    return root + max(pairs, default=sum(inner) + sum(kept))
 
 
 def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) -> Ledger:
@@ -167,8 +188,9 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
     gradients = storage_bytes(param.grad for param in model.parameters() if param.grad is not None)
     optimizer.zero_grad()
     kept = [turn.unit for turn in turns if turn.unit.keeps_whole]
+    groups = sum(section.group_nbytes for turn in turns for section in turn.unit.sections)
     return Ledger(
-        parameters=storage_bytes(model.parameters(), (unit.slot.storage for unit in kept)),
+        parameters=storage_bytes(model.parameters(), (unit.slot.storage for unit in kept)) + groups,
         gradients=gradients,
         optimizer_state=storage_bytes(_state_tensors(optimizer)),
         gathered_peak=record.gathered_peak_bytes(),

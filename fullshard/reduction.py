@@ -1,0 +1,254 @@
+"""One section's gradients on their way from whole, on every rank, to what the optimizer sees."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fullshard.collectives import Pending
+from fullshard.record import Origin
+from fullshard.section import Section
+from fullshard.sharded_param import ShardedParam
+
+__all__ = ["Reduction", "start_reduction"]
+
+
+def start_reduction(
+    section: Section, grads: dict[int, Tensor], *, divisor: float, finishes: bool, origin: Origin
+) -> Reduction:
+    """Begin to sum `grads`, the whole gradients of `section` by index of the parameter. See `Reduction`."""
+    kind = GroupedReduction if section.groups_gradients else Reduction
+    return kind(section, grads, divisor=divisor, finishes=finishes, origin=origin)
+
+
+class Reduction:
+    """Sums over the shard axis, and then over the replicate axis if there is one.
+
+    Args:
+        section: whose gradients.
+        grads: the whole gradients by index of the parameter, in the reduce dtype and contiguous.
+        divisor: what the sum over all ranks is divided by.
+        finishes: whether to take the second sum too, where there is one, or to keep the first for a later reduction.
+        origin: for the record.
+    """
+
+    def __init__(
+        self, section: Section, grads: dict[int, Tensor], *, divisor: float, finishes: bool, origin: Origin
+    ) -> None:
+        self._section = section
+        self._grads = grads
+        self._divisor = divisor
+        self._origin = origin
+        self._finishes = finishes or not self._has_second_level
+        self._scratch: list[Tensor] = []
+        if self._finishes:
+            for i in section.partial.keys() - grads.keys():
+                shape = section.layout.places[i].cut.shape
+                grads[i] = torch.zeros(shape, dtype=section.contract.reduce, device=section.device)
+        self._pending = self._start_scatter() if section.cuts_optimizer else self._start_all_reduce()
+
+    @property
+    def _has_second_level(self) -> bool:
+        return self._section.wires.replicate is not None
+
+    def complete(self) -> None:
+        """Wait for the first sums, and take the second ones."""
+        self._pending.wait()
+        if self._has_second_level and self._finishes:
+            self._add_partial()
+            self._finish_sums()
+
+    def _finish_sums(self) -> None:
+        section, replicas = self._section, self._section.wires.replicate
+        assert replicas is not None
+        sums = [self._shards] if section.cuts_optimizer else self._wholes
+        replicas.all_reduce(sums, self._divisor, tag=section.replicate_tag, origin=self._origin).wait()
+
+    def deliver(self) -> None:
+        """Let the sharded parameters have their gradients, added to what they have already."""
+        section = self._section
+        if not self._finishes:
+            self._keep_partial()
+            return
+        section.expect_step()
+        if section.cuts_optimizer:
+            self._deliver_shards()
+        else:
+            for i, grad in self._grads.items():
+                param = section.params[i]
+                _add_grad(param, grad.view(param.place.cut.shape).to(section.contract.stored))
+        for scratch in self._scratch:
+            section.wires.scratch.give(scratch)
+
+    # -- optimizer sharded: reduce-scatter ----------------------------------------------------------------------------
+
+    def _start_scatter(self) -> Pending:
+        section, layout = self._section, self._section.layout
+        accumulates = any(section.params[i].grad is not None for i in self._grads)
+        direct = (
+            section.contract.reduce == section.contract.stored
+            and section.home.device == section.device
+            and self._finishes
+            and not accumulates
+        )
+        self._shards = section.new_grad_shards() if direct else self._take(layout.shard_numel)
+        if len(self._grads) < len(section.params):
+            self._shards.zero_()
+        return self._scatter()
+
+    def _scatter(self) -> Pending:
+        section = self._section
+        divisor = 1 if self._has_second_level else self._divisor
+        wholes, part_numels = self._terms()
+        return section.wires.shard.reduce_scatter(
+            self._sums(), wholes, part_numels, divisor, tag=section.reduce_tag, origin=self._origin
+        )
+
+    @property
+    def _in_place(self) -> list[int]:
+        return [i for i in self._grads if self._section.layout.places[i].in_place]
+
+    @property
+    def _packs(self) -> bool:
+        return len(self._in_place) < len(self._grads)
+
+    def _terms(self) -> tuple[list[Tensor], list[int]]:
+        """What is sent, gradients in place and the pack, and how many elements of each are one rank's."""
+        layout = self._section.layout
+        wholes = [self._grads[i].view(-1) for i in self._in_place]
+        part_numels = [layout.places[i].cut.part_numel for i in self._in_place]
+        if self._packs:
+            wholes.append(self._packed_by_rank())
+            part_numels.append(layout.pack_numel)
+        return wholes, part_numels
+
+    def _sums(self) -> list[Tensor]:
+        """Where this rank's sums go, of each of the terms."""
+        section, layout = self._section, self._section.layout
+        sums = [section.shard_view(layout.places[i], self._shards) for i in self._in_place]
+        return [*sums, self._shards[layout.pack]] if self._packs else sums
+
+    def _packed_by_rank(self) -> Tensor:
+        """The gradients of packed parameters, each rank's parts side by side: the one copy, of little."""
+        section, layout = self._section, self._section.layout
+        wire = self._take(layout.world * layout.pack_numel).zero_().view(layout.world, layout.pack_numel)
+        for i, grad in self._grads.items():
+            place = layout.places[i]
+            if place.in_place:
+                continue
+            if place.cut.dim is None:
+                start = place.shard_offset - layout.pack_offset
+                wire[:, start : start + grad.numel()].copy_(grad.view(1, -1).expand(layout.world, -1))
+            else:
+                for part, stretch in section.pack_pairs(place, grad.view(place.cut.shape), wire):
+                    stretch.copy_(part)
+        return wire.view(-1)
+
+    def _deliver_shards(self) -> None:
+        section, layout = self._section, self._section.layout
+        shards, fresh = self._shards, [i for i in self._grads if section.params[i].grad is None]
+        if shards is not section.grads and len(fresh) == len(self._grads):
+            shards = section.new_grad_shards()
+            shards.copy_(self._shards, non_blocking=True)
+        for i in self._grads:
+            place = layout.places[i]
+            shard = section.shard_view(place, shards).view(place.cut.shard_shape(section.rank))
+            if shards is self._shards and shards is not section.grads:  # scratch: must not outlive this call
+                _add_grad(section.params[i], shard.to(section.home.device, section.contract.stored, copy=i in fresh))
+            else:
+                _add_grad(section.params[i], shard)
+
+    def _take(self, numel: int) -> Tensor:
+        scratch = self._section.wires.scratch.take(numel, self._section.contract.reduce)
+        self._scratch.append(scratch)
+        return scratch
+
+    # -- optimizer whole: all-reduce ----------------------------------------------------------------------------------
+
+    def _start_all_reduce(self) -> Pending:
+        section, layout = self._section, self._section.layout
+        packed = [i for i in self._grads if not layout.places[i].in_place]
+        if packed:  # one message for the small ones; they stay where they travelled
+            flat = torch.cat([self._grads[i].view(-1) for i in packed])
+            parts = flat.split([self._grads[i].numel() for i in packed])
+            self._grads = {**self._grads, **dict(zip(packed, parts, strict=True))}
+        self._wholes = [grad.view(-1) for i, grad in self._grads.items() if i not in packed]
+        self._wholes += [flat] if packed else []
+        divisor = 1 if self._has_second_level else self._divisor
+        return section.wires.shard.all_reduce(self._wholes, divisor, tag=section.reduce_tag, origin=self._origin)
+
+    # -- sums that still miss the second level ------------------------------------------------------------------------
+
+    def _first_sum(self, i: int) -> Tensor:
+        """The first sum of parameter `i`: a view."""
+        if self._section.cuts_optimizer:
+            return self._section.shard_view(self._section.layout.places[i], self._shards)
+        return self._grads[i].view(-1)
+
+    def _keep_partial(self) -> None:
+        section = self._section
+        for i in self._grads:
+            term, kept = self._first_sum(i), section.partial.get(i)
+            section.partial[i] = term.clone() if kept is None else kept.add_(term)
+        for scratch in self._scratch:
+            section.wires.scratch.give(scratch)
+
+    def _add_partial(self) -> None:
+        for i, kept in self._section.partial.items():
+            self._first_sum(i).add_(kept)
+        self._section.partial.clear()
+
+
+class GroupedReduction(Reduction):
+    """Sums within the group of neighbouring ranks, and then across groups."""
+
+    @property
+    def _has_second_level(self) -> bool:
+        return True
+
+    def _scatter(self) -> Pending:
+        section = self._section
+        two_level = section.wires.two_level
+        assert two_level is not None
+        self._group = self._take(two_level.groups * section.layout.shard_numel)
+        if len(self._grads) < len(section.params):
+            self._group.zero_()
+        wholes, part_numels = self._terms()
+        return two_level.reduce_within(
+            self._group_sums(), wholes, part_numels, tags=section.group_reduce_tags, origin=self._origin
+        )
+
+    def _finish_sums(self) -> None:
+        section, layout = self._section, self._section.layout
+        two_level = section.wires.two_level
+        assert two_level is not None
+        owned = [sum(layout.places[i].cut.shard_numel(rank) for rank in section.place_ranks) for i in self._in_place]
+        part_numels = [layout.places[i].cut.part_numel for i in self._in_place]
+        if self._packs:
+            owned.append(two_level.groups * layout.pack_numel)
+            part_numels.append(layout.pack_numel)
+        sums = [group_sum[:numel] for group_sum, numel in zip(self._group_sums(), owned, strict=True)]
+        two_level.reduce_across(
+            self._sums(), sums, part_numels, self._divisor, tags=section.group_reduce_tags, origin=self._origin
+        ).wait()
+
+    def _group_sums(self) -> list[Tensor]:
+        """Where the sums within the group go, of each of the terms: as group parts lie."""
+        section = self._section
+        sums = [section.group_part(section.layout.places[i].part, self._group) for i in self._in_place]
+        return [*sums, section.group_part(section.layout.pack, self._group)] if self._packs else sums
+
+    def _first_sum(self, i: int) -> Tensor:
+        section, place = self._section, self._section.layout.places[i]
+        if place.in_place:
+            return section.group_part(place.part, self._group)
+        rows = section.group_part(section.layout.pack, self._group).view(-1, section.layout.pack_numel)
+        start = place.shard_offset - section.layout.pack_offset
+        return rows[:, start : start + place.part.stop - place.part.start]
+
+
+def _add_grad(param: ShardedParam, shard: Tensor) -> None:
+    if param.grad is None:
+        param.grad = shard
+    else:
+        param.grad.add_(shard)

@@ -1,0 +1,169 @@
+"""States that groups of neighbouring ranks have together: the same numbers, and less that crosses a group's border."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small_models import Chain, chain, initialise, inputs, sgd, whole_grads, wholes
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import ConfigError, Placement, Placements, fully_shard, recording
+from fullshard.plan.ledger import measure_ledger, predict_ledger
+from fullshard.runtime import turns_in
+from fullshard.testing import assert_same, run_ranks
+
+W, G, S = Placement.WHOLE, Placement.GROUPED, Placement.SHARDED
+
+
+def grouped(parameters: Placement, in_step: Placement, gradients: Placement, group: int = 2) -> Placements:
+    return Placements(parameters=parameters, parameters_in_step=in_step, gradients=gradients, optimizer=S, group=group)
+
+
+WITHIN_STEP = grouped(S, G, S)  # what ZeRO++ calls hpZ
+BETWEEN_STEPS = grouped(G, G, S)
+ALL_BUT_OPTIMIZER = grouped(G, G, G)  # what Megatron-FSDP calls HFSDP
+GRADIENTS_ONLY = grouped(S, S, G)
+WHOLE_IN_STEP = grouped(G, W, S)
+
+
+def batch(step: int) -> torch.Tensor:
+    return inputs(step * 7 + torch.distributed.get_rank())
+
+
+def learn(shard: Any, *, accumulate: int = 1, synced: bool = False, steps: int = 4) -> list[Any]:
+    model = chain(shard)
+    optimizer, left = sgd(model), []
+    for step in range(steps):
+        for i in range(accumulate):
+            if accumulate > 1:
+                model.set_requires_gradient_sync(synced or i == accumulate - 1)
+            loss = model(batch(step * accumulate + i)).square().mean() / accumulate
+            loss.backward()
+            left.append(loss.detach())
+        left.append(whole_grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            left.append(model(batch(99)))
+    return [*left, wholes(model)]
+
+
+def agree_with_zero3() -> None:
+    expected = learn(fully_shard)
+    for placements in (WITHIN_STEP, BETWEEN_STEPS, WHOLE_IN_STEP):
+        assert_same(learn(partial(fully_shard, strategy=placements)), expected, name=str(placements))
+    for count in (1, 2, 4):
+        assert_same(learn(partial(fully_shard, reshard_after_forward=count)), expected, name=f"to {count} ranks")
+
+
+def test_whoever_has_the_parameters_the_bits_are_those_of_zero3():
+    run_ranks(4, agree_with_zero3)
+
+
+def agree_with_hsdp(accumulate: int) -> None:
+    """Sums over groups of two and then across: as hybrid sharding takes them on a mesh of the same groups."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = partial(fully_shard, strategy="hsdp", mesh=mesh)
+    for placements in (ALL_BUT_OPTIMIZER, GRADIENTS_ONLY):
+        shard = partial(fully_shard, strategy=placements)
+        assert_same(learn(shard), learn(hybrid), name=str(placements))
+        assert_same(
+            learn(shard, accumulate=accumulate, synced=True),
+            learn(hybrid, accumulate=accumulate, synced=True),
+            name=str(placements),
+        )
+
+
+def test_sums_by_groups_have_the_bits_of_hybrid_sharding():
+    run_ranks(4, agree_with_hsdp, 3)
+
+
+def accumulate_within_groups() -> None:
+    """In microbatches that are not synced, a hybrid strategy that reduces on its shard axis does the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def learn_with(shard: Any, switch: str) -> list[Any]:
+        model = chain(shard)
+        left = []
+        for step in range(2):
+            for i in range(3):
+                getattr(model, switch)(i == 2)
+                model(batch(step * 3 + i)).square().mean().backward()
+            left.append(whole_grads(model))
+            model.zero_grad()
+        return left
+
+    hybrid = learn_with(partial(fully_shard, strategy="hsdp", mesh=mesh), "set_requires_all_reduce")
+    grouped = learn_with(partial(fully_shard, strategy=ALL_BUT_OPTIMIZER), "set_requires_gradient_sync")
+    assert_same(grouped, hybrid)
+
+
+def test_unsynced_microbatches_add_up_sums_of_the_group():
+    run_ranks(4, accumulate_within_groups)
+
+
+def sent_across(placements: Placements, accumulate: int) -> tuple[int, int]:
+    """Bytes of gathers and of reductions that this rank sends to ranks outside of its group in a step."""
+    model = chain(partial(fully_shard, strategy=placements))
+    optimizer = sgd(model)
+    for _ in range(3):
+        with recording() as record:
+            for i in range(accumulate):
+                model.set_requires_gradient_sync(i == accumulate - 1)
+                model(batch(i)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    rank = torch.distributed.get_rank()
+    across = [event for event in record.collectives() if event.ranks == (rank % 2, rank % 2 + 2)]
+    sections = [section for turn in turns_in(model) for section in turn.unit.sections]
+    shards = sum(section.layout.shard_numel for section in sections) * 4
+    gathers = sum(event.sent_bytes for event in across if event.name == "all_gather")
+    reductions = sum(event.sent_bytes for event in across if event.name == "reduce_scatter")
+    return gathers // shards, round(reductions / shards)
+
+
+@pytest.mark.parametrize(
+    ("placements", "gathers", "reductions"),
+    [(WITHIN_STEP, 3, 0), (BETWEEN_STEPS, 1, 0), (ALL_BUT_OPTIMIZER, 1, 1), (WHOLE_IN_STEP, 1, 0)],
+)
+def test_what_crosses_the_border_of_a_group_in_a_step_of_three_microbatches(placements, gathers, reductions):
+    """In units of a rank's shards, which it sends once to its counterpart in the one other group."""
+    assert run_ranks(4, sent_across, placements, 3) == [(gathers, reductions)] * 4
+
+
+def compare_ledger(placements: Placements) -> None:
+    model = chain(partial(fully_shard, strategy=placements))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    measured = measure_ledger(model, optimizer, lambda: model(batch(0)).square().mean())
+    predicted = predict_ledger(model, activations=measured.activations)
+    assert measured == predicted
+    assert predict_ledger(chain(fully_shard), strategy=placements, activations=measured.activations) == predicted
+
+
+@pytest.mark.parametrize("placements", [WITHIN_STEP, BETWEEN_STEPS, ALL_BUT_OPTIMIZER, WHOLE_IN_STEP])
+def test_the_ledger_s_formula_is_what_is_measured(placements):
+    run_ranks(4, compare_ledger, placements)
+
+
+def refuse() -> None:
+    model = Chain()
+    initialise(model)
+    for options, said in [
+        ({"reshard_after_forward": 3}, "groups of 3 ranks were asked for, but the shard axis has 4"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
+        ({"reshard_after_forward": "host"}, "reshard_after_forward='host'"),
+        ({"reshard_after_forward": 2, "strategy": "zero1"}, "parameters are whole between steps"),
+        ({"strategy": grouped(G, G, G), "mesh": init_device_mesh("cpu", (1, 4))}, "gradients are grouped"),
+    ]:
+        with recording() as record, pytest.raises(ConfigError, match=said):
+            fully_shard(model, **options)
+        assert not record.collectives()
+
+
+def test_groups_that_cannot_be_made_are_refused():
+    run_ranks(4, refuse)
