@@ -1,7 +1,7 @@
 """Do all ranks start the same collective? What they tell one another about it, and the error where they differ.
 
 Ranks that take different branches of a model, or end a step after different numbers of microbatches, wait for messages
-that nobody sends. So with every collective each rank sends a *claim*: 128 bytes that say what it has started. Claims
+that nobody sends. So with every collective each rank sends a *claim*: 192 bytes that say what it has started. Claims
 are numbered in the order of the collectives and not by what they are about, so they arrive whatever the others do.
 """
 
@@ -19,8 +19,9 @@ from fullshard.record import Origin
 
 __all__ = ["CLAIM_NBYTES", "claim", "compare_ranks", "compares_ranks", "mismatch"]
 
-CLAIM_NBYTES = 128
-_HEAD = struct.Struct("<IIII")  # microbatch, lengths of the three names that follow
+CLAIM_NBYTES = 192
+_HEAD = struct.Struct("<IIQ4I")  # microbatch, tensors, their bytes, lengths of the four texts that follow
+_NOTE_NBYTES = 64
 
 _compares = True
 
@@ -41,13 +42,13 @@ def compares_ranks() -> bool:
 
 
 @lru_cache(maxsize=4096)
-def claim(collective: str, origin: Origin) -> Tensor:
-    """That `collective` was started on behalf of `origin`: `CLAIM_NBYTES` bytes. Not to be written to."""
-    names = [collective.encode(), origin.phase.value.encode(), origin.unit.encode()]
-    room = CLAIM_NBYTES - _HEAD.size - len(names[0]) - len(names[1])
-    names[2] = names[2][-room:]  # the end of a long name tells more than its beginning
-    head = _HEAD.pack(origin.microbatch, *(len(name) for name in names))
-    return torch.frombuffer(bytearray((head + b"".join(names)).ljust(CLAIM_NBYTES, b"\0")), dtype=torch.uint8)
+def claim(collective: str, origin: Origin, tensors: int, nbytes: int) -> Tensor:
+    """That `collective` of so many tensors and bytes was started on behalf of `origin`. Not to be written to."""
+    texts = [collective.encode(), origin.phase.value.encode(), origin.note.encode()[:_NOTE_NBYTES]]
+    room = CLAIM_NBYTES - _HEAD.size - sum(map(len, texts))
+    texts.append(origin.unit.encode()[-room:])  # the end of a long name tells more than its beginning
+    head = _HEAD.pack(origin.microbatch, tensors, nbytes, *map(len, texts))
+    return torch.frombuffer(bytearray((head + b"".join(texts)).ljust(CLAIM_NBYTES, b"\0")), dtype=torch.uint8)
 
 
 def mismatch(claims: Sequence[Tensor], ranks: Sequence[int]) -> RankMismatchError | None:
@@ -59,21 +60,23 @@ def mismatch(claims: Sequence[Tensor], ranks: Sequence[int]) -> RankMismatchErro
         sides.setdefault(_read(told), []).append(rank)
     said = "; ".join(f"{_named(who)} started {what}" for what, who in sides.items())
     return RankMismatchError(
-        f"ranks do not do the same: {said}. Every rank must call the same modules in the same order, as many "
-        "microbatches in a step as the others, and get gradients for the same units. The process group cannot be used "
-        "any more: end the processes and start again."
+        f"ranks do not do the same: {said}. Every rank must call the same modules in the same order, in as many "
+        "microbatches of a step, and get gradients for the same parameters. If only some ranks use some parameters, "
+        "call set_reduce_scatter_unused_params(True) on the model. The process group cannot be used any more: end the "
+        "processes and start again."
     )
 
 
 def _read(told: Tensor) -> str:
     data = bytes(told.tolist())
-    microbatch, *lengths = _HEAD.unpack_from(data)
-    names, start = [], _HEAD.size
+    microbatch, tensors, nbytes, *lengths = _HEAD.unpack_from(data)
+    texts, start = [], _HEAD.size
     for length in lengths:
-        names.append(data[start : start + length].decode(errors="replace"))
+        texts.append(data[start : start + length].decode(errors="replace"))
         start += length
-    collective, phase, unit = names
-    return f"{collective} of {unit or 'the root'} in {phase} of microbatch {microbatch}"
+    collective, phase, note, unit = texts
+    details = [f"{tensors} tensor{'s' if tensors > 1 else ''}", f"{nbytes} bytes", *([note] if note else [])]
+    return f"{collective} of {unit or 'the root'} ({', '.join(details)}) in {phase} of microbatch {microbatch}"
 
 
 def _named(ranks: Sequence[int]) -> str:

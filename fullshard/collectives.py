@@ -97,7 +97,7 @@ class Collectives(ABC):
             origin: for the record.
         """
         others = self.world - 1
-        agree = self._compare("all_gather", origin)
+        agree = self._compare("all_gather", origin, wholes)
         event = self._record("all_gather", origin, sum(p.nbytes for p in parts) * others, len(parts) * others)
         return self._pending(self._all_gather(wholes, parts, tag), event, agree)
 
@@ -117,7 +117,7 @@ class Collectives(ABC):
         short or empty. The wholes must stay unchanged until `wait()` returns.
         """
         sent = sum(w.nbytes for w in wholes) - sum(s.nbytes for s in sums)
-        agree = self._compare("reduce_scatter", origin)
+        agree = self._compare("reduce_scatter", origin, wholes)
         event = self._record("reduce_scatter", origin, sent, len(sums) * (self.world - 1))
         return self._pending(self._reduce_scatter(sums, wholes, part_numels, divisor, tag), event, agree)
 
@@ -125,7 +125,7 @@ class Collectives(ABC):
         """The sum over ranks of each tensor, divided by `divisor`, in its place. Uses two tags a tensor."""
         others = self.world - 1
         sent = sum(t.nbytes for t in tensors) * 2 * others // self.world
-        agree = self._compare("all_reduce", origin)
+        agree = self._compare("all_reduce", origin, tensors)
         event = self._record("all_reduce", origin, sent, 2 * len(tensors) * others)
         return self._pending(self._all_reduce(tensors, divisor, tag), event, agree)
 
@@ -138,13 +138,13 @@ class Collectives(ABC):
         if event is not None:
             event.finish()
 
-    def _compare(self, name: str, origin: Origin) -> Callable[[], None] | None:
+    def _compare(self, name: str, origin: Origin, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
         """Tell the other ranks what is being started. What is returned waits for what they tell."""
         if self.broken is not None:
             raise self.broken
         if self.world == 1 or not compares_ranks():
             return None
-        mine = claim(name, origin)
+        mine = claim(name, origin, len(tensors), sum(tensor.nbytes for tensor in tensors))
         received = self._exchange_claims(mine)
         if received is None:
             return None

@@ -251,6 +251,15 @@ class FSDPModule:
         for turn in self._turns(recurse):
             turn.unit.settings.syncs_replicas = requires_all_reduce
 
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters without a gradient count as zero, as they must if only some ranks use them.
+
+        The units themselves must be called on all ranks. A unit is then reduced when its backward is over instead of
+        with its last gradient, and parameters that no rank used get a gradient of zeros.
+        """
+        for turn in self._turns(recurse):
+            turn.unit.settings.reduces_unused = reduce_scatter_unused_params
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether whole parameters are freed between forward and backward."""
         for turn in self._turns(recurse):

@@ -33,12 +33,13 @@ class Phase(Enum):
 class Origin:
     """On whose behalf something happens: a unit (by FQN; the root's is empty), its phase, and the microbatch.
 
-    Microbatches of a step count from 1 on; 0 is before the first.
+    Microbatches of a step count from 1 on; 0 is before the first. `note` says what is not as usual.
     """
 
     unit: str
     phase: Phase
     microbatch: int = 0
+    note: str = ""
 
 
 @dataclass(slots=True)

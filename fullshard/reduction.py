@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,9 @@ class Reduction:
         self._section = section
         self._grads = grads
         self._divisor = divisor
-        self._origin = origin
+        note = section.missing(grads)
+        self._origin = replace(origin, note=note) if note else origin
+        self._tag = section.reduce_tag(note)
         self._finishes = finishes or not self._has_second_level
         self._scratch: list[Tensor] = []
         if self._finishes:
@@ -101,7 +105,7 @@ class Reduction:
         divisor = 1 if self._has_second_level else self._divisor
         wholes, part_numels = self._terms()
         return section.wires.shard.reduce_scatter(
-            self._sums(), wholes, part_numels, divisor, tag=section.reduce_tag, origin=self._origin
+            self._sums(), wholes, part_numels, divisor, tag=self._tag, origin=self._origin
         )
 
     @property
@@ -175,7 +179,7 @@ class Reduction:
         self._wholes = [grad.view(-1) for i, grad in self._grads.items() if i not in packed]
         self._wholes += [flat] if packed else []
         divisor = 1 if self._has_second_level else self._divisor
-        return section.wires.shard.all_reduce(self._wholes, divisor, tag=section.reduce_tag, origin=self._origin)
+        return section.wires.shard.all_reduce(self._wholes, divisor, tag=self._tag, origin=self._origin)
 
     # -- sums that still miss the second level ------------------------------------------------------------------------
 

@@ -141,6 +141,7 @@ class Runtime:
         self._backward = Follower()
         self._since_backward: list[int] = []  # the forward order of all forwards since the last backward
         self._reductions: list[UnitReduction] = []
+        self._reduced: set[Turn] = set()  # in this backward, of those that reduce what is unused here, too
         self._clock = 0
         self._filled: dict[int, int] = {}
         self._intervals: list[Interval] = []
@@ -274,12 +275,15 @@ class Runtime:
         """Note that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
         self.begin_backward()
         turn.arrived.add(id(param))
-        if len(turn.arrived) == turn.unit.trainable:
+        if len(turn.arrived) == turn.unit.trainable and not turn.unit.settings.reduces_unused:
             self._start_reduce(turn)
 
     def after_backward(self, turn: Turn) -> None:
         """Free `turn`'s unit: the gradients of all its inputs are known."""
         self._release(turn)
+        if turn.holds == 0 and turn.unit.settings.reduces_unused:  # the one moment that comes on every rank
+            self._reduced.add(turn)
+            self._start_reduce(turn)
         for done in (turn, *self._lenders(turn)):
             if done.holds == 0 and done.unit.settings.reshard_after_backward:
                 self._reshard(done, Phase.POST_BACKWARD)
@@ -289,8 +293,10 @@ class Runtime:
     def finish_backward(self) -> None:
         """Settle what is left when autograd has run its last node: reductions, unused parameters, whole units."""
         for turn in reversed(self.turns):
-            self._start_reduce(turn)
+            if turn not in self._reduced:
+                self._start_reduce(turn)
         self._finish_reductions()
+        self._reduced.clear()
         for turn in self.turns:
             turn.holds = 0
             keep = not (turn.unit.settings.reshard_after_backward or turn.unit.form is Form.GATHERING)
@@ -311,7 +317,7 @@ class Runtime:
         unit = turn.unit
         if unit.holds_grads_back:
             unit.hold_grads()
-        elif unit.has_whole_grads or unit.awaits_second_sum:
+        elif unit.has_whole_grads or unit.awaits_second_sum or (unit.settings.reduces_unused and unit.is_trained):
             # One at a time: gradients of more than two units at once would be memory without a bound.
             self._finish_reductions()
             self._reductions.append(unit.start_reduce(self._reduce_lane, Phase.POST_BACKWARD))
@@ -327,6 +333,7 @@ class Runtime:
         for reduction in self._reductions:
             reduction.abandon()
         self._reductions.clear()
+        self._reduced.clear()
         self._since_backward = []
         for turn in self.turns:
             turn.holds = 0

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from fullshard.strategy import Placement, Placements
 from fullshard.two_level import TwoLevel
 
 __all__ = ["Home", "Section", "Wires"]
+
+_TAG_SETS = 1024  # so many ways to lack gradients are told apart
 
 
 @dataclass(frozen=True)
@@ -107,7 +110,8 @@ class Section:
         self.wires = wires
         messages = len(self.layout.in_place) + 1
         self._gather_tag = wires.shard.reserve_tags(messages)
-        self.reduce_tag = wires.shard.reserve_tags(2 * messages)
+        self._reduce_tag = wires.shard.reserve_tags(2 * messages * _TAG_SETS)
+        self._messages = messages
         self.replicate_tag = wires.replicate.reserve_tags(2 * messages) if wires.replicate else 0
         no_tags = (0, 0)
         self._group_gather_tags = wires.two_level.reserve_tags(messages) if wires.two_level else no_tags
@@ -382,6 +386,28 @@ class Section:
             if grad is not None:
                 grads[i] = grad
         return grads
+
+    def reduce_tag(self, note: str) -> int:
+        """The first tag of a reduction. Others are used by one from which gradients are missing, as `note` says.
+
+        Ranks with gradients of different parameters send messages of different sizes, and gloo ends a process that is
+        sent more than it expects.
+        """
+        tag_set = 1 + crc32(note.encode()) % (_TAG_SETS - 1) if note else 0
+        return self._reduce_tag + tag_set * 2 * self._messages
+
+    def missing(self, grads: dict[int, Tensor]) -> str:
+        """Which parameters that are trained have no gradient in `grads`: nothing, if all have."""
+        if len(grads) == len(self.params):
+            return ""
+        names = [p.fqn for i, p in enumerate(self.params) if p.unsharded.requires_grad and i not in grads]
+        return f"without {', '.join(names)}" if names else ""
+
+    def fill_missing(self, grads: dict[int, Tensor]) -> None:
+        """Add zeros for every parameter that is trained but has no gradient in `grads`."""
+        for i, param in enumerate(self.params):
+            if param.unsharded.requires_grad and i not in grads:
+                grads[i] = torch.zeros(param.place.cut.shape, dtype=self.contract.reduce, device=self.device)
 
     def drop_grads(self) -> None:
         """Forget the whole gradients that no reduction has taken."""

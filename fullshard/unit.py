@@ -61,6 +61,7 @@ class UnitSettings:
         self.reshard_after_backward = True
         self.syncs_gradients = True
         self.syncs_replicas = True
+        self.reduces_unused = False
         self.divisor: float = axes.world
 
     @property
@@ -140,6 +141,11 @@ class Unit:
     def whole_nbytes(self) -> int:
         """Bytes of the storage that holds the whole parameters."""
         return sum(align(section.whole_nbytes, _STORAGE_STEP) for section in self.sections)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter is trained."""
+        return any(param.sharded.requires_grad for param in self.params)
 
     @property
     def is_meta(self) -> bool:
@@ -412,6 +418,8 @@ class UnitReduction:
         taken = [(section, section.take_grads()) for section in unit.sections]
         with lane.after_compute():
             for section, grads in taken:
+                if unit.settings.reduces_unused:
+                    section.fill_missing(grads)
                 if grads or (unit.finishes_sums and section.is_partial):
                     reduction = start_reduction(
                         section,

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import Chain, chain, inputs, sgd
-from torch import Tensor
+from small_models import Chain, Layer, chain, inputs, leave, sgd, whole_grads
+from torch import Tensor, nn
 
 from fullshard import RankMismatchError, compare_ranks, fully_shard
 from fullshard.agreement import CLAIM_NBYTES, claim, mismatch
 from fullshard.record import Origin, Phase
-from fullshard.testing import run_ranks
+from fullshard.testing import assert_same, run_ranks
 
 text = st.text(max_size=200)
 
@@ -23,7 +23,7 @@ text = st.text(max_size=200)
 @given(units=st.lists(text, min_size=2, max_size=2), microbatches=st.lists(st.integers(0, 9), min_size=2, max_size=2))
 def test_claims_are_alike_exactly_if_what_they_say_is(units, microbatches):
     claims = [
-        claim("all_gather", Origin(unit[-20:], Phase.FORWARD, microbatch))
+        claim("all_gather", Origin(unit[-20:], Phase.FORWARD, microbatch), 3, 77)
         for unit, microbatch in zip(units, microbatches, strict=True)
     ]
     assert all(told.numel() == CLAIM_NBYTES for told in claims)
@@ -33,8 +33,8 @@ def test_claims_are_alike_exactly_if_what_they_say_is(units, microbatches):
 
 def test_a_long_name_keeps_its_end():
     unit = "trunk." * 40 + "block.7"
-    error = mismatch([claim("all_gather", Origin(name, Phase.FORWARD, 1)) for name in (unit, "")], [4, 6])
-    assert "block.7 in forward of microbatch 1" in str(error)
+    error = mismatch([claim("all_gather", Origin(name, Phase.FORWARD, 1), 2, 5) for name in (unit, "")], [4, 6])
+    assert "block.7 (2 tensors, 5 bytes) in forward of microbatch 1" in str(error)
     assert "rank 6 started all_gather of the root" in str(error)
 
 
@@ -119,6 +119,57 @@ def test_ranks_that_differ_get_the_same_error(scenario, strategy, sides, before)
     assert len(set(messages)) == 1
     for side in sides:
         assert side in messages[0]
+
+
+class GatedLayer(nn.Module):
+    """A layer whose gate only the ranks in `users` use. At 2 ranks its weight travels in place, its bias packed."""
+
+    users: tuple[int, ...] = (0,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.gate = Layer(), nn.Linear(48, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        return x * self.gate(x).sigmoid().mean(1, keepdim=True) if dist.get_rank() in self.users else x
+
+
+def gated(shard: Any) -> Any:
+    return chain(shard, Chain([GatedLayer() for _ in range(3)]))
+
+
+def unused_on_one_rank(before: int, strategy: str) -> None:
+    steps(gated(partial(fully_shard, strategy=strategy)), before + 1)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_parameters_that_only_some_ranks_use_are_an_error_that_says_what_to_call(strategy):
+    messages = run_ranks(3, told, unused_on_one_rank, 0, strategy)
+    assert len(set(messages)) == 1
+    assert "set_reduce_scatter_unused_params(True)" in messages[0]
+
+
+def count_unused_as_zero(strategy: str) -> None:
+    """The mean over ranks of plain gradients, zero where a rank has none."""
+    plain, model = gated(leave), gated(partial(fully_shard, strategy=strategy))
+    model.set_reduce_scatter_unused_params(True)
+    batch = inputs(dist.get_rank())
+    for _ in range(4):  # memory is shared and gathers are prefetched from the third step on
+        plain(batch).square().mean().backward()
+        model(batch).square().mean().backward()
+        actual = whole_grads(model)
+        for name, param in plain.named_parameters():
+            terms = [torch.empty_like(param) for _ in range(dist.get_world_size())]
+            dist.all_gather(terms, torch.zeros_like(param) if param.grad is None else param.grad)
+            assert_same(actual[name], sum(terms[1:], terms[0]) / len(terms), name=name)
+        plain.zero_grad()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_parameters_that_only_some_ranks_use_count_as_zero_if_asked(strategy):
+    run_ranks(2, count_unused_as_zero, strategy)
 
 
 def go_on_after_a_mismatch() -> None:
