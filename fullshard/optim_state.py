@@ -209,7 +209,7 @@ def _like(param: nn.Parameter, name: str, value: Any) -> Any:
     # "step" is the one state without a dimension that optimizers keep plain, even for a parameter without one.
     if managed is None or not isinstance(value, Tensor) or value.shape != param.shape or name == "step":
         return value.clone() if isinstance(value, Tensor) and not isinstance(value, DTensor) else value
-    cut = shard_of(value, managed[1])
+    cut = shard_of(value, *managed)
     return cut if cut is value else cut.clone()
 
 

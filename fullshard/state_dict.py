@@ -23,7 +23,7 @@ from fullshard._compat import dtensor_like
 from fullshard.errors import ConfigError, StateError
 from fullshard.runtime import Turn, clean_fqn, turns_in
 from fullshard.sharded_param import ShardedParam, whole_of
-from fullshard.unit import managed_by
+from fullshard.unit import Unit, managed_by
 
 __all__ = [
     "FullOptimStateDictConfig",
@@ -173,10 +173,14 @@ def state_dict_type(
 
 
 def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: str, settings: StateDictSettings) -> None:
-    """Turn the entries of `state` under `prefix` into what `settings` ask for: a collective, if full tensors."""
+    """Turn the entries of `state` under `prefix` into what `settings` ask for: a collective, if full tensors.
+
+    A full state dict is a snapshot: buffers, and parameters that no unit has, are copied too.
+    """
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     config = settings.state_dict_config
     drops = full and getattr(config, "rank0_only", False) and not is_first_rank(module)
+    live = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())} if full else set()
     for key in [key for key in state if key.startswith(prefix)]:
         value = state[key]
         if full and isinstance(value, DTensor):
@@ -184,7 +188,13 @@ def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: st
         if drops:
             del state[key]
         elif isinstance(value, Tensor):
-            state[key] = value.cpu() if config.offload_to_cpu else value
+            value = value.cpu() if config.offload_to_cpu else value
+            state[key] = value.clone() if _memory(value) in live else value
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Where the values of a plain tensor begin to lie."""
+    return None if isinstance(tensor, DTensor) else tensor.untyped_storage().data_ptr()
 
 
 def is_first_rank(module: nn.Module) -> bool:
@@ -255,7 +265,7 @@ class _Hooks:
                         f"{tuple(value.shape)} in the state dict. Build the model as it was when it was saved."
                     )
                     value = sharded.sharded.detach()
-                state[prefix + name] = shard_of(value, sharded)
+                state[prefix + name] = shard_of(value, *managed)
 
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
         """Let the unit have what was assigned, and name what did not fit as the user does."""
@@ -278,11 +288,12 @@ def register_hooks(modules: Iterable[nn.Module], turn: Turn) -> None:
         module.register_load_state_dict_post_hook(hooks.after_load)
 
 
-def shard_of(value: Tensor, sharded: ShardedParam) -> Tensor:
-    """`value`, a whole parameter or a `DTensor`, as this rank's shard of it."""
+def shard_of(value: Tensor, unit: Unit, sharded: ShardedParam) -> Tensor:
+    """`value`, a whole parameter or a `DTensor`, as this rank's shard of `sharded`, on the device where it rests."""
     target = sharded.dtensor
+    device = unit.settings.home.device if sharded.local.is_meta else sharded.local.device
     if isinstance(value, DTensor):
         if value.device_mesh == target.device_mesh and value.placements == target.placements:
-            return value
+            return value if value._local_tensor.device == device else dtensor_like(value.to_local().to(device), target)
         value = value.full_tensor()
-    return dtensor_like(sharded.take_own(value.detach()).to(sharded.local.device), target)
+    return dtensor_like(sharded.take_own(value.detach()).to(device), target)

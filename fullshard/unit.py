@@ -326,7 +326,13 @@ class Unit:
         slot.settle()
 
     def adopt(self) -> None:
-        """Take over what `Module.to`, `to_empty`, `load_state_dict(assign=True)` and their like left in the modules."""
+        """Take over what `Module.to`, `to_empty`, `load_state_dict(assign=True)` and their like left in the modules.
+
+        Raises:
+            ConfigError: parameters that shared a dtype do so no longer.
+        """
+        for section in self.sections:
+            _check_one_dtype(section)
         changed = [param.adopt() for param in self.params]
         if not any(changed) and all(section.is_at_home for section in self.sections):
             return
@@ -507,6 +513,17 @@ def _device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
             'torch.device("meta"), or none.'
         )
     return torch.device("meta") if meta else device
+
+
+def _check_one_dtype(section: Section) -> None:
+    values = [param for param in section.params if not param.shown.is_meta]
+    odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]
+    if odd:
+        raise ConfigError(
+            f"{odd[0].fqn} is of {odd[0].shown.dtype} now, but {values[0].fqn} of {values[0].shown.dtype}: they were of "
+            "one dtype when their module was sharded, and lie in one buffer. Change the dtype of all of them, or do it "
+            "before sharding."
+        )
 
 
 def _by_kind(sources: Sequence[Source]) -> list[list[Source]]:

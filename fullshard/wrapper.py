@@ -197,6 +197,10 @@ class FullyShardedDataParallel(nn.Module):
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield clean_fqn(name), buffer
 
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """That FQNs leave out the wrapper's own name: `torch.distributed.checkpoint.state_dict` asks for it."""
+        return {"": _WRAPPED}
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         """Refused.
 

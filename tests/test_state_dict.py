@@ -1,0 +1,672 @@
+"""State dicts of sharded modules: the user's own FQNs and values, whole or sharded, wherever they are loaded."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from small_models import ONE_AXIS, gathered
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fullshard import (
+    ConfigError,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardedStateDictConfig,
+    StateDictType,
+    StateError,
+    fully_shard,
+    recording,
+)
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+WIDTH, TOKENS = 20, 11
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+
+class Cell(nn.Module):
+    """Has a buffer, a scalar parameter and rows that no number of ranks divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.register_buffer("gain", torch.rand(WIDTH))
+        self.up = nn.Linear(WIDTH, 33)
+        self.down = nn.Linear(33, WIDTH, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(F.gelu(self.up(self.norm(x) * self.gain.to(x.dtype))))
+
+
+class Centre(nn.Module):
+    """Has buffers that change in training, one of them an integer; computes in any dtype, as batch norm does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0).float(), 0.1)
+            self.count += 1
+        return x - self.mean.to(x.dtype)
+
+
+class Model(nn.Module):
+    """Tied weights, a frozen and an ignored layer, buffers that are saved and not saved, and state of its own kind."""
+
+    def __init__(self, cells: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH)
+        self.cells = nn.ModuleList(Cell() for _ in range(cells))
+        self.centre = Centre()
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.aside = nn.Linear(WIDTH, WIDTH)  # ignored: whole and unsynchronised
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.randn(7))
+        self.register_buffer("scratch", torch.randn(7), persistent=False)
+        self.calls = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.embedding(tokens) + self.table.sum()
+        for cell in self.cells:
+            x = cell(x)
+        x = self.frozen(self.centre(x)) + 0.1 * self.aside(x.float()).to(x.dtype)
+        return self.head(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def model(seed: int = 0, device: str = "cpu") -> Model:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return Model()
+
+
+def tokens(step: int = 0) -> Tensor:
+    """The same on every rank, so that the ignored layer stays equal."""
+    return torch.randint(TOKENS, (12,), generator=torch.Generator().manual_seed(step))
+
+
+def learn(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        loss = F.cross_entropy(net(tokens(step)).float(), (tokens(step) * 5 + 2) % TOKENS)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def adam(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam((param for param in net.parameters() if param.requires_grad), lr=1e-2)
+
+
+# -- the ways of sharding ---------------------------------------------------------------------------------------------
+
+
+def by_function(net: Model, *, tied_apart: bool = False, **options: Any) -> Model:
+    """A unit a cell and one of the rest; the tied weights across two more, if told so."""
+    ignored = {"ignored_params": list(net.aside.parameters()), **options}
+    for cell in net.cells:
+        fully_shard(cell, **options)
+    if tied_apart:
+        fully_shard(net.embedding, **options)
+        fully_shard(net.head, **options)
+    return fully_shard(net, **ignored)
+
+
+def by_wrapper(net: Model, *, tied_apart: bool = False, strategy: str = "zero3", mesh: Any = None, **options: Any):
+    return FullyShardedDataParallel(
+        net,
+        sharding_strategy=strategy,
+        auto_wrap_policy=ModuleWrapPolicy({Cell, nn.Embedding} if tied_apart else {Cell}),
+        ignored_modules=[net.aside],
+        device_mesh=mesh,
+        **options,
+    )
+
+
+def by_nested_wrappers(net: Model, **options: Any) -> nn.Module:
+    """A wrapper in a wrapper in a wrapper, the innermost around one layer."""
+    for cell in net.cells:
+        cell.up = FullyShardedDataParallel(cell.up)
+    return by_wrapper(net, **options)
+
+
+def checkpointed_before(shard: Callable[..., Any], net: Model, **options: Any) -> nn.Module:
+    net.cells = nn.ModuleList(checkpoint_wrapper(cell) for cell in net.cells)
+    return shard(net, **options)
+
+
+def checkpointed_after(shard: Callable[..., Any], net: Model, **options: Any) -> nn.Module:
+    sharded = shard(net, **options)
+    apply_activation_checkpointing(sharded, checkpoint_wrapper, check_fn=lambda m: isinstance(m, Cell | nn.Embedding))
+    return sharded
+
+
+def below_a_plain_root(net: Model, **options: Any) -> nn.Module:
+    """The root is no unit: the user's own module holds all that are."""
+    for name, child in list(net.named_children()):
+        if name == "cells":
+            net.cells = nn.ModuleList(by_wrapper_alone(cell, **options) for cell in child)
+        elif name != "aside":
+            setattr(net, name, by_wrapper_alone(child, **options))
+    return net
+
+
+def by_wrapper_alone(module: nn.Module, *, strategy: str = "zero3", **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(module, sharding_strategy=strategy, **options)
+
+
+SHARDINGS = {
+    "fully_shard": by_function,
+    "wrapper": by_wrapper,
+    "fully_shard, tied across units": partial(by_function, tied_apart=True),
+    "wrapper, tied across units": partial(by_wrapper, tied_apart=True),
+    "nested wrappers": by_nested_wrappers,
+    "checkpoints in fully_shard": partial(checkpointed_before, by_function),
+    "checkpoints in the wrapper": partial(checkpointed_before, by_wrapper),
+    "checkpoints, put in after the wrapper": partial(checkpointed_after, by_wrapper),
+    "checkpoints, put in after fully_shard": partial(checkpointed_after, by_function),
+    "wrappers below a plain root": below_a_plain_root,
+}
+
+
+def whole_state(net: nn.Module) -> dict[str, Any]:
+    """The full state dict, in whichever way the front end gives it."""
+    with FullyShardedDataParallel.state_dict_type(net, FULL):
+        state = net.state_dict()
+    tensors = gathered({name: value for name, value in state.items() if isinstance(value, Tensor)})
+    return {name: tensors.get(name, value) for name, value in state.items()}
+
+
+# -- names and values -------------------------------------------------------------------------------------------------
+
+
+def compare_state_dicts(name: str, strategy: str) -> None:
+    """Full and sharded, before a step and after two, against the plain model that did the same."""
+    world, options = dist.get_world_size(), {}
+    if strategy.startswith("hsdp"):
+        options["mesh"] = init_device_mesh("cpu", (world, 1) if strategy == "hsdp" else (1, world))
+    plain, net = model(), SHARDINGS[name](model(), strategy=strategy, **options)
+    for steps in range(2), range(2, 3):
+        expected = plain.state_dict()
+        full = whole_state(net)
+        assert list(full) == list(expected)
+        assert_same(full, dict(expected), name=f"{name}, {strategy}: ")
+        assert not any(isinstance(value, DTensor) for value in full.values())
+        with FullyShardedDataParallel.state_dict_type(net, SHARDED):
+            sharded = net.state_dict()
+        assert list(sharded) == list(expected)
+        for key, own in net.named_parameters():
+            value = sharded[clean(key)]
+            assert isinstance(value, DTensor) == isinstance(own, DTensor) == ("aside" not in key)
+            assert value.shape == expected[clean(key)].shape
+            assert local(value).data_ptr() == local(own).data_ptr()  # no copy
+        learn(plain, adam(plain), steps)
+        learn(net, adam(net), steps)
+
+
+def clean(name: str) -> str:
+    """A name of a module that has wrappers in it, without theirs."""
+    return name.replace("_checkpoint_wrapped_module.", "").replace("_fsdp_wrapped_module.", "")
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def compare_all_state_dicts() -> None:
+    for name in SHARDINGS:
+        compare_state_dicts(name, "zero3")
+    for strategy in (*ONE_AXIS, "hsdp", "hsdp_zero2"):
+        compare_state_dicts("fully_shard, tied across units", strategy)
+        compare_state_dicts("wrapper", strategy)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_state_dicts_have_the_user_s_own_names_and_values(world):
+    """In the user's own order, before training and after, under every strategy."""
+    run_ranks(world, compare_all_state_dicts)
+
+
+def full_states_are_snapshots() -> None:
+    for strategy in ONE_AXIS:
+        net = by_wrapper(model(), strategy=strategy)
+        state = net.state_dict()
+        before = {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
+        learn(net, adam(net), range(2))
+        assert_same(state, before, name=strategy)
+
+
+def test_a_full_state_dict_does_not_change_with_further_training():
+    """Neither do buffers and ignored parameters in it: what was the best model so far stays so."""
+    run_ranks(2, full_states_are_snapshots)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def states_with_options() -> tuple[list[int], list[str]]:
+    """The numbers of entries of a full state dict with `rank0_only`, and what was sent meanwhile."""
+    sizes, sent = [], []
+    for strategy in ("ddp", "zero3"):
+        net, plain = by_wrapper(model(), strategy=strategy), model().state_dict()
+        FullyShardedDataParallel.set_state_dict_type(
+            net, FULL, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+        )
+        state = net.state_dict()
+        sizes.append(len(state))
+        if dist.get_rank() == 0:
+            assert_same(dict(state), dict(plain))
+        with recording() as record, FullyShardedDataParallel.state_dict_type(net, SHARDED):
+            assert_same(gathered(tensors_of(net.state_dict())), tensors_of(plain))
+        sent += record.names()
+        with FullyShardedDataParallel.state_dict_type(net, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
+            offloaded = net.state_dict()
+        assert {value.device.type for value in tensors_of(offloaded).values()} == {"cpu"}
+        assert len(net.state_dict()) == len(state)  # the context is over: what was set before it holds again
+    return sizes, sent
+
+
+def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def test_rank0_only_leaves_other_ranks_without_entries_and_sharded_states_send_nothing():
+    whole = len(model().state_dict())
+    (first, sent), *others = run_ranks(3, states_with_options)
+    assert (first, sent) == ([whole, whole], [])
+    assert others == [([0, 0], [])] * 2
+
+
+def first_rank_of_a_mesh_in_the_middle() -> int:
+    """Ranks 1 and 2 shard; the first of *them* gets the full state dict."""
+    if dist.get_rank() in (1, 2):
+        group = dist.new_group([1, 2], use_local_synchronization=True)
+        net = FullyShardedDataParallel(nn.Linear(6, 6), process_group=group)
+        with FullyShardedDataParallel.state_dict_type(net, FULL, FullStateDictConfig(rank0_only=True)):
+            return len(net.state_dict())
+    return -1
+
+
+def test_rank0_only_means_the_first_rank_of_the_mesh():
+    assert run_ranks(4, first_rank_of_a_mesh_in_the_middle) == [-1, 2, 0, -1]
+
+
+def states_of_low_precision() -> None:
+    """Compute in bfloat16 leaves the stored float32 in every state dict, bit for bit, and buffers as they came."""
+    plain = dict(model().state_dict())
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for strategy in ONE_AXIS:
+        for net in (
+            by_function(model(), strategy=strategy, mp_policy=half),
+            by_wrapper(model(), strategy=strategy, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
+        ):
+            with torch.no_grad():
+                assert net.eval()(tokens()).dtype is torch.bfloat16
+            assert_same({**whole_state(net), "_extra_state": plain["_extra_state"]}, plain, name=strategy)
+
+
+def test_state_dicts_hold_the_stored_dtype_whatever_computes():
+    run_ranks(2, states_of_low_precision)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def save_after_steps(folder: str, shard: str, strategy: str) -> dict[str, Any]:
+    """Train, save full by torch and safetensors, sharded by torch.distributed.checkpoint; the full state."""
+    net = SHARDINGS[shard](model(), strategy=strategy)
+    optimizer = adam(net)
+    learn(net, optimizer, range(2))
+    state = whole_state(net)
+    if dist.get_rank() == 0:
+        tensors = {name: value for name, value in tensors_of(state).items() if name != "head.weight"}  # tied
+        save_file(tensors, Path(folder) / "full.safetensors")
+        torch.save(state, Path(folder) / "full.pt")
+    with FullyShardedDataParallel.state_dict_type(net, SHARDED):
+        dcp.save({"model": net.state_dict()}, checkpoint_id=Path(folder) / "dcp")
+    return state
+
+
+def load_everywhere(folder: str, expected: dict[str, Any]) -> None:
+    """Every file, into every strategy and front end; then the same forward as a plain model that loaded it."""
+    plain = model(seed=2)
+    plain.load_state_dict(torch.load(Path(folder) / "full.pt", weights_only=True))
+    out = plain.eval()(tokens()).detach()
+    ways = [("zero3", shard, load) for shard in ("fully_shard", "checkpoints in the wrapper") for load in LOADS]
+    ways += [(strategy, "wrapper, tied across units", load) for strategy in ONE_AXIS for load in (load_full, load_dcp)]
+    for strategy, shard, load in ways:
+        net = SHARDINGS[shard](model(seed=1), strategy=strategy)
+        with recording() as record:
+            load(net, Path(folder))
+        assert record.names() == []
+        found = whole_state(net)
+        if load is load_safetensors:
+            found["_extra_state"] = expected["_extra_state"]  # which is no tensor
+        assert_same(found, expected, name=f"{strategy}, {shard}, {load.__name__}: ")
+        assert_same(net.eval()(tokens()).detach(), out)
+
+
+def load_full(net: nn.Module, folder: Path) -> None:
+    assert (
+        str(net.load_state_dict(torch.load(folder / "full.pt", weights_only=True))) == "<All keys matched successfully>"
+    )
+
+
+def load_mapped(net: nn.Module, folder: Path) -> None:
+    """From a file that is mapped, so that no rank holds the model whole."""
+    net.load_state_dict(torch.load(folder / "full.pt", weights_only=True, mmap=True))
+
+
+def load_safetensors(net: nn.Module, folder: Path) -> None:
+    missing, unexpected = net.load_state_dict(load_file(folder / "full.safetensors"), strict=False)
+    assert (sorted(missing), unexpected) == (["_extra_state", "head.weight"], [])
+
+
+def load_dcp(net: nn.Module, folder: Path) -> None:
+    with FullyShardedDataParallel.state_dict_type(net, SHARDED):
+        state = net.state_dict()
+        dcp.load({"model": state}, checkpoint_id=folder / "dcp")
+        net.load_state_dict(state)
+
+
+LOADS = [load_full, load_mapped, load_safetensors, load_dcp]
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "strategy", "shard", "loaded_by"),
+    [(2, "zero3", "wrapper", 3), (3, "ddp", "fully_shard", 2), (3, "zero2", "nested wrappers", 1)],
+)
+def test_what_was_saved_is_loaded_at_any_world_size_under_any_strategy(tmp_path, saved_by, strategy, shard, loaded_by):
+    """Whole or sharded, by files of three kinds, bit for bit, and loading whole tensors sends nothing."""
+    expected = run_ranks(saved_by, save_after_steps, str(tmp_path), shard, strategy)[0]
+    run_ranks(loaded_by, load_everywhere, str(tmp_path), expected)
+
+
+def drop(state: dict[str, Any]) -> None:
+    del state["cells.1.up.bias"]
+
+
+def add(state: dict[str, Any]) -> None:
+    state["cells.1.left"] = torch.zeros(3)
+
+
+def misshape(state: dict[str, Any]) -> None:
+    state["cells.1.up.weight"] = torch.zeros(34, WIDTH)
+
+
+def misshape_a_shard(state: dict[str, Any]) -> None:
+    state["cells.1.up.weight"] = fully_shard(nn.Linear(WIDTH, 34)).weight.detach()
+
+
+def load_what_does_not_fit(spoil: Callable[[dict[str, Any]], None]) -> list[str]:
+    messages = []
+    for name, shard in SHARDINGS.items():
+        state = dict(model().state_dict())
+        spoil(state)
+        net = shard(model(seed=1))
+        with pytest.raises(RuntimeError) as error, recording() as record:
+            net.load_state_dict(state)
+        assert record.names() == [], name
+        messages.append(str(error.value))
+        if "misshape" not in spoil.__name__:
+            missing, unexpected = net.load_state_dict(state, strict=False)
+            assert (missing, unexpected) == ((["cells.1.up.bias"], []) if spoil is drop else ([], ["cells.1.left"]))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (drop, 'Missing key(s) in state_dict: "cells.1.up.bias".'),
+        (add, 'Unexpected key(s) in state_dict: "cells.1.left".'),
+        (misshape, "cells.1.up.weight is of shape (33, 20) in the model, but of (34, 20) in the state dict."),
+        (misshape_a_shard, "cells.1.up.weight is of shape (33, 20) in the model, but of (34, 20) in the state dict."),
+    ],
+)
+def test_what_does_not_fit_is_named_on_every_rank_as_the_user_calls_it(spoil, said):
+    """Before anything is sent, whatever wrappers stand between."""
+    for messages in run_ranks(2, load_what_does_not_fit, spoil):
+        for name, message in zip(SHARDINGS, messages, strict=True):
+            assert said in message, f"{name}: {message}"
+
+
+def load_by_assignment() -> None:
+    """What is assigned takes the place of parameters, on whatever device and of whatever dtype they were."""
+    expected = dict(model().state_dict())
+    for strategy in ONE_AXIS:
+        for shard in (by_function, by_wrapper):
+            net = shard(model(seed=1), strategy=strategy)
+            with torch.no_grad():
+                net.eval()(tokens())
+            whole = model().state_dict()
+            net.load_state_dict(whole, assign=True)
+            assert_same({**whole_state(net), "_extra_state": expected["_extra_state"]}, expected, name=strategy)
+            frozen = {name: param.requires_grad for name, param in net.named_parameters()}
+            assert {name for name, trained in frozen.items() if not trained} == {"frozen.weight", "frozen.bias"}
+            want, got = model(), net.train()
+            assert_same(learn(got, adam(got), range(2)), learn(want, adam(want), range(2)), name=strategy)
+            assert_same(
+                {k: v for k, v in whole_state(net).items() if k != "_extra_state"}, tensors_of(want.state_dict())
+            )
+            if shard is by_function:
+                sharded = shard(model(seed=3), strategy=strategy).state_dict()
+                net.load_state_dict(sharded, assign=True)
+                assert_same(whole_state(net)["cells.0.up.weight"], model(seed=3).cells[0].up.weight.detach())
+
+
+def test_assigned_state_is_what_trains():
+    run_ranks(2, load_by_assignment)
+
+
+def assign_other_dtypes() -> None:
+    for shard in (by_function, by_wrapper):
+        net, plain = shard(model()), model()
+        state = {
+            k: v.bfloat16() if v.is_floating_point() else v for k, v in tensors_of(model(seed=1).state_dict()).items()
+        }
+        state["_extra_state"] = {"calls": 0}
+        for module in (net, plain):
+            module.load_state_dict(state, assign=True)
+        assert {param.dtype for param in net.parameters()} == {torch.bfloat16}
+        assert_same(tensors_of(whole_state(net)), tensors_of(plain.state_dict()))
+        mixed = {**state, "cells.1.norm.weight": torch.ones(WIDTH)}
+        with pytest.raises(
+            ConfigError, match=r"norm.weight is of torch.float32 now, but scale of torch.bfloat16: they"
+        ):
+            net.load_state_dict(mixed, assign=True)
+
+
+def test_a_dtype_is_assigned_to_all_parameters_that_shared_one():
+    run_ranks(2, assign_other_dtypes)
+
+
+def load_on_meta() -> None:
+    """Shard on the meta device, then load: no initialisation is ever computed."""
+    for strategy in ONE_AXIS:
+        for assign in (False, True):
+            net = by_function(model(device="meta"), strategy=strategy)
+            if not assign:
+                net.to_empty(device="cpu")
+            net.load_state_dict(model().state_dict(), assign=assign)
+            net.register_buffer("scratch", model().scratch, persistent=False)  # which no state dict has
+            assert_same(tensors_of(whole_state(net)), tensors_of(model().state_dict()), name=strategy)
+            plain = model()
+            assert_same(learn(net, adam(net), range(2)), learn(plain, adam(plain), range(2)))
+
+
+def test_a_state_dict_materialises_a_model_on_the_meta_device():
+    run_ranks(2, load_on_meta)
+
+
+def save_on_meta() -> None:
+    net = by_function(model(device="meta"))
+    state = net.state_dict()
+    assert all(value.is_meta for value in tensors_of(state).values())
+    assert list(state) == list(model().state_dict())
+
+
+def test_a_state_dict_of_a_model_on_the_meta_device_has_its_names_and_shapes():
+    run_ranks(2, save_on_meta)
+
+
+def load_sharded_from_every_strategy() -> None:
+    """Sharded state dicts of one strategy go straight into another one, and are not changed."""
+    for given in ONE_AXIS:
+        source = by_function(model(seed=1), strategy=given).state_dict()
+        before = dict(source)
+        for taken in ONE_AXIS:
+            for shard in (by_function, by_wrapper):
+                net = shard(model(), strategy=taken)
+                net.load_state_dict(source)
+                assert_same(
+                    tensors_of(whole_state(net)), tensors_of(model(seed=1).state_dict()), name=f"{given}->{taken}"
+                )
+                assert all(source[key] is before[key] for key in [*source, *before])
+
+
+def test_sharded_state_dicts_of_one_strategy_are_loaded_under_another():
+    run_ranks(2, load_sharded_from_every_strategy)
+
+
+def load_between_steps() -> None:
+    """What is loaded is computed with in the next forward, where whole parameters are kept, too."""
+    plain = model(seed=1).eval()
+    for strategy in ONE_AXIS:
+        net = by_function(model(), strategy=strategy, reshard_after_forward=False)
+        net.set_reshard_after_backward(False)
+        learn(net, adam(net), range(3))
+        net.zero_grad()
+        net.load_state_dict(model(seed=1).state_dict())
+        assert_same(net.eval()(tokens()).detach(), plain(tokens()).detach(), name=strategy)
+        net.cells[1].load_state_dict(model(seed=2).cells[1].state_dict())  # a part
+        net.frozen.load_state_dict(model(seed=2).frozen.state_dict())  # not a unit of its own
+        other = model(seed=1).eval()
+        other.cells[1], other.frozen = model(seed=2).cells[1], model(seed=2).frozen
+        assert_same(net(tokens()).detach(), other(tokens()).detach(), name=strategy)
+        assert_same(tensors_of(whole_state(net)), tensors_of(other.state_dict()))
+
+
+def test_what_is_loaded_between_steps_is_computed_with():
+    run_ranks(2, load_between_steps)
+
+
+def use_within_forward(hooked: nn.Module, use: Callable[[], Any], run: Callable[[], Any]) -> str:
+    handle = hooked.register_forward_hook(lambda *_: use())
+    with pytest.raises(StateError) as error:
+        run()
+    handle.remove()
+    return str(error.value)
+
+
+def use_state_dicts_within_forward() -> None:
+    for shard in (by_function, by_wrapper):
+        net = shard(model())
+        for use in (net.state_dict, lambda net=net: net.load_state_dict({})):
+            said = use_within_forward(net.cells[0], use, lambda net=net: net(tokens()))
+            assert "state dict within a forward or backward of " in said
+            assert "Save and load between steps." in said
+        learn(net, adam(net), range(1))
+
+
+def test_state_dicts_within_a_forward_are_refused():
+    run_ranks(1, use_state_dicts_within_forward)
+
+
+def state_while_summoned() -> None:
+    """Within `summon_full_params` a state dict is whole, and one that is loaded is written back."""
+    for strategy in ONE_AXIS:
+        for shard in (by_function, by_wrapper):
+            net = shard(model(), strategy=strategy)
+            with FullyShardedDataParallel.summon_full_params(net):
+                assert_same(tensors_of(net.state_dict()), tensors_of(model().state_dict()))
+                net.load_state_dict(model(seed=1).state_dict())
+            assert_same(tensors_of(whole_state(net)), tensors_of(model(seed=1).state_dict()), name=strategy)
+
+
+def test_state_dicts_while_summoned_are_whole():
+    run_ranks(2, state_while_summoned)
+
+
+# -- torch.distributed.checkpoint.state_dict --------------------------------------------------------------------------
+
+
+def without_scalars(seed: int = 0) -> Model:
+    """torch leaves full optimizer state of parameters without a dimension plain, beside `DTensor` parameters."""
+    net = model(seed)
+    for cell in net.cells:
+        cell.scale = nn.Parameter(torch.full((1,), 0.5))
+    return net
+
+
+def resume_by_torch_s_helpers(shard: Callable[..., nn.Module]) -> None:
+    """Model and optimizer by torch's own functions: sharded, full, and full through the first rank."""
+    net = shard(without_scalars())
+    optimizer = adam(net)
+    learn(net, optimizer, range(2))
+    with FullyShardedDataParallel.state_dict_type(net, SHARDED):
+        sharded = copied(get_state_dict(net, optimizer))
+        full = copied(get_state_dict(net, optimizer, options=WHOLE))
+    onward = learn(net, optimizer, range(2, 4))
+    trained = {name for name, param in without_scalars().named_parameters() if param.requires_grad}
+    assert set(sharded[1]["state"]) == set(full[1]["state"]) == trained
+    through_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    received = full if dist.get_rank() == 0 else ({}, {})
+    for (params, states), options in ((sharded, StateDictOptions()), (full, WHOLE), (received, through_first)):
+        net = shard(without_scalars(seed=1))
+        optimizer = adam(net)
+        set_model_state_dict(net, copied(params), options=options)
+        set_optimizer_state_dict(net, optimizer, copied(states), options=options)
+        assert_same(learn(net, optimizer, range(2, 4)), onward, name=str(shard))
+
+
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def copied(state: Any) -> Any:
+    """`state` in memory of its own, as a file would hold it."""
+    return torch.utils._pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, state)
+
+
+def resume_by_torch_s_helpers_everywhere() -> None:
+    for strategy in ("ddp", "zero3"):
+        resume_by_torch_s_helpers(partial(by_function, strategy=strategy))
+    resume_by_torch_s_helpers(by_wrapper)
+    resume_by_torch_s_helpers(partial(checkpointed_before, by_wrapper))
+
+
+def test_torch_s_helpers_resume_model_and_optimizer():
+    run_ranks(2, resume_by_torch_s_helpers_everywhere)
