@@ -520,9 +520,9 @@ def _check_one_dtype(section: Section) -> None:
     odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]
     if odd:
         raise ConfigError(
-            f"{odd[0].fqn} is of {odd[0].shown.dtype} now, but {values[0].fqn} of {values[0].shown.dtype}: they were of "
-            "one dtype when their module was sharded, and lie in one buffer. Change the dtype of all of them, or do it "
-            "before sharding."
+            f"{odd[0].fqn} is of {odd[0].shown.dtype} now, but {values[0].fqn} of {values[0].shown.dtype}: they "
+            "were of one dtype when their module was sharded, and lie in one buffer. Change the dtype of all of them, "
+            "or do it before sharding."
         )
 
 
