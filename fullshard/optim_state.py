@@ -6,16 +6,20 @@ have names, and a full state dict can be loaded at any world size and under any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from fullshard._compat import make_dtensor, tree_map
 from fullshard.errors import ConfigError
+from fullshard.layout import owned
 from fullshard.runtime import clean_fqn
 from fullshard.sharded_param import whole_of
 from fullshard.state_dict import (
@@ -25,9 +29,7 @@ from fullshard.state_dict import (
     get_state_dict_type,
     groups_of,
     is_first_rank,
-    shard_of,
 )
-from fullshard.unit import managed_by
 
 __all__ = ["full_optim_state_dict", "optim_state_dict", "optim_state_dict_to_load", "sharded_optim_state_dict"]
 
@@ -85,25 +87,28 @@ def optim_state_dict_to_load(
 
     Args:
         model: has the parameters that `optim` steps.
-        optim: what to load into; its groups may differ from those that were saved.
-        optim_state_dict: full or sharded. Not changed.
+        optim: what to load into; it may divide the parameters into other groups than were saved.
+        optim_state_dict: full or sharded. Not changed, by later steps neither.
         load_directly: whether to load it as well.
         from_first_rank: whether only the first rank has `optim_state_dict`, and sends it to the others; what
             `rank0_only` of `model`'s settings says, if None.
 
     Raises:
-        ConfigError: a parameter of `optim` is not in `model`, or the state dict has one that is not in `optim`.
+        ConfigError: a parameter of `optim` is not in `model`, or the state dict is of other parameters than `optim`, or
+            of states in another shape.
     """
     config = get_state_dict_type(model).optim_state_dict_config
     if from_first_rank is None:
         from_first_rank = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
     params = _params_by_fqn(model, optim)
-    given = _received(optim_state_dict, model) if from_first_rank else optim_state_dict or {}
+    given, fetch = _sent_by_first(optim_state_dict, model) if from_first_rank else (optim_state_dict or {}, _here)
     _check_names(given, params)
+    template = _Template(optim, params, _counters(given["state"], params), fetch)
     numbers = {fqn: number for number, fqn in enumerate(params)}
-    state = {}
-    for fqn, values in given["state"].items():
-        state[numbers[fqn]] = {name: _like(params[fqn], name, value) for name, value in values.items()}
+    state = {
+        numbers[fqn]: {name: tree_map(partial(template.fill, fqn, name), value) for name, value in values.items()}
+        for fqn, values in given["state"].items()
+    }
     loadable = {"state": state, "param_groups": _groups(optim, given["param_groups"], list(params))}
     if load_directly:
         optim.load_state_dict(loadable)
@@ -136,12 +141,8 @@ def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[s
 
 
 def _mapped(named: StateDict, function: Callable[[Tensor], Any]) -> StateDict:
-    """`named` with `function` applied to every tensor of its state."""
-    state = {
-        fqn: {name: function(value) if isinstance(value, Tensor) else value for name, value in values.items()}
-        for fqn, values in named["state"].items()
-    }
-    return {**named, "state": state}
+    """`named` with `function` applied to every tensor of its state, be it in a list or a dict."""
+    return {**named, "state": tree_map(lambda it: function(it) if isinstance(it, Tensor) else it, named["state"])}
 
 
 def _gathered(named: StateDict, *, keep: bool, offload: bool) -> StateDict:
@@ -154,7 +155,12 @@ def _gathered(named: StateDict, *, keep: bool, offload: bool) -> StateDict:
         return whole.cpu() if offload else whole
 
     whole = _mapped(named, gather)
-    return whole if keep else {}
+    return {**whole, "param_groups": [_copied(group) for group in named["param_groups"]]} if keep else {}
+
+
+def _copied(options: Mapping[str, Any]) -> StateDict:
+    """The options of a group; a learning rate that is a tensor, for one, in memory of its own."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
 # -- the way back -----------------------------------------------------------------------------------------------------
@@ -168,49 +174,122 @@ class _Absent:
     dtype: torch.dtype
 
 
-def _received(state_dict: StateDict | None, model: nn.Module) -> StateDict:
-    """The first rank's `state_dict` on every rank: its numbers and names at once, its tensors one after another."""
+def _here(value: Any) -> Any:
+    return value
+
+
+def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[StateDict, Callable[[Any], Any]]:
+    """The first rank's `state_dict` on every rank, its tensors still absent; and what fetches each of them, in order.
+
+    So no other rank ever holds more than one of them whole.
+    """
     groups, device = groups_of(model), device_of(model)
     mine = state_dict if state_dict and is_first_rank(model) else None
-    skeleton: list[Any] = [mine and _mapped(mine, lambda value: _Absent(tuple(value.shape), value.dtype))]
+    to_send: list[Tensor] = []
+
+    def note(value: Tensor) -> _Absent:
+        to_send.append(value)
+        return _Absent(tuple(value.shape), value.dtype)
+
+    skeleton: list[Any] = [mine and _mapped(mine, note)]
     for group in groups:
         dist.broadcast_object_list(skeleton, group=group, group_src=0, device=device)
-    received: StateDict = skeleton[0] or {}
-    for fqn, values in received.get("state", {}).items():
-        for name, value in values.items():
-            if isinstance(value, _Absent):
-                tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
-                if mine is not None:
-                    tensor.copy_(mine["state"][fqn][name])
-                for group in groups:
-                    dist.broadcast(tensor, group=group, group_src=0)
-                values[name] = tensor
-    return received
+    sent = iter(to_send)
+
+    def fetch(value: Any) -> Any:
+        if not isinstance(value, _Absent):
+            return value
+        tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+        if mine is not None:
+            tensor.copy_(next(sent))
+        for group in groups:
+            dist.broadcast(tensor, group=group, group_src=0)
+        return tensor
+
+    return skeleton[0] or {}, fetch
 
 
 def _check_names(given: StateDict, params: Mapping[str, nn.Parameter]) -> None:
-    missing = [key for key in ("state", "param_groups") if key not in given]
-    if missing:
+    absent = [key for key in ("state", "param_groups") if key not in given]
+    if absent:
         raise ConfigError(
-            f"the optimizer state dict has no {missing[0]!r}; it has {sorted(map(str, given))}. Pass what "
+            f"the optimizer state dict has no {absent[0]!r}; it has {sorted(map(str, given))}. Pass what "
             "optim_state_dict() gave; if only rank 0 has it, set FullOptimStateDictConfig(rank0_only=True)."
         )
-    unknown = [fqn for fqn in given["state"] if fqn not in params]
-    if unknown:
+    saved = [fqn for group in given["param_groups"] for fqn in group["params"]]
+    unknown = [fqn for fqn in dict.fromkeys([*saved, *given["state"]]) if fqn not in params]
+    missing = [fqn for fqn in params if fqn not in saved]
+    if unknown or missing:
         raise ConfigError(
-            f"the optimizer state dict has state of {unknown[0]!r} ({len(unknown)} such), which the optimizer does not "
-            f"step; it steps {', '.join(list(params)[:3])}, ... Load it into an optimizer of the same parameters."
+            f"the optimizer state dict is not of the parameters that the optimizer steps: it has {_some(unknown)} "
+            f"others, and misses {_some(missing)}. Load it into an optimizer of the same parameters, and save it by "
+            "optim_state_dict(), so that they have names."
         )
 
 
-def _like(param: nn.Parameter, name: str, value: Any) -> Any:
-    """`value` as the optimizer would have made it for `param`: sharded as `param` is, if it has its shape."""
-    managed = managed_by(param)
-    # "step" is the one state without a dimension that optimizers keep plain, even for a parameter without one.
-    if managed is None or not isinstance(value, Tensor) or value.shape != param.shape or name == "step":
-        return value.clone() if isinstance(value, Tensor) and not isinstance(value, DTensor) else value
-    cut = shard_of(value, *managed)
-    return cut if cut is value else cut.clone()
+def _some(fqns: Sequence[Any]) -> str:
+    """How many they are, and the first of them."""
+    return f"{len(fqns)} (such as {fqns[0]!r})" if fqns else "no"
+
+
+def _counters(state: Mapping[str, Mapping[str, Any]], params: Mapping[str, nn.Parameter]) -> set[str]:
+    """The names of states that count, such as steps: for parameters with dimensions they have none."""
+    counts = {
+        name
+        for fqn, values in state.items()
+        for name, value in values.items()
+        if isinstance(value, Tensor | _Absent) and not value.shape and params[fqn].shape
+    }
+    return {"step", *counts}
+
+
+@dataclass(frozen=True)
+class _Template:
+    """How an optimizer keeps the states of its parameters.
+
+    As it keeps them now, if it has stepped. Else as it will: optimizers make states out of parameters, so they are
+    `DTensor`s too, sharded alike if they have the parameter's shape, whole otherwise. Counters they make of nothing.
+    """
+
+    optim: torch.optim.Optimizer
+    params: Mapping[str, nn.Parameter]
+    counters: set[str]
+    fetch: Callable[[Any], Any]
+
+    def fill(self, fqn: str, name: str, leaf: Any) -> Any:
+        """`leaf`, whole or sharded, as the state `name` of the parameter `fqn`, in memory of its own."""
+        value = self.fetch(leaf)
+        if not isinstance(value, Tensor):
+            return value
+        param = self.params[fqn]
+        present = self.optim.state.get(param, {}).get(name)
+        if isinstance(present, Tensor):
+            if present.shape != value.shape:
+                raise ConfigError(
+                    f"the optimizer state dict has {name!r} of {fqn} in the shape {tuple(value.shape)}, but the "
+                    f"optimizer keeps it in {tuple(present.shape)}. Build model and optimizer as when it was saved."
+                )
+            like = present
+        else:
+            like = torch.empty(0) if name in self.counters else param
+        if not isinstance(like, DTensor):
+            return whole_of(value) if isinstance(value, DTensor) else value.clone()
+        placements = like.placements if like.shape == value.shape else (Replicate(),) * len(like.placements)
+        return _distributed(value, like.device_mesh, placements, like.to_local().device)
+
+
+def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], device: torch.device) -> DTensor:
+    """`value`, whole or sharded in any way, placed so. Nothing is sent unless it is sharded in another way."""
+    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
+        local = value.to_local()
+    else:
+        local = value.full_tensor() if isinstance(value, DTensor) else value
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                span = owned(local.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
+                local = local.narrow(placement.dim, span.start, len(span))
+    local = local.to(device, copy=True).contiguous()
+    return make_dtensor(local, mesh, placements, tuple(value.shape), torch.empty(value.shape, device="meta").stride())
 
 
 def _groups(optim: torch.optim.Optimizer, saved: list[StateDict], fqns: list[str]) -> list[StateDict]:
@@ -223,5 +302,6 @@ def _each_group(optim: torch.optim.Optimizer, saved: list[StateDict], fqns: Iter
     for group in optim.param_groups:
         names = [next(fqns) for _ in group["params"]]
         options = next((it for it in saved if names and names[0] in it["params"]), group)
-        yield {**options, "params": list(range(number, number + len(names)))}
+        kept = {name: value for name, value in options.items() if name != "param_names"}  # of the saved group
+        yield {**kept, "params": list(range(number, number + len(names)))}
         number += len(names)

@@ -318,7 +318,16 @@ class FullyShardedDataParallel(nn.Module):
         is_named_optimizer: bool = False,
         load_directly: bool = False,
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave; loaded already if `load_directly`."""
+        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave; loaded already if `load_directly`.
+
+        Raises:
+            ConfigError: `is_named_optimizer` is set, or the state dict is not of the optimizer's parameters.
+        """
+        if is_named_optimizer:
+            raise ConfigError(
+                "optim_state_dict_to_load(is_named_optimizer=True): what torch.optim's load_state_dict takes numbers "
+                "its parameters. Leave the argument out; for an optimizer that names them, pass on optim_state_dict."
+            )
         return optim_state.optim_state_dict_to_load(model, optim, optim_state_dict, load_directly)
 
     @staticmethod

@@ -1,0 +1,375 @@
+"""State dicts of optimizers: by the user's own FQNs, whole or sharded, loaded wherever the parameters are."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from small_models import (
+    ONE_AXIS,
+    Block,
+    SmallGPT,
+    batch,
+    gathered,
+    loss_of,
+    shard,
+    small_gpt,
+    trained,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fullshard import (
+    FullOptimStateDictConfig,
+    FullyShardedDataParallel,
+    ShardedOptimStateDictConfig,
+    StateDictType,
+    recording,
+)
+from fullshard.optim_state import (
+    full_optim_state_dict,
+    optim_state_dict_to_load,
+    sharded_optim_state_dict,
+)
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+
+
+class RowScaled(torch.optim.Optimizer):
+    """Keeps states of other shapes than the parameter's, in a dict of its own too, and a number that counts."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._step(param, param.grad, group["lr"])
+
+    def _step(self, param: Tensor, grad: Tensor, lr: float) -> None:
+        state = self.state[param]
+        if not state:
+            state["calls"] = torch.tensor(0.0)
+            state["moments"] = {"first": torch.zeros_like(param), "history": [torch.zeros_like(param)]}
+            if param.ndim > 1 and param.numel():
+                state["rows"] = param.new_zeros((param.shape[0], *[1] * (param.ndim - 1)))
+        state["calls"] += 1
+        first = state["moments"]["first"].mul_(0.9).add_(grad)
+        state["moments"]["history"][0].copy_(grad)
+        if param.ndim > 1 and param.numel():
+            rows = grad.abs().amax(dim=tuple(range(1, grad.ndim)), keepdim=True)
+            state["rows"].mul_(0.5).add_(rows)
+            first = first.clone().div_(1 + state["rows"])
+        param.add_(first, alpha=-lr / (1 + 0.1 * state["calls"].item()))
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "Adam": partial(torch.optim.Adam, lr=1e-2),
+    "AdamW, amsgrad": partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
+    "SGD": partial(torch.optim.SGD, lr=0.05),
+    "SGD, momentum": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "NAdam": partial(torch.optim.NAdam, lr=1e-2),  # a scalar state that is no step count
+    "ASGD": partial(torch.optim.ASGD, lr=1e-2),
+    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1),  # has state before any step
+    "RowScaled": RowScaled,
+}
+
+
+def by_wrapper(model: SmallGPT, *, strategy: str) -> nn.Module:
+    return FullyShardedDataParallel(model, sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    """Losses of some steps. Every rank has the same batch, so that one process alone can be compared with."""
+    losses = []
+    for step in steps:
+        loss = loss_of(model, batch(step, sequences=4))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of `optimizer` over a plain model, by FQN."""
+    names = {param: name for name, param in model.named_parameters()}
+    return {names[param]: state for param, state in optimizer.state.items()}
+
+
+def whole_state(state: dict[str, Any]) -> dict[str, Any]:
+    """`state` with its sharded tensors gathered, and all tensors copied."""
+    leaves, spec = torch.utils._pytree.tree_flatten(state)
+    tensors = gathered({str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)})
+    return torch.utils._pytree.tree_unflatten([tensors.get(str(i), leaf) for i, leaf in enumerate(leaves)], spec)
+
+
+# -- names and values -------------------------------------------------------------------------------------------------
+
+
+def compare_states() -> None:
+    """Full and sharded state dicts of every optimizer against that of a plain model, one front end after the other."""
+    for number, (name, make) in enumerate(OPTIMIZERS.items()):
+        plain = small_gpt(blocks=1)
+        reference = make(trained(plain))
+        learn(plain, reference, range(2))
+        expected = by_name(plain, reference)
+        assert set(expected) == {n for n, p in plain.named_parameters() if p.requires_grad} or name == "SGD"
+        for strategy in ONE_AXIS if name == "Adam" else ("ddp", "zero3"):
+            model = (shard, by_wrapper)[number % 2](small_gpt(blocks=1), strategy=strategy)
+            optimizer = make(trained(model))
+            learn(model, optimizer, range(2))
+            full = full_optim_state_dict(model, optimizer, rank0_only=False)
+            assert_same(full["state"], expected, name=f"{name}, {strategy}")
+            assert [group["params"] for group in full["param_groups"]] == [list(expected)] or name == "SGD"
+            sharded = sharded_optim_state_dict(model, optimizer)
+            assert_same(whole_state(sharded["state"]), expected, name=f"{name}, {strategy}")
+            params = dict(model.named_parameters())
+            for fqn, values in sharded["state"].items():
+                own = optimizer.state[params[fqn]]
+                assert all(value is own[state] for state, value in values.items())  # no copies
+            learn(model, optimizer, range(2, 3))
+            assert_same(full["state"], expected, name=f"{name}, {strategy}: a full one is a snapshot")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_states_have_the_user_s_own_names_and_plain_values(world):
+    """For every optimizer, under every strategy, whole or sharded."""
+    run_ranks(world, compare_states)
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+def fresh(make: Callable[..., Any], front: Callable[..., nn.Module], strategy: str, weights: Any) -> tuple[Any, Any]:
+    """A model with `weights`, and an optimizer that has not stepped."""
+    model = small_gpt(blocks=1)
+    model.load_state_dict(weights)
+    model = front(model, strategy=strategy)
+    return model, make(trained(model))
+
+
+def kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """What each state is, plain or placed how, by FQN."""
+    state = sharded_optim_state_dict(model, optimizer)["state"]
+    return torch.utils._pytree.tree_map(lambda v: v.placements if isinstance(v, DTensor) else type(v), state)
+
+
+def resume_under_every_strategy(name: str) -> None:
+    """Whole or sharded, by what every rank has or only the first: the same losses as if nothing had happened."""
+    make = OPTIMIZERS[name]
+    saved_by = "zero3" if name != "Adam" else "ddp"
+    model, optimizer = fresh(make, shard, saved_by, small_gpt(blocks=1).state_dict())
+    learn(model, optimizer, range(2))
+    weights = gathered(model.state_dict())
+    full = full_optim_state_dict(model, optimizer)
+    sharded = sharded_optim_state_dict(model, optimizer)
+    untouched = whole_state(sharded["state"])
+    sharded = torch.utils._pytree.tree_map(lambda v: v.detach().clone() if isinstance(v, Tensor) else v, sharded)
+    kept = kinds(model, optimizer)
+    onward = learn(model, optimizer, range(2, 4))
+    ways = [(saved_by, shard, 0, full), ("ddp", by_wrapper, 1, full), ("zero2", shard, 1, sharded)]
+    ways += [(strategy, by_wrapper, 0, given) for strategy in ONE_AXIS for given in (full, sharded) if name == "Adam"]
+    for strategy, front, steps, given in ways:
+        model, optimizer = fresh(make, front, strategy, weights)
+        learn(model, optimizer, range(steps))  # an optimizer that has stepped tells how it keeps its states
+        model.load_state_dict(weights)
+        optim_state_dict_to_load(model, optimizer, given, load_directly=True, from_first_rank=given is full)
+        assert kinds(model, optimizer) == kept or strategy != saved_by
+        assert_same(learn(model, optimizer, range(2, 4)), onward, name=f"{name}, {strategy}, {front}, {steps}")
+        assert_same(whole_state(sharded["state"]), untouched)
+
+
+def resume_every_optimizer() -> None:
+    for name in OPTIMIZERS:
+        resume_under_every_strategy(name)
+
+
+def test_what_is_loaded_goes_on_with_the_same_losses():
+    """Bit for bit, for every optimizer, into every strategy; what was given stays as it is."""
+    run_ranks(2, resume_every_optimizer)
+
+
+def save_state(folder: str, strategy: str) -> dict[str, Any]:
+    model, optimizer = fresh(OPTIMIZERS["Adam"], shard, strategy, small_gpt(blocks=1).state_dict())
+    learn(model, optimizer, range(2))
+    full = full_optim_state_dict(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(full, f"{folder}/full.pt")
+    dcp.save({"optim": sharded_optim_state_dict(model, optimizer)}, checkpoint_id=f"{folder}/dcp")
+    return full
+
+
+def load_state(folder: str, expected: dict[str, Any]) -> None:
+    for strategy, front in (("ddp", by_wrapper), ("zero1", shard), ("zero3", by_wrapper), ("zero3", shard)):
+        model, optimizer = fresh(OPTIMIZERS["Adam"], front, strategy, small_gpt(blocks=1).state_dict())
+        with recording() as record:
+            given = torch.load(f"{folder}/full.pt", weights_only=True, mmap=True)
+            optim_state_dict_to_load(model, optimizer, given, load_directly=True)
+        assert record.names() == []
+        found = sharded_optim_state_dict(model, optimizer)
+        assert_same(whole_state(found["state"]), expected["state"], name=strategy)
+        assert found["param_groups"] == expected["param_groups"]
+        for state in optimizer.state.values():  # another state, to be overwritten from the files
+            state["exp_avg"].zero_()
+        dcp.load({"optim": found}, checkpoint_id=f"{folder}/dcp")
+        optimizer.load_state_dict(optim_state_dict_to_load(model, optimizer, found))
+        found = sharded_optim_state_dict(model, optimizer)
+        assert_same(whole_state(found["state"]), expected["state"], name=strategy)
+        learn(model, optimizer, range(2, 3))
+
+
+@pytest.mark.parametrize(("saved_by", "strategy", "loaded_by"), [(2, "zero3", 3), (3, "ddp", 2), (3, "zero1", 1)])
+def test_states_are_loaded_at_any_world_size(tmp_path, saved_by, strategy, loaded_by):
+    """From one file that any rank may read, without a message, and from files of shards."""
+    expected = run_ranks(saved_by, save_state, str(tmp_path), strategy)[0]
+    run_ranks(loaded_by, load_state, str(tmp_path), expected)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def states_as_configured() -> None:
+    model, optimizer = fresh(OPTIMIZERS["Adam"], by_wrapper, "zero3", small_gpt(blocks=1).state_dict())
+    learn(model, optimizer, range(1))
+    first = dist.get_rank() == 0
+    expected = full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert set(expected) == {"state", "param_groups"}
+    assert (full_optim_state_dict(model, optimizer) == {}) is not first
+    fsdp = FullyShardedDataParallel
+    assert_same(fsdp.optim_state_dict(model, optimizer), expected)  # full, on every rank, unless set otherwise
+    with fsdp.state_dict_type(model, FULL, optim_state_dict_config=FullOptimStateDictConfig(rank0_only=True)):
+        state = fsdp.optim_state_dict(model, optimizer)
+        assert_same(state, expected if first else {})
+        loadable = fsdp.optim_state_dict_to_load(model, optimizer, state)  # the first rank sends it
+    assert_same(whole_state(loadable["state"]), numbered(expected["state"]))
+    for config in (None, ShardedOptimStateDictConfig(offload_to_cpu=True)):
+        with fsdp.state_dict_type(model, SHARDED, optim_state_dict_config=config):
+            state = fsdp.optim_state_dict(model, optimizer)
+            assert isinstance(state["state"]["blocks.0.down.weight"]["exp_avg"], DTensor)
+            assert_same(whole_state(state["state"]), expected["state"])
+            loadable = fsdp.optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+            assert_same(whole_state(loadable["state"]), numbered(expected["state"]))
+    older = [
+        fsdp.shard_full_optim_state_dict(expected, model, optim=optimizer),
+        fsdp.scatter_full_optim_state_dict(expected if first else None, model, optim=optimizer),
+        fsdp.flatten_sharded_optim_state_dict(fsdp.sharded_optim_state_dict(model, optimizer), model, optimizer),
+        fsdp.optim_state_dict_to_load(model, optimizer, fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)),
+    ]
+    for loadable in older:
+        assert_same(whole_state(loadable["state"]), numbered(expected["state"]))
+        assert loadable["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def numbered(state: dict[str, Any]) -> dict[int, Any]:
+    return dict(enumerate(state.values()))
+
+
+def test_states_are_given_and_taken_as_configured():
+    """By every method that the wrapper has for it: whole on every rank, on the first only, sharded."""
+    run_ranks(2, states_as_configured)
+
+
+def groups_divided_otherwise() -> None:
+    """Options belong to parameters: another division into groups takes each one's along."""
+    weights = small_gpt(blocks=1).state_dict()
+    for strategy in ("ddp", "zero3"):
+        model, _ = fresh(torch.optim.SGD, shard, strategy, weights)
+        named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+        decayed = [(name, param) for name, param in named if param.ndim > 1]
+        others = [(name, param) for name, param in named if param.ndim <= 1]
+        rate = torch.tensor(0.02)
+        groups = [{"params": decayed, "weight_decay": 0.5}, {"params": others, "lr": rate, "betas": (0.8, 0.9)}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, foreach=False)
+        learn(model, optimizer, range(1))
+        full = full_optim_state_dict(model, optimizer, rank0_only=False)
+        rate.fill_(0.5)
+        assert full["param_groups"][1]["lr"] == 0.02  # a copy
+        assert full["param_groups"][0]["params"] == [name for name, _ in decayed]
+
+        model, _ = fresh(torch.optim.SGD, shard, strategy, weights)
+        params = dict(model.named_parameters())
+        split = [[params[name] for name, _ in part] for part in (others[1:], decayed[::-1], others[:1])]
+        optimizer = torch.optim.AdamW([{"params": part} for part in split])
+        optim_state_dict_to_load(model, optimizer, full, load_directly=True)
+        assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.5, 0.01]
+        assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.02, 0.01, 0.02])
+        assert [group["betas"] for group in optimizer.param_groups] == [(0.8, 0.9), (0.9, 0.999), (0.8, 0.9)]
+        assert all("param_names" not in group for group in optimizer.param_groups)  # those are of other groups
+        found = sharded_optim_state_dict(model, optimizer)
+        assert_same(whole_state(found["state"]), dict(full["state"]))
+        learn(model, optimizer, range(1, 2))
+
+
+def test_options_follow_parameters_into_other_groups():
+    run_ranks(2, groups_divided_otherwise)
+
+
+def states_of_a_part() -> None:
+    """Of an optimizer over some parameters only, others being another one's, or nobody's."""
+    weights = small_gpt(blocks=1).state_dict()
+    model, _ = fresh(torch.optim.SGD, shard, "zero3", weights)
+    optimizers = {
+        "wide.": torch.optim.Adam(model.wide.parameters()),
+        "blocks.": torch.optim.SGD([p for p in model.blocks.parameters() if p.requires_grad], lr=0.1, momentum=0.9),
+    }
+    for step in range(2):
+        loss_of(model, batch(step)).backward()
+        for optimizer in optimizers.values():
+            optimizer.step()
+        model.zero_grad()
+    for prefix, optimizer in optimizers.items():
+        full = full_optim_state_dict(model, optimizer, rank0_only=False)
+        assert all(name.startswith(prefix) for name in full["state"])
+        before = whole_state(sharded_optim_state_dict(model, optimizer)["state"])
+        optim_state_dict_to_load(model, optimizer, full, load_directly=True)
+        assert_same(whole_state(sharded_optim_state_dict(model, optimizer)["state"]), before)
+
+
+def test_an_optimizer_over_a_part_of_the_model_has_that_part_s_state():
+    run_ranks(2, states_of_a_part)
+
+
+def state_of_parameters_that_never_stepped() -> None:
+    """Parameters without a gradient so far have no state, and get none by loading."""
+    weights = small_gpt(blocks=1).state_dict()
+    model, optimizer = fresh(OPTIMIZERS["Adam"], shard, "zero3", weights)
+    model(batch(0))[0].mean().backward()  # without the head in float64
+    optimizer.step()
+    full = full_optim_state_dict(model, optimizer, rank0_only=False)
+    assert "wide.weight" not in full["state"]
+    assert "wide.weight" in full["param_groups"][0]["params"]
+    model, optimizer = fresh(OPTIMIZERS["Adam"], shard, "zero3", weights)
+    optim_state_dict_to_load(model, optimizer, full, load_directly=True)
+    assert len(optimizer.state) == len(full["state"])
+    learn(model, optimizer, range(1))
+
+
+def test_parameters_without_state_stay_without():
+    run_ranks(2, state_of_parameters_that_never_stepped)
+
+
+def states_on_a_mesh_of_two_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = FullyShardedDataParallel(nn.Linear(7, 6), device_mesh=mesh, sharding_strategy="hsdp")
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    full = full_optim_state_dict(model, optimizer)
+    assert bool(full) == (dist.get_rank() == 0)
+    expected = full_optim_state_dict(model, optimizer, rank0_only=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    optim_state_dict_to_load(model, optimizer, full, load_directly=True, from_first_rank=True)
+    assert_same(full_optim_state_dict(model, optimizer, rank0_only=False), expected)
+
+
+def test_the_first_rank_of_a_mesh_of_two_axes_reaches_all():
+    run_ranks(4, states_on_a_mesh_of_two_axes)
