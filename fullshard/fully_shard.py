@@ -19,7 +19,17 @@ from fullshard.mesh import resolve_axes, resolve_groups
 from fullshard.offload_policy import OffloadPolicy
 from fullshard.precision import MixedPrecisionPolicy
 from fullshard.record import Phase
-from fullshard.runtime import Turn, install, is_unit, refuse_copy, run_as_forward, runtime_of, turn_of, turns_in
+from fullshard.runtime import (
+    Turn,
+    changing_shards,
+    install,
+    is_unit,
+    refuse_copy,
+    run_as_forward,
+    runtime_of,
+    turn_of,
+    turns_in,
+)
 from fullshard.state_dict import register_hooks
 from fullshard.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.strategy import Placements as StrategyPlacements
@@ -301,10 +311,8 @@ class FSDPModule:
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """What `nn.Module.to` and its like do, on the shards, which then move into buffers of their own again."""
-        turn = turn_of(_module(self))
-        turn.unit.reshard()
-        super()._apply(fn, recurse)  # type: ignore[misc]  # the class it is mixed into is an nn.Module
-        turn.unit.adopt()
+        with changing_shards(turn_of(_module(self))):
+            super()._apply(fn, recurse)  # type: ignore[misc]  # the class it is mixed into is an nn.Module
         return _module(self)
 
 

@@ -19,7 +19,8 @@ without such inputs is at the start of the graph, and is freed at the end of bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -41,8 +42,10 @@ from fullshard.unit import Form, Unit, UnitReduction
 __all__ = [
     "Runtime",
     "Turn",
+    "changing_shards",
     "clean_fqn",
     "install",
+    "is_in_use",
     "is_unit",
     "refuse_copy",
     "run_as_forward",
@@ -157,11 +160,7 @@ class Runtime:
 
     def before_forward(self, turn: Turn, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Have `turn`'s unit whole. Its inputs as its forward is to see them."""
-        if turn.summoned:
-            raise StateError(
-                f"forward of {turn.unit.name or 'the root'} within summon_full_params: its parameters are in the "
-                "user's hands, and changes to them are not in place yet. Leave the context first."
-            )
+        _check_not_summoned(turn)
         recomputing = in_backward()
         if not self._stack and not recomputing:
             self._begin_forward(turn)
@@ -327,6 +326,11 @@ class Runtime:
             reduction.finish()
         self._reductions.clear()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a forward or backward was begun, and is over without having come to its end."""
+        return self.phase is not Phase.IDLE and not self._stack and not in_backward()
+
     def recover(self) -> None:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
         self._stack.clear()
@@ -369,6 +373,7 @@ class Runtime:
         unit = turn.unit
         if unit.form is not Form.SHARDED:
             return
+        _check_not_summoned(turn)
         if phase is Phase.IDLE:
             unit.notice_step()
         if not unit.can_fill and not unit.keeps_whole:
@@ -485,6 +490,40 @@ def is_unit(module: nn.Module) -> bool:
 def _turn_or_none(module: nn.Module) -> Turn | None:
     held = vars(module).get(_TURN)
     return held.turn if isinstance(held, _Held) else None
+
+
+def is_in_use(turn: Turn) -> bool:
+    """Whether a forward or backward that is under way needs `turn`'s unit. What a failed one has left is cleared up."""
+    runtime = turn.runtime
+    if runtime is not None and runtime.is_interrupted:
+        runtime.recover()
+    return turn.holds > 0
+
+
+@contextmanager
+def changing_shards(turn: Turn) -> Iterator[None]:
+    """A context in which modules may be given other parameters, as `Module.to` does: the unit takes them over.
+
+    Raises:
+        StateError: the unit is in forward or backward, or its parameters are summoned.
+    """
+    _check_not_summoned(turn)
+    if is_in_use(turn):
+        raise StateError(
+            f"{turn.unit.name or 'the root'} was to be moved or cast within its forward or backward. Do it between "
+            "steps."
+        )
+    turn.unit.reshard()
+    yield
+    turn.unit.adopt()
+
+
+def _check_not_summoned(turn: Turn) -> None:
+    if turn.summoned:
+        raise StateError(
+            f"{turn.unit.name or 'the root'} is needed within summon_full_params: its parameters are in the user's "
+            "hands, and changes to them are not in place yet. Leave the context first."
+        )
 
 
 def runtime_of(module: nn.Module) -> Runtime:

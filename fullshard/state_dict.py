@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like
 from fullshard.errors import ConfigError, StateError
-from fullshard.runtime import Turn, clean_fqn, turns_in
+from fullshard.runtime import Turn, clean_fqn, is_in_use, turns_in
 from fullshard.sharded_param import ShardedParam, whole_of
 from fullshard.unit import Unit, managed_by
 
@@ -231,7 +231,7 @@ class _Hooks:
 
     def before(self, module: nn.Module, *_: Any) -> None:
         """Have the shards in the modules, in their own dtype."""
-        if self._turn.holds:
+        if is_in_use(self._turn):
             raise StateError(
                 f"state dict within a forward or backward of {self._turn.unit.name or 'the root'}: its parameters are "
                 "in use. Save and load between steps."

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from fullshard._compat import dtensor_like
 from fullshard.errors import ConfigError, StateError
-from fullshard.runtime import Turn, is_unit, turns_in, unwrapped
+from fullshard.runtime import Turn, is_in_use, is_unit, turn_of, turns_in, unwrapped
 from fullshard.sharded_param import ShardedParam, whole_of
 from fullshard.state_dict import is_first_rank
+from fullshard.unit import managed_by
 
 __all__ = ["summon_full_params"]
 
@@ -54,16 +55,17 @@ def summon_full_params(
 
     Raises:
         ConfigError: `rank0_only` together with `writeback`.
-        StateError: a unit is in forward or backward, or on the meta device.
+        StateError: a unit is in forward or backward, or on the meta device; on leaving, if a parameter was given
+            another shape, or its shards were written to meanwhile.
     """
     if rank0_only and writeback:
         raise ConfigError(
             "summon_full_params(rank0_only=True, writeback=True): ranks without the whole parameters could not keep "
             "what rank 0 changes. Pass writeback=False."
         )
-    turns = turns_in(module) if recurse else _own_turns(module)
+    turns = _turns(module, recurse)
     for turn in turns:
-        if turn.holds:
+        if is_in_use(turn):
             raise StateError(
                 f"summon_full_params within a forward or backward of {turn.unit.name or 'the root'}: its parameters "
                 "are in use. Call it between steps."
@@ -77,10 +79,17 @@ def summon_full_params(
         yield
 
 
-def _own_turns(module: nn.Module) -> list[Turn]:
-    """The turn of `module` itself, or of the unit that it only wraps."""
+def _turns(module: nn.Module, recurse: bool) -> list[Turn]:
+    """The turns of the units that have parameters of `module`, or of the one unit that it is or only wraps.
+
+    Those of tied weights, and of a module that is a part of a unit, are found elsewhere than in `module`.
+    """
     inner = unwrapped(module)
-    return turns_in(inner)[:1] if is_unit(inner) else []
+    found = turns_in(module) if recurse else turns_in(inner)[:1] if is_unit(inner) else []
+    owned = module.parameters() if recurse else (p for turn in found for m in turn.modules for p in m.parameters(False))
+    managed = [managed_by(param) for param in owned]
+    turns = [*found, *(turn_of(it[0].module) for it in managed if it is not None)]
+    return list({id(turn): turn for turn in turns}.values())
 
 
 @contextmanager
@@ -89,19 +98,20 @@ def _whole(turn: Turn, wish: _Wish) -> Iterator[None]:
     unit.reshard()
     device = torch.device("cpu") if wish.offload else unit.settings.device
     found = ((param, _summoned(param, device, unit.settings.device, wish)) for param in unit.params)
-    summoned = [(param, whole) for param, whole in found if whole is not None]
-    for param, whole in summoned:
+    summoned = [(param, whole, param.version) for param, whole in found if whole is not None]
+    for param, whole, _ in summoned:
         param.show(whole)
     turn.summoned = True
     try:
         yield
     finally:
-        present = [(param, param.shown) for param, _ in summoned]
-        for param, _ in summoned:
+        present = [(param, param.shown, version) for param, _, version in summoned]
+        for param, _, _ in summoned:
             param.show(param.sharded)
         turn.summoned = False
         if wish.writeback:
-            _write_back(present, wish.with_grads)
+            for param, whole, version in present:
+                _write_back(param, whole, version, wish.with_grads)
 
 
 def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wish: _Wish) -> nn.Parameter | None:
@@ -121,15 +131,20 @@ def _gathered(param: ShardedParam, shard: Tensor, wire: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def _write_back(present: list[tuple[ShardedParam, nn.Parameter]], with_grads: bool) -> None:
-    for param, whole in present:
-        if whole.shape != param.sharded.shape:
-            raise StateError(
-                f"{param.fqn} was given the shape {tuple(whole.shape)} within summon_full_params, but is sharded as "
-                f"{tuple(param.sharded.shape)}. Change its values only; reshape before sharding."
-            )
-        param.write(whole)
-        if with_grads and whole.grad is None:
-            param.sharded.grad = None
-        elif with_grads and whole.grad is not None:
-            param.grad = param.take_own(whole.grad).to(param.local.device, copy=True).contiguous()
+def _write_back(param: ShardedParam, whole: nn.Parameter, version: int, with_grads: bool) -> None:
+    if whole.shape != param.sharded.shape:
+        raise StateError(
+            f"{param.fqn} was given the shape {tuple(whole.shape)} within summon_full_params, but is sharded as "
+            f"{tuple(param.sharded.shape)}. Change its values only; reshape before sharding."
+        )
+    if param.version != version:
+        raise StateError(
+            f"the shards of {param.fqn} were written to (by an optimizer's step, say) within summon_full_params, which "
+            "was about to write the whole parameter back over that. Step outside, or pass writeback=False."
+        )
+    param.write(whole)
+    param.sharded.requires_grad_(whole.requires_grad)
+    if with_grads and whole.grad is None:
+        param.sharded.grad = None
+    elif with_grads and whole.grad is not None:
+        param.grad = param.take_own(whole.grad).to(param.local.device, copy=True).contiguous()

@@ -19,7 +19,7 @@ from fullshard.grads import clip_grad_norm_
 from fullshard.mesh import default_mesh
 from fullshard.offload_policy import CPUOffload
 from fullshard.precision import MixedPrecision, MixedPrecisionPolicy
-from fullshard.runtime import Turn, clean_fqn, is_unit, refuse_copy, runtime_of, turn_of, turns_in
+from fullshard.runtime import Turn, changing_shards, clean_fqn, is_unit, refuse_copy, runtime_of, turn_of, turns_in
 from fullshard.state_dict import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -210,10 +210,8 @@ class FullyShardedDataParallel(nn.Module):
         refuse_copy(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
-        turn = turn_of(self.module)
-        turn.unit.reshard()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        turn.unit.adopt()
+        with changing_shards(turn_of(self.module)):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:

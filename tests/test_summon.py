@@ -1,0 +1,456 @@
+"""`summon_full_params`: whole parameters in the user's hands, and what becomes of changes to them."""
+
+import gc
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small_models import (
+    ONE_AXIS,
+    Block,
+    SmallGPT,
+    adamw,
+    batch,
+    gathered,
+    loss_of,
+    shard,
+    small_gpt,
+    whole_grads,
+    wholes,
+)
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard, recording, summon_full_params
+from fullshard._compat import storage_watch
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+
+def by_wrapper(model: SmallGPT, *, tied_in_two_units: bool = False, **options: Any) -> nn.Module:
+    classes = {Block, nn.Embedding} if tied_in_two_units else {Block}
+    return FullyShardedDataParallel(
+        model, sharding_strategy=options.pop("strategy", "zero3"), auto_wrap_policy=ModuleWrapPolicy(classes), **options
+    )
+
+
+FRONTS = {
+    "fully_shard": shard,
+    "fully_shard, tied across units": partial(shard, tied_in_two_units=True),
+    "wrapper": by_wrapper,
+    "wrapper, tied across units": partial(by_wrapper, tied_in_two_units=True),
+}
+ALONE = [("fully_shard", strategy) for strategy in ONE_AXIS] + [("wrapper", "zero3")]
+WAYS = [*ALONE, ("fully_shard, tied across units", "zero3"), ("wrapper, tied across units", "zero1")]
+
+
+def sharded(way: tuple[str, str]) -> nn.Module:
+    front, strategy = way
+    return FRONTS[front](small_gpt(blocks=2), strategy=strategy)
+
+
+def plain() -> SmallGPT:
+    return small_gpt(blocks=2)
+
+
+def same_batch(step: int) -> Tensor:
+    """On every rank, so that one process alone can be compared with."""
+    return batch(step, sequences=4)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> Tensor:
+    loss = loss_of(model, same_batch(number))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def names_of(parameters: Any) -> list[str]:
+    return [name for name, _ in parameters]
+
+
+# -- looking ----------------------------------------------------------------------------------------------------------
+
+
+def look() -> None:
+    for way in WAYS:
+        model, reference = sharded(way), plain()
+        for optimizer, other in ((adamw(model), adamw(reference)),):
+            for number in range(2):
+                expected = dict(reference.named_parameters())
+                before = dict(model.named_parameters())
+                with summon_full_params(model):
+                    found = dict(model.named_parameters())
+                    assert list(found) == list(expected)
+                    assert_same(found, expected, name=str(way))
+                    assert {type(param) for param in found.values()} == {nn.Parameter}
+                    for name, param in found.items():
+                        assert param.requires_grad == expected[name].requires_grad
+                        assert param.grad is None
+                    assert model.head.weight is model.embedding.weight  # tied as ever
+                after = dict(model.named_parameters())
+                assert all(after[name] is before[name] for name in before)  # what the optimizer knows
+                assert all(isinstance(param, DTensor) for param in after.values())
+                assert_same(step(model, optimizer, number), step(reference, other, number), name=str(way))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_are_whole_and_plain_within_and_shards_after(world):
+    run_ranks(world, look)
+
+
+# -- changing ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def change(model: nn.Module, replaces: bool = False) -> None:
+    """In every way in which users change weights; by another parameter too, where no optimizer minds."""
+    for param in model.parameters():
+        param.mul_(1.25)
+    model.blocks[0].up.weight.data = model.blocks[0].up.weight.data.flip(0)
+    replaced = nn.Parameter(torch.full_like(model.blocks[1].down.weight, 0.01))
+    if replaces:
+        model.blocks[1].down.weight = replaced
+    else:
+        model.blocks[1].down.weight.copy_(replaced)
+    nn.init.ones_(model.norm.weight)
+    model.mixture[1].fill_(3.0)
+    model.wide.weight.data[0, 0] = 7.0
+    model.embedding.weight.requires_grad_(False)
+
+
+def write(writeback: bool) -> None:
+    for way in WAYS:
+        model, reference = sharded(way), plain()
+        if way[0] == "fully_shard":
+            model.set_reshard_after_backward(False)  # so that the whole parameters are kept, and must be gathered anew
+        optimizer, other = adamw(model), adamw(reference)
+        for number in range(2):
+            assert_same(step(model, optimizer, number), step(reference, other, number), name=str(way))
+        with recording() as record, summon_full_params(model, writeback=writeback):
+            change(model, replaces=True)
+            assert model.blocks[0].up.weight.shape == (192, 97)
+        assert record.names() == []  # gathered as any DTensor is, not by the engine
+        if writeback:
+            change(reference)
+            assert not model.embedding.weight.requires_grad
+        assert_same(wholes(model), dict(reference.state_dict()), name=str(way))
+        for number in range(2, 4):
+            assert_same(step(model, optimizer, number), step(reference, other, number), name=str(way))
+        assert_same(wholes(model), dict(reference.state_dict()), name=str(way))
+
+
+@pytest.mark.parametrize("writeback", [True, False])
+def test_changes_are_kept_as_asked_and_computed_with(writeback):
+    """Under every strategy, also where whole parameters stay in memory between steps."""
+    run_ranks(2, write, writeback)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+def summon_on_the_first_rank() -> list[bool]:
+    """Whether this rank's modules had whole parameters, and that it held nothing of others' meanwhile."""
+    seen = []
+    for way in WAYS:
+        model = sharded(way)
+        with storage_watch() as watch, summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True):
+            gc.collect()
+            found = dict(model.named_parameters())
+            seen.append(not isinstance(found["norm.weight"], DTensor))
+            if seen[-1]:
+                assert_same(found, dict(plain().named_parameters()))
+                assert {param.device.type for param in found.values()} == {"cpu"}
+                assert watch.live_bytes() >= sum(param.nbytes for param in plain().parameters())
+                with torch.no_grad():
+                    found["norm.weight"].zero_()  # not kept
+            else:
+                assert all(isinstance(param, DTensor) for param in found.values())
+                assert watch.live_bytes() == 0
+        assert_same(wholes(model), dict(plain().state_dict()), name=str(way))
+    return seen
+
+
+def test_rank0_only_leaves_other_ranks_their_shards_and_costs_them_no_memory():
+    first, *others = run_ranks(3, summon_on_the_first_rank)
+    assert all(first)
+    assert not any(any(seen) for seen in others)
+
+
+def summon_gradients() -> None:
+    for way in WAYS:
+        model, reference = sharded(way), plain()
+        for net in (model, reference):
+            loss_of(net, same_batch(0)).backward()
+        grads = {name: param.grad for name, param in reference.named_parameters()}
+        with summon_full_params(model, with_grads=True, writeback=False):
+            assert_same({name: param.grad for name, param in model.named_parameters()}, grads, name=str(way))
+            model.norm.weight.grad.zero_()
+        assert_same(whole_grads(model), grads, name=str(way))  # not kept
+        for net in (model, reference):
+            with summon_full_params(net, with_grads=True), torch.no_grad():
+                net.embedding.weight.grad.mul_(0.5)
+                net.mixture.grad = torch.full_like(net.mixture, 0.25)
+                net.scale.grad = None
+                net.blocks[1].up.weight.grad = torch.ones_like(net.blocks[1].up.weight)  # which is frozen
+        assert_same(whole_grads(model), {n: p.grad for n, p in reference.named_parameters()}, name=str(way))
+        for net in (model, reference):
+            net.blocks[1].up.weight.grad = None
+        optimizer, other = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, reference))
+        optimizer.step()
+        other.step()
+        with torch.no_grad():
+            assert_same(loss_of(model, same_batch(1)), loss_of(reference, same_batch(1)), name=str(way))
+
+
+def test_gradients_are_whole_too_and_changes_to_them_are_kept_as_asked():
+    """And stepped with, under every strategy."""
+    run_ranks(2, summon_gradients)
+
+
+def whole_names(model: nn.Module) -> list[str]:
+    return [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+
+
+def summon_parts() -> None:
+    for way in WAYS:
+        model, everything = sharded(way), names_of(plain().named_parameters())
+        tied = "," in way[0]
+        own = [name for name in everything if not name.startswith("blocks") and not (tied and "embedding" in name)]
+        with summon_full_params(model, recurse=False):
+            assert [name for name in whole_names(model) if "embedding" not in name] == [
+                name for name in own if "embedding" not in name
+            ]
+            with summon_full_params(model.blocks[0], writeback=False):
+                assert [name for name in whole_names(model) if "blocks.0" in name] == [
+                    name for name in everything if name.startswith("blocks.0")
+                ]
+                with summon_full_params(model):  # what is whole already stays as it is, with its own options
+                    assert whole_names(model) == everything
+                    with torch.no_grad():
+                        model.blocks[0].up.bias.fill_(5.0)  # not kept
+                        model.blocks[1].up.bias.fill_(6.0)
+                        model.norm.bias.fill_(7.0)
+                assert not any("blocks.1" in name for name in whole_names(model))
+            assert not any("blocks.0" in name for name in whole_names(model))
+        assert whole_names(model) == []
+        expected = plain()
+        with torch.no_grad():
+            expected.blocks[1].up.bias.fill_(6.0)
+            expected.norm.bias.fill_(7.0)
+        assert_same(wholes(model), dict(expected.state_dict()), name=str(way))
+
+        with summon_full_params(model.head):  # tied to what another unit may have
+            assert model.head.weight.shape == (131, 97)
+            assert not isinstance(model.head.weight, DTensor)
+            assert model.head.weight is model.embedding.weight
+        with summon_full_params(model.blocks[0].norm), torch.no_grad():  # a part of a unit
+            model.blocks[0].norm.bias.fill_(4.0)
+        assert_same(wholes(model)["blocks.0.norm.bias"], torch.full((97,), 4.0))
+
+
+def test_parts_of_a_model_are_summoned_alone_and_one_within_another():
+    run_ranks(2, summon_parts)
+
+
+def summon_what_is_not_sharded() -> None:
+    model = plain()
+    with summon_full_params(model):
+        assert whole_names(model) == names_of(model.named_parameters())
+
+
+def test_a_model_that_is_not_sharded_is_whole_already():
+    summon_what_is_not_sharded()
+
+
+def summon_below_a_plain_root() -> None:
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(6, 5)), nn.ReLU(), fully_shard(nn.Linear(5, 4)))
+    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+        model[0].weight.fill_(1.0)
+        model[2].weight.fill_(2.0)
+    with summon_full_params(model, recurse=False):
+        assert len(whole_names(model)) == 0
+    with torch.no_grad():
+        out = model(torch.ones(1, 6))
+    bias = gathered(dict(model.named_parameters()))
+    expected = (torch.relu(6 + bias["0._fsdp_wrapped_module.bias"]).sum() * 2).expand(4) + bias["2.bias"]
+    torch.testing.assert_close(out[0], expected)
+
+
+def test_units_of_both_interfaces_below_a_plain_root_are_summoned():
+    run_ranks(2, summon_below_a_plain_root)
+
+
+# -- at the wrong moment ----------------------------------------------------------------------------------------------
+
+
+class Stop(Exception):  # noqa: N818  # stands for anything that a user's code may raise
+    pass
+
+
+def leave_by_an_exception() -> None:
+    """What was changed before it is kept, and everything is in order."""
+    for way in WAYS:
+        model, reference = sharded(way), plain()
+        optimizer, other = adamw(model), adamw(reference)
+        step(model, optimizer), step(reference, other)
+        with pytest.raises(Stop), summon_full_params(model), torch.no_grad():
+            model.norm.weight.fill_(1.5)
+            raise Stop
+        with torch.no_grad():
+            reference.norm.weight.fill_(1.5)
+        assert whole_names(model) == []
+        assert_same(step(model, optimizer, 1), step(reference, other, 1), name=str(way))
+
+
+def test_an_exception_within_keeps_what_was_changed():
+    run_ranks(2, leave_by_an_exception)
+
+
+def use_while_summoned() -> None:
+    for way in ALONE:
+        model, reference = sharded(way), plain()
+        optimizer, other = adamw(model), adamw(reference)
+        assert_same(step(model, optimizer), step(reference, other))
+        for use in uses_of(model):
+            loss = loss_of(model, same_batch(2))
+            with recording() as record, pytest.raises(StateError) as error, summon_full_params(model):
+                use(loss)
+            assert "within summon_full_params: its parameters are in the user's hands" in str(error.value)
+            assert record.names() == []
+        model.zero_grad()
+        assert_same(step(model, optimizer, 1), step(reference, other, 1), name=str(way))
+
+
+def uses_of(model: nn.Module) -> list[Callable[[Tensor], Any]]:
+    uses: list[Callable[[Tensor], Any]] = [
+        lambda _: loss_of(model, same_batch(1)),
+        lambda _: model.blocks[0](torch.zeros(1, 2, 97)),
+        lambda loss: loss.backward(),
+        lambda _: model.to(torch.float64),
+        lambda _: model.blocks[0].half(),
+    ]
+    return uses + ([lambda _: model.unshard()] if hasattr(model, "unshard") else [])
+
+
+def test_forward_backward_and_casts_while_summoned_are_refused():
+    """And leave no trace."""
+    run_ranks(2, use_while_summoned)
+
+
+def step_while_summoned() -> None:
+    for front in ("fully_shard", "wrapper"):
+        model = sharded((front, "zero3"))
+        optimizer = adamw(model)
+        loss_of(model, same_batch(0)).backward()
+        with (
+            pytest.raises(StateError, match=r"were written to .* within summon_full_params"),
+            summon_full_params(model),
+        ):
+            optimizer.step()
+        with summon_full_params(model, writeback=False):
+            optimizer.step()  # nothing is written over it
+        model, reference = sharded((front, "zero3")), plain()
+        with summon_full_params(model, writeback=False):
+            pass
+        assert_same(step(model, adamw(model)), step(reference, adamw(reference)))
+
+
+def test_a_step_that_would_be_lost_is_refused():
+    run_ranks(2, step_while_summoned)
+
+
+class Breaking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Stop
+
+
+def fail(*_: Any) -> None:
+    raise Stop
+
+
+def summon_after_a_failure(phase: str) -> None:
+    """A forward or backward that failed is over: parameters can be summoned, saved and moved at once."""
+    for way in ALONE:
+        model, reference = sharded(way), plain()
+        optimizer, other = adamw(model), adamw(reference)
+        for number in range(3):
+            assert_same(step(model, optimizer, number), step(reference, other, number))
+            hook = fail if phase == "forward" else lambda m, i, out: Breaking.apply(out)
+            handle = model.blocks[0].register_forward_hook(hook)
+            with pytest.raises(Stop):
+                loss_of(model, same_batch(9)).backward()
+            handle.remove()
+            if number == 0:
+                with summon_full_params(model):
+                    assert_same(dict(model.named_parameters()), dict(reference.named_parameters()))
+            elif number == 1:
+                assert_same(wholes(model), dict(reference.state_dict()))
+            else:
+                model.to(torch.float32)
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_after_a_failure_parameters_can_be_summoned(phase):
+    run_ranks(2, summon_after_a_failure, phase)
+
+
+def summon_within(phase: str) -> None:
+    for front in ("fully_shard", "wrapper"):
+        model = sharded((front, "zero3"))
+        said = []
+
+        def summon(*_: Any, model: nn.Module = model, said: list[str] = said) -> None:
+            with pytest.raises(StateError) as error, summon_full_params(model):
+                pass
+            said.append(str(error.value))
+
+        block = model.blocks[0]
+        register = block.register_forward_hook if phase == "forward" else block.register_full_backward_hook
+        handle = register(summon)
+        loss_of(model, same_batch(0)).backward()
+        handle.remove()
+        assert len(said) == 1
+        assert "summon_full_params within a forward or backward of" in said[0]
+        assert "Call it between steps." in said[0]
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_summoning_within_a_forward_or_backward_is_refused(phase):
+    run_ranks(2, summon_within, phase)
+
+
+@contextmanager
+def nothing_sent() -> Any:
+    with recording() as record:
+        yield
+    assert record.names() == []
+
+
+def summon_wrongly() -> None:
+    model = fully_shard(nn.Linear(6, 5))
+    with nothing_sent():
+        with pytest.raises(ConfigError, match=r"rank0_only=True, writeback=True.*Pass writeback=False"):
+            summon_full_params(model, rank0_only=True).__enter__()
+        with torch.device("meta"):
+            meta = fully_shard(nn.Linear(6, 5))
+        with pytest.raises(StateError, match=r"2 parameters are still on the meta device, such as 'weight'"):
+            summon_full_params(meta).__enter__()
+    misshapen = pytest.raises(StateError, match=r"weight was given the shape \(3, 3\) within summon_full_params")
+    with misshapen, summon_full_params(model):
+        model.weight = nn.Parameter(torch.zeros(3, 3))
+    assert isinstance(model.weight, DTensor)
+
+
+def test_what_cannot_be_done_is_said():
+    run_ranks(2, summon_wrongly)
