@@ -1,0 +1,256 @@
+"""What goes over the wire, in which order, and what is copied on the way: as little as the layout promises.
+
+That the bytes are those of the formulas is held by `test_docs.py`.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard import BackwardPrefetch, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, recording
+from fullshard.record import Phase, Recorder
+from fullshard.runtime import turns_in
+from fullshard.testing import run_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> Recorder:
+    with recording() as record:
+        model(inputs(10 * number + dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return record
+
+
+def units(record: Recorder, name: str) -> list[str]:
+    return [event.origin.unit for event in record.collectives(name)]
+
+
+def collectives_of_steps(strategy: str) -> list[list[tuple[str, str]]]:
+    model = chain(partial(fully_shard, strategy=strategy))
+    optimizer = sgd(model)
+    records = [step(model, optimizer, number) for number in range(4)]
+    return [[(event.name, event.origin.unit) for event in record.collectives()] for record in records]
+
+
+def gather(*names: str) -> list[tuple[str, str]]:
+    return [("all_gather", name) for name in names]
+
+
+def scatter(*names: str) -> list[tuple[str, str]]:
+    return [("reduce_scatter", name) for name in names]
+
+
+FORWARD = gather("", *LAYERS)
+AFTER_BACKWARD = ["", *reversed(LAYERS)]  # the root has the head, whose gradients come first
+EXPECTED = {
+    "ddp": [("all_reduce", name) for name in AFTER_BACKWARD],
+    "zero1": FORWARD + scatter(*AFTER_BACKWARD),
+    "zero2": FORWARD + scatter(*AFTER_BACKWARD),
+    # The gather of the next unit comes before the reduction of this one. The root is whole still.
+    "zero3": [
+        *FORWARD,
+        *(gather("layers.3") + scatter("")),
+        *(gather("layers.2") + scatter("layers.3")),
+        *(gather("layers.1") + scatter("layers.2")),
+        *(gather("layers.0") + scatter("layers.1")),
+        *scatter("layers.0"),
+    ],
+}
+
+
+# In a first backward nothing tells that the root, which came first in forward, comes first again: no gather is early.
+ALONE = FORWARD + scatter("") + [event for name in reversed(LAYERS) for event in gather(name) + scatter(name)]
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+def test_collectives_come_in_the_order_that_the_strategy_says(strategy):
+    first = ALONE if strategy == "zero3" else EXPECTED[strategy]
+    assert run_ranks(2, collectives_of_steps, strategy) == [[first, *[EXPECTED[strategy]] * 3]] * 2
+
+
+def phases_of_gathers(options: dict[str, Any]) -> list[tuple[str, str]]:
+    model = FullyShardedDataParallel(chain(leave), auto_wrap_policy=ModuleWrapPolicy({Layer}), **options)
+    optimizer = sgd(model)
+    for number in range(4):
+        record = step(model, optimizer, number)
+    return [(event.origin.unit, event.origin.phase.value) for event in record.collectives("all_gather")]
+
+
+PREFETCHED = "backward"  # before its own: as its neighbour's backward begins
+OWN = Phase.PRE_BACKWARD.value
+
+
+@pytest.mark.parametrize(
+    ("options", "how"),
+    [
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, [PREFETCHED] * 4),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, [OWN, PREFETCHED, PREFETCHED, PREFETCHED]),
+        ({"backward_prefetch": None}, [OWN] * 4),
+    ],
+    ids=["pre", "post", "none"],
+)
+def test_backward_gathers_ahead_as_it_is_told(options, how):
+    for gathers in run_ranks(2, phases_of_gathers, options):
+        backward = [(unit, phase) for unit, phase in gathers if phase != "forward"]
+        assert [unit for unit, _ in backward] == list(reversed(LAYERS))
+        assert [phase for _, phase in backward] == how
+
+
+def whole_at_once() -> int:
+    """The most inner units that are whole at a time, in any step."""
+    model = chain(fully_shard)
+    optimizer = sgd(model)
+    most = 0
+    for number in range(5):
+        filled: set[str] = set()
+        for event in step(model, optimizer, number).events:
+            if event.origin.unit and event.name == "fill":
+                filled.add(event.origin.unit)
+            if event.origin.unit and event.name == "empty":
+                filled.discard(event.origin.unit)
+            most = max(most, len(filled))
+    return most
+
+
+def test_two_inner_units_are_whole_at_once_and_never_three():
+    assert run_ranks(2, whole_at_once) == [2, 2]
+
+
+def gathers_without_a_step(strategy: str) -> list[int]:
+    model = chain(partial(fully_shard, strategy=strategy))
+    optimizer = sgd(model)
+    step(model, optimizer, 0)
+    counts = []
+    for number in range(3):
+        with recording() as record, torch.no_grad():
+            model(inputs(number))
+        counts.append(len(record.collectives()))
+    return counts
+
+
+@pytest.mark.parametrize(("strategy", "counts"), [("ddp", [0, 0, 0]), ("zero1", [5, 0, 0]), ("zero3", [5, 5, 5])])
+def test_whole_parameters_that_are_kept_are_gathered_once_after_a_step(strategy, counts):
+    assert run_ranks(2, gathers_without_a_step, strategy) == [counts] * 2
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+COPIES = {"aten.copy_", "aten._foreach_copy_", "aten.clone", "aten._to_copy", "aten.cat", "aten.constant_pad_nd"}
+
+
+class CountCopies(TorchDispatchMode):
+    """Bytes that copies write, of tensors of at least `floor` bytes and of smaller ones."""
+
+    def __init__(self, floor: int) -> None:
+        super().__init__()
+        self.floor = floor
+        self.large = self.small = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if str(func.overloadpacket) in COPIES:
+            written = args[0] if func.overloadpacket.__name__ == "_foreach_copy_" else [result]
+            for tensor in written:
+                if tensor.nbytes >= self.floor:
+                    self.large += tensor.nbytes
+                else:
+                    self.small += tensor.nbytes
+        return result
+
+
+def copies_of_a_step(model: Any, x: Tensor) -> CountCopies:
+    optimizer = sgd(model)
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with CountCopies(floor=9000) as copies:
+        model(x).square().mean().backward()
+    return copies
+
+
+def count_copies(strategy: str) -> tuple[int, int, int, int]:
+    """Bytes copied by the engine in one step, of matrices and of the rest; a rank's shards of matrices and the rest."""
+    model = chain(partial(fully_shard, strategy=strategy))
+    copies = copies_of_a_step(model, inputs())
+    sections = [section for turn in turns_in(model) for section in turn.unit.sections]
+    matrices = sum(place.cut.part_numel for section in sections for place in section.layout.in_place)
+    return copies.large, copies.small, matrices * 4, sum(section.layout.pack_numel for section in sections) * 4
+
+
+@pytest.mark.parametrize(("strategy", "gathers"), [("zero1", 0), ("zero2", 1), ("zero3", 2)])
+def test_nothing_is_copied_between_shards_and_the_wire(strategy, gathers):
+    """A gather puts this rank's own rows beside the others', who do not send them; a reduction copies no matrix."""
+    for large, small, matrices, packed in run_ranks(2, count_copies, strategy):
+        assert large == gathers * matrices
+        # Packed: both ranks' parts out of the pack, this rank's own among them; gradients of both into the pack.
+        assert small <= (3 * max(gathers, 1) + 2) * packed
+
+
+WIDTH = 256
+PART = WIDTH * WIDTH // 2
+
+
+def count_copies_in_low_precision() -> int:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = nn.Sequential(
+        *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)), nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
+    )
+    for layer in model[:3]:
+        fully_shard(layer, mp_policy=policy)
+    return copies_of_a_step(fully_shard(model, mp_policy=policy), torch.ones(4, WIDTH, dtype=torch.bfloat16)).large
+
+
+def test_in_low_precision_shards_are_cast_once_a_gather_and_sums_once():
+    gathers = 3 + 1 + 3  # the root stays whole
+    cast, own_rows, to_masters = gathers * PART * 2, gathers * PART * 2, 4 * PART * 4
+    assert run_ranks(2, count_copies_in_low_precision) == [cast + own_rows + to_masters] * 2
+
+
+def halved_bytes() -> list[int]:
+    sent = []
+    for dtype in (torch.float32, torch.bfloat16):
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+        model = chain(partial(fully_shard, mp_policy=policy))
+        record = step(model, sgd(model), 0)
+        sent.append(record.sent_bytes())
+    return sent
+
+
+def test_low_precision_halves_what_is_sent():
+    for full, half in run_ranks(2, halved_bytes):
+        assert full / 2 <= half <= full / 2 + 5 * 16  # a pack ends on a boundary of 16 bytes
+
+
+def storages(model: torch.nn.Module) -> list[int]:
+    found = []
+    for turn in turns_in(model):
+        found.append(turn.unit.slot.storage.data_ptr())
+        for section in turn.unit.sections:
+            found += [param.local.untyped_storage().data_ptr() for param in section.params]
+            found.append(0 if section.grads is None else section.grads.untyped_storage().data_ptr())
+    return found
+
+
+def memory_is_stable(strategy: str) -> None:
+    model = chain(partial(fully_shard, strategy=strategy))
+    optimizer = sgd(model)
+    seen: list[list[int]] = []
+    for number in range(6):
+        step(model, optimizer, number)
+        seen.append(storages(model))
+    assert seen[3] == seen[4] == seen[5]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_from_the_fourth_step_on_buffers_stay_where_they_are(strategy):
+    run_ranks(2, memory_is_stable, strategy)
