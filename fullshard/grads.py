@@ -68,17 +68,25 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         if isinstance(grad, DTensor):
             meshes.setdefault(grad.device_mesh, []).append(i)
         else:
-            norms[i] = torch.linalg.vector_norm(grad, norm_type)
+            norms[i] = _norm(grad, norm_type)
     for mesh, indices in meshes.items():
         parts = [_own_part(grads[i]) for i in indices]
-        own = torch.stack(
-            [torch.linalg.vector_norm(part, norm_type) if part.numel() else part.new_zeros(()) for part in parts]
-        )
+        own = torch.stack([_norm(part, norm_type) for part in parts])
         for i, norm in zip(indices, _combined(own, mesh, norm_type), strict=True):
             norms[i] = norm
     device = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
     return total
+
+
+def _norm(values: Tensor, norm_type: float) -> Tensor:
+    """The norm of `values`, 0 if there are none, in float32 or wider: squares of float16 soon overflow."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return (
+        torch.linalg.vector_norm(values, norm_type, dtype=dtype)
+        if values.numel()
+        else values.new_zeros((), dtype=dtype)
+    )
 
 
 def _own_part(grad: Tensor) -> Tensor:

@@ -1,0 +1,172 @@
+"""Mixed precision: masters as they came, compute and the wire in a low dtype, sums in the dtype that was asked for."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd, whole_grads, wholes
+from torch import Tensor, nn
+
+from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard, recording
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+STEPS = 4
+
+
+def batch(step: int) -> Tensor:
+    return inputs(10 * step + dist.get_rank())
+
+
+def by_hand(compute: torch.dtype, reduce: torch.dtype) -> list[Any]:
+    """Masters in float32, cast for each step; gradients cast, summed in rank order, divided once, cast back."""
+    plain, low = chain(leave), chain(leave).to(compute)
+    optimizer, left = sgd(plain), []
+    for step in range(STEPS):
+        with torch.no_grad():
+            for master, param in zip(plain.parameters(), low.parameters(), strict=True):
+                param.copy_(master)
+        loss = low(batch(step).to(compute)).square().mean()
+        loss.backward()
+        for master, param in zip(plain.parameters(), low.parameters(), strict=True):
+            assert param.grad is not None
+            mine = param.grad.to(reduce)
+            terms = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(terms, mine)
+            master.grad = (sum(terms[1:], terms[0]) / len(terms)).to(master.dtype)
+            param.grad = None
+        left += [loss.detach(), whole_grads(plain)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(plain)]
+
+
+def learn(model: Any) -> list[Any]:
+    optimizer, left = sgd(model), []
+    for step in range(STEPS):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        assert all(param.grad.dtype == param.dtype == FP32 for param in model.parameters())
+        left += [loss.detach(), whole_grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+def agree_with_by_hand(compute: torch.dtype, reduce: torch.dtype) -> None:
+    expected = by_hand(compute, reduce)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    for strategy in ONE_AXIS:
+        assert_same(learn(chain(partial(fully_shard, strategy=strategy, mp_policy=policy))), expected, name=strategy)
+    wrapper = FullyShardedDataParallel(
+        chain(leave),
+        auto_wrap_policy=ModuleWrapPolicy({Layer}),
+        mixed_precision=MixedPrecision(param_dtype=compute, reduce_dtype=reduce),
+    )
+    assert_same(learn(wrapper), expected, name="the wrapper")
+
+
+@pytest.mark.parametrize(("compute", "reduce"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, BF16)])
+def test_every_strategy_has_the_bits_of_masters_cast_by_hand(compute, reduce):
+    run_ranks(2, agree_with_by_hand, compute, reduce)
+
+
+class Looking(nn.Module):
+    """Notes the dtypes that it meets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(48, 48)
+        self.register_buffer("mean", torch.ones(48))
+        self.register_buffer("count", torch.ones(1, dtype=torch.int64))
+        self.seen: dict[str, torch.dtype] = {}
+
+    def forward(self, x: Tensor, mask: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
+        self.seen = {"weight": self.inner.weight.dtype, "x": x.dtype, "mask": mask.dtype, "scale": scale.dtype}
+        self.seen |= {"mean": self.mean.dtype, "count": self.count.dtype}
+        return {"out": F.linear(x.to(self.inner.weight.dtype), self.inner.weight), "mask": mask}
+
+
+def look(shard: Any) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
+    model = shard(Looking())
+    found = model(torch.ones(2, 48), torch.ones(2, dtype=torch.bool), scale=torch.ones(1, dtype=torch.float64))
+    return getattr(model, "module", model).seen, {name: tensor.dtype for name, tensor in found.items()}
+
+
+def look_at_all() -> None:
+    bf16 = partial(MixedPrecisionPolicy, param_dtype=BF16)
+    seen, given = look(partial(fully_shard, mp_policy=bf16()))
+    assert (seen["weight"], seen["x"], seen["scale"], seen["mask"]) == (BF16, BF16, BF16, torch.bool)
+    assert (seen["mean"], seen["count"]) == (FP32, torch.int64)
+    assert given == {"out": BF16, "mask": torch.bool}
+    seen, given = look(partial(fully_shard, mp_policy=bf16(cast_forward_inputs=False, output_dtype=FP32)))
+    assert (seen["weight"], seen["x"], seen["scale"]) == (BF16, FP32, torch.float64)
+    assert given == {"out": FP32, "mask": torch.bool}
+
+    wrap = partial(FullyShardedDataParallel)
+    seen, _ = look(partial(wrap, mixed_precision=MixedPrecision(param_dtype=BF16, buffer_dtype=FP16)))
+    assert (seen["weight"], seen["x"], seen["mean"], seen["count"]) == (BF16, BF16, FP16, torch.int64)
+    policy = MixedPrecision(param_dtype=BF16, cast_root_forward_inputs=False)
+    seen, _ = look(partial(wrap, mixed_precision=policy))
+    assert (seen["weight"], seen["x"]) == (BF16, FP32)
+
+
+def test_inputs_outputs_and_buffers_are_cast_as_the_policy_says_and_integers_never():
+    run_ranks(1, look_at_all)
+
+
+class Mixed(nn.Module):
+    """Parameters of three dtypes, one of them frozen, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(48, 96)
+        self.second = nn.Linear(96, 48).double()
+        self.steps = nn.Parameter(torch.arange(5), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).double()).float() + self.steps.sum()
+
+
+def train_mixed() -> None:
+    def learn_mixed(shard: Any) -> list[Any]:
+        torch.manual_seed(0)
+        model = shard(Mixed())
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        left = []
+        for step in range(STEPS):
+            model(inputs(step)).square().mean().backward()
+            left.append(whole_grads(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*left, wholes(model)]
+
+    expected = learn_mixed(leave)
+    for strategy in ONE_AXIS:
+        assert_same(learn_mixed(partial(fully_shard, strategy=strategy)), expected, name=strategy)
+
+
+def test_a_unit_may_have_parameters_of_several_dtypes():
+    run_ranks(2, train_mixed)
+
+
+def gathers_in_low_precision() -> tuple[int, int]:
+    sent = []
+    for dtype in (None, BF16):
+        model = nn.Sequential(nn.Linear(256, 256, bias=False))
+        fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=FP32))
+        with recording() as record:
+            model(torch.ones(2, 256)).sum().backward()
+        sent.append((record.sent_bytes("all_gather"), record.sent_bytes("reduce_scatter")))
+    (full, reduced), (low, reduced_low) = sent
+    assert reduced == reduced_low
+    return full, low
+
+
+def test_the_gather_is_in_the_dtype_of_compute_and_the_reduction_in_its_own():
+    for full, low in run_ranks(2, gathers_in_low_precision):
+        assert low * 2 == full
