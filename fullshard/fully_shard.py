@@ -6,14 +6,15 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, StateError
 from fullshard.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
 from fullshard.mesh import resolve_axes, resolve_groups
 from fullshard.offload_policy import OffloadPolicy
@@ -23,13 +24,14 @@ from fullshard.runtime import (
     Turn,
     changing_shards,
     install,
+    is_in_use,
     is_unit,
-    refuse_copy,
     run_as_forward,
     runtime_of,
     turn_of,
     turns_in,
 )
+from fullshard.sharded_param import Source
 from fullshard.state_dict import register_hooks
 from fullshard.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.strategy import Placements as StrategyPlacements
@@ -39,6 +41,7 @@ from fullshard.wrap import AutoWrapPolicy, wrapped_modules
 __all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "shard_unit"]
 
 Strategy = str | ShardingStrategy | StrategyPlacements
+ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -52,6 +55,7 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     auto_wrap_policy: AutoWrapPolicy | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
 ) -> M:
     """`module` itself, as a unit: its parameters are now this rank's shards, whole only while they are computed with.
 
@@ -73,6 +77,8 @@ def fully_shard(
         offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU.
         ignored_params: parameters to leave as they are, whole and unsynchronised.
         auto_wrap_policy: which submodules become units of their own first; see `fullshard.wrap`.
+        shard_placement_fn: for each parameter, `Shard(dim)` to cut it along that dim, or None to leave it open. What is
+            not cut along dim 0 is copied on its way, since its shards do not lie end to end.
 
     Raises:
         ConfigError: an argument cannot be honoured, or the module is sharded already.
@@ -93,6 +99,7 @@ def fully_shard(
         "mp_policy": mp_policy,
         "offload_policy": offload_policy,
         "ignored_params": ignored_params,
+        "shard_placement_fn": shard_placement_fn,
     }
     modules = tuple(module) if isinstance(module, list | tuple) else (module,)
     if auto_wrap_policy is not None:
@@ -115,6 +122,7 @@ def shard_unit(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     device: torch.device | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
     materialize: bool = False,
@@ -151,9 +159,12 @@ def shard_unit(
         initialise(modules, device, ignored, param_init_fn)
     found = find_parameters(modules, ignored)
     move_buffers(modules, device, buffer_dtype)
+    sources = found.sources
+    if shard_placement_fn is not None:
+        sources = [replace(source, dim=_chosen_dim(source, shard_placement_fn)) for source in sources]
     if sync_module_states:
-        broadcast_from_first(found.sources, modules, axes)
-    turn = Turn(Unit(modules[0], found.sources, found.borrowed, settings), tuple(modules))
+        broadcast_from_first(sources, modules, axes)
+    turn = Turn(Unit(modules[0], sources, found.borrowed, settings), tuple(modules))
     install(turn)
     register_hooks((module for _, module in own_modules(modules)), turn)
     return turn
@@ -171,6 +182,19 @@ def _resharded_to(group: int, placements: StrategyPlacements) -> StrategyPlaceme
             "strategy, so there is nothing to reshard to. Use strategy='zero3' or 'hsdp'."
         )
     return replace(placements, parameters_in_step=Placement.GROUPED, group=group)
+
+
+def _chosen_dim(source: Source, shard_placement_fn: ShardPlacementFn) -> int | None:
+    """Along which dim `shard_placement_fn` wants a parameter cut."""
+    placement, shape = shard_placement_fn(source.param), tuple(source.param.shape)
+    if placement is None:
+        return None
+    if type(placement) is not Shard or not -len(shape) <= placement.dim < len(shape):
+        raise ConfigError(
+            f"shard_placement_fn gave {placement!r} for {source.fqn} of shape {shape}. Return Shard(dim) with one of "
+            f"its {len(shape)} dims, or None to leave it open; the mesh is the same for all parameters of a unit."
+        )
+    return placement.dim % len(shape)
 
 
 def default_device() -> torch.device:
@@ -283,11 +307,45 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for scripts written for torch: every backward ends with its reductions finished, last or not."""
 
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this unit's parameters are gathered for its backward.
+
+        They need not be where backward reads none of them, as that of an embedding, and must be anywhere else: what
+        backward would read then is memory that was given back.
+        """
+        turn_of(_module(self)).unshards_in_backward = unshard_in_backward
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of this unit's gradients is divided by, instead of the number of ranks."""
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor!r}): a positive number is needed.")
         turn_of(_module(self)).unit.settings.divisor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for scripts written for torch: gradients are always summed, and divided afterwards."""
+
+    def set_post_optim_event(self, event: torch.Event | torch.cuda.Event) -> None:
+        """Let the next forward wait for `event`, recorded on the stream on which the optimizer steps.
+
+        Where there are no streams, on a CPU, the step is over when it returns, and nothing waits.
+        """
+        runtime_of(_module(self)).after_optimizer = event
+
+    def reset_iter_state(self) -> None:
+        """Clear up what a failed forward or backward has left: all units are sharded, and none is in use.
+
+        Gradients that have not been reduced are dropped; call `zero_grad()` for those that have. The next forward does
+        so by itself, and so do `state_dict` and `summon_full_params`.
+
+        Raises:
+            StateError: a forward or backward is under way.
+        """
+        if any(is_in_use(turn) for turn in turns_in(_module(self))):
+            raise StateError("reset_iter_state within a forward or backward. Call it once the exception is caught.")
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's forward, instead of the one that the recorded order tells."""
@@ -296,14 +354,6 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's backward, instead of the one that the recorded order tells."""
         turn_of(_module(self)).next_backward = [turn_of(module) for module in modules]
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refused.
-
-        Raises:
-            StateError: always.
-        """
-        refuse_copy(_module(self))
 
     def _turns(self, recurse: bool) -> list[Turn]:
         module = _module(self)

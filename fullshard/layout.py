@@ -123,9 +123,13 @@ class Cut:
         return 0 if self.dim is None else self.world * self.part_numel - self.numel
 
 
-def choose_cut(shape: Sequence[int], world: int) -> Cut:
-    """Dim 0, as `DTensor` users expect, unless it has fewer rows than ranks and another dim divides better."""
+def choose_cut(shape: Sequence[int], world: int, dim: int | None = None) -> Cut:
+    """The cut along `dim`; if None, along dim 0, as `DTensor` users expect, unless it has fewer rows than ranks and
+    another dim divides better.
+    """
     shape = tuple(shape)
+    if dim is not None:
+        return Cut(shape, dim, world)
     if not shape:
         return Cut(shape, None, world)
     by_rows = Cut(shape, 0, world)
@@ -201,10 +205,17 @@ def fits_in_place(cut: Cut, itemsize: int) -> bool:
     )
 
 
-def lay_out(shapes: Sequence[Sequence[int]], world: int, itemsize: int) -> SectionLayout:
-    """Places for parameters of `shapes`, in order, when `itemsize` is the smallest item (bytes) that travels."""
+def lay_out(
+    shapes: Sequence[Sequence[int]], world: int, itemsize: int, dims: Sequence[int | None] | None = None
+) -> SectionLayout:
+    """Places for parameters of `shapes`, in order, when `itemsize` is the smallest item (bytes) that travels.
+
+    Args:
+        dims: along which dim each is cut, or None to leave it open.
+    """
     step = max(1, ALIGNMENT_BYTES // itemsize)
-    cuts = [choose_cut(shape, world) for shape in shapes]
+    chosen = dims or [None] * len(shapes)
+    cuts = [choose_cut(shape, world, dim) for shape, dim in zip(shapes, chosen, strict=True)]
     direct = [fits_in_place(cut, itemsize) for cut in cuts]
     whole_offsets, whole_numel = _offsets([region_numel(cut, d) for cut, d in zip(cuts, direct, strict=True)], step)
     order = sorted(range(len(cuts)), key=lambda i: not direct[i])  # stable: in place first, then the pack

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -48,6 +49,7 @@ __all__ = [
     "is_in_use",
     "is_unit",
     "refuse_copy",
+    "refuse_pickle",
     "run_as_forward",
     "runtime_of",
     "share_memory_between_units",
@@ -66,6 +68,7 @@ class Turn:
     prefetch_forward: bool = True
     prefetch_backward: str = "pre"  # "pre": before its backward; "post": after it; "": not at all
     ahead: int = 1
+    unshards_in_backward: bool = True
     is_root: bool = False
     casts_inputs_at_root: bool = False
     next_forward: list[Turn] | None = None  # the user's own choice, instead of the recorded order
@@ -134,6 +137,7 @@ class Runtime:
         self.serial = 0
         self._microbatch = 0  # of the step, from 1 on
         self.shares_memory = _shares_memory
+        self.after_optimizer: torch.Event | torch.cuda.Event | None = None  # the next forward waits for it
         self._device = turns[0].unit.settings.device
         self._gather_lane = Lane("gather", self._device)
         self._reduce_lane = Lane("reduce", self._device)
@@ -200,6 +204,8 @@ class Runtime:
         if self.phase is not Phase.IDLE:
             self.recover()
         self.phase = Phase.FORWARD
+        self._gather_lane.hold_compute_until(self.after_optimizer)
+        self.after_optimizer = None
         self._forward = Follower(self._orders.get(top.number, ()))
         waiting = [turn.unit.notice_step() for turn in self.turns]
         if torch.is_grad_enabled():
@@ -264,8 +270,9 @@ class Runtime:
     def before_backward(self, turn: Turn) -> None:
         """Have `turn`'s unit whole again, and start the gather of the one that comes next."""
         self._hold(turn)
-        self._unshard(turn, Phase.PRE_BACKWARD)
-        ahead = self._ahead(turn, self._backward, turn.next_backward)
+        if turn.unshards_in_backward:
+            self._unshard(turn, Phase.PRE_BACKWARD)
+        ahead = [t for t in self._ahead(turn, self._backward, turn.next_backward) if t.unshards_in_backward]
         if turn.prefetch_backward == "pre":
             self._prefetch(ahead, Phase.BACKWARD)
         self._postponed = ahead if turn.prefetch_backward == "post" else []
@@ -434,17 +441,7 @@ class Runtime:
 # -- who belongs to which root ----------------------------------------------------------------------------------------
 
 
-class _Held:
-    """A module's turn, held by the module itself, so that both end together. It is not pickled with the module."""
-
-    def __init__(self, turn: Turn | None = None) -> None:
-        self.turn = turn
-
-    def __reduce__(self) -> tuple[type[_Held], tuple[()]]:
-        return _Held, ()
-
-
-_TURN = "_fullshard_turn"  # the attribute of a module
+_TURN = "_fullshard_turn"  # the attribute by which a module holds its turn, so that both end together
 _shares_memory = True
 
 
@@ -488,8 +485,8 @@ def is_unit(module: nn.Module) -> bool:
 
 
 def _turn_or_none(module: nn.Module) -> Turn | None:
-    held = vars(module).get(_TURN)
-    return held.turn if isinstance(held, _Held) else None
+    turn = vars(module).get(_TURN)
+    return turn if isinstance(turn, Turn) else None
 
 
 def is_in_use(turn: Turn) -> bool:
@@ -538,7 +535,7 @@ def runtime_of(module: nn.Module) -> Runtime:
     return turn.runtime
 
 
-def refuse_copy(module: nn.Module) -> NoReturn:
+def refuse_copy(module: nn.Module, memo: object = None) -> NoReturn:
     """Raise: a copy of a sharded module would have parameters and hooks, but no unit.
 
     Raises:
@@ -550,10 +547,23 @@ def refuse_copy(module: nn.Module) -> NoReturn:
     )
 
 
+def refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
+    """Raise: a module that is read back from a file would have shards of a mesh that is not there, and no unit.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"pickle, torch.save or copy.copy of {type(module).__name__}, which is sharded: what came back would belong to "
+        "no unit. Save its state_dict(), and load that into a module that was built and sharded."
+    )
+
+
 def install(turn: Turn) -> None:
     """Let `turn`'s modules have their unit whole in forward and backward."""
     for module in turn.modules:
-        vars(module)[_TURN] = _Held(turn)
+        refusals = {"__deepcopy__": partial(refuse_copy, module), "__reduce_ex__": partial(refuse_pickle, module)}
+        vars(module).update({_TURN: turn, **refusals})  # the class may stay the user's own
         module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(_after_forward, always_call=True)
     turn.unit.watch(_on_grad)

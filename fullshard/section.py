@@ -98,7 +98,9 @@ class Section:
     ) -> None:
         self.contract = contract
         self.rank = axes.shard_rank
-        self.layout: SectionLayout = lay_out([s.param.shape for s in sources], axes.shard_world, contract.itemsize)
+        self.layout: SectionLayout = lay_out(
+            [s.param.shape for s in sources], axes.shard_world, contract.itemsize, [s.dim for s in sources]
+        )
         self.device = device
         self.home = home
         self.cuts_optimizer = placements.optimizer is Placement.SHARDED
@@ -118,6 +120,7 @@ class Section:
         self.group_reduce_tags = wires.two_level.reserve_tags(messages) if wires.two_level else no_tags
         self.params: list[ShardedParam] = []
         self._masters = torch.empty(0)
+        self._homes: list[int] = []  # where each shard was put
         self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they travel
         self._gathered_version = -1
         self._group: Tensor | None = None  # the group parts, one after another as the shards are
@@ -144,7 +147,7 @@ class Section:
     @property
     def is_at_home(self) -> bool:
         """Whether every sharded parameter still holds its shard where it was put."""
-        return all(p.local.data_ptr() == self._home_view(p.place).data_ptr() for p in self.params)
+        return all(param.local.data_ptr() == home for param, home in zip(self.params, self._homes, strict=True))
 
     @property
     def whole_nbytes(self) -> int:
@@ -197,6 +200,7 @@ class Section:
                 local.copy_(param.take_own(source.param.detach()))
             param.unsharded.data = whole
             self.params.append(param)
+        self._homes = [param.local.data_ptr() for param in self.params]
         self._sources = []
 
     def change(self, contract: DtypeContract, home: Home, device: torch.device) -> list[Tensor]:
@@ -206,7 +210,9 @@ class Section:
             for param in self.params:
                 param.renew_unsharded(contract.compute, device)
         self.contract, self.home, self.device = contract, home, device
-        self.layout = lay_out([p.place.cut.shape for p in self.params], self.layout.world, contract.itemsize)
+        cuts = [param.place.cut for param in self.params]
+        dims = [cut.dim for cut in cuts]
+        self.layout = lay_out([cut.shape for cut in cuts], self.layout.world, contract.itemsize, dims)
         for param, place in zip(self.params, self.layout.places, strict=True):
             param.place = place
         self.grads = None
@@ -221,6 +227,7 @@ class Section:
             view = self._home_view(param.place)
             view.copy_(shard)
             param.local = view
+        self._homes = [param.local.data_ptr() for param in self.params]
 
     def _masters_numel(self) -> int:
         if not self.cuts_optimizer:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fullshard._compat import dtensor_like, make_dtensor, set_local_tensor
+from fullshard.errors import StateError
 from fullshard.layout import Place
 from fullshard.mesh import Axes
 
@@ -32,6 +33,7 @@ class Source:
     param: nn.Parameter
     owners: list[Owner]  # several where weights are tied
     fqn: str
+    dim: int | None = None  # along which the user wants it cut
 
 
 class ShardedParam:
@@ -123,6 +125,22 @@ class ShardedParam:
         current = self.owners[0].module._parameters[self.owners[0].name]
         assert current is not None
         return current
+
+    def check_in_place(self) -> None:
+        """Raise if a module has been given something else in place of the sharded parameter.
+
+        Raises:
+            StateError: it has.
+        """
+        for owner in self.owners:
+            found = owner.module._parameters.get(owner.name)
+            if found is not self.sharded:
+                raise StateError(
+                    f"{owner.name} of {type(owner.module).__name__} ({self.fqn}) was replaced by "
+                    f"{'nothing' if found is None else f'another parameter, {tuple(found.shape)}'} after it was "
+                    "sharded, which would be ignored. Replace, tie or reparametrise it before sharding; to change its "
+                    "values, use load_state_dict or summon_full_params."
+                )
 
     def adopt(self) -> bool:
         """Take over the parameter that the module has now, which `Module.to` and its like may have replaced or moved.

@@ -40,6 +40,11 @@ class Lane:
         """An event behind everything that this lane was given so far."""
         return None if self._stream is None else self._stream.record_event()
 
+    def hold_compute_until(self, event: torch.Event | torch.cuda.Event | None) -> None:
+        """Let the compute lane go on only after `event`, which the user recorded; without streams it is past."""
+        if self._stream is not None and event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(event)
+
     @staticmethod
     def hold_compute(event: torch.cuda.Event | None) -> None:
         """Let the compute lane go on only after `event`. The CPU does not wait."""

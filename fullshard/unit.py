@@ -198,6 +198,10 @@ class Unit:
         """Begin to gather the whole parameters. Nothing happens if they are there or on their way."""
         if self.form is not Form.SHARDED:
             return
+        for param in self.params:
+            param.check_in_place()
+        if not all(section.is_at_home for section in self.sections):
+            self.adopt()  # a part of the module was moved or cast alone
         self.check_materialized()
         self._fill(phase)
         stale = [section for section in self.sections if not section.is_gathered]

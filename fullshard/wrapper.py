@@ -14,12 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import optim_state
 from fullshard.errors import ConfigError
-from fullshard.fully_shard import default_device, shard_unit
+from fullshard.fully_shard import default_device, mesh_device, shard_unit
 from fullshard.grads import clip_grad_norm_
 from fullshard.mesh import default_mesh
 from fullshard.offload_policy import CPUOffload
 from fullshard.precision import MixedPrecision, MixedPrecisionPolicy
-from fullshard.runtime import Turn, changing_shards, clean_fqn, is_unit, refuse_copy, runtime_of, turn_of, turns_in
+from fullshard.runtime import (
+    Turn,
+    changing_shards,
+    clean_fqn,
+    is_unit,
+    refuse_copy,
+    refuse_pickle,
+    runtime_of,
+    turn_of,
+    turns_in,
+)
 from fullshard.state_dict import (
     OptimStateDictConfig,
     StateDictConfig,
@@ -63,7 +73,8 @@ class FullyShardedDataParallel(nn.Module):
         mixed_precision: the dtypes of compute, of the reduction and of buffers.
         ignored_modules: their parameters stay as they are, whole and unsynchronised.
         param_init_fn: initialises one module that is on the meta device; `reset_parameters()`, if None.
-        device_id: the device that computes: the present GPU where there is one, else the CPU, if None.
+        device_id: the device that computes: that of `device_mesh`, else the present GPU where there is one, else the
+            CPU, if None.
         sync_module_states: whether every rank gets the values of rank 0.
         forward_prefetch: whether the next unit's gather starts before this one's forward.
         limit_all_gathers: whether at most one unit is gathered ahead; two, if False.
@@ -99,7 +110,7 @@ class FullyShardedDataParallel(nn.Module):
         _check(module, process_group, device_mesh, ignored_modules, ignored_states, use_orig_params)
         skipped, params = _ignored(ignored_modules, ignored_states)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        device = _device(device_id)
+        device = _device(device_id, device_mesh)
         mesh = _mesh(device_mesh, process_group, strategy, device)
         precision = mixed_precision or MixedPrecision()
         options: dict[str, Any] = {
@@ -207,7 +218,15 @@ class FullyShardedDataParallel(nn.Module):
         Raises:
             StateError: always.
         """
-        refuse_copy(self)
+        refuse_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refused: see `torch.save` of its `state_dict()`.
+
+        Raises:
+            StateError: always.
+        """
+        refuse_pickle(self, protocol)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
         with changing_shards(turn_of(self.module)):
@@ -422,14 +441,22 @@ def _ignored(
     return modules, params + [param for module in modules for param in module.parameters()]
 
 
-def _device(device_id: int | torch.device | None) -> torch.device:
+def _device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
+    """The device that computes: what was asked for, or the mesh's."""
     if device_id is None:
-        return default_device()
-    if isinstance(device_id, int):
-        return torch.device("cuda", device_id)
-    if device_id == torch.device("cuda"):  # without an index
-        return torch.device("cuda", torch.cuda.current_device())
-    return device_id
+        return default_device() if mesh is None else mesh_device(mesh)
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device_id={device_id!r}: there is no such GPU, torch sees {torch.cuda.device_count()} here. Pass "
+            'torch.device("cpu"), or leave it out: then the present GPU computes where there is one, else the CPU.'
+        )
+    if mesh is not None and mesh.device_type != device.type:
+        raise ConfigError(
+            f"device_id={device_id!r} is not of the kind that device_mesh has ({mesh.device_type}). Make the mesh by "
+            f"init_device_mesh({device.type!r}, ...), or leave device_id out."
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _mesh(

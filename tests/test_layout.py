@@ -28,7 +28,17 @@ DIMS = st.sampled_from([0, 1, 2, 3, 5, 7, 8, 31, 96, 97, 192, 504, 1031])
 ODD = st.lists(DIMS, max_size=3).map(tuple).filter(lambda shape: prod(shape) < 1 << 19)
 MATRICES = st.tuples(st.sampled_from([97, 127, 192, 504, 1031]), st.sampled_from([96, 97, 192, 512]))
 SHAPES = ODD | MATRICES  # many of the latter are in place with padding
-LAYOUTS = st.builds(lay_out, st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
+CHOICES = SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.sampled_from([None, *range(len(shape))])))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> SectionLayout:
+    """Of parameters some of which the user wants cut along a dim."""
+    choices = draw(st.lists(CHOICES, max_size=8))
+    return lay_out([c[0] for c in choices], draw(WORLDS), draw(ITEMSIZES), [c[1] for c in choices])
+
+
+LAYOUTS = layouts()
 
 
 def aligned(elements: int, itemsize: int) -> bool:
@@ -71,6 +81,14 @@ def test_no_cut_makes_smaller_parts_where_rows_are_fewer_than_ranks(shape, world
         assert cut.dim == 0  # as users of DTensor expect
     else:
         assert cut.part_numel == min(Cut(shape, dim, world).part_numel for dim in range(len(shape)))
+
+
+@given(st.lists(CHOICES, max_size=8), WORLDS, ITEMSIZES)
+def test_parameters_are_cut_along_the_dims_that_are_asked_for(choices, world, itemsize):
+    layout = lay_out([c[0] for c in choices], world, itemsize, [c[1] for c in choices])
+    for (shape, dim), place in zip(choices, layout.places, strict=True):
+        assert place.cut == (choose_cut(shape, world) if dim is None else Cut(shape, dim, world))
+        assert place.cut.dim == 0 or not place.in_place  # others do not lie end to end
 
 
 @given(st.integers(0, 300), WORLDS, WORLDS)

@@ -107,8 +107,9 @@ class _SectionPlan:
 
     @classmethod
     def of(cls, section: Section, placements: StrategyPlacements) -> _SectionPlan:
-        shapes = [place.cut.shape for place in section.layout.places]
-        return cls(section, lay_out(shapes, section.layout.world, section.contract.itemsize), placements)
+        cuts = [place.cut for place in section.layout.places]
+        shapes, dims = [cut.shape for cut in cuts], [cut.dim for cut in cuts]
+        return cls(section, lay_out(shapes, section.layout.world, section.contract.itemsize, dims), placements)
 
     @property
     def _cuts(self) -> bool:

@@ -1,0 +1,717 @@
+"""What the two front ends take and give: every argument does what is said, or is refused."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import (
+    ONE_AXIS,
+    Chain,
+    Layer,
+    Shard,
+    agree_with_plain,
+    chain,
+    initialise,
+    inputs,
+    leave,
+    sgd,
+    whole_grads,
+    wholes,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as Cut
+
+from fullshard import (
+    BackwardPrefetch,
+    ConfigError,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateError,
+    fully_shard,
+    recording,
+)
+from fullshard.record import Phase, Recorder
+from fullshard.runtime import runtime_of, turns_in
+from fullshard.strategy import resolve_placements
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+LAYERS = ModuleWrapPolicy({Layer})
+
+
+def wrapped(model: nn.Module | None = None, **options: Any) -> FullyShardedDataParallel:
+    """A chain of the same weights whenever it is built, a unit a layer and one of the rest."""
+    model = Chain() if model is None else model
+    initialise(model)
+    return FullyShardedDataParallel(model, **{"auto_wrap_policy": LAYERS, **options})
+
+
+def learn(model: nn.Module, steps: int = 3, part: bool = False) -> list[Any]:
+    """Losses, gradients and weights of some steps; with `part`, every rank has its own rows."""
+    optimizer, left = sgd(model), []
+    for step in range(steps):
+        x = inputs(step)
+        if part:
+            x = x.tensor_split(dist.get_world_size())[dist.get_rank()]
+        loss = model(x).square().mean()
+        loss.backward()
+        left += [loss.detach(), whole_grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+# -- being a module ---------------------------------------------------------------------------------------------------
+
+
+class Talking(Chain):
+    """Has attributes and methods of its own, and can be indexed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.note = "mine"
+        self.register_buffer("table", torch.arange(3.0))
+
+    def say(self, word: str) -> str:
+        return f"{word} {self.note}"
+
+    def __getitem__(self, index: int) -> nn.Module:
+        return self.layers[index]
+
+
+STRUCTURE = """FullyShardedDataParallel(
+  (_fsdp_wrapped_module): Talking(
+    (layers): ModuleList(
+      (0-3): 4 x FullyShardedDataParallel(
+        (_fsdp_wrapped_module): Layer(
+          (norm): LayerNorm((48,), eps=1e-05, elementwise_affine=True, bias=True)
+          (up): Linear(in_features=48, out_features=192, bias=True)
+          (down): Linear(in_features=192, out_features=48, bias=True)
+        )
+      )
+    )
+    (head): Linear(in_features=48, out_features=5, bias=True)
+  )
+)"""
+
+
+def look_like_a_module() -> None:
+    plain, model = Talking(), wrapped(Talking())
+    assert str(model) == STRUCTURE
+    assert isinstance(model.module, Talking)
+    assert isinstance(model.layers[0], FullyShardedDataParallel)
+    assert isinstance(model.layers[0].module, Layer)
+    assert model[1] is model.layers[1]
+    assert (model.note, model.say("word")) == ("mine", "word mine")
+    assert model.layers[0].up.out_features == 192  # through two wrappers
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = model.missing
+    model.module.note = "yours"
+    assert model.note == "yours"
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in model.named_buffers()] == ["table"]
+    assert [n for n, _ in model.layers[0].named_parameters()] == [n for n, _ in plain.layers[0].named_parameters()]
+    assert [n for n, _ in model.named_parameters(prefix="p", recurse=False)] == []
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert [param.shape for param in model.parameters()] == [param.shape for param in plain.parameters()]
+    assert model.train(False).layers[2].module.training is False
+    assert model.requires_grad_(False) is model
+    assert not any(param.requires_grad for param in model.parameters())
+
+
+def test_a_wrapper_looks_like_the_module_in_it():
+    run_ranks(2, look_like_a_module)
+
+
+def find_units() -> None:
+    inner = FullyShardedDataParallel(Layer())
+    model = FullyShardedDataParallel(Chain([inner, Layer()]), auto_wrap_policy=LAYERS)
+    assert FullyShardedDataParallel.fsdp_modules(model) == [model, inner, model.layers[1]]
+    assert FullyShardedDataParallel.fsdp_modules(model, root_only=True) == [model]
+    assert FullyShardedDataParallel.fsdp_modules(model.module, root_only=True) == [inner, model.layers[1]]
+    assert FullyShardedDataParallel.fsdp_modules(nn.Linear(2, 2)) == []
+    model(inputs())
+    assert model.check_is_root()
+    assert not inner.check_is_root()
+    alone = FullyShardedDataParallel(Layer())
+    assert alone.check_is_root()
+
+
+def test_units_are_found_and_the_root_is_known():
+    run_ranks(2, find_units)
+
+
+@torch.no_grad()
+def fill_linears(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        assert not isinstance(module.weight, DTensor)
+        module.weight.fill_(module.weight.shape[0] / 1000)
+        module.bias.zero_()
+
+
+def apply_a_function(shard: Shard) -> list[Any]:
+    model = Chain() if shard is leave else wrapped()
+    initialise(model) if shard is leave else None
+    seen: list[str] = []
+    left = learn(model, steps=1)
+    assert model.apply(fill_linears) is model
+    model.apply(lambda module: seen.append(type(module).__name__))
+    if shard is not leave:
+        seen = [name for name in seen if name != "FullyShardedDataParallel"]
+    return [*left, *learn(model, steps=1), seen]
+
+
+def test_apply_sees_whole_parameters_and_what_it_leaves_is_kept():
+    run_ranks(2, agree_with_plain, apply_a_function)
+
+
+def refuse_copies() -> None:
+    inside = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    for model in (wrapped(), wrapped().module, chain(fully_shard), nn.Sequential(inside), nn.Sequential(wrapped())):
+        for copies in (copy.deepcopy, pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(StateError, match=r"which is sharded: .* state_dict\(\)"):
+                copies(model)
+    with pytest.raises(StateError, match=r"copy\.copy of FSDPSequential, which is sharded"):
+        copy.copy(inside)
+
+
+def test_copies_are_refused_with_the_remedy():
+    """A model as a whole cannot be pickled, by whatever way, nor can what is in a wrapper."""
+    run_ranks(2, refuse_copies)
+
+
+# -- which ranks, which strategy --------------------------------------------------------------------------------------
+
+
+def shard_over_some() -> tuple[int, list[Any]]:
+    """Two groups of two ranks train alone."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = groups[dist.get_rank() // 2]
+    model = wrapped(process_group=group)
+    return model.head.weight.device_mesh.size(), learn(model, steps=1)
+
+
+def test_a_process_group_says_which_ranks_share():
+    for size, left in run_ranks(4, shard_over_some):
+        assert size == 2
+        assert_same(left, run_ranks(2, learn_wrapped, 1)[0])
+
+
+def learn_wrapped(steps: int) -> list[Any]:
+    return learn(wrapped(), steps)
+
+
+def choose_strategies() -> None:
+    assert {strategy.name for strategy in ShardingStrategy} >= {
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        "NO_SHARD",
+        "HYBRID_SHARD",
+        "_HYBRID_SHARD_ZERO2",
+    }
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    expected = learn(wrapped(), part=True)
+    for strategy in ShardingStrategy:
+        placements = resolve_placements(strategy)
+        for given in (strategy, strategy.value, placements):
+            options = {"device_mesh": mesh} if placements.replicated else {}
+            model = wrapped(sharding_strategy=given, **options)
+            assert {turn.unit.settings.placements for turn in turns_in(model)} == {placements}
+        assert_same(learn(model, part=True), expected, name=strategy.value)
+        assert model.head.weight.placements[-1] == (Replicate() if strategy.value == "ddp" else Cut(0))
+    assert {turn.unit.settings.placements for turn in turns_in(wrapped())} == {resolve_placements("zero3")}
+
+
+def test_every_strategy_is_taken_by_its_value_its_name_and_its_placements():
+    """All with the same numbers, though every rank has data of its own; without one it is FULL_SHARD."""
+    run_ranks(2, choose_strategies)
+
+
+def shard_over_a_mesh() -> None:
+    for shape, names in (((4,), ("shard",)), ((2, 2), ("replicate", "shard"))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        for model in (wrapped(device_mesh=mesh), chain(partial(fully_shard, mesh=mesh))):
+            assert model.head.weight.device_mesh == mesh
+            assert model.layers[0].up.weight.to_local().shape[0] == 192 // shape[-1]
+            assert runtime_of(turns_in(model)[0].modules[0]).turns[1].unit.settings.axes.world == 4
+            with recording() as record:
+                model(inputs()).sum().backward()
+            assert set(record.names()) == {"all_gather", "reduce_scatter", *(["all_reduce"] if len(shape) > 1 else [])}
+
+
+def test_a_mesh_of_two_axes_replicates_over_the_first():
+    """Whatever the strategy."""
+    run_ranks(4, shard_over_a_mesh)
+
+
+# -- ignored ----------------------------------------------------------------------------------------------------------
+
+
+def ignore_some(argument: str, what: str) -> None:
+    for strategy in ONE_AXIS:
+        model = Chain()
+        modules, params = [model.layers[1], model.head], [model.layers[1].up.weight, model.head.bias]
+        kept = params if what == "parameters" else [param for module in modules for param in module.parameters()]
+        ignored = {argument: params if what == "parameters" else modules}
+        net = wrapped(model, sharding_strategy=strategy, **ignored)
+        plain = [param for param in net.parameters() if not isinstance(param, DTensor)]
+        assert {id(param) for param in plain} == {id(param) for param in kept}
+        assert isinstance(net.layers[1], FullyShardedDataParallel) == (what == "parameters")
+        reference = Chain()
+        initialise(reference)
+        assert_same(learn(net), learn(reference))
+
+
+@pytest.mark.parametrize(
+    ("argument", "what"),
+    [("ignored_modules", "modules"), ("ignored_states", "modules"), ("ignored_states", "parameters")],
+)
+def test_what_is_ignored_stays_as_it_is(argument, what):
+    """The very same parameters, whole, plain and unsynchronised; ignored modules are no units."""
+    run_ranks(2, ignore_some, argument, what)
+
+
+def ignored_gradients_stay_own() -> tuple[Tensor, Tensor]:
+    model = Chain()
+    model = wrapped(model, ignored_modules=[model.head])
+    model(torch.full((2, 48), float(dist.get_rank() + 1))).sum().backward()
+    return model.head.weight.grad, gradient_of(model.layers[0].up.weight)
+
+
+def gradient_of(param: nn.Parameter) -> Tensor:
+    return param.grad.full_tensor()
+
+
+def test_gradients_of_what_is_ignored_are_each_rank_s_own():
+    (first, shared), (second, same) = run_ranks(2, ignored_gradients_stay_own)
+    assert not torch.equal(first, second)
+    assert_same(shared, same)
+
+
+# -- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+class Telling(nn.Module):
+    """Notes the dtypes that its forward sees: of the input, the weight and two buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(48, 48)
+        self.register_buffer("shift", torch.zeros(48))
+        self.register_buffer("count", torch.tensor(0))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        self.seen = [x.dtype, weight.dtype, self.shift.dtype, self.count.dtype]
+        return self.linear(x.to(weight.dtype))
+
+
+class Inner(Telling):
+    """A unit of its own."""
+
+
+class Telltale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.inner, self.norm = Telling(), Inner(), nn.BatchNorm1d(48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(self.own(x).float()).float())
+
+
+def compute_in(precision: MixedPrecision | None) -> Any:
+    model = Telltale()
+    sharded = FullyShardedDataParallel(model, mixed_precision=precision, auto_wrap_policy=ModuleWrapPolicy({Inner}))
+    apart = isinstance(model.norm, FullyShardedDataParallel)
+    with recording() as record:
+        out = sharded(inputs())
+        out.float().sum().backward()
+    stored = {tensor.dtype for param in sharded.parameters() for tensor in (param, param.grad)}
+    sent = [event.sent_bytes for event in record.collectives("reduce_scatter") if event.origin.unit == "inner"]
+    return model.own.seen, model.inner.seen, apart, stored, out.dtype, sum(sent)
+
+
+F32, BF16, INT = torch.float32, torch.bfloat16, torch.int64
+
+
+@pytest.mark.parametrize(
+    ("precision", "root", "inner", "reduced_itemsize"),
+    [
+        (None, [F32, F32, F32, INT], [F32, F32, F32, INT], 4),
+        (MixedPrecision(), [F32, F32, F32, INT], [F32, F32, F32, INT], 4),
+        (MixedPrecision(param_dtype=BF16), [BF16, BF16, F32, INT], [F32, BF16, F32, INT], 2),
+        (MixedPrecision(param_dtype=BF16, reduce_dtype=F32), [BF16, BF16, F32, INT], [F32, BF16, F32, INT], 4),
+        (MixedPrecision(reduce_dtype=BF16), [F32, F32, F32, INT], [F32, F32, F32, INT], 2),
+        (MixedPrecision(buffer_dtype=BF16), [F32, F32, BF16, INT], [F32, F32, BF16, INT], 4),
+        (MixedPrecision(BF16, cast_root_forward_inputs=False), [F32, BF16, F32, INT], [F32, BF16, F32, INT], 2),
+        (MixedPrecision(BF16, cast_forward_inputs=True), [BF16, BF16, F32, INT], [BF16, BF16, F32, INT], 2),
+    ],
+)
+def test_dtypes_are_those_of_the_policy(precision, root, inner, reduced_itemsize):
+    """Of inputs, weights and buffers in compute, and on the wire; what is stored and stepped stays as it came."""
+    for seen, seen_inner, apart, stored, out, sent in run_ranks(2, compute_in, precision):
+        assert (seen, seen_inner) == (root, inner)
+        assert apart == (precision is not None)
+        assert (stored, out) == ({F32}, F32)  # batch norm computes in full precision, as a unit of its own
+        assert sent == (48 * 48 + 48) // 2 * reduced_itemsize
+
+
+def compute_norm_with_the_rest() -> bool:
+    precision = MixedPrecision(param_dtype=BF16, _module_classes_to_ignore=())
+    return isinstance(wrapped(Chain(), mixed_precision=precision).module.layers[0].norm, FullyShardedDataParallel)
+
+
+def test_classes_set_apart_can_be_chosen():
+    assert run_ranks(1, compute_norm_with_the_rest) == [False]
+
+
+# -- prefetch ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def noting_compute(model: nn.Module, record: Recorder) -> Iterator[dict[str, list[int]]]:
+    """For each layer, how many gathers had been started when its forward and its backward computed."""
+    started: dict[str, list[int]] = {"forward": [], "backward": []}
+
+    def note(phase: str) -> None:
+        started[phase].append(len(record.collectives("all_gather")))
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            note("forward")
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            note("backward")
+            return grad
+
+    handles = [
+        module.register_forward_hook(lambda module, args, out: Note.apply(out))
+        for module in model.modules()
+        if isinstance(module, nn.LayerNorm)
+    ]
+    yield started
+    for handle in handles:
+        handle.remove()
+
+
+def count_gathers(options: dict[str, Any]) -> tuple[dict[str, list[int]], list[str]]:
+    model = wrapped(**options)
+    expected = learn(model, steps=2)  # the order of units is known from then on
+    assert_same(expected, learn(wrapped(), steps=2))
+    with recording() as record, noting_compute(model, record) as started:
+        model(inputs()).sum().backward()
+    gathers = record.collectives("all_gather")
+    assert len(gathers) == 5 + 4  # of the root and four layers, then of the layers again
+    return started, [gather.origin.phase.value for gather in gathers[5:]]
+
+
+LATE, BETWEEN, EARLY = ["pre-backward"] * 4, ["pre-backward", *["backward"] * 3], ["backward"] * 4
+
+
+@pytest.mark.parametrize(
+    ("options", "forward", "backward", "phases"),
+    [
+        ({}, [2, 3, 4, 5], [7, 8, 9, 9], EARLY),
+        ({"forward_prefetch": True}, [3, 4, 5, 5], [7, 8, 9, 9], EARLY),
+        ({"forward_prefetch": True, "limit_all_gathers": False}, [4, 5, 5, 5], [8, 9, 9, 9], EARLY),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}, [2, 3, 4, 5], [7, 8, 9, 9], EARLY),
+        ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, [2, 3, 4, 5], [6, 7, 8, 9], BETWEEN),
+        ({"backward_prefetch": None}, [2, 3, 4, 5], [6, 7, 8, 9], LATE),
+    ],
+)
+def test_gathers_start_as_early_as_asked(options, forward, backward, phases):
+    """How many have been started when a layer computes in forward and in backward, and what for."""
+    for started, found in run_ranks(2, count_gathers, options):
+        assert started == {"forward": forward, "backward": backward}
+        assert found == phases
+
+
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def share_values(sync: bool, shape: tuple[int, ...] | None) -> dict[str, Tensor | None]:
+    torch.manual_seed(dist.get_rank())
+    model = Chain([Layer(), Layer()])
+    model.register_buffer("table", torch.randn(3))
+    model.register_buffer("count", torch.tensor(dist.get_rank()))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")) if shape else None
+    return wholes(FullyShardedDataParallel(model, sync_module_states=sync, auto_wrap_policy=LAYERS, device_mesh=mesh))
+
+
+def values_of_rank(rank: int) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    model = Chain([Layer(), Layer()])
+    return {**model.state_dict(), "table": torch.randn(3), "count": torch.tensor(rank)}
+
+
+@pytest.mark.parametrize("shape", [None, (2, 2)])
+def test_with_sync_module_states_all_ranks_have_the_first_one_s_values(shape):
+    """Parameters and buffers of every unit."""
+    for values in run_ranks(4 if shape else 3, share_values, True, shape):
+        assert_same(values, values_of_rank(0))
+
+
+def test_without_sync_module_states_each_rank_s_shards_are_its_own():
+    for rank, values in enumerate(run_ranks(2, share_values, False, None)):
+        assert_same([values["table"], values["count"]], [values_of_rank(rank)["table"], values_of_rank(rank)["count"]])
+        up = values["layers.0.up.weight"]
+        assert_same(up, torch.cat([values_of_rank(r)["layers.0.up.weight"].chunk(2)[r] for r in range(2)]))
+
+
+def compute_on_the_device() -> None:
+    for device in (None, torch.device("cpu")):
+        assert next(wrapped(device_id=device).parameters()).device.type == "cpu"
+
+
+def test_the_cpu_computes_if_asked_or_if_there_is_nothing_else():
+    run_ranks(1, compute_on_the_device)
+
+
+# -- methods of units -------------------------------------------------------------------------------------------------
+
+
+class Embedded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(97, 48)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x.abs().mul(10).long().clamp(max=96)[:, 0])
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def embedding_left_alone_in_backward(shard: Shard) -> list[Any]:
+    model = Embedded()
+    initialise(model)
+    shard(model.embedding)
+    for layer in model.layers:
+        shard(layer)
+    shard(model)
+    if shard is not leave:
+        model.embedding.set_unshard_in_backward(False)
+    return learn(model, steps=4)
+
+
+def gathers_in_backward() -> list[str]:
+    model = Embedded()
+    for module in (model.embedding, *model.layers):
+        fully_shard(module)
+    fully_shard(model)
+    model.embedding.set_unshard_in_backward(False)
+    learn(model, steps=3)
+    loss = model(inputs()).sum()
+    with recording() as record:
+        loss.backward()
+    return [event.origin.unit for event in record.collectives("all_gather")]
+
+
+def test_a_unit_that_backward_does_not_read_needs_no_gather_there():
+    run_ranks(2, agree_with_plain, embedding_left_alone_in_backward)
+    for gathered in run_ranks(2, gathers_in_backward):
+        assert gathered == ["layers.1", "layers.0"]
+
+
+def divide_gradients() -> None:
+    expected = learn(chain(fully_shard), steps=1)[1]
+    for name in ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"):
+        model = chain(fully_shard)
+        for layer in model.layers:
+            getattr(layer, name)(8.0)
+        found = learn(model, steps=1)[1]
+        for fqn, grad in found.items():
+            assert_same(grad, expected[fqn] * (2 / 8.0) if "layers" in fqn else expected[fqn], name=fqn)
+
+
+def test_gradients_are_divided_by_what_is_asked():
+    """Of that unit alone; powers of two are exact."""
+    run_ranks(2, divide_gradients)
+
+
+def accept_what_torch_has() -> None:
+    """Switches for which there is nothing to switch change no bit."""
+    expected = learn(chain(fully_shard))
+    model = chain(fully_shard)
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_is_last_backward(False)
+    model.set_post_optim_event(torch.Event("cpu"))
+    assert_same(learn(model), expected)
+
+
+def test_switches_that_change_nothing_change_nothing():
+    run_ranks(2, accept_what_torch_has)
+
+
+class Stop(Exception):  # noqa: N818  # stands for anything that a model may raise
+    pass
+
+
+def fail(*_: Any) -> None:
+    raise Stop
+
+
+def reset_after_a_failure() -> None:
+    expected, model = learn(chain(fully_shard)), chain(fully_shard)
+    handle = model.layers[2].register_full_backward_hook(fail)
+    with pytest.raises(Stop):
+        model(inputs(7)).sum().backward()
+    handle.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    assert runtime_of(model).phase is Phase.IDLE
+    assert all(turn.holds == 0 for turn in turns_in(model))
+    assert_same(learn(model), expected)
+    handle = model.layers[2].register_forward_hook(lambda *_: model.reset_iter_state())
+    with pytest.raises(StateError, match="reset_iter_state within a forward or backward"):
+        model(inputs())
+
+
+def test_a_failed_step_can_be_cleared_up_by_hand():
+    run_ranks(2, reset_after_a_failure)
+
+
+# -- along which dim --------------------------------------------------------------------------------------------------
+
+
+def last_dim(param: nn.Parameter) -> Cut | None:
+    """Along the last dim, told from the end; left open for what has only one."""
+    return Cut(-1) if param.ndim > 1 else None
+
+
+def cut_along_the_last_dim(shard: Shard) -> list[Any]:
+    model = chain(shard if shard is leave else partial(shard, shard_placement_fn=last_dim))
+    if shard is not leave and model.head.weight.placements[-1].is_shard():
+        assert model.head.weight.placements[-1] == Cut(1)
+        assert model.head.weight.to_local().shape == (5, 48 // dist.get_world_size())
+        assert model.head.bias.placements[-1] == Cut(0)
+        assert model.layers[0].up.weight.placements[-1] == Cut(1)
+    return learn(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_parameters_are_cut_along_the_dims_that_are_asked_for(world):
+    """With plain bits under every strategy."""
+    run_ranks(world, agree_with_plain, cut_along_the_last_dim)
+
+
+def cut_in_groups() -> None:
+    """Uneven parts, and parts that groups of ranks keep, give the same numbers along any dim."""
+    for options in ({}, {"reshard_after_forward": 2}, {"strategy": "zero1"}):
+        expected = learn(chain(partial(fully_shard, **options)), part=True)
+        for choose in (last_dim, lambda param: Cut(0), lambda param: None):
+            model = chain(partial(fully_shard, shard_placement_fn=choose, **options))
+            assert_same(learn(model, part=True), expected)
+            model.to(torch.float64)  # laid out anew
+            assert model.head.weight.placements[-1] == (Cut(1) if choose is last_dim else Cut(0))
+
+
+def test_the_dim_changes_no_number():
+    run_ranks(4, cut_in_groups)
+
+
+def cut_wrongly(answer: object) -> str:
+    model = chain(leave)
+    with pytest.raises(ConfigError) as error, recording() as record:
+        fully_shard(model, shard_placement_fn=lambda param: answer)
+    assert record.names() == []
+    return str(error.value)
+
+
+@pytest.mark.parametrize("answer", [Cut(2), Cut(-3), Replicate(), 0, "0"])
+def test_a_placement_that_cannot_be_is_refused(answer):
+    for message in run_ranks(2, cut_wrongly, answer):
+        assert f"shard_placement_fn gave {answer!r} for layers.0.norm.weight of shape (48,)" in message
+        assert "Return Shard(dim) with one of its 1 dims" in message
+
+
+# -- what users do to modules after sharding --------------------------------------------------------------------------
+
+
+def cast_a_part(shard: Shard) -> list[Any]:
+    """One part of a unit after another, none of them a unit itself."""
+    model = Chain()
+    initialise(model)
+    model = shard(model)
+    left = learn(model)
+    for part in (*model.layers, model.head):
+        part.to(torch.float64)
+    optimizer = sgd(model)
+    for step in range(2):
+        loss = model(inputs(step).double()).square().mean()
+        loss.backward()
+        left += [loss.detach(), whole_grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+def test_parts_of_a_unit_can_be_cast_one_after_another():
+    run_ranks(2, agree_with_plain, cast_a_part)
+
+
+def cast_some_only() -> None:
+    model = chain(fully_shard)
+    model.layers[0].norm.double()
+    with pytest.raises(ConfigError, match=r"up.weight is of torch.float32 now, but norm.weight of torch.float64"):
+        model(inputs())
+
+
+def test_parts_of_a_unit_of_different_dtypes_are_refused():
+    run_ranks(2, cast_some_only)
+
+
+def replace_weight(model: Any) -> None:
+    model.layers[1].up.weight = nn.Parameter(torch.zeros(192, 48))
+
+
+def tie_weight(model: Any) -> None:
+    model.layers[1].up.weight = model.layers[2].up.weight
+
+
+def remove_weight(model: Any) -> None:
+    del model.layers[1].up.weight
+
+
+def replace_after_sharding(change: Callable[[Any], None]) -> list[str]:
+    messages = []
+    for shard in (partial(chain, fully_shard), wrapped):
+        for steps in (0, 2):
+            model = shard()
+            learn(model, steps=steps)
+            change(model)
+            with pytest.raises(StateError) as error:
+                model(inputs())
+            messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("change", "by"),
+    [
+        (replace_weight, "another parameter, (192, 48)"),
+        (tie_weight, "another parameter, (192, 48)"),
+        (remove_weight, "nothing"),
+    ],
+)
+def test_what_replaces_a_sharded_parameter_is_not_ignored_in_silence(change, by):
+    for messages in run_ranks(2, replace_after_sharding, change):
+        for message in messages:
+            assert f"weight of Linear (up.weight) was replaced by {by} after it was sharded" in message
+            assert "before sharding" in message
