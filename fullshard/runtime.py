@@ -143,10 +143,11 @@ class Runtime:
         self._reduce_lane = Lane("reduce", self._device)
         self._stack: list[tuple[Turn, Call | None]] = []
         self._orders: dict[int, tuple[int, ...]] = {}  # the forward order by the number of the outermost unit
-        self._backward_order: tuple[int, ...] = ()
+        self.forward_order: Sequence[int] = ()  # the numbers of units, as the last forward came to them
+        self.backward_order: tuple[int, ...] = ()
         self._forward = Follower()
         self._backward = Follower()
-        self._since_backward: list[int] = []  # the forward order of all forwards since the last backward
+        self._since_backward: list[int] = []  # what forwards since the last backward left, in order
         self._reductions: list[UnitReduction] = []
         self._reduced: set[Turn] = set()  # in this backward, of those that reduce what is unused here, too
         self._clock = 0
@@ -195,6 +196,8 @@ class Runtime:
                 if tensor.requires_grad:
                     call.watch_output(tensor)
         turn.left.add(id(module))
+        if call is not None and not in_backward():
+            self._since_backward.append(turn.number)
         self._leave(turn)
         if not self._stack and not in_backward():
             self._end_forward(turn)
@@ -215,7 +218,7 @@ class Runtime:
 
     def _end_forward(self, top: Turn) -> None:
         self._orders[top.number] = tuple(self._forward.seen)
-        self._since_backward += self._forward.seen
+        self.forward_order = self._forward.seen
         for turn in self.turns:
             turn.left.clear()
             over = not torch.is_grad_enabled() and turn.unit.settings.reshard_after_forward is not False
@@ -259,7 +262,7 @@ class Runtime:
         if self.phase is not Phase.BACKWARD:
             self.phase = Phase.BACKWARD
             self.serial += 1
-            expected = self._backward_order
+            expected = self.backward_order
             if sorted(expected) != sorted(self._since_backward):
                 expected = tuple(reversed(self._since_backward))
             self._backward = Follower(expected)
@@ -310,7 +313,7 @@ class Runtime:
         if self._device.type != "cpu" and any(t.unit.settings.home.device.type == "cpu" for t in self.turns):
             torch.cuda.current_stream().synchronize()  # offloaded gradients must be there before the optimizer reads
         agreed = self._backward.agrees
-        self._backward_order = tuple(self._backward.seen)
+        self.backward_order = tuple(self._backward.seen)
         self.phase = Phase.IDLE
         if agreed and not self._planned:
             self._share_memory()
