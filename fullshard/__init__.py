@@ -11,6 +11,7 @@ from fullshard.errors import ConfigError, FullshardError, LayoutError, RankMisma
 from fullshard.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from fullshard.grads import ShardedGradScaler, clip_grad_norm_
 from fullshard.offload_policy import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+from fullshard.plan.explain import explain
 from fullshard.precision import MixedPrecision, MixedPrecisionPolicy
 from fullshard.record import recording
 from fullshard.runtime import share_memory_between_units
@@ -61,6 +62,7 @@ __all__ = [
     "UnshardHandle",
     "clip_grad_norm_",
     "compare_ranks",
+    "explain",
     "fully_shard",
     "recording",
     "register_fsdp_forward_method",

@@ -38,6 +38,7 @@ DOCUMENTED = {
         "UnshardHandle",
         "clip_grad_norm_",
         "compare_ranks",
+        "explain",
         "fully_shard",
         "recording",
         "register_fsdp_forward_method",

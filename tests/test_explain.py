@@ -1,0 +1,69 @@
+"""`explain` tells what the engine has, and nothing else."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small_models import Chain, chain, initialise, inputs
+from torch import nn
+
+from fullshard import ConfigError, MixedPrecisionPolicy, explain, fully_shard, recording
+from fullshard.plan.ledger import predict_ledger
+from fullshard.runtime import turns_in
+from fullshard.testing import run_ranks
+
+
+def tell(strategy: str, steps: int) -> tuple[str, Any]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = Chain()
+    initialise(model)
+    model.layers[0].norm.requires_grad_(False)
+    model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy), model)
+    for _ in range(steps):
+        model(inputs()).sum().backward()
+    with recording() as record:
+        text = explain(model)
+    assert not record.events
+    return text, predict_ledger(model)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_every_parameter_is_named_with_shape_dtypes_and_placement(strategy):
+    text, ledger = run_ranks(3, tell, strategy, 0)[1]
+    for name in ("norm.weight", "up.weight", "down.bias"):
+        assert len(re.findall(rf"^    {re.escape(name)} \(", text, re.MULTILINE)) == 4
+    assert "head.weight (5, 48): " in text
+    assert "stored float32, computed and gathered bfloat16, reduced float32; frozen" in text
+    assert "this is part 1 of 3" in text
+    assert ("Replicate()" in text or "R;" in text) == (strategy == "ddp")
+    assert "order: not known before the first forward" in text
+    assert "layers.3: FSDPLayer, 18,768 parameters" in text
+    for nbytes in (ledger.parameters, ledger.gradients, ledger.total):
+        size = f"{nbytes / 1024:,.1f} KiB" if nbytes < 2**20 else f"{nbytes / 2**20:,.1f} MiB"
+        assert size in text
+
+
+def test_the_order_is_the_recorded_one():
+    text, _ = run_ranks(2, tell, "zero3", 2)[0]
+    assert "order of forward: the root > layers.0 > layers.1 > layers.2 > layers.3" in text
+    assert "order of backward: the root > layers.3 > layers.2 > layers.1 > layers.0" in text
+
+
+def measure_padding() -> None:
+    model = nn.Sequential(nn.Linear(48, 1001, bias=False))  # 334 rows a rank for 1001
+    fully_shard(model)
+    [section] = turns_in(model)[0].unit.sections
+    share = 1 - 1001 * 48 / (3 * section.layout.shard_numel)
+    assert f"{share:.1%} padding" in explain(model)
+    assert share > 0
+
+
+def test_padding_is_that_of_the_layout():
+    run_ranks(3, measure_padding)
+
+
+def test_a_model_without_units_is_refused():
+    with pytest.raises(ConfigError, match="Linear has no units"):
+        explain(nn.Linear(2, 2))
