@@ -56,7 +56,8 @@ def _unit(turn: Turn, names: Mapping[nn.Module, str]) -> Iterator[str]:
     kind, whole = type(unit.module).__name__, _size(unit.whole_nbytes)
     yield f"{names[unit.module]}: {kind}, {numel:,} parameters, {whole} whole"
     for other in unit.borrowed:
-        yield f"  is whole together with {names.get(other.module, other.name)}, which has weights tied to some of its own"
+        lender = names.get(other.module, other.name)
+        yield f"  is whole together with {lender}, which has weights tied to some of its own"
     for section in unit.sections:
         trained = "trained" if section.params[0].sharded.requires_grad else "frozen"
         shards = section.layout.shard_numel * section.contract.stored.itemsize
