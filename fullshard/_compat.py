@@ -18,12 +18,14 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "all_gather_single",
     "coalesced",
     "dtensor_like",
     "fake_tensors",
     "in_backward",
     "make_dtensor",
     "on_backward_end",
+    "reduce_scatter_single",
     "set_local_tensor",
     "storage_references",
     "storage_watch",
@@ -49,6 +51,11 @@ def storage_references(storage: torch.UntypedStorage) -> int:
 def coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
     """A context in which collectives of one kind on `group` are launched as one."""
     return dist.distributed_c10d._coalescing_manager(group, device=device)
+
+
+# One tensor in, one out: the names until torch 2.12, which later ones warn of, and from then on.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def tree_map(leaf: Callable[[Any], Any], tree: Any) -> Any:

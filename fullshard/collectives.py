@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard._compat import coalesced
+from fullshard._compat import all_gather_single, coalesced, reduce_scatter_single
 from fullshard.agreement import CLAIM_NBYTES, claim, compares_ranks, mismatch
 from fullshard.buffers import Pool
 from fullshard.errors import RankMismatchError
@@ -307,7 +307,7 @@ class NativeCollectives(Collectives):
     def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
         with coalesced(self.group, parts[0].device):
             for whole, part in zip(wholes, parts, strict=True):
-                dist.all_gather_into_tensor(whole, part, group=self.group)
+                all_gather_single(whole, part, group=self.group)
         return _nothing
 
     def _reduce_scatter(
@@ -318,7 +318,7 @@ class NativeCollectives(Collectives):
         room = [s if s.numel() == n else s.new_empty(n) for s, n in zip(sums, part_numels, strict=True)]
         with coalesced(self.group, sums[0].device):
             for out, whole in zip(room, equal, strict=True):
-                dist.reduce_scatter_tensor(out, whole, group=self.group)
+                reduce_scatter_single(out, whole, group=self.group)
         for out, total in zip(room, sums, strict=True):
             if out is not total:
                 total.copy_(out[: total.numel()])

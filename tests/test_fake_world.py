@@ -1,0 +1,49 @@
+"""One process as rank 0 of a large world: the backend's own collectives, whose messages a fake backend only counts."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from small_models import ONE_AXIS, chain, inputs
+
+from fullshard import MixedPrecisionPolicy, fully_shard, recording
+from fullshard.collectives import NativeCollectives
+from fullshard.plan.ledger import measure_ledger, predict_ledger
+from fullshard.runtime import turns_in
+from fullshard.testing import run_ranks
+
+WORLD = 512
+
+
+def in_large_world(strategy: str) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
+    assert all(isinstance(turn.unit.wires.shard, NativeCollectives) for turn in turns_in(model))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        with recording() as record:
+            model(inputs(step)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sections = [section for turn in turns_in(model) for section in turn.unit.sections]
+    shards = sum(section.layout.shard_numel for section in sections)
+    root = sections[0].layout.shard_numel
+    gathered = {"ddp": 0, "zero1": shards, "zero2": shards, "zero3": 2 * shards - root}[strategy]
+    assert record.sent_bytes("all_gather") == gathered * 2 * (WORLD - 1)
+    reductions = Counter(event.name for event in record.collectives())
+    assert reductions["all_reduce" if strategy == "ddp" else "reduce_scatter"] == len(sections)
+    measured = measure_ledger(model, optimizer, lambda: model(inputs(0)).float().square().mean())
+    assert measured == predict_ledger(model, activations=measured.activations)
+    for param in model.parameters():
+        assert param.grad is None
+        assert strategy == "ddp" or param.to_local().shape[param.placements[0].dim] <= 1
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+def test_rank_0_of_512_sends_and_holds_what_the_formulas_say(strategy):
+    run_ranks(1, in_large_world, strategy)

@@ -1,0 +1,54 @@
+"""Offloading to the CPU changes where shards live, and on a machine that computes on the CPU nothing at all."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd, whole_grads, wholes
+
+from fullshard import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard.runtime import turns_in
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+
+def learn(model: Any) -> list[Any]:
+    optimizer, left = sgd(model), []
+    for step in range(4):
+        loss = model(inputs(10 * step + torch.distributed.get_rank())).square().mean()
+        loss.backward()
+        left += [loss.detach(), whole_grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+def compare() -> None:
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for strategy, policy in [*((name, MixedPrecisionPolicy()) for name in ONE_AXIS), ("zero3", low)]:
+        shard = partial(fully_shard, strategy=strategy, mp_policy=policy)
+        offload = CPUOffloadPolicy(pin_memory=policy is not low)
+        assert_same(learn(chain(partial(shard, offload_policy=offload))), learn(chain(shard)), name=strategy)
+    wrapper = FullyShardedDataParallel(
+        chain(leave), auto_wrap_policy=ModuleWrapPolicy({Layer}), cpu_offload=CPUOffload(offload_params=True)
+    )
+    assert_same(learn(wrapper), learn(chain(fully_shard)), name="the wrapper")
+
+
+def test_on_a_cpu_offloading_changes_no_bit():
+    run_ranks(2, compare)
+
+
+def look_at_homes() -> None:
+    model = chain(partial(fully_shard, offload_policy=CPUOffloadPolicy()))
+    model(inputs()).sum().backward()
+    for turn in turns_in(model):
+        for param in turn.unit.params:
+            assert param.local.device.type == "cpu"
+            assert param.grad is not None
+            assert param.grad.device.type == "cpu"
+            assert param.local.is_pinned() == torch.cuda.is_available()
+
+
+def test_shards_and_gradients_are_on_the_cpu_pinned_only_where_there_is_a_gpu():
+    run_ranks(1, look_at_homes)
