@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
     "all_gather_single",
@@ -90,12 +90,18 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manager, like a function
-    """A context that notes which memory is made in it. `live_bytes()` tells how much of that is still alive."""
+    """A context that notes which memory is made in it. `live_bytes()` tells how much of that is still alive.
 
-    def __init__(self) -> None:
+    Args:
+        every_operation: count after each, at some cost, so that `peak_bytes` is known.
+    """
+
+    def __init__(self, *, every_operation: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._made: dict[StorageWeakRef, int] = {}
         self._given: set[StorageWeakRef] = set()
+        self._every_operation = every_operation
+        self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; what it returns in memory that was not among its inputs is new."""
@@ -106,14 +112,28 @@ class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manag
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             ref = StorageWeakRef(tensor.untyped_storage())
-            if ref not in self._given:
+            if ref not in self._given and not tensor.is_meta:
                 self._made[ref] = tensor.untyped_storage().nbytes()
+        if self._every_operation:
+            self.peak_bytes = max(self.peak_bytes, self.present_bytes())
         return result
 
     def live_bytes(self) -> int:
         """Bytes of the memory made within that something still refers to."""
         return sum(nbytes for ref, nbytes in self._made.items() if not ref.expired())
 
+    def present_bytes(self) -> int:
+        """`live_bytes`, less what was given back of memory that is emptied and filled again."""
+        storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made)
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    """The tensors in `tree`; of wrappers such as `DTensor` what is in them, which alone has memory."""
+    found: list[Tensor] = []
+    for leaf in _pytree.tree_leaves(tree):
+        if is_traceable_wrapper_subclass(leaf):
+            found += _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found

@@ -14,6 +14,9 @@ the unit itself refers to its storage, which the storage's reference count tells
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -64,6 +67,13 @@ class Slot:
     def settle(self) -> None:
         """Take the present number of references as those of the units themselves."""
         self._own_references = storage_references(self.storage)
+
+    @contextmanager
+    def dropping_views(self) -> Iterator[None]:
+        """A context in which a unit drops its views, which are not among its units' references from then on."""
+        before = storage_references(self.storage)
+        yield
+        self._own_references -= before - storage_references(self.storage)
 
     @property
     def is_referenced(self) -> bool:

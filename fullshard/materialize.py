@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,34 +94,64 @@ def initialise(
 ) -> None:
     """Give memory and values to the parameters and buffers of `modules` that are on the meta device.
 
-    One module at a time, with `param_init_fn(module)` where it is given, else `to_empty` and `reset_parameters()`.
+    One module at a time, with `param_init_fn(module)` where it is given, else by `reset_parameters()`. A parameter that
+    several modules have stays one, and has the values that the first of them gave it.
 
     Raises:
         ConfigError: a module has neither, or `param_init_fn` left something on the meta device.
     """
     skip = {id(param) for param in ignored}
     for name, module in own_modules(modules):
-        if not _on_meta(module, skip):
+        waiting = _on_meta(module, skip)
+        if not waiting:
             continue
-        if param_init_fn is not None:
-            param_init_fn(module)
-        else:
-            reset = getattr(module, "reset_parameters", None)
-            if not callable(reset):
-                raise ConfigError(
-                    f"{clean_fqn(name) or type(module).__name__} ({type(module).__name__}) has parameters on the meta "
-                    f"device, such as {_on_meta(module, skip)[0]!r}, but no reset_parameters() to initialise them. "
-                    "Pass param_init_fn=, or define reset_parameters() on the module."
-                )
-            module.to_empty(device=device, recurse=False)
-            with torch.no_grad():
-                reset()
+        fqn = clean_fqn(name) or type(module).__name__
+        if param_init_fn is None and not callable(getattr(module, "reset_parameters", None)):
+            raise ConfigError(
+                f"{fqn} ({type(module).__name__}) has parameters on the meta device, such as {waiting[0]!r}, but no "
+                "reset_parameters() to initialise them. Pass param_init_fn=, or define reset_parameters() on it."
+            )
+        with _keeping_identity(module):
+            (param_init_fn or partial(_reset, device=device))(module)
         left = _on_meta(module, skip)
         if left:
             raise ConfigError(
-                f"param_init_fn left {left[0]!r} of {clean_fqn(name) or type(module).__name__} on the meta device. "
-                "Let it call module.to_empty(device=..., recurse=False) and initialise the module's own parameters."
+                f"param_init_fn left {left[0]!r} of {fqn} on the meta device. Let it call "
+                "module.to_empty(device=..., recurse=False) and initialise the module's own parameters."
             )
+
+
+def _reset(module: Any, device: torch.device) -> None:
+    """Give `module` memory on `device` and the values that it chooses itself. Buffers that have values keep them."""
+    valued = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and not buffer.is_meta}
+    module.to_empty(device=device, recurse=False)
+    module._buffers.update(valued)
+    with torch.no_grad():
+        module.reset_parameters()
+
+
+@contextmanager
+def _keeping_identity(module: nn.Module) -> Iterator[None]:
+    """A context in which `module` is initialised: it may be given other parameters, and has its own again after it.
+
+    Those on the meta device then have the values that the others were given. Those that have values already, since
+    they are tied to another module's, keep them: it is a stand-in for them that is initialised.
+    """
+    own = {name: param for name, param in module._parameters.items() if param is not None}
+    for name, param in own.items():
+        if not param.is_meta:
+            stand_in = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            module._parameters[name] = nn.Parameter(stand_in, requires_grad=param.requires_grad)
+    try:
+        yield
+    finally:
+        for name, param in own.items():
+            given = module._parameters[name]
+            if param.is_meta and given is not None and given is not param:
+                marks = dict(vars(param))
+                torch.utils.swap_tensors(param, given)
+                vars(param).update(marks)
+            module._parameters[name] = param
 
 
 def _on_meta(module: nn.Module, skip: set[int]) -> list[str]:

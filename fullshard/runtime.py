@@ -513,9 +513,12 @@ def changing_shards(turn: Turn) -> Iterator[None]:
             f"{turn.unit.name or 'the root'} was to be moved or cast within its forward or backward. Do it between "
             "steps."
         )
-    turn.unit.reshard()
+    units = (turn.unit, *turn.unit.borrowed)  # tied weights are changed through any module that has them
+    for unit in units:
+        unit.reshard()
     yield
-    turn.unit.adopt()
+    for unit in units:
+        unit.adopt()
 
 
 def _check_not_summoned(turn: Turn) -> None:

@@ -119,6 +119,7 @@ class Section:
         self._group_gather_tags = wires.two_level.reserve_tags(messages) if wires.two_level else no_tags
         self.group_reduce_tags = wires.two_level.reserve_tags(messages) if wires.two_level else no_tags
         self.params: list[ShardedParam] = []
+        self._wholes: list[Tensor] = []  # where each whole parameter lies, once there is memory for them
         self._masters = torch.empty(0)
         self._homes: list[int] = []  # where each shard was put
         self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they travel
@@ -182,10 +183,21 @@ class Section:
             for pair in self.pack_pairs(place, whole, wire)
         ]
 
+    def unbind(self) -> None:
+        """Drop all views of the storage."""
+        nothing = torch.empty(0, dtype=self.contract.compute, device=self.device)
+        self.whole = self._pack_wire = nothing
+        self._gather_places, self._wholes, self._unpacked = [], [], []
+        for param in self.params:
+            param.unsharded.data = nothing
+
     def make_params(self) -> None:
-        """Cut the sources: fill their homes with this rank's values and make both forms. Call after `bind`."""
+        """Cut the sources: fill their homes with this rank's values and make both forms.
+
+        Call after `bind` if parameters live in the whole buffer.
+        """
         self._masters = self.home.zeros(self._masters_numel(), self.contract.stored)
-        for source, place, whole in zip(self._sources, self.layout.places, self._wholes, strict=True):
+        for source, place in zip(self._sources, self.layout.places, strict=True):
             local = self._home_view(place)
             param = ShardedParam(
                 source,
@@ -198,8 +210,9 @@ class Section:
             )
             if not source.param.is_meta:
                 local.copy_(param.take_own(source.param.detach()))
-            param.unsharded.data = whole
             self.params.append(param)
+        for param, whole in zip(self.params, self._wholes, strict=bool(self._wholes)):
+            param.unsharded.data = whole
         self._homes = [param.local.data_ptr() for param in self.params]
         self._sources = []
 

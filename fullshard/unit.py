@@ -98,7 +98,8 @@ class Unit:
         self._pending: list[Pending] = []
         self._gathered: torch.cuda.Event | None = None
         self._stale: list[Section] = []
-        self._bind(self.slot)
+        self._is_bound = False  # whether views of the slot are there
+        self._lie_in(self.slot)
         for section in self.sections:
             section.make_params()
         self.slot.settle()
@@ -109,8 +110,6 @@ class Unit:
             _Managed(self, param, weakref.ref(source.param)) for source, param in zip(ordered, self.params, strict=True)
         ]
         self._claim()
-        if not self.keeps_whole:
-            self.slot.empty()
         self._show_sharded()
 
     def __repr__(self) -> str:
@@ -270,6 +269,8 @@ class Unit:
         if not self.can_fill:
             self.move(Slot(self.settings.device))
         self.slot.fill(self, self.whole_nbytes)
+        if not self._is_bound:
+            self._bind()
         self._note("fill", phase, self.whole_nbytes)
 
     def _note(self, name: str, phase: Phase, nbytes: int) -> None:
@@ -310,24 +311,34 @@ class Unit:
                 "they never were in the steps before, and a graph that waits for its backward has views of it. "
                 "Call fullshard.share_memory_between_units(False) before the first forward."
             )
-        with torch.inference_mode(False):
-            self._bind(slot)
+        self._lie_in(slot)
         for section in self.sections:
             section.forget()
-        if not slot.shared:
-            slot.empty()
 
-    def _bind(self, slot: Slot) -> None:
-        self.slot = slot
-        occupant = slot.occupant
-        slot.occupant = None
-        slot.fill(self, self.whole_nbytes)
-        slot.occupant = occupant if slot.shared else self
-        byte_offset = 0
-        for section in self.sections:
-            section.bind(slot.storage, byte_offset)
-            byte_offset += align(section.whole_nbytes, _STORAGE_STEP)
+    def _lie_in(self, slot: Slot) -> None:
+        """Have `slot`, and views of it if it has memory that stays; else they are made when it is filled first.
+
+        Making them takes memory for the whole unit, which a rank that just builds its shards may not have.
+        """
+        with self.slot.dropping_views():
+            for section in self.sections:
+                section.unbind()
+        self.slot, self._is_bound = slot, False
+        if self.keeps_whole or slot.shared:
+            occupant, slot.occupant = slot.occupant, None
+            slot.fill(self, self.whole_nbytes)
+            slot.occupant = occupant if slot.shared else self
+            self._bind()
         slot.settle()
+
+    def _bind(self) -> None:
+        byte_offset = 0
+        with torch.inference_mode(False):
+            for section in self.sections:
+                section.bind(self.slot.storage, byte_offset)
+                byte_offset += align(section.whole_nbytes, _STORAGE_STEP)
+        self._is_bound = True
+        self.slot.settle()
 
     def adopt(self) -> None:
         """Take over what `Module.to`, `to_empty`, `load_state_dict(assign=True)` and their like left in the modules.
@@ -353,12 +364,10 @@ class Unit:
         if not self.is_meta:
             self.settings.device = self.sections[0].device
             self.wires = Wires.along(self.settings.axes, self.settings.device, _scratch_of(self.settings.device))
-        self._bind(Slot(self.sections[0].device))
+        self._lie_in(Slot(self.sections[0].device))
         for section, locals_now in zip(self.sections, shards, strict=True):
             section.wires = self.wires
             section.rehome(locals_now)
-        if not self.keeps_whole:
-            self.slot.empty()
         self._claim()
         self._show_sharded()
 

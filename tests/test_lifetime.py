@@ -3,12 +3,15 @@
 import copy
 import gc
 import weakref
+from itertools import permutations
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard
+from fullshard.buffers import Slot
+from fullshard.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 
 
@@ -97,3 +100,26 @@ def copy_sharded() -> None:
 
 def test_a_copy_is_refused_with_the_remedy():
     run_ranks(1, copy_sharded)
+
+
+def leave_shared_memory() -> None:
+    model = nn.Sequential(*(fully_shard(nn.Linear(64, 64)) for _ in range(6)))
+    fully_shard(model)
+    for _ in range(3):
+        model(torch.ones(2, 64)).sum().backward()
+    units = {turn.unit.name: turn.unit for turn in turns_in(model)}
+    leaver, stayer = next(
+        (a, b) for a, b in permutations(units.values(), 2) if a.slot is b.slot and a.whole_nbytes and b.whole_nbytes
+    )
+    leaver.move(Slot(torch.device("cpu")))
+    assert not stayer.slot.is_referenced
+    waiting = stayer.module(torch.ones(2, 64, requires_grad=True))
+    assert stayer.slot.is_referenced
+    with pytest.raises(StateError, match="a graph that waits for its backward has views of it"):
+        stayer.move(Slot(torch.device("cpu")))
+    waiting.sum().backward()
+    assert not stayer.slot.is_referenced
+
+
+def test_a_unit_that_leaves_shared_memory_hides_no_graph_that_waits():
+    run_ranks(2, leave_shared_memory)

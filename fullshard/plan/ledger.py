@@ -33,7 +33,7 @@ from fullshard.section import Section
 from fullshard.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.strategy import Placements as StrategyPlacements
 
-__all__ = ["Ledger", "OptimizerCost", "measure_ledger", "predict_activations", "predict_ledger"]
+__all__ = ["Ledger", "OptimizerCost", "measure_ledger", "peak_during", "predict_activations", "predict_ledger"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +217,13 @@ def live_after(run: Callable[[], Any]) -> tuple[Any, int]:
         result = run()
     gc.collect()
     return result, watch.live_bytes()
+
+
+def peak_during(run: Callable[[], Any]) -> tuple[Any, int]:
+    """What `run()` returns, and the most bytes of tensors made in it that were alive at once."""
+    with storage_watch(every_operation=True) as watch:
+        result = run()
+    return result, watch.peak_bytes
 
 
 def storage_bytes(tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> int:

@@ -1,0 +1,356 @@
+"""Models built on the meta device: memory and values come unit by unit, the same at every world size."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import ONE_AXIS, gathered
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard, recording, summon_full_params
+from fullshard.plan.ledger import peak_during, storage_bytes
+from fullshard.runtime import turns_in
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+WIDTH = 64
+
+
+class Scale(nn.Module):
+    """Has a buffer that is computed, one that a state dict has, and a parameter that starts at one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(WIDTH))
+        self.register_buffer("table", torch.empty(WIDTH), persistent=False)
+        self.register_buffer("count", torch.empty((), dtype=torch.int64))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+        self.table.copy_(torch.arange(WIDTH))
+        self.count.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain + 0.01 * self.table
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = Scale()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.scale(x))))
+
+
+class Model(nn.Module):
+    """With tied weights, the head having a bias of its own, and a frozen layer."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(32, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 32)
+        self.head.weight = self.embedding.weight
+        self.embedding.weight.mark = "mine"
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.frozen(x))
+
+
+def on_meta() -> Model:
+    with torch.device("meta"):
+        return Model()
+
+
+def tokens() -> Tensor:
+    return torch.arange(12) % 32
+
+
+def values(model: nn.Module) -> dict[str, Tensor | None]:
+    """Parameters and all buffers, whole."""
+    return gathered({**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())})
+
+
+def step(model: nn.Module) -> Tensor:
+    """One step of training: the loss."""
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    loss = model(tokens()).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+# -- ways to values ---------------------------------------------------------------------------------------------------
+
+
+def wrap(policy: set[type[nn.Module]], **options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(on_meta(), auto_wrap_policy=ModuleWrapPolicy(policy), **options)
+
+
+def by_itself(**options: Any) -> nn.Module:
+    """The wrapper calls `reset_parameters()` of each module."""
+    return wrap({Block}, **options)
+
+
+def by_function(**options: Any) -> nn.Module:
+    def initialise(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        module.reset_parameters()
+
+    return wrap({Block}, param_init_fn=initialise, **options)
+
+
+def tied_across_units(**options: Any) -> nn.Module:
+    return wrap({Block, nn.Embedding, nn.Linear}, **options)
+
+
+def shard_on_meta(strategy: str = "zero3", tied_apart: bool = False) -> Model:
+    model = on_meta()
+    for block in model.blocks:
+        fully_shard(block, strategy=strategy)
+    if tied_apart:
+        fully_shard(model.embedding, strategy=strategy)
+        fully_shard(model.head, strategy=strategy)
+    return fully_shard(model, strategy=strategy)
+
+
+def unit_by_unit(sharding_strategy: str = "zero3", tied_apart: bool = False) -> nn.Module:
+    """`fully_shard`, memory for the shards, then one unit after another whole."""
+    model = shard_on_meta(sharding_strategy, tied_apart).to_empty(device="cpu")
+    for unit in turns_in(model):
+        with summon_full_params(unit.modules[0], recurse=False), torch.no_grad():
+            for module in own_modules_of(unit.modules[0]):
+                module.reset_parameters()
+    return model
+
+
+def own_modules_of(unit: nn.Module) -> list[Any]:
+    """The modules that `unit` has beside those of units in it, and that have something to reset."""
+    below = {module for turn in turns_in(unit)[1:] for top in turn.modules for module in top.modules()}
+    return [module for module in unit.modules() if hasattr(module, "reset_parameters") and module not in below]
+
+
+WAYS: dict[str, Callable[..., nn.Module]] = {
+    "by itself": by_itself,
+    "by a function": by_function,
+    "tied across units": tied_across_units,
+    "unit by unit": unit_by_unit,
+    "unit by unit, tied across units": partial(unit_by_unit, tied_apart=True),
+}
+
+
+def draw_values(strategies: tuple[str, ...]) -> dict[str, dict[str, Tensor | None]]:
+    found = {}
+    for name, way in WAYS.items():
+        for strategy in strategies if name in ("by itself", "unit by unit") else strategies[:1]:
+            torch.manual_seed(3)
+            model = way(sharding_strategy=strategy)
+            assert model.head.weight is model.embedding.weight
+            assert model.embedding.weight.mark == "mine"
+            assert not model.frozen.weight.requires_grad
+            found[f"{name}, {strategy}"] = clean(values(model))
+            loss = step(model)
+            assert torch.isfinite(loss)
+            assert model.head.weight is model.embedding.weight
+    return found
+
+
+def clean(state: dict[str, Any]) -> dict[str, Any]:
+    return {name.replace("_fsdp_wrapped_module.", ""): value for name, value in state.items()}
+
+
+def test_values_are_the_same_at_every_world_size_and_under_every_strategy():
+    """Where every rank has the same seed: each draws whole values, and keeps its part of them."""
+    [expected] = run_ranks(1, draw_values, ONE_AXIS)
+    for name in ("by itself", "unit by unit"):
+        for strategy in ONE_AXIS:
+            assert_same(expected[f"{name}, {strategy}"], expected[f"{name}, ddp"])
+    assert_same(expected["by a function, ddp"], expected["by itself, ddp"])
+    for world in (2, 3):
+        for found in run_ranks(world, draw_values, ("ddp", "zero3") if world == 3 else ONE_AXIS):
+            for name, state in found.items():
+                assert_same(state, expected[name], name=f"{name}, {world} ranks")
+    for name, state in expected.items():
+        assert_same(state["blocks.2.scale.gain"], torch.ones(WIDTH))
+        assert_same(state["blocks.2.scale.table"], torch.arange(float(WIDTH)))
+        assert 0 < state["head.bias"].abs().max() < 0.5
+        assert state["embedding.weight"].std() > 0.9 or "unit" in name  # the first module's own values, if tied
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def most_bytes(build: Callable[[], nn.Module]) -> tuple[int, int, int]:
+    """The most bytes held while a model is built; those of its shards and buffers; those of its largest unit, whole."""
+    model, peak = peak_during(build)
+    resting = storage_bytes((*model.parameters(), *model.buffers()))
+    whole = [sum(4 * param.place.cut.numel for param in turn.unit.params) for turn in turns_in(model)]
+    return peak, resting, max(whole)
+
+
+def load(state: dict[str, Tensor], assign: bool) -> nn.Module:
+    model = shard_on_meta()
+    if not assign:
+        model.to_empty(device="cpu")
+    model.load_state_dict(state, assign=assign)
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta:  # which no state dict has
+            model.get_submodule(name.rpartition(".")[0]).register_buffer("table", torch.arange(64.0), persistent=False)
+    return model
+
+
+def measure_every_way(path: str) -> dict[str, tuple[int, int, int]]:
+    if dist.get_rank() == 0:
+        torch.manual_seed(3)
+        torch.save(Model().state_dict(), path)
+    dist.barrier()
+    found = {name: most_bytes(way) for name, way in WAYS.items()}
+    mapped = torch.load(path, mmap=True)  # in the file, not in memory
+    found["loaded"] = most_bytes(partial(load, mapped, False))
+    found["assigned"] = most_bytes(partial(load, mapped, True))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(tmp_path, world):
+    """Counted after every operation, in every way of giving values; what is loaded from a mapped file is not held."""
+    total = sum(param.nbytes for param in Model().parameters())
+    for found in run_ranks(world, measure_every_way, str(tmp_path / "model.pt")):
+        for name, (peak, resting, unit) in found.items():
+            assert 0.9 * total / world < resting < 1.1 * total / world + 4096
+            assert peak <= resting + unit + 4096, name  # padding, and what is made of no parameter
+
+
+# -- other beginnings -------------------------------------------------------------------------------------------------
+
+
+def build_on_the_first_rank() -> dict[str, Tensor | None]:
+    """Only the first rank has values; the others give memory, and receive them."""
+    torch.manual_seed(dist.get_rank())
+    if dist.get_rank() == 0:
+        model, give_memory = Model(), None
+    else:
+        model = on_meta()
+
+        def give_memory(module: nn.Module) -> None:
+            module.to_empty(device="cpu", recurse=False)
+
+    policy = ModuleWrapPolicy({Block})
+    net = FullyShardedDataParallel(model, auto_wrap_policy=policy, param_init_fn=give_memory, sync_module_states=True)
+    assert net.head.weight is net.embedding.weight
+    return values(net)
+
+
+def test_one_rank_may_build_the_model_and_send_it():
+    torch.manual_seed(0)
+    expected = Model()
+    for found in run_ranks(3, build_on_the_first_rank):
+        tensors = {**dict(expected.named_parameters(remove_duplicate=False)), **dict(expected.named_buffers())}
+        assert_same(clean(found), tensors)
+
+
+def give_memory_piece_by_piece(shard: Callable[..., nn.Module]) -> list[Any]:
+    """Module by module, whether it is a unit or a part of one."""
+    model = shard()
+    for module in model.modules():
+        module.to_empty(device="cpu", recurse=False)
+    torch.manual_seed(0)
+    plain = Model()
+    model.load_state_dict(plain.state_dict())
+    for net in (model, plain):
+        for block in net.blocks:
+            block.scale.reset_parameters() if net is plain else block.scale.table.copy_(torch.arange(64.0))
+    return [step(model), step(plain), step(model), step(plain)]
+
+
+def give_memory_in_every_strategy() -> None:
+    for strategy in ONE_AXIS:
+        first, expected, second, after = give_memory_piece_by_piece(partial(shard_on_meta, strategy))
+        assert_same([first, second], [expected, after], name=strategy)
+
+
+def test_memory_may_come_module_by_module():
+    run_ranks(2, give_memory_in_every_strategy)
+
+
+class Cached(nn.Module):
+    """Has a buffer that is computed where it is built, and a parameter that comes later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.register_buffer("frequencies", torch.arange(4.0, device="cpu"), persistent=False)
+        self.ignored = nn.Parameter(torch.full((3,), 5.0, device="cpu"))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.ignored)
+
+
+def materialise_what_has_values_in_part() -> None:
+    with torch.device("meta"):
+        module = Cached()
+    ignored = module.ignored
+    net = FullyShardedDataParallel(module, ignored_states=[ignored])
+    assert net.ignored is ignored
+    assert_same([net.ignored.detach(), net.frequencies], [torch.full((3,), 5.0), torch.arange(4.0)])
+    assert_same(values(net)["weight"], torch.ones(4, 4))
+
+
+def test_what_has_values_keeps_them():
+    run_ranks(2, materialise_what_has_values_in_part)
+
+
+def start_without_values() -> None:
+    model = shard_on_meta()
+    refused = pytest.raises(StateError, match=r"parameters are still on the meta device.*to_empty.*param_init_fn")
+    with recording() as record, refused:
+        model(tokens())
+    assert record.names() == []
+    for unit in (model, *model.blocks):
+        unit.to_empty(device="cpu")
+    model.load_state_dict(Model().state_dict())
+    model.blocks[0].scale.table.zero_()
+    assert isinstance(model.head.weight, DTensor)
+    model(tokens())
+
+
+def test_a_forward_without_values_is_refused():
+    run_ranks(2, start_without_values)
+
+
+class Mute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+
+
+def initialise_wrongly() -> None:
+    with recording() as record:
+        with torch.device("meta"):
+            mute, left = nn.Sequential(Mute()), nn.Sequential(nn.Linear(4, 4))
+        with pytest.raises(
+            ConfigError, match=r"0 \(Mute\) has parameters on the meta device, such as 'weight', but no"
+        ):
+            FullyShardedDataParallel(mute)
+        with pytest.raises(ConfigError, match=r"param_init_fn left 'weight' of 0 on the meta device\. Let it call"):
+            FullyShardedDataParallel(left, param_init_fn=lambda module: None)
+        assert left[0].weight.is_meta  # as it was
+    assert record.names() == []
+
+
+def test_what_cannot_be_initialised_is_named():
+    run_ranks(2, initialise_wrongly)
