@@ -4,9 +4,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd, whole_grads, wholes
+from small_models import ONE_AXIS, Chain, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 
-from fullshard import CPUOffload, CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    summon_full_params,
+)
+from fullshard.optim_state import full_optim_state_dict, optim_state_dict_to_load
 from fullshard.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
@@ -52,3 +61,37 @@ def look_at_homes() -> None:
 
 def test_shards_and_gradients_are_on_the_cpu_pinned_only_where_there_is_a_gpu():
     run_ranks(1, look_at_homes)
+
+
+def hold_in_hand(**options: Any) -> list[Any]:
+    """All that users take out and put in between steps."""
+    model = chain(partial(fully_shard, **options))
+    optimizer = sgd(model)
+    left = learn(model)
+    model(inputs(7)).square().mean().backward()
+    left.append(clip_grad_norm_(model.parameters(), 0.1))
+    optimizer.step()
+    state = full_optim_state_dict(model, optimizer, rank0_only=False)
+    with summon_full_params(model, with_grads=True), torch.no_grad():
+        left += [[param.clone(), param.grad.clone()] for param in model.parameters()]
+        model.head.weight.mul_(2)
+    with torch.device("meta"):
+        again = Chain()
+    for layer in again.layers:
+        fully_shard(layer, **options)
+    fully_shard(again, **options)
+    again.load_state_dict(wholes(model), assign=True)
+    optimizer = sgd(again)
+    optim_state_dict_to_load(again, optimizer, state, load_directly=True)
+    return [*left, state, full_optim_state_dict(again, optimizer, rank0_only=False), learn(again)]
+
+
+def compare_what_is_held() -> None:
+    for strategy in ("zero1", "zero3"):
+        expected = hold_in_hand(strategy=strategy)
+        assert_same(hold_in_hand(strategy=strategy, offload_policy=CPUOffloadPolicy()), expected, name=strategy)
+
+
+def test_on_a_cpu_offloading_changes_nothing_that_users_hold():
+    """State dicts, gradients, norms, whole parameters, models built on the meta device."""
+    run_ranks(2, compare_what_is_held)
