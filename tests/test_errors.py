@@ -1,0 +1,855 @@
+"""Every mistake that the code looks for: what is raised, that it says what was found and what to do, and that nothing
+was sent by then.
+
+A mistake is a generator: what comes before `yield` is in order, what comes after it is the mistake. A new `raise` in
+`fullshard/*.py` needs one here.
+"""
+
+import ast
+import copy
+import functools
+import os
+import pickle
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import Chain, Layer, chain, inputs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Cut
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fullshard
+from fullshard import (
+    ConfigError,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    LayoutError,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    Placement,
+    Placements,
+    ShardedStateDictConfig,
+    StateDictType,
+    StateError,
+    clip_grad_norm_,
+    fully_shard,
+    recording,
+    register_fsdp_forward_method,
+    summon_full_params,
+)
+from fullshard.layout import Cut as LayoutCut
+from fullshard.optim_state import full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
+from fullshard.runtime import runtime_of, turns_in
+from fullshard.testing import run_ranks
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, transformer_auto_wrap_policy
+
+Steps = Iterator[None]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    steps: Callable[[], Steps]
+    kind: type[Exception]
+    said: tuple[str, ...]  # patterns: what was found, what to do
+    ranks: int  # 0: no process group
+    sends: bool  # happens within a forward, which has sent something before
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def mistake(kind: type[Exception], *said: str, ranks: int = 2, sends: bool = False) -> Callable[[Any], Any]:
+    def register(steps: Callable[[], Steps]) -> Callable[[], Steps]:
+        MISTAKES[steps.__name__] = Mistake(steps, kind, said, ranks, sends)
+        return steps
+
+    return register
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(8, 6)
+
+
+def sharded(**options: Any) -> Any:
+    """A chain, past the moment when ranks first compare their models."""
+    model = chain(partial(fully_shard, **options))
+    runtime_of(model)
+    return model
+
+
+def wrapped(**options: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(linear(), **options)
+
+
+# -- fully_shard ------------------------------------------------------------------------------------------------------
+
+
+@mistake(
+    StateError, "there is no process group to shard over", r"Call torch\.distributed\.init_process_group\(\)", ranks=0
+)
+def no_process_group() -> Steps:
+    yield
+    fully_shard(linear())
+
+
+@mistake(StateError, "there is no process group to shard over", "one process alone is a valid world too", ranks=0)
+def no_process_group_for_the_wrapper() -> Steps:
+    yield
+    wrapped()
+
+
+@mistake(ConfigError, r"strategy='zero4' is not a strategy", "Choose one of ddp, zero1, zero2, zero3, hsdp, hsdp_zero2")
+def unknown_strategy() -> Steps:
+    yield
+    fully_shard(linear(), strategy="zero4")
+
+
+@mistake(ConfigError, r"strategy=3 is not a strategy", "ShardingStrategy")
+def strategy_of_another_kind() -> Steps:
+    yield
+    wrapped(sharding_strategy=3)
+
+
+@mistake(ConfigError, r"reshard_after_forward='yes'", "True, False, None or a number of ranks from 1 on is needed")
+def reshard_after_forward_of_another_kind() -> Steps:
+    yield
+    fully_shard(linear(), reshard_after_forward="yes")
+
+
+@mistake(ConfigError, r"reshard_after_forward=0", "a number of ranks from 1 on is needed")
+def reshard_to_no_rank() -> Steps:
+    yield
+    fully_shard(linear(), reshard_after_forward=0)
+
+
+@mistake(ConfigError, "reshard_after_forward=2: parameters are whole between steps", "Use strategy='zero3' or 'hsdp'")
+def reshard_what_is_whole() -> Steps:
+    yield
+    fully_shard(linear(), strategy="zero1", reshard_after_forward=2)
+
+
+@mistake(ConfigError, r"groups of 3 ranks .* but the shard axis has 4", "Choose one of 1, 2, 4", ranks=4)
+def groups_that_do_not_divide() -> Steps:
+    yield
+    fully_shard(linear(), reshard_after_forward=3)
+
+
+@mistake(
+    ConfigError,
+    r"shard_placement_fn gave Shard\(dim=2\) for weight of shape \(6, 8\)",
+    r"Return Shard\(dim\) with one of its 2",
+)
+def cut_along_a_dim_that_is_not_there() -> Steps:
+    yield
+    fully_shard(linear(), shard_placement_fn=lambda param: Cut(2))
+
+
+@mistake(ConfigError, "given an empty list of modules", "Pass a module, or a list with at least one")
+def shard_nothing() -> Steps:
+    yield
+    fully_shard([])
+
+
+@mistake(ConfigError, "needs an nn.Module, or a list of them, but found str")
+def shard_a_string() -> Steps:
+    yield
+    fully_shard("model")
+
+
+@mistake(ConfigError, "FSDPLinear is sharded already", "Call fully_shard once on each module, inner ones first")
+def shard_twice() -> Steps:
+    module = fully_shard(linear())
+    yield
+    fully_shard(module)
+
+
+@mistake(ConfigError, "Linear is sharded already")
+def wrap_what_is_sharded() -> Steps:
+    module = fully_shard(linear())
+    yield
+    FullyShardedDataParallel(module)
+
+
+@mistake(ConfigError, "ModuleList has no forward, so it would never be gathered", "on each of the modules in it")
+def shard_a_container() -> Steps:
+    yield
+    fully_shard(nn.ModuleList([linear()]))
+
+
+@mistake(ConfigError, r"weight is already a DTensor placed \(Replicate\(\),\) on mesh", "list it in ignored_params")
+def shard_what_is_distributed() -> Steps:
+    module = linear()
+    mesh = init_device_mesh("cpu", (2,))
+    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Replicate()], src_data_rank=None))
+    yield
+    fully_shard(module)
+
+
+@mistake(
+    ConfigError,
+    "1.weight is on the meta device, but 0.weight, in the same unit, is not",
+    r'under torch\.device\("meta"\)',
+)
+def shard_half_on_meta() -> Steps:
+    yield
+    fully_shard(nn.Sequential(linear(), nn.Linear(6, 6, device="meta")))
+
+
+@mistake(ConfigError, "FSDPLinear has no method 'generate' to make whole parameters for")
+def register_a_method_that_is_not_there() -> Steps:
+    module = fully_shard(linear())
+    yield
+    register_fsdp_forward_method(module, "generate")
+
+
+@mistake(ConfigError, r"set_gradient_divide_factor\(0\)", "a positive number is needed")
+def divide_by_zero() -> Steps:
+    module = fully_shard(linear())
+    yield
+    module.set_gradient_divide_factor(0)
+
+
+@mistake(StateError, "Linear is not a unit", r"Call fully_shard\(module\) on it first")
+def prefetch_what_is_no_unit() -> Steps:
+    model = sharded()
+    yield
+    model.set_modules_to_forward_prefetch([model.head])
+
+
+@mistake(LayoutError, r"cannot cut a tensor of shape \(3,\) along dim 1", "Choose a dim from 0 to 0", ranks=0)
+def cut_where_nothing_is() -> Steps:
+    yield
+    LayoutCut((3,), 1, 2)
+
+
+# -- meshes and placements --------------------------------------------------------------------------------------------
+
+
+@mistake(ConfigError, r"mesh has 3 axes \('a', 'b', 'c'\)", r"Pass the part of it to shard over, such as mesh\[")
+def mesh_of_three_axes() -> Steps:
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("a", "b", "c"))
+    yield
+    fully_shard(linear(), mesh=mesh)
+
+
+@mistake(ConfigError, "needs a replicate and a shard axis, but mesh has one axis of size 2", r"Pass init_device_mesh\(")
+def hybrid_on_one_axis() -> Steps:
+    mesh = init_device_mesh("cpu", (2,))
+    yield
+    fully_shard(linear(), mesh=mesh, strategy="hsdp")
+
+
+@mistake(
+    ConfigError,
+    "gradients are grouped, but the mesh has a replicate axis of 2 besides",
+    "Pass a mesh with one axis",
+    ranks=4,
+)
+def groups_on_two_axes() -> Steps:
+    mesh = init_device_mesh("cpu", (2, 2))
+    grouped = Placements(
+        parameters=Placement.SHARDED,
+        parameters_in_step=Placement.GROUPED,
+        gradients=Placement.GROUPED,
+        optimizer=Placement.SHARDED,
+        group=2,
+    )
+    yield
+    fully_shard(linear(), mesh=mesh, strategy=grouped)
+
+
+@mistake(
+    ConfigError, "2 ranks do not divide into hosts of 3", r"Pass mesh=init_device_mesh\(device, \(replicas, shards\)\)"
+)
+def hosts_that_do_not_divide() -> Steps:
+    os.environ["LOCAL_WORLD_SIZE"] = "3"
+    yield
+    try:
+        fully_shard(linear(), strategy="hsdp")
+    finally:
+        os.environ["LOCAL_WORLD_SIZE"] = "2"
+
+
+def placements(**states: Placement) -> Placements:
+    sharded = dict.fromkeys(("parameters", "parameters_in_step", "gradients", "optimizer"), Placement.SHARDED)
+    return Placements(**{**sharded, **states})
+
+
+@mistake(ConfigError, "parameters_in_step is sharded but parameters is whole", "Make parameters sharded too", ranks=0)
+def freed_within_a_step_only() -> Steps:
+    yield
+    placements(parameters=Placement.WHOLE)
+
+
+@mistake(ConfigError, "optimizer is whole but parameters or gradients are not", "Make optimizer sharded too", ranks=0)
+def step_what_is_not_there() -> Steps:
+    yield
+    placements(optimizer=Placement.WHOLE)
+
+
+@mistake(ConfigError, "optimizer is grouped", "Use strategy='hsdp' with a mesh whose first axis is the groups", ranks=0)
+def optimizer_in_groups() -> Steps:
+    yield
+    placements(optimizer=Placement.GROUPED)
+
+
+# -- dtypes -----------------------------------------------------------------------------------------------------------
+
+
+@mistake(ConfigError, r"MixedPrecisionPolicy\(param_dtype=torch.int8\)", r"such as torch\.bfloat16, or None", ranks=0)
+def compute_in_integers() -> Steps:
+    yield
+    MixedPrecisionPolicy(param_dtype=torch.int8)
+
+
+@mistake(ConfigError, r"MixedPrecision\(reduce_dtype='bf16'\)", r"a floating-point torch\.dtype is needed", ranks=0)
+def a_dtype_by_name() -> Steps:
+    yield
+    MixedPrecision(reduce_dtype="bf16")
+
+
+@mistake(
+    ConfigError,
+    "keep_low_precision_grads=True cannot be honoured",
+    "Leave it False; reduce_dtype sets what travels",
+    ranks=0,
+)
+def low_precision_gradients() -> Steps:
+    yield
+    MixedPrecision(keep_low_precision_grads=True)
+
+
+# -- the wrapper ------------------------------------------------------------------------------------------------------
+
+
+@mistake(ConfigError, "was given a module that it wraps already", "Wrap it once")
+def wrap_twice() -> Steps:
+    module = wrapped()
+    yield
+    FullyShardedDataParallel(module)
+
+
+@mistake(ConfigError, "use_orig_params=False cannot be honoured", "Leave the argument out")
+def flattened_parameters() -> Steps:
+    yield
+    wrapped(use_orig_params=False)
+
+
+@mistake(ConfigError, "process_group and device_mesh both say which ranks to shard over", "Pass one of them")
+def a_group_and_a_mesh() -> Steps:
+    mesh = init_device_mesh("cpu", (2,))
+    yield
+    wrapped(process_group=dist.group.WORLD, device_mesh=mesh)
+
+
+@mistake(
+    ConfigError,
+    r"process_group=\(.*one process group is needed",
+    "For a hybrid strategy pass device_mesh=init_device_mesh",
+)
+def a_pair_of_groups() -> Steps:
+    yield
+    wrapped(process_group=(dist.group.WORLD, dist.group.WORLD), sharding_strategy="hsdp")
+
+
+@mistake(ConfigError, "ignored_modules and ignored_states both say what to leave alone", "Pass one of them")
+def ignored_twice() -> Steps:
+    yield
+    wrapped(ignored_modules=[], ignored_states=[])
+
+
+@mistake(ConfigError, "ignored_states hold a str", "modules or parameters are needed")
+def ignored_by_name() -> Steps:
+    yield
+    wrapped(ignored_states=["weight"])
+
+
+@mistake(
+    ConfigError, "device_id=7: there is no such GPU, torch sees 0 here", r'Pass torch\.device\("cpu"\), or leave it out'
+)
+def a_gpu_that_is_not_there() -> Steps:
+    yield
+    wrapped(device_id=7)
+
+
+@mistake(
+    ConfigError,
+    r"device_id=device\(type='meta'\) is not of the kind that device_mesh has \(cpu\)",
+    "or leave device_id out",
+)
+def a_device_of_another_kind_than_the_mesh() -> Steps:
+    mesh = init_device_mesh("cpu", (2,))
+    yield
+    wrapped(device_id=torch.device("meta"), device_mesh=mesh)
+
+
+class Mute(nn.Module):
+    """Cannot initialise itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, device="meta"))
+
+
+@mistake(
+    ConfigError,
+    r"0 \(Mute\) has parameters on the meta device, such as 'weight', but no reset_parameters",
+    "Pass param_init_fn=",
+)
+def initialise_what_cannot() -> Steps:
+    yield
+    FullyShardedDataParallel(nn.Sequential(Mute()))
+
+
+@mistake(ConfigError, "param_init_fn left 'weight' of Linear on the meta device", r"Let it call module\.to_empty\(")
+def initialise_by_nothing() -> Steps:
+    yield
+    FullyShardedDataParallel(nn.Linear(4, 4, device="meta"), param_init_fn=lambda module: None)
+
+
+# -- wrap policies ----------------------------------------------------------------------------------------------------
+
+
+@mistake(ConfigError, r"auto_wrap_policy: \{.*Layer'>\} is not a policy", r"pass ModuleWrapPolicy\(\{TheClass\}\)")
+def classes_instead_of_a_policy() -> Steps:
+    yield
+    fully_shard(Chain(), auto_wrap_policy={Layer})
+
+
+@mistake(
+    ConfigError,
+    "cannot be called with module, recurse and nonwrapped_numel",
+    r"functools\.partial\(policy, name=value\)",
+)
+def a_policy_that_lacks_its_arguments() -> Steps:
+    yield
+    fully_shard(Chain(), auto_wrap_policy=transformer_auto_wrap_policy)
+
+
+@mistake(ConfigError, "transformer_layer_cls is <class 'small_models.Layer'>", "Pass a set of module classes")
+def a_class_instead_of_a_set() -> Steps:
+    yield
+    fully_shard(Chain(), auto_wrap_policy=partial(transformer_auto_wrap_policy, transformer_layer_cls=Layer))
+
+
+@mistake(ConfigError, "its function returned 'yes' for a ", r"Return False \(no unit\), True \(a unit\) or a dict")
+def a_policy_that_answers_in_words() -> Steps:
+    yield
+    wrapped_chain(CustomPolicy(lambda module: "yes"))
+
+
+class Holding(nn.ModuleList):
+    """A container that has parameters itself."""
+
+    def __init__(self) -> None:
+        super().__init__([linear()])
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+@mistake(
+    ConfigError,
+    r"picks 0, a Holding, which has no forward, so its \d+ parameters would never be gathered",
+    "Let the policy pick",
+)
+def a_policy_that_picks_a_container() -> Steps:
+    yield
+    fully_shard(nn.Sequential(Holding()), auto_wrap_policy=ModuleWrapPolicy({Holding}))
+
+
+@mistake(
+    ConfigError, "wrapper_cls is 'fsdp'", "Pass FullyShardedDataParallel, fully_shard, or another callable", ranks=0
+)
+def wrap_by_name() -> Steps:
+    yield
+    enable_wrap(wrapper_cls="fsdp").__enter__()
+
+
+def wrapped_chain(policy: Any) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(Chain(), auto_wrap_policy=policy)
+
+
+# -- at the wrong moment ----------------------------------------------------------------------------------------------
+
+
+def within_forward(model: Any, use: Callable[[], Any]) -> None:
+    """Run a forward in which `use` is called while a layer is whole."""
+    model.layers[1].norm.register_forward_hook(lambda *_: use() and None)
+    model(inputs())
+
+
+@mistake(StateError, "state dict within a forward or backward of layers.1", "Save and load between steps", sends=True)
+def save_within_forward() -> Steps:
+    model = sharded()
+    yield
+    within_forward(model, model.layers[1].state_dict)
+
+
+@mistake(StateError, "summon_full_params within a forward or backward of", "Call it between steps", sends=True)
+def summon_within_forward() -> Steps:
+    model = sharded()
+    yield
+    within_forward(model, summon_full_params(model).__enter__)
+
+
+@mistake(StateError, "was to be moved or cast within its forward or backward", "Do it between steps", sends=True)
+def cast_within_forward() -> Steps:
+    model = sharded()
+    yield
+    within_forward(model, model.layers[1].double)
+
+
+@mistake(
+    StateError, "reset_iter_state within a forward or backward", "Call it once the exception is caught", sends=True
+)
+def reset_within_forward() -> Steps:
+    model = sharded()
+    yield
+    within_forward(model, model.reset_iter_state)
+
+
+@mistake(StateError, "the root is needed within summon_full_params", "Leave the context first")
+def forward_while_summoned() -> Steps:
+    model = sharded()
+    with summon_full_params(model):
+        yield
+        model(inputs())
+
+
+@mistake(
+    StateError, "2 parameters are still on the meta device, such as 'weight'", r"Call model\.to_empty\(device=\.\.\.\)"
+)
+def forward_on_meta() -> Steps:
+    model = fully_shard(nn.Linear(48, 48, device="meta"))
+    runtime_of(model)
+    yield
+    model(inputs())
+
+
+@mistake(
+    StateError, r"weight of Linear \(head.weight\) was replaced by another parameter, \(5, 48\)", "before sharding"
+)
+def replace_after_sharding() -> Steps:
+    model = sharded()
+    model.head.weight = nn.Parameter(torch.zeros(5, 48))
+    yield
+    model(inputs())
+
+
+@mistake(
+    ConfigError,
+    "up.weight is of torch.float32 now, but norm.weight of torch.float64",
+    "Change the dtype of all of them",
+)
+def cast_a_part_only() -> Steps:
+    model = sharded()
+    model.layers[0].norm.double()
+    yield
+    model.layers[0](inputs())
+
+
+class Nesting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(48, 48)
+        self.inner: list[nn.Module] = []  # not its own
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return self.inner[0](x) if self.inner else x
+
+
+@mistake(
+    StateError,
+    "are needed whole at the same time, but share memory, since they never were in the steps before",
+    r"Call fullshard\.share_memory_between_units\(False\) before the first forward",
+    sends=True,
+)
+def whole_at_once_without_notice() -> Steps:
+    layers = [fully_shard(Nesting()) for _ in range(6)]
+    model = fully_shard(nn.Sequential(*layers))
+    for _ in range(3):
+        model(inputs()).sum().backward()
+    slots = [turns_in(layer)[0].unit.slot for layer in layers]
+    first, second = next((i, j) for i in range(6) for j in range(6) if i < j and slots[i] is slots[j])
+    yield
+    waiting = layers[second](inputs().requires_grad_())
+    layers[first].inner = [layers[second]]
+    layers[first](inputs().requires_grad_())
+    del waiting
+
+
+@mistake(
+    StateError,
+    "copy.deepcopy of FSDPChain, which is sharded",
+    r"Build and shard a second module, then load_state_dict\(\)",
+)
+def copy_a_model() -> Steps:
+    model = sharded()
+    yield
+    copy.deepcopy(model)
+
+
+@mistake(StateError, "pickle, torch.save or copy.copy of FSDPChain, which is sharded", r"Save its state_dict\(\)")
+def pickle_a_model() -> Steps:
+    model = sharded()
+    yield
+    pickle.dumps(model)
+
+
+# -- what users hold --------------------------------------------------------------------------------------------------
+
+
+@mistake(
+    ConfigError,
+    r"state_dict_type=StateDictType.LOCAL_STATE_DICT",
+    "choose StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT",
+)
+def local_state_dicts() -> Steps:
+    model = wrapped()
+    yield
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.LOCAL_STATE_DICT)
+
+
+@mistake(
+    ConfigError,
+    "ShardedStateDictConfig does not go with StateDictType.FULL_STATE_DICT",
+    "Pass a FullStateDictConfig, or none",
+)
+def a_config_of_another_kind() -> Steps:
+    model = wrapped()
+    yield
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, ShardedStateDictConfig())
+
+
+@mistake(
+    ConfigError,
+    "FullStateDictConfig does not go with StateDictType.SHARDED_STATE_DICT",
+    "Pass a ShardedOptimStateDictConfig",
+)
+def an_optimizer_config_of_another_kind() -> Steps:
+    model = wrapped()
+    yield
+    kind = StateDictType.SHARDED_STATE_DICT
+    FullyShardedDataParallel.set_state_dict_type(model, kind, None, FullStateDictConfig())
+
+
+@mistake(
+    RuntimeError,
+    r"head.weight is of shape \(5, 48\) in the model, but of \(4, 48\)",
+    "Build the model as it was when it was saved",
+)
+def load_another_shape() -> Steps:
+    model = sharded()
+    yield
+    model.load_state_dict({**Chain().state_dict(), "head.weight": torch.zeros(4, 48)})
+
+
+@mistake(ConfigError, r"rank0_only=True, writeback=True", "Pass writeback=False")
+def write_back_from_one_rank() -> Steps:
+    model = sharded()
+    yield
+    summon_full_params(model, rank0_only=True).__enter__()
+
+
+@mistake(
+    StateError,
+    r"bias was given the shape \(9,\) within summon_full_params, but is sharded as \(6,\)",
+    "reshape before sharding",
+)
+def reshape_while_summoned() -> Steps:
+    model = fully_shard(linear())
+    with summon_full_params(model):
+        yield
+        model.bias = nn.Parameter(torch.zeros(9))
+
+
+@mistake(
+    StateError,
+    r"the shards of weight were written to .* within summon_full_params",
+    "Step outside, or pass writeback=False",
+)
+def step_while_summoned() -> Steps:
+    model = fully_shard(linear())
+    shards = list(model.parameters())
+    with summon_full_params(model):
+        yield
+        with torch.no_grad():
+            shards[0].zero_()
+
+
+@mistake(ConfigError, r"clip_grad_norm_\(max_norm=-1, norm_type=2.0\)", "positive numbers are needed")
+def clip_below_zero() -> Steps:
+    model = sharded()
+    yield
+    clip_grad_norm_(model.parameters(), -1)
+
+
+@mistake(RuntimeError, "the total norm of order 2.0 of the gradients is nan, so nothing was clipped", ranks=0)
+def clip_what_is_no_number() -> Steps:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), torch.nan)
+    yield
+    clip_grad_norm_([weight], 1.0, error_if_nonfinite=True)
+
+
+def stepped(model: nn.Module | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = sharded() if model is None else model
+    optimizer = torch.optim.Adam(model.parameters())
+    model(inputs()).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@mistake(ConfigError, r"Adam has a parameter of shape \(6, 8\) that is not in the model", "after the model is sharded")
+def an_optimizer_made_before_sharding() -> Steps:
+    model = linear()
+    optimizer = torch.optim.Adam(model.parameters())
+    fully_shard(model)
+    yield
+    optim_state_dict(model, optimizer)
+
+
+@mistake(
+    ConfigError, "the optimizer state dict has no 'state'; it has ", r"set FullOptimStateDictConfig\(rank0_only=True\)"
+)
+def load_no_optimizer_state() -> Steps:
+    model, optimizer = stepped()
+    yield
+    optim_state_dict_to_load(model, optimizer, {})
+
+
+@mistake(ConfigError, r"it has 10 \(such as 0\) others, and misses 10", "so that they have names", ranks=2)
+def load_numbered_optimizer_state() -> Steps:
+    model, optimizer = stepped(fully_shard(nn.Sequential(Layer(), nn.Linear(48, 48), nn.Linear(48, 5))))
+    yield
+    optim_state_dict_to_load(model, optimizer, optimizer.state_dict())
+
+
+@mistake(
+    ConfigError,
+    r"it has no others, and misses 1 \(such as 'bias'\)",
+    "Load it into an optimizer of the same parameters",
+)
+def load_optimizer_state_of_a_part() -> Steps:
+    model, optimizer = stepped(fully_shard(nn.Linear(48, 6)))
+    part = torch.optim.Adam([model.weight])
+    state = full_optim_state_dict(model, part, rank0_only=False)
+    yield
+    optim_state_dict_to_load(model, optimizer, state)
+
+
+@mistake(
+    ConfigError,
+    r"has 'exp_avg' of weight in the shape \(7, 48\), but the optimizer keeps it in \(6, 48\)",
+    "Build model and optimizer as when",
+)
+def load_optimizer_state_of_another_shape() -> Steps:
+    model, optimizer = stepped(fully_shard(nn.Linear(48, 6)))
+    state = full_optim_state_dict(model, optimizer, rank0_only=False)
+    state["state"]["weight"]["exp_avg"] = torch.zeros(7, 48)
+    yield
+    optim_state_dict_to_load(model, optimizer, state)
+
+
+@mistake(ConfigError, r"optim_state_dict_to_load\(is_named_optimizer=True\)", "Leave the argument out")
+def load_into_a_named_optimizer() -> Steps:
+    model, optimizer = stepped(FullyShardedDataParallel(nn.Linear(48, 6)))
+    state = full_optim_state_dict(model, optimizer, rank0_only=False)
+    yield
+    FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state, is_named_optimizer=True)
+
+
+# -- how they are told ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Told:
+    """What one rank was told."""
+
+    kind: type[BaseException] | None
+    message: str
+    raised_at: tuple[str, int]  # file, line
+    sent: list[str]
+
+
+class Sent(TorchDispatchMode):
+    """Notes what goes out by torch.distributed, whoever sends it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace and "wait" not in func.name():
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def make(name: str) -> Told:
+    steps = MISTAKES[name].steps()
+    next(steps)
+    kind, message, place = None, "nothing was raised", ("", 0)
+    with recording() as record, Sent() as sent:
+        try:
+            next(steps, None)
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            kind, message, place = type(error), str(error), (frame.filename, frame.lineno or 0)
+    return Told(kind, message, place, record.names() + sent.names)
+
+
+def make_all(ranks: int) -> dict[str, Told]:
+    return {name: make(name) for name, mistake in MISTAKES.items() if mistake.ranks == ranks}
+
+
+@functools.cache
+def told(ranks: int) -> list[dict[str, Told]]:
+    """What each rank was told, mistake by mistake."""
+    return run_ranks(ranks, make_all, ranks) if ranks else [make_all(ranks)]
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
+    expected = MISTAKES[name]
+    answers = [rank[name] for rank in told(expected.ranks)]
+    for answer in answers:
+        assert answer.kind is not None, answer.message
+        assert answer.kind is expected.kind, f"{answer.kind}: {answer.message}"
+        for pattern in expected.said:
+            assert re.search(pattern, answer.message), answer.message
+        assert answer.sent == [] or expected.sends
+    assert len({re.sub("0x[0-9a-f]+", "", answer.message) for answer in answers}) == 1
+
+
+SOURCE = Path(fullshard.__file__).parent
+ELSEWHERE = {"cli.py", "testing.py"}  # tests/test_cli.py, tests/test_testing.py
+
+
+def raises(path: Path) -> Iterator[ast.Raise]:
+    """Where a mistake is answered. What other ranks do is no mistake of this one's: tests/test_agreement.py."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        made = node.exc if isinstance(node, ast.Raise) else None
+        if isinstance(made, ast.Call) and ast.unparse(made.func) != "RankMismatchError":
+            yield node
+
+
+def test_every_mistake_that_is_looked_for_is_made_here():
+    made = {answer.raised_at for ranks in (0, 2, 4) for answer in told(ranks)[0].values()}
+    missed = [
+        f"{path.name}:{node.lineno}"
+        for path in sorted(SOURCE.glob("*.py"))
+        if path.name not in ELSEWHERE
+        for node in raises(path)
+        if not any(file == str(path) and node.lineno <= line <= (node.end_lineno or 0) for file, line in made)
+    ]
+    assert missed == []
