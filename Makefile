@@ -6,20 +6,23 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test lint format clean
+.PHONY: help venv train test test-all lint format clean
 
 help:  ## list the targets
 	@echo 'fullshard: fully sharded data parallel training for PyTorch'
 	@echo
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
 venv: $(STAMP)  ## make .venv with the project and its development set (done once)
 
 train: venv  ## train a byte-level GPT, sharded over every core; options: make train ARGS="--steps 100"
 	@$(BIN)/fullshard train $(ARGS)
 
-test: lint  ## linters, strict types and every test
+test: lint  ## linters, strict types and all tests but the slow ones
 	$(BIN)/python -m pytest $(ARGS)
+
+test-all: lint  ## linters, strict types and every test
+	$(BIN)/python -m pytest -m '' $(ARGS)
 
 lint: venv  ## linters and strict types only
 	$(BIN)/ruff check .
