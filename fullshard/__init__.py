@@ -7,7 +7,16 @@ optimizer = torch.optim.AdamW(model.parameters())
 """
 
 from fullshard.agreement import compare_ranks
-from fullshard.errors import ConfigError, FullshardError, LayoutError, RankMismatchError, StateError
+from fullshard.errors import (
+    ConfigError,
+    FullshardError,
+    LayoutError,
+    NonFiniteError,
+    RankLostError,
+    RankMismatchError,
+    StateError,
+)
+from fullshard.finite import check_finite_gradients
 from fullshard.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
 from fullshard.grads import ShardedGradScaler, clip_grad_norm_
 from fullshard.offload_policy import CPUOffload, CPUOffloadPolicy, OffloadPolicy
@@ -28,6 +37,7 @@ from fullshard.state_dict import (
 )
 from fullshard.strategy import Placement, Placements, ShardingStrategy
 from fullshard.summon import summon_full_params
+from fullshard.watchdog import set_collective_timeout
 from fullshard.wrapper import BackwardPrefetch, FullyShardedDataParallel
 
 __version__ = "0.1.0"
@@ -46,10 +56,12 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "NonFiniteError",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "Placement",
     "Placements",
+    "RankLostError",
     "RankMismatchError",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
@@ -60,12 +72,14 @@ __all__ = [
     "StateDictType",
     "StateError",
     "UnshardHandle",
+    "check_finite_gradients",
     "clip_grad_norm_",
     "compare_ranks",
     "explain",
     "fully_shard",
     "recording",
     "register_fsdp_forward_method",
+    "set_collective_timeout",
     "share_memory_between_units",
     "summon_full_params",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 __all__ = [
     "all_gather_single",
     "coalesced",
+    "default_store",
     "dtensor_like",
     "fake_tensors",
+    "grad_hooks",
     "in_backward",
     "make_dtensor",
     "on_backward_end",
@@ -29,6 +31,7 @@ __all__ = [
     "set_local_tensor",
     "storage_references",
     "storage_watch",
+    "store_address",
     "tree_map",
 ]
 
@@ -43,6 +46,11 @@ def on_backward_end(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
+    """What was registered by `param.register_post_accumulate_grad_hook`."""
+    return tuple((param._post_accumulate_grad_hooks or {}).values())
+
+
 def storage_references(storage: torch.UntypedStorage) -> int:
     """How many tensors (those that autograd saved included) and handles keep `storage` alive."""
     return int(torch._C._storage_Use_Count(storage._cdata))
@@ -51,6 +59,20 @@ def storage_references(storage: torch.UntypedStorage) -> int:
 def coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
     """A context in which collectives of one kind on `group` are launched as one."""
     return dist.distributed_c10d._coalescing_manager(group, device=device)
+
+
+def default_store() -> dist.Store:
+    """The default process group's store, by a connection that is the caller's own."""
+    store = dist.distributed_c10d._get_default_store()
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
+    return own
+
+
+def store_address(store: dist.Store) -> tuple[str, int] | None:
+    """Host and port of the server behind `store`, if it has one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
 
 
 # One tensor in, one out: the names until torch 2.12, which later ones warn of, and from then on.

@@ -17,7 +17,7 @@ from torch import Tensor
 from fullshard.errors import RankMismatchError
 from fullshard.record import Origin
 
-__all__ = ["CLAIM_NBYTES", "claim", "compare_ranks", "compares_ranks", "mismatch"]
+__all__ = ["CLAIM_NBYTES", "claim", "compare_ranks", "compares_ranks", "mismatch", "named_ranks"]
 
 CLAIM_NBYTES = 192
 _HEAD = struct.Struct("<IIQ4I")  # microbatch, tensors, their bytes, lengths of the four texts that follow
@@ -58,7 +58,7 @@ def mismatch(claims: Sequence[Tensor], ranks: Sequence[int]) -> RankMismatchErro
     sides: dict[str, list[int]] = {}
     for rank, told in zip(ranks, claims, strict=True):
         sides.setdefault(_read(told), []).append(rank)
-    said = "; ".join(f"{_named(who)} started {what}" for what, who in sides.items())
+    said = "; ".join(f"{named_ranks(who)} started {what}" for what, who in sides.items())
     return RankMismatchError(
         f"ranks do not do the same: {said}. Every rank must call the same modules in the same order, in as many "
         "microbatches of a step, and get gradients for the same parameters. If only some ranks use some parameters, "
@@ -79,5 +79,6 @@ def _read(told: Tensor) -> str:
     return f"{collective} of {unit or 'the root'} ({', '.join(details)}) in {phase} of microbatch {microbatch}"
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 0, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -22,14 +22,18 @@ from torch import Tensor
 from fullshard._compat import all_gather_single, coalesced, reduce_scatter_single
 from fullshard.agreement import CLAIM_NBYTES, claim, compares_ranks, mismatch
 from fullshard.buffers import Pool
-from fullshard.errors import RankMismatchError
+from fullshard.errors import RankLostError, RankMismatchError
 from fullshard.layout import owned
 from fullshard.record import Event, Origin, active_recorder
+from fullshard.watchdog import lost
+from fullshard.whereabouts import here
 
 __all__ = ["Collectives", "NativeCollectives", "PairwiseCollectives", "Pending", "collectives_for"]
 
 _FIRST_TAG = 1 << 24  # far from the small numbers that users give their own messages
 _CLAIM_TAGS = 1 << 16  # more than there are collectives under way at once
+
+_Works = list[tuple[int, dist.Work]]  # messages under way, by the peer
 
 
 class Pending:
@@ -38,28 +42,19 @@ class Pending:
     Args:
         finish: returns when the result is in place.
         event: for the record.
-        agree: returns when it is known that all ranks have started the same, or raises.
     """
 
-    def __init__(
-        self,
-        finish: Callable[[], None] | None = None,
-        event: Event | None = None,
-        agree: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, finish: Callable[[], None] | None = None, event: Event | None = None) -> None:
         self._finish = finish
         self._event = event
-        self._agree = agree
 
     def wait(self) -> None:
         """Return when the result is in place.
 
         Raises:
             RankMismatchError: another rank does something else. The group cannot be used any more.
+            RankLostError: another rank's process is gone. Nor can it then.
         """
-        agree, self._agree = self._agree, None
-        if agree is not None:
-            agree()
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()
@@ -80,7 +75,7 @@ class Collectives(ABC):
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._next_tag = _FIRST_TAG
         self._claimed: deque[Callable[[], list[Tensor]]] = deque()  # not compared yet, in the order of the collectives
-        self.broken: RankMismatchError | None = None  # why the group cannot be used any more
+        self.broken: RankMismatchError | RankLostError | None = None  # why the group cannot be used any more
 
     def reserve_tags(self, count: int) -> int:
         """The first of `count` tags that no other call on this group uses. Ranks must reserve in the same order."""
@@ -99,7 +94,7 @@ class Collectives(ABC):
         others = self.world - 1
         agree = self._compare("all_gather", origin, wholes)
         event = self._record("all_gather", origin, sum(p.nbytes for p in parts) * others, len(parts) * others)
-        return self._pending(self._all_gather(wholes, parts, tag), event, agree)
+        return self._start(lambda: self._all_gather(wholes, parts, tag), "all_gather", origin, event, agree)
 
     def reduce_scatter(
         self,
@@ -119,7 +114,8 @@ class Collectives(ABC):
         sent = sum(w.nbytes for w in wholes) - sum(s.nbytes for s in sums)
         agree = self._compare("reduce_scatter", origin, wholes)
         event = self._record("reduce_scatter", origin, sent, len(sums) * (self.world - 1))
-        return self._pending(self._reduce_scatter(sums, wholes, part_numels, divisor, tag), event, agree)
+        start = partial(self._reduce_scatter, sums, wholes, part_numels, divisor, tag)
+        return self._start(start, "reduce_scatter", origin, event, agree)
 
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, *, tag: int, origin: Origin) -> Pending:
         """The sum over ranks of each tensor, divided by `divisor`, in its place. Uses two tags a tensor."""
@@ -127,14 +123,15 @@ class Collectives(ABC):
         sent = sum(t.nbytes for t in tensors) * 2 * others // self.world
         agree = self._compare("all_reduce", origin, tensors)
         event = self._record("all_reduce", origin, sent, 2 * len(tensors) * others)
-        return self._pending(self._all_reduce(tensors, divisor, tag), event, agree)
+        return self._start(lambda: self._all_reduce(tensors, divisor, tag), "all_reduce", origin, event, agree)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int, *, origin: Origin) -> None:
         """Rank `source`'s (of this group) values in every tensor, before this returns."""
         sent = sum(t.nbytes for t in tensors) if self.rank == source else 0
         event = self._record("broadcast", origin, sent, len(tensors))
-        for tensor in tensors:
-            dist.broadcast(tensor, group=self.group, group_src=source)
+        with here.waiting("broadcast", origin):
+            for tensor in tensors:
+                dist.broadcast(tensor, group=self.group, group_src=source)
         if event is not None:
             event.finish()
 
@@ -158,18 +155,44 @@ class Collectives(ABC):
         if self.broken is not None:
             raise self.broken
 
-    def _pending(self, finish: Callable[[], None], event: Event | None, agree: Callable[[], None] | None) -> Pending:
-        if agree is None:
+    def _start(
+        self,
+        start: Callable[[], Callable[[], None]],
+        name: str,
+        origin: Origin,
+        event: Event | None,
+        agree: Callable[[], None] | None,
+    ) -> Pending:
+        """What `start()` has begun. It is waited for once all ranks `agree`; a peer that is gone is named."""
+        try:
+            finish = start()
+        except _PeerGoneError as gone:
+            raise self._lost(gone, name, origin) from gone
+        if self.is_queued:
+            here.queue(name, origin)
             return Pending(finish, event)
 
-        def agree_or_keep() -> None:
+        def agree_and_finish() -> None:
+            here.enter(name, origin)
             try:
-                agree()
+                if agree is not None:
+                    agree()
+                finish()
             except RankMismatchError:
                 _never_finished.append(finish)
                 raise
+            except _PeerGoneError as gone:
+                _never_finished.append(finish)
+                raise self._lost(gone, name, origin) from gone
+            finally:
+                here.leave()
 
-        return Pending(finish, event, agree_or_keep)
+        return Pending(agree_and_finish, event)
+
+    def _lost(self, gone: _PeerGoneError, name: str, origin: Origin) -> RankLostError:
+        with here.waiting(name, origin):
+            self.broken = lost(self._ranks[gone.peer], here.now()[0])
+        return self.broken
 
     def _exchange_claims(self, mine: Tensor) -> Callable[[], list[Tensor]] | None:
         """Send this rank's claim to all. What is returned waits for those of all ranks, and gives them in rank order.
@@ -219,7 +242,7 @@ class PairwiseCollectives(Collectives):
         self._claims += 1
         rooms = list(torch.empty(self.world, CLAIM_NBYTES, dtype=torch.uint8))
         rooms[self.rank] = mine
-        works = [work for peer in self._peers() for work in self._receive(rooms[peer], peer, tag)]
+        works: _Works = [work for peer in self._peers() for work in self._receive(rooms[peer], peer, tag)]
         works += [work for peer in self._peers() for work in self._send(mine, peer, tag)]
 
         def received() -> list[Tensor]:
@@ -228,16 +251,24 @@ class PairwiseCollectives(Collectives):
 
         return received
 
-    def _send(self, tensor: Tensor, rank: int, tag: int) -> list[dist.Work]:
-        work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag) if tensor.numel() else None
-        return [] if work is None else [work]
+    def _send(self, tensor: Tensor, rank: int, tag: int) -> _Works:
+        try:
+            work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag) if tensor.numel() else None
+        except RuntimeError as error:
+            _raise_if_gone(rank, error)
+            raise
+        return [] if work is None else [(rank, work)]
 
-    def _receive(self, tensor: Tensor, rank: int, tag: int) -> list[dist.Work]:
-        work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag) if tensor.numel() else None
-        return [] if work is None else [work]
+    def _receive(self, tensor: Tensor, rank: int, tag: int) -> _Works:
+        try:
+            work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag) if tensor.numel() else None
+        except RuntimeError as error:
+            _raise_if_gone(rank, error)
+            raise
+        return [] if work is None else [(rank, work)]
 
     def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        works: list[dist.Work] = []
+        works: _Works = []
         places = [whole.view(self.world, -1) for whole in wholes]
         for peer in self._peers():
             for i, place in enumerate(places):
@@ -254,7 +285,7 @@ class PairwiseCollectives(Collectives):
     def _reduce_scatter(
         self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
     ) -> Callable[[], None]:
-        works: list[dist.Work] = []
+        works: _Works = []
         peers = self._peers()
         received: list[dict[int, Tensor]] = [
             {peer: self._scratch.take(out.numel(), out.dtype) for peer in peers} for out in sums
@@ -284,7 +315,7 @@ class PairwiseCollectives(Collectives):
 
         def finish() -> None:
             reduced()
-            works: list[dist.Work] = []
+            works: _Works = []
             second = tag + len(tensors)
             for peer in self._peers():
                 for i, (tensor, n) in enumerate(zip(tensors, part_numels, strict=True)):
@@ -352,9 +383,27 @@ def _nothing() -> None:
     """What is left to do when the backend has done it all."""
 
 
-def _wait_all(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
+def _wait_all(works: _Works) -> None:
+    for peer, work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            _raise_if_gone(peer, error)
+            raise
+
+
+class _PeerGoneError(Exception):
+    """The connection to `peer`, numbered as in the group, is broken."""
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(peer)
+        self.peer = peer
+
+
+def _raise_if_gone(peer: int, error: RuntimeError) -> None:
+    """Say that `error`, of a message to or from `peer`, means that `peer` is gone, unless it was a time-out."""
+    if "Timed out" not in str(error):
+        raise _PeerGoneError(peer) from error
 
 
 def _part(whole: Tensor, part_numel: int, rank: int) -> Tensor:

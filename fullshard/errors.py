@@ -6,11 +6,21 @@ every rank alike and before the first collective, so that no rank is left waitin
     FullshardError
     ├── ConfigError         an argument, or a combination of arguments, that cannot be honoured
     ├── LayoutError         a tensor that cannot be cut over the ranks as asked
+    ├── NonFiniteError      NaN or infinity in gradients, where users asked to be told
     ├── StateError          a call that is not allowed in the present phase
-    └── RankMismatchError   ranks that do not agree on the model or on the order of its units
+    ├── RankMismatchError   ranks that do not agree on the model or on the order of its units
+    └── RankLostError       another rank's process is gone
 """
 
-__all__ = ["ConfigError", "FullshardError", "LayoutError", "RankMismatchError", "StateError"]
+__all__ = [
+    "ConfigError",
+    "FullshardError",
+    "LayoutError",
+    "NonFiniteError",
+    "RankLostError",
+    "RankMismatchError",
+    "StateError",
+]
 
 
 class FullshardError(Exception):
@@ -29,5 +39,13 @@ class StateError(FullshardError, RuntimeError):
     """A call that is not allowed in the present phase of a unit or of its root."""
 
 
+class NonFiniteError(FullshardError, ArithmeticError):
+    """NaN or infinity in gradients."""
+
+
 class RankMismatchError(FullshardError, RuntimeError):
     """Ranks that do not agree on the model, on its units or on their order."""
+
+
+class RankLostError(FullshardError, RuntimeError):
+    """Another rank's process is gone, so that this one's collective cannot be completed."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard.errors import ConfigError, StateError
+from fullshard.made_before import watch_optimizers
 from fullshard.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
 from fullshard.mesh import resolve_axes, resolve_groups
 from fullshard.offload_policy import OffloadPolicy
@@ -166,6 +167,7 @@ def shard_unit(
         broadcast_from_first(sources, modules, axes)
     turn = Turn(Unit(modules[0], sources, found.borrowed, settings), tuple(modules))
     install(turn)
+    watch_optimizers()
     register_hooks((module for _, module in own_modules(modules)), turn)
     return turn
 

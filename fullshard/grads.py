@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard.errors import ConfigError
 from fullshard.layout import choose_cut
+from fullshard.made_before import point_to_shards
 
 __all__ = ["ShardedGradScaler", "clip_grad_norm_", "total_norm"]
 
@@ -146,6 +147,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self._group = process_group
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        point_to_shards(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         found = {}
         for device, local in _by_device([_local(grad) for grad in grads]).items():

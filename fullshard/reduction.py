@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from fullshard._compat import grad_hooks
 from fullshard.collectives import Pending
 from fullshard.record import Origin
 from fullshard.section import Section
@@ -83,6 +84,18 @@ class Reduction:
                 _add_grad(param, grad.view(param.place.cut.shape).to(section.contract.stored))
         for scratch in self._scratch:
             section.wires.scratch.give(scratch)
+
+    def tell(self) -> None:
+        """Call what users have registered to be called when a gradient is complete, such as an optimizer's step."""
+        section = self._section
+        hooked = False
+        for i in self._grads if self._finishes else ():
+            param = section.params[i].sharded
+            for hook in grad_hooks(param):
+                hook(param)
+                hooked = True
+        if hooked and all(param.grad is None for param in section.params):
+            section.grads = None  # they have been used, and those of other units are to have that memory
 
     # -- optimizer sharded: reduce-scatter ----------------------------------------------------------------------------
 

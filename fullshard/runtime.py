@@ -32,13 +32,16 @@ from torch import Tensor, nn
 from fullshard._compat import in_backward, on_backward_end
 from fullshard.buffers import Slot
 from fullshard.errors import RankMismatchError, StateError
+from fullshard.finite import Tally, checks_finite, raise_on_every_rank, tally
 from fullshard.nested import map_tensors, tensors_in
 from fullshard.order import Follower, Interval, assign_slots
-from fullshard.record import Phase
+from fullshard.record import Origin, Phase
 from fullshard.sharded_param import ShardedParam
 from fullshard.strategy import Placement
 from fullshard.streams import Lane
 from fullshard.unit import Form, Unit, UnitReduction
+from fullshard.watchdog import watch
+from fullshard.whereabouts import here
 
 __all__ = [
     "Runtime",
@@ -136,6 +139,7 @@ class Runtime:
         self.phase = Phase.IDLE
         self.serial = 0
         self._microbatch = 0  # of the step, from 1 on
+        self._step = 0
         self.shares_memory = _shares_memory
         self.after_optimizer: torch.Event | torch.cuda.Event | None = None  # the next forward waits for it
         self._device = turns[0].unit.settings.device
@@ -150,13 +154,16 @@ class Runtime:
         self._since_backward: list[int] = []  # what forwards since the last backward left, in order
         self._reductions: list[UnitReduction] = []
         self._reduced: set[Turn] = set()  # in this backward, of those that reduce what is unused here, too
+        self._tallies: list[Tally] = []
         self._clock = 0
         self._filled: dict[int, int] = {}
         self._intervals: list[Interval] = []
         self._planned = False
         self._postponed: list[Turn] = []
         _name_units(root, turns)
-        _check_ranks_agree(turns)
+        watch()
+        with here.waiting("comparison of models", Origin("", Phase.FORWARD)):
+            _check_ranks_agree(turns)
         for number, turn in enumerate(turns):
             turn.number, turn.runtime = number, self
             turn.is_root = root in turn.modules
@@ -213,6 +220,8 @@ class Runtime:
         waiting = [turn.unit.notice_step() for turn in self.turns]
         if torch.is_grad_enabled():
             self._microbatch = self._microbatch + 1 if any(waiting) else 1
+            self._step += self._microbatch == 1
+            here.step = self._step
         for turn in self.turns:
             turn.unit.microbatch = self._microbatch
 
@@ -320,10 +329,15 @@ class Runtime:
         self._intervals.clear()
         self._filled.clear()
         self._clock = 0
+        tallies, self._tallies = self._tallies, []
+        if checks_finite():
+            raise_on_every_rank(tallies, self.turns[0].unit.settings.axes, self._device)
 
     def _start_reduce(self, turn: Turn) -> None:
         turn.arrived.clear()
         unit = turn.unit
+        if checks_finite():
+            self._tallies += tally(unit)
         if unit.holds_grads_back:
             unit.hold_grads()
         elif unit.has_whole_grads or unit.awaits_second_sum or (unit.settings.reduces_unused and unit.is_trained):
@@ -348,6 +362,7 @@ class Runtime:
             reduction.abandon()
         self._reductions.clear()
         self._reduced.clear()
+        self._tallies.clear()
         self._since_backward = []
         for turn in self.turns:
             turn.holds = 0

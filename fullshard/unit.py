@@ -461,7 +461,9 @@ class UnitReduction:
             Lane.hold_compute(self._ended)
             for reduction in self._reductions:
                 reduction.deliver()
-        self._reductions = []
+        delivered, self._reductions = self._reductions, []
+        for reduction in delivered:
+            reduction.tell()
 
     def abandon(self) -> None:
         """Let what is under way arrive, and forget it: a message that nobody takes would be taken for a later one."""

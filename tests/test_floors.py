@@ -16,13 +16,25 @@ FLOORS = [
     # 0: numbers in, numbers out
     ["errors", "layout", "strategy", "precision", "offload_policy"],
     # 1: tensors in, tensors out
-    ["_compat", "record", "mesh", "buffers", "agreement", "collectives", "two_level", "streams"],
+    [
+        "_compat",
+        "record",
+        "mesh",
+        "buffers",
+        "agreement",
+        "whereabouts",
+        "ring",
+        "watchdog",
+        "collectives",
+        "two_level",
+        "streams",
+    ],
     # 2: sharded things
-    ["sharded_param", "section", "reduction", "unit"],
+    ["sharded_param", "section", "reduction", "unit", "finite"],
     # 3: runtime
     ["order", "nested", "runtime", "materialize"],
     # 4: what users call
-    ["wrap", "state_dict", "optim_state", "fully_shard", "summon", "grads", "wrapper", "plan"],
+    ["wrap", "state_dict", "optim_state", "made_before", "fully_shard", "summon", "grads", "wrapper", "plan"],
     # What users import, made of all that is above
     [PUBLIC],
     # 5: edges

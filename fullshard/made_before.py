@@ -1,0 +1,53 @@
+"""Optimizers that were made before their model was sharded: they have parameters that nothing trains any more."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fullshard.errors import StateError
+from fullshard.unit import managed_by
+
+__all__ = ["point_to_shards", "watch_optimizers"]
+
+
+def point_to_shards(optimizer: Optimizer) -> None:
+    """Let `optimizer` have, in place of each parameter that was sharded since it was made, the sharded parameter.
+
+    Happens by itself before each `step()`.
+
+    Raises:
+        StateError: the optimizer has state for a parameter from before it was sharded.
+    """
+    for group in optimizer.param_groups:
+        params = group["params"]
+        if all(isinstance(param, DTensor) for param in params):
+            continue
+        pointed = [_sharded(param, optimizer) for param in params]
+        group["params"] = list(dict.fromkeys(pointed))  # tied weights are one
+
+
+def _sharded(param: Any, optimizer: Optimizer) -> Any:
+    managed = managed_by(param) if isinstance(param, nn.Parameter) else None
+    if managed is None:
+        return param
+    unit, sharded = managed
+    if param is not sharded.sharded and optimizer.state.get(param):
+        fqn = f"{unit.name}.{sharded.fqn}" if unit.name else sharded.fqn
+        raise StateError(
+            f"{type(optimizer).__name__} has state for {fqn} from before that was sharded: "
+            f"{', '.join(optimizer.state[param])}. Make the optimizer after sharding, and load into it what "
+            "FullyShardedDataParallel.optim_state_dict_to_load makes of the old one's state by FQN."
+        )
+    return sharded.sharded
+
+
+@cache
+def watch_optimizers() -> None:
+    """Point every optimizer to the shards before it steps, from now on."""
+    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: point_to_shards(optimizer))

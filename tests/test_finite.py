@@ -1,0 +1,82 @@
+"""Who asks for it is told where NaN or infinity in gradients comes from: parameter, unit and rank, on every rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import chain, gathered, inputs, sgd, wholes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import NonFiniteError, check_finite_gradients, fully_shard, recording
+from fullshard.testing import assert_same, run_ranks
+
+
+class Spoil(torch.autograd.Function):
+    """Passes a gradient on with one value of another kind."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, value: float) -> Tensor:
+        ctx.value = value
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.clone()
+        grad.view(-1)[0] = ctx.value
+        return grad, None
+
+
+def spoil(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    """What a bad sample does on one rank: the weight's gradient has a row that is not finite."""
+    values = {1: float("nan"), 2: float("inf")}
+    return Spoil.apply(output, values[dist.get_rank()]) if dist.get_rank() in values else output
+
+
+def spoilt(strategy: str, replicas: int = 1) -> tuple[str, int]:
+    """What is said of a gradient that is spoilt in the second layer, and how many collectives there were."""
+    world = dist.get_world_size()
+    names = ("replicate", "shard")
+    mesh = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=names) if replicas > 1 else None
+    model = chain(lambda module: fully_shard(module, strategy=strategy, mesh=mesh))
+    check_finite_gradients(True)
+    model(inputs(0)).square().mean().backward()
+    handle = model.layers[1].up.register_forward_hook(spoil)
+    model.zero_grad()
+    with pytest.raises(NonFiniteError) as caught, recording() as record:
+        model(inputs(1)).square().mean().backward()
+    handle.remove()
+    model.zero_grad()
+    check_finite_gradients(False)
+    model(inputs(2)).square().mean().backward()
+    assert all(grad.isfinite().all() for grad in gathered({"": model.head.weight.grad}).values() if grad is not None)
+    return str(caught.value), len(record.collectives())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world", "replicas"), [("ddp", 3, 1), ("zero1", 3, 1), ("zero3", 3, 1), ("hsdp", 4, 2)]
+)
+def test_every_rank_is_told_parameter_unit_and_rank(strategy, world, replicas):
+    said = run_ranks(world, spoilt, strategy, replicas)
+    assert len({message for message, _ in said}) == 1, "the same on every rank"
+    message = said[0][0]
+    assert "layers.1.up.weight (unit layers.1): " in message
+    assert "NaN on rank 1" in message
+    assert "infinite on rank 2" in message or "NaN on rank 2" in message
+    assert "rank 0" not in message and "rank 3" not in message
+    assert message.index("layers.1.up") < message.index("layers.0"), "in the order of backward"
+    assert "layers.2" not in message, "backward came through it before"
+
+
+def train(checks: bool) -> dict[str, Tensor | None]:
+    check_finite_gradients(checks)
+    model = chain(fully_shard)
+    optimizer = sgd(model)
+    for step in range(3):
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return wholes(model)
+
+
+def test_looking_changes_nothing():
+    assert_same(run_ranks(2, train, True), run_ranks(2, train, False))

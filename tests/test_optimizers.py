@@ -1,0 +1,208 @@
+"""Any optimizer of torch's, made before or after sharding, stepping after backward or within it."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small_models import Chain, Layer, agree_with_plain, chain, inputs, wholes
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import ShardedGradScaler, StateError, fully_shard
+from fullshard.runtime import turns_in
+from fullshard.testing import assert_same, run_ranks
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+# Those that work on DTensor, which all treat each element by itself: sharding cannot change a bit. Rprop indexes by a
+# mask, Adafactor raises a norm to a power in place and LBFGS concatenates views, none of which DTensor has.
+ELEMENTWISE: dict[str, Make] = {
+    "Adadelta": partial(torch.optim.Adadelta, lr=0.5),
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.05),
+    "Adam": partial(torch.optim.Adam, lr=0.01, amsgrad=True),
+    "AdamW": partial(torch.optim.AdamW, lr=0.01),
+    "AdamW fused": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "AdamW one by one": partial(torch.optim.AdamW, lr=0.01, foreach=False),
+    "Adamax": partial(torch.optim.Adamax, lr=0.01),
+    "ASGD": partial(torch.optim.ASGD, lr=0.01),
+    "NAdam": partial(torch.optim.NAdam, lr=0.01),
+    "RAdam": partial(torch.optim.RAdam, lr=0.01),
+    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5, centered=True),
+    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 3) -> dict[str, Tensor | None]:
+    for step in range(count):
+        optimizer.zero_grad()
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+    return wholes(model)
+
+
+def trained(shard: Any, make: Make) -> dict[str, Tensor | None]:
+    model = chain(shard)
+    return steps(model, make(list(model.parameters())))
+
+
+def every_optimizer_agrees(names: Sequence[str]) -> None:
+    for name in names:
+        agree_with_plain(partial(trained, make=ELEMENTWISE[name]), "ddp", "zero3")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_optimizer_of_torch_gives_the_bits_of_plain_training(world):
+    run_ranks(world, every_optimizer_agrees, list(ELEMENTWISE), timeout=120)
+
+
+# -- made before sharding ---------------------------------------------------------------------------------------------
+
+
+def made_before(shard: Any, scales: bool = False) -> dict[str, Tensor | None]:
+    model = Chain()
+    torch.manual_seed(0)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.1)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    optimizer = torch.optim.AdamW(
+        [{"params": list(model.layers.parameters())}, {"params": list(model.head.parameters()), "lr": 0.1}]
+    )
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    for layer in model.layers:
+        shard(layer)
+    shard(model)
+    scaler = ShardedGradScaler("cpu", init_scale=4.0) if scales else None
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = model(inputs(step)).square().mean()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        scheduler.step()
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    assert groups == [len(list(model.layers.parameters())), len(list(model.head.parameters()))]
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == {id(p) for p in model.parameters()}
+    return wholes(model)
+
+
+def optimizers_made_before_train_the_shards() -> None:
+    agree_with_plain(made_before)
+    agree_with_plain(partial(made_before, scales=True), "zero3")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_made_before_sharding_trains_the_shards(world):
+    """With its groups, their options, its scheduler and a scaler."""
+    run_ranks(world, optimizers_made_before_train_the_shards)
+
+
+def state_from_before() -> str:
+    model = Chain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(model, optimizer, 1)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    model(inputs(1)).square().mean().backward()
+    before = wholes(model)
+    with pytest.raises(StateError) as caught:
+        optimizer.step()
+    assert_same(wholes(model), before)
+    return str(caught.value)
+
+
+def test_state_from_before_sharding_is_refused():
+    for said in run_ranks(2, state_from_before):
+        assert (
+            "AdamW has state for layers.0.norm.weight from before that was sharded: step, exp_avg, exp_avg_sq" in said
+        )
+        assert "optim_state_dict_to_load" in said
+
+
+# -- a step within backward -------------------------------------------------------------------------------------------
+
+
+def step_when_ready(model: nn.Module, make: Make) -> None:
+    """What users do so that gradients never exist all at once."""
+    for param in model.parameters():
+        optimizer = make([param])
+
+        def step(param: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+
+
+def stepping_in_backward(shard: Any) -> dict[str, Tensor | None]:
+    model = chain(shard)
+    step_when_ready(model, ELEMENTWISE["AdamW"])
+    for step in range(3):
+        model(inputs(step)).square().mean().backward()
+        assert all(param.grad is None for param in model.parameters())
+    return wholes(model)
+
+
+def steps_in_backward_agree() -> None:
+    agree_with_plain(stepping_in_backward, "ddp", "zero1", "zero2", "zero3")
+    after = trained(partial(fully_shard, strategy="zero3"), ELEMENTWISE["AdamW"])
+    assert_same(stepping_in_backward(partial(fully_shard, strategy="zero3")), after)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_steps_within_backward_give_the_bits_of_steps_after_it(world):
+    run_ranks(world, steps_in_backward_agree)
+
+
+def accumulate_then_step() -> None:
+    def run(shard: Any) -> tuple[int, dict[str, Tensor | None]]:
+        model = chain(shard)
+        calls: list[Tensor] = []
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(calls.append)
+        if isinstance(next(model.parameters()), DTensor):
+            model.set_requires_gradient_sync(False)
+            model(inputs(0)).square().mean().backward()
+            assert calls == []
+            model.set_requires_gradient_sync(True)
+        model(inputs(1)).square().mean().backward()
+        return len(calls), wholes(model)
+
+    model = Chain()
+    assert run(fully_shard)[0] == len(list(model.parameters()))
+
+
+def test_hooks_wait_for_complete_gradients():
+    """Microbatches that are not reduced call none; what they call then gets the form that optimizers have."""
+    run_ranks(2, accumulate_then_step)
+
+
+def gradient_peak(in_backward: bool, layers: int) -> int:
+    """The most bytes of gradient shards that there was memory for at once."""
+    model = chain(fully_shard, Chain([Layer() for _ in range(layers)]))
+    if in_backward:
+        step_when_ready(model, partial(torch.optim.SGD, lr=0.01))
+    held: list[int] = []
+
+    def look(param: Tensor) -> None:
+        buffers = [section.grads for turn in turns_in(model) for section in turn.unit.sections]
+        held.append(sum(buffer.nbytes for buffer in buffers if buffer is not None))
+
+    for param in list(model.parameters()):
+        param.register_post_accumulate_grad_hook(look)
+    model(inputs(1)).square().mean().backward()
+    return max(held)
+
+
+def test_gradients_never_coexist_where_steps_are_taken_within_backward():
+    """The peak is one unit's, however many there are."""
+    few, many = run_ranks(2, gradient_peak, True, 2), run_ranks(2, gradient_peak, True, 6)
+    assert few == many
+    assert run_ranks(2, gradient_peak, False, 6)[0] > 4 * many[0]

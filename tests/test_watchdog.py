@@ -1,0 +1,204 @@
+"""A job whose ranks would wait for ever ends by itself, and says which rank was lost or where all of them are."""
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from time import monotonic
+
+import pytest
+import torch.distributed as dist
+
+from fullshard import ConfigError, set_collective_timeout
+from fullshard.record import Origin, Phase
+from fullshard.ring import Ring
+from fullshard.watchdog import EXIT_CODE
+from fullshard.whereabouts import Whereabouts
+
+WORLD = 3
+KILLED = 137 - 128
+
+# Rank 1 does what it is told after some steps, while the others go on.
+SCRIPT = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+from fullshard import fully_shard, set_collective_timeout
+from fullshard.record import Origin, Phase
+from fullshard.whereabouts import here
+
+dist.init_process_group("gloo")
+set_collective_timeout(float(sys.argv[2]))
+model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(9):
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 4:
+        dist.barrier()
+        time.sleep(2)  # until the ring is closed
+        if dist.get_rank() == 1:
+            exec(sys.argv[1])
+        elif sys.argv[3] == "elsewhere":  # in something that does not notice, as a GPU would not
+            with here.waiting("all_gather", Origin("0", Phase.FORWARD, 1)):
+                time.sleep(100)
+"""
+
+
+@dataclass
+class Ended:
+    code: int
+    said: str
+    at: float
+
+
+def run(action: str, timeout_s: float = 60, elsewhere: bool = False) -> list[Ended]:
+    """How each of three ranks ended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT, action, str(timeout_s), "elsewhere" if elsewhere else ""]
+    root = str(Path(__file__).parents[1])
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": root},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    ends: dict[int, Ended] = {}
+
+    def follow(rank: int) -> None:
+        said = processes[rank].communicate()[1]
+        ends[rank] = Ended(processes[rank].returncode, said, monotonic())
+
+    threads = [Thread(target=follow, args=(rank,)) for rank in range(WORLD)]
+    try:
+        for thread in threads:
+            thread.start()
+        for rank in (0, 2, 1):  # rank 1 may be stopped, and is waited for no longer than it could need
+            threads[rank].join(timeout=10 if rank == 1 else 100)
+    finally:
+        for process in processes:
+            process.kill()
+    for thread in threads:
+        thread.join()
+    return [ends[rank] for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "how"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -KILLED, "its process ended without a word (killed"),
+        ("raise ValueError('a bad batch')", 1, "it raised ValueError: a bad batch"),
+        pytest.param("break", 0, "its process ended, when others still waited for it", marks=pytest.mark.slow),
+    ],
+    ids=["killed", "raised", "ended"],
+)
+def test_ranks_that_wait_for_a_lost_one_say_which_and_where(action, code, how):
+    """An exception on one rank only is, for the others, the loss of that rank."""
+    first, lost, last = run(action if action != "break" else "sys.exit()")
+    assert lost.code == code
+    for rank, end in ((0, first), (2, last)):
+        assert end.code in (1, EXIT_CODE)  # the latter if rank 1 takes its time to go
+        assert f"rank 1 was lost: {how}" in end.said
+        assert f"Rank {rank} was in all_gather of 0 in forward, microbatch 1, step 6" in end.said
+        assert "start again from the last checkpoint" in end.said
+        assert end.at - lost.at < 10  # a bound that is promised, not a measurement
+
+
+def test_ranks_that_do_not_notice_a_loss_are_ended():
+    first, lost, last = run("os.kill(os.getpid(), signal.SIGKILL)", elsewhere=True)
+    for rank, end in ((0, first), (2, last)):
+        assert end.code == EXIT_CODE
+        assert "[fullshard] rank 1 was lost: its process ended without a word" in end.said
+        assert f"Rank {rank} was in all_gather of 0 in forward, microbatch 1, step 5, for" in end.said
+        assert end.at - lost.at < 10
+
+
+@pytest.mark.parametrize(
+    ("action", "answer"),
+    [
+        ("time.sleep(100)", "rank 1: in no collective (the last was reduce_scatter of"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGSTOP)", "rank 1: gives no answer (stopped, or gone)", marks=pytest.mark.slow
+        ),
+    ],
+    ids=["busy", "stopped"],
+)
+def test_a_collective_that_takes_too_long_ends_all_and_tells_where_each_is(action, answer):
+    ends = run(action, timeout_s=2)
+    waiting = [ends[0], ends[2]]
+    assert all(end.code == EXIT_CODE for end in waiting)
+    reports = [end.said for end in waiting if "longer than the 2 s that a collective may take" in end.said]
+    assert len(reports) == 1
+    assert "ranks 0, 2: in all_gather of 0 in forward, microbatch 1, step 6, for" in reports[0]
+    assert answer in reports[0]
+    assert "set_collective_timeout" in reports[0]
+    if "sleep" in action:
+        assert ends[1].code == EXIT_CODE
+        assert "another rank waits too long for a collective. Rank 1 is in no collective" in ends[1].said
+        assert "at <string>:1 in <module>" in ends[1].said
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_a_time_that_is_none_is_refused(seconds):
+    with pytest.raises(ConfigError, match=r"a positive number of seconds, or None, is needed"):
+        set_collective_timeout(seconds)
+
+
+def ring_of(world: int) -> list[Ring]:
+    store = dist.HashStore()
+    rings = [Ring(store, rank, world) for rank in range(world)]
+    while sum(ring.join() for ring in rings) < world:
+        pass
+    return rings
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_the_ring_tells_a_loss_from_a_farewell(world):
+    rings = ring_of(world)
+    assert not any(ring.lost_previous(0.01) for ring in rings)
+    rings[0].leave(farewell=True)
+    assert not rings[1].lost_previous(1)
+    assert not rings[1].watches
+    rings[1].leave(farewell=False)
+    assert world == 2 or rings[2].lost_previous(1)
+    for ring in rings:
+        ring.leave(farewell=True)
+
+
+def test_a_stranger_is_not_taken_for_a_rank():
+    store = dist.HashStore()
+    ring = Ring(store, 0, 2)
+    host, port, _ = store.get("ring/0").decode().split()
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(b"x" * 32)
+        other = Ring(store, 1, 2)
+        while ring.join() + other.join() < 2:
+            pass
+        assert stranger.recv(1) == b""
+    assert ring.watches
+    for each in (ring, other):
+        each.leave(farewell=True)
+
+
+def test_whereabouts_tell_the_collective_the_step_and_the_line():
+    me = Whereabouts(step=4)
+    assert "there has been none" in str(me)
+    with me.waiting("all_gather", Origin("layers.3", Phase.FORWARD, 2)):
+        assert str(me) == "in all_gather of layers.3 in forward, microbatch 2, step 4, for 0 s"
+        assert me.waited_s >= 0
+    assert me.waited_s == 0
+    place = "the last was all_gather of layers.3 in forward, microbatch 2, step 4"
+    assert f"in no collective ({place}), at {__file__}:" in me.now()[0]
