@@ -1,0 +1,203 @@
+"""Two hosts on one machine: network namespaces with a cable between them, and the ranks that torchrun starts there.
+
+    with two_hosts() as hosts:
+        hosts[0].limit_rate("200mbit")
+        results = run_on_hosts(hosts, train, "hsdp")       # `train` at the top of a file; a result for each rank
+
+A host has a network, a loopback and process numbers of its own; files and cores are shared. Nothing has a name that
+another run could take: a host is what one process holds, which ends when its standard input does. So hosts end with
+the program that made them, however that ends, and with a host its processes, its network and the cable.
+
+This needs Linux, util-linux and iproute2. User namespaces make it work for everybody, not only for root, where the
+system allows them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+INTERFACE = "cable0"
+_ROOT = Path(__file__).parent.parent
+_PORT = 29400  # of the rendezvous; free, since the hosts are new
+
+
+class NoHosts(Exception):  # noqa: N818  # says what is the case
+    """This system does not let us make hosts; the message says why."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host: its address on the cable, a folder that is its own, and the process that holds it."""
+
+    address: str
+    folder: Path
+    holder: subprocess.Popen[bytes]
+
+    def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
+        """The command, started on this host, in its folder."""
+        enter = [*self._enter(), f"--pid=/proc/{self.holder.pid}/ns/pid_for_children"]
+        return subprocess.Popen([*enter, *command], cwd=self.folder, **options)
+
+    def limit_rate(self, rate: str | None) -> None:
+        """Send at most so many bits a second, such as "200mbit"; None for no limit."""
+        self.configure("tc", "qdisc", "del", "dev", INTERFACE, "root", check=False)
+        if rate is not None:
+            # The burst holds the largest packets that the kernel hands over; the limit is long enough to drop none.
+            limits = ("rate", rate, "burst", "128kb", "limit", "32mb")
+            self.configure("tc", "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limits)
+
+    def plug(self, connected: bool) -> None:
+        """Whether the cable is in."""
+        self.configure("ip", "link", "set", INTERFACE, "up" if connected else "down")
+
+    def power_off(self) -> None:
+        """End every process of this host at once. May be called again."""
+        with self.holder:  # closes its standard input, and waits
+            pass
+
+    def configure(self, *command: str, check: bool = True) -> None:
+        """Run a command that changes this host's network."""
+        done = subprocess.run([*self._enter(), *command], capture_output=True, text=True, check=False)
+        if check and done.returncode:
+            raise NoHosts(f"'{' '.join(command)}' failed: {done.stderr.strip()}")
+
+    def _enter(self) -> list[str]:
+        return ["nsenter", f"--target={self.holder.pid}", "--user", "--preserve-credentials", "--net"]
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a cable between them, for as long as the block lasts.
+
+    Raises:
+        NoHosts: this system does not allow it, or lacks a program.
+    """
+    missing = [program for program in ("unshare", "nsenter", "ip", "tc") if shutil.which(program) is None]
+    if missing:
+        raise NoHosts(f"{', '.join(missing)} not found: util-linux and iproute2 (on Linux) are needed")
+    with tempfile.TemporaryDirectory(prefix="fullshard-hosts-") as name, ExitStack() as stack:
+        first = _host("10.77.0.1", Path(name), "unshare", "--user", "--map-root-user")
+        stack.callback(first.power_off)
+        # The second one belongs to the first one's user namespace, or the two could not share a cable.
+        enter = ("nsenter", f"--target={first.holder.pid}", "--user", "--preserve-credentials")
+        second = _host("10.77.0.2", Path(name), *enter, "unshare")
+        stack.callback(second.power_off)
+        other_end = ("peer", "name", INTERFACE, "netns", str(second.holder.pid))
+        first.configure("ip", "link", "add", INTERFACE, "type", "veth", *other_end)
+        for host in (first, second):
+            host.configure("ip", "address", "add", f"{host.address}/24", "dev", INTERFACE)
+            host.configure("ip", "link", "set", "lo", "up")
+            host.plug(True)
+        yield first, second
+
+
+def _host(address: str, folder: Path, *unshare: str) -> Host:
+    """A host whose network is not set up. What keeps it is `cat`, its first process; that answers when all is ready."""
+    command = [*unshare, "--net", "--pid", "--fork", "cat"]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    assert holder.stderr is not None
+    try:
+        holder.stdin.write(b"\n")
+        answered = holder.stdout.readline() == b"\n"
+    except BrokenPipeError:
+        answered = False
+    if not answered:
+        with holder:
+            said = holder.stderr.read().decode().strip()
+        raise NoHosts(f"no namespaces here: '{' '.join(command)}' said {said!r}")
+    own = folder / address
+    own.mkdir()
+    return Host(address, own, holder)
+
+
+# --------------------------------------------------------------------------------------------------- ranks on hosts
+
+
+def torchrun(hosts: Sequence[Host], *argv: str, ranks: int = 2, **options: Any) -> list[subprocess.Popen[Any]]:
+    """torchrun on every host, started with so many ranks each; `argv` is its script and the script's arguments.
+
+    The commands are those of two real machines, but for their addresses.
+    """
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    return [
+        host.start(
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *(f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks}"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].address}:{_PORT}"),
+            # Without a name service, torchrun cannot tell which address is its own.
+            *(f"--rdzv-conf=is_host={int(host is hosts[0])}", f"--local-addr={host.address}"),
+            *argv,
+            **{"env": environ, **options},
+        )
+        for host in hosts
+    ]
+
+
+def run_on_hosts(
+    hosts: Sequence[Host], function: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120
+) -> list[Any]:
+    """`function(*args)` on `ranks` ranks of each host at once; what each rank returned, in rank order.
+
+    As `fullshard.testing.run_ranks`, but by torchrun. Raises `RuntimeError` with all output if a rank fails.
+    """
+    import torch  # late: it is slow to import, and hosts alone do without it
+
+    with tempfile.TemporaryDirectory(prefix="fullshard-job-") as name:
+        folder = Path(name)
+        torch.save((function, args), folder / "job")
+        with (folder / "output").open("w+") as output:
+            streams = {"stdout": output, "stderr": subprocess.STDOUT}
+            started = torchrun(hosts, __file__, str(folder), ranks=ranks, **streams)
+            codes = wait_for(started, timeout)
+            if any(codes):
+                output.seek(0)
+                raise RuntimeError(f"torchrun ended with {codes}:\n{output.read()}")
+        results = [folder / f"rank{rank}" for rank in range(ranks * len(hosts))]
+        return [torch.load(path, weights_only=False) for path in results]
+
+
+def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> list[int | None]:
+    """The exit codes, once all have ended; None and a kill for those that have not in time."""
+    deadline = time.monotonic() + timeout
+    codes: list[int | None] = []
+    for process in processes:
+        try:
+            codes.append(process.wait(max(0.0, deadline - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            codes.append(None)
+    return codes
+
+
+def sent_bytes() -> int:
+    """What this host has sent over the cable until now, counted by the kernel."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    counts = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+    return int(counts[8])  # after eight counts of what was received
+
+
+def _rank_main(folder: Path) -> None:
+    import torch
+    import torch.distributed as dist
+
+    function, args = torch.load(folder / "job", weights_only=False)
+    dist.init_process_group("gloo")
+    torch.save(function(*args), folder / f"rank{dist.get_rank()}")
+    dist.barrier()  # or ranks that are slower would see the connections of those that end break
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank_main(Path(sys.argv[1]))

@@ -1,0 +1,182 @@
+"""Two hosts with a network each: the numbers of one host, and on the cable what `docs/networks.md` says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from subprocess import PIPE
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hosts import Host, NoHosts, run_on_hosts, sent_bytes, two_hosts
+from small_models import adamw, shard, small_gpt, train
+from test_docs import page, rows, section
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import Placement, Placements, ShardingStrategy, clip_grad_norm_, fully_shard
+from fullshard.mesh import default_mesh
+from fullshard.testing import assert_same, run_ranks
+
+HOSTS, RANKS = 2, 2  # hosts, and ranks of each
+S, G = Placement.SHARDED, Placement.GROUPED
+HPZ = Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S)
+HFSDP = Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S)
+STRATEGIES = {**{strategy.value: strategy for strategy in ShardingStrategy}, "hpZ": HPZ, "HFSDP": HFSDP}
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    try:
+        with two_hosts() as made:
+            yield made
+    except NoHosts as reason:
+        pytest.skip(str(reason))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a rank sees on two hosts."""
+
+    host: str
+    shards_with: list[int]  # ranks of its shard axis, on the mesh that hsdp takes by itself
+    numbers: dict[str, Any]  # that training gives, by strategy
+    sent: dict[str, float]  # bytes that its host sends to the other one in a step, by strategy
+
+
+@pytest.fixture(scope="module")
+def reports(hosts: tuple[Host, Host]) -> list[Report]:
+    """Of every rank. torchrun takes seconds to start, so it does so once."""
+    return run_on_hosts(hosts, report, ranks=RANKS)
+
+
+def report() -> Report:
+    return Report(
+        host=os.readlink("/proc/self/ns/net"),
+        shards_with=dist.get_process_group_ranks(default_mesh("cpu", replicated=True).get_group("shard")),
+        numbers=train_under_each({name: {} for name in ("zero3", "hsdp", "hpZ", "HFSDP")}),
+        sent={name: sent_in_a_step(strategy) for name, strategy in STRATEGIES.items()},
+    )
+
+
+def test_a_host_s_ranks_are_those_that_hsdp_shards_over(reports):
+    for rank, seen in enumerate(reports):
+        assert seen.shards_with == [other for other, theirs in enumerate(reports) if theirs.host == seen.host]
+        assert rank in seen.shards_with
+        assert len(seen.shards_with) == RANKS
+
+
+# -- the hosts themselves ---------------------------------------------------------------------------------------------
+
+MAKES_HOSTS = """
+import os, sys
+from hosts import two_hosts
+with two_hosts() as hosts:
+    for host in hosts:
+        host.start("sleep", "600")
+    print(*(os.readlink(f"/proc/{host.holder.pid}/ns/net") for host in hosts), flush=True)
+    sys.stdin.read()
+"""
+
+
+def processes_of(networks: list[str]) -> list[str]:
+    found = []
+    for link in Path("/proc").glob("[0-9]*/ns/net"):
+        with suppress(OSError):  # it has just ended, or is somebody else's
+            found += [str(link)] if os.readlink(link) in networks else []
+    return found
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_hosts_end_with_the_program_that_made_them(hosts, killed):
+    command = [sys.executable, "-c", MAKES_HOSTS]
+    with subprocess.Popen(command, cwd=Path(__file__).parent, stdin=PIPE, stdout=PIPE, text=True) as program:
+        networks = program.stdout.readline().split()
+        assert len(processes_of(networks)) >= 2 * len(networks)
+        if killed:
+            program.kill()
+    while processes_of(networks):  # pytest-timeout's to end
+        time.sleep(0.05)
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def train_under_each(options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The numbers that training gives under the strategies named, with these options of `fully_shard` besides."""
+    numbers = {}
+    for name, chosen in options.items():
+        model = shard(small_gpt(), **{"strategy": STRATEGIES[name], **chosen})
+        numbers[name] = train(model, adamw(model), steps=2, clip=clip_grad_norm_).numbers
+    return numbers
+
+
+def train_on_one_host() -> dict[str, Any]:
+    """As on two hosts, told what a host is."""
+    mesh = init_device_mesh("cpu", (HOSTS, RANKS), mesh_dim_names=("replicate", "shard"))
+    return train_under_each(
+        {
+            "zero3": {},
+            "hsdp": {"mesh": mesh},
+            "hpZ": {"reshard_after_forward": RANKS},
+            "HFSDP": {"strategy": replace(HFSDP, group=RANKS)},
+        }
+    )
+
+
+def test_two_hosts_train_to_the_bits_of_one(reports):
+    expected = run_ranks(HOSTS * RANKS, train_on_one_host)
+    assert_same([seen.numbers for seen in reports], expected)
+
+
+# -- traffic ----------------------------------------------------------------------------------------------------------
+
+WIDTH, LAYERS, MICROBATCHES, STEPS = 512, 3, 2, 3
+UNIT_BYTES = WIDTH * WIDTH * 4
+# Headers of Ethernet, IP and TCP are 66 bytes of a packet of at most 1514, and as many bytes acknowledge what comes the
+# other way; what ranks tell one another about each collective is small beside it.
+OVERHEAD = 1.10
+
+
+def sent_in_a_step(strategy: Any) -> float:
+    head = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))  # stays with the root
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)), head)
+    for layer in model[:LAYERS]:
+        fully_shard(layer, strategy=strategy)
+    fully_shard(model, strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(1 + STEPS):
+        if step == 1:
+            dist.barrier()
+            before = sent_bytes()
+            dist.barrier()
+        for microbatch in range(MICROBATCHES):
+            model.set_requires_gradient_sync(microbatch == MICROBATCHES - 1)
+            model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    return (sent_bytes() - before) / STEPS
+
+
+@pytest.mark.parametrize("formula", rows(section(page("docs/networks.md"), "Bytes")), ids=lambda row: row[0])
+def test_what_crosses_between_hosts_is_what_the_formulas_say(formula, reports):
+    name, expression = formula[:2]
+    whole = (LAYERS + 1) * UNIT_BYTES
+    known = {"P": whole, "G": whole, "root": UNIT_BYTES, "k": MICROBATCHES, "s": 1, "h": HOSTS, "g": RANKS}
+    expected = eval(expression, known)
+    for seen in reports:
+        assert expected <= seen.sent[name] <= OVERHEAD * expected
+
+
+def test_hsdp_sends_less_between_hosts_than_zero3(reports):
+    for seen in reports:
+        assert seen.sent["hsdp"] < seen.sent["zero3"] / 4
