@@ -8,7 +8,7 @@ every rank alike and before the first collective, so that no rank is left waitin
     ├── LayoutError         a tensor that cannot be cut over the ranks as asked
     ├── NonFiniteError      NaN or infinity in gradients, where users asked to be told
     ├── StateError          a call that is not allowed in the present phase
-    ├── RankMismatchError   ranks that do not agree on the model or on the order of its units
+    ├── RankMismatchError   ranks that do not agree on the model, on the order of its units or on hosts
     └── RankLostError       another rank's process is gone
 """
 
@@ -44,7 +44,7 @@ class NonFiniteError(FullshardError, ArithmeticError):
 
 
 class RankMismatchError(FullshardError, RuntimeError):
-    """Ranks that do not agree on the model, on its units or on their order."""
+    """Ranks that do not agree on the model, on its units, on their order or on how many of them share a host."""
 
 
 class RankLostError(FullshardError, RuntimeError):

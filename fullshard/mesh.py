@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement as TensorPlacement
 from torch.distributed.tensor import Replicate, Shard
 
-from fullshard.errors import ConfigError, StateError
+from fullshard.errors import ConfigError, RankMismatchError, StateError
 from fullshard.layout import Cut
 from fullshard.strategy import Placement, Placements
 
@@ -97,6 +97,7 @@ def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements
 
     Raises:
         ConfigError: the shard axis does not divide into such groups, or gradients would be summed in three levels.
+        RankMismatchError: hosts are to be groups, and have different numbers of ranks.
     """
     if not placements.is_grouped:
         return axes, placements
@@ -106,7 +107,9 @@ def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements
             "in two levels at most. Pass a mesh with one axis."
         )
     world = axes.shard_world
-    size = placements.group or _ranks_per_host(world)
+    size = placements.group or _ranks_per_host(
+        axes.shard_group, "states are grouped by hosts", "Name the number of ranks: Placements(group=...)"
+    )
     if size < 1 or world % size:
         raise ConfigError(
             f"groups of {size} ranks were asked for, but the shard axis has {world}, which {size} does not divide. "
@@ -136,7 +139,8 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
 
     Raises:
         StateError: there is no process group yet.
-        ConfigError: hosts have different numbers of ranks.
+        ConfigError: the ranks do not divide into hosts.
+        RankMismatchError: hosts have different numbers of ranks.
     """
     if not dist.is_initialized():
         raise StateError(
@@ -144,7 +148,14 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
             "torchrun; one process alone is a valid world too."
         )
     world = dist.get_world_size()
-    shape = (world // _ranks_per_host(world), _ranks_per_host(world)) if replicated else (world,)
+    shape: tuple[int, ...] = (world,)
+    if replicated:
+        asked = "strategy 'hsdp' without a mesh shards within a host"
+        remedy = "Pass mesh=init_device_mesh(device, (replicas, shards))"
+        ranks = _ranks_per_host(dist.distributed_c10d._get_default_group(), asked, remedy)
+        if world % ranks:
+            raise ConfigError(f"{asked}, but {world} ranks do not divide into hosts of {ranks}. {remedy}.")
+        shape = (world // ranks, ranks)
     names = ("replicate", "shard")[-len(shape) :]
     key = (dist.distributed_c10d._get_default_group(), device_type, shape)
     if key not in _defaults:
@@ -152,13 +163,27 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
     return _defaults[key]
 
 
-def _ranks_per_host(world: int) -> int:
-    """How many ranks share this host: what torchrun says, or the number of GPUs, or all of them."""
+_agreed: set[tuple[dist.ProcessGroup, int]] = set()
+
+
+def _ranks_per_host(group: dist.ProcessGroup, asked: str, remedy: str) -> int:
+    """How many ranks of `group` share a host: what torchrun says, or the number of GPUs, or all of them.
+
+    Raises:
+        RankMismatchError: not every host has as many. The message says what was `asked`, and the `remedy`.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or gpus or world
-    if world % ranks:
-        raise ConfigError(
-            f"strategy 'hsdp' without a mesh shards within a host, but {world} ranks do not divide into hosts of "
-            f"{ranks}. Pass mesh=init_device_mesh(device, (replicas, shards))."
-        )
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or gpus or dist.get_world_size(group)
+    if (group, ranks) not in _agreed and dist.get_backend(group) != "fake":
+        # A rank knows its own host only, and all must raise alike: so they tell one another, once.
+        told: list[int] = [0] * dist.get_world_size(group)
+        dist.all_gather_object(told, ranks, group=group)
+        odd = next((place for place, other in enumerate(told) if other != told[0]), None)
+        if odd is not None:
+            first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, odd)
+            raise RankMismatchError(
+                f"{asked}, but hosts have different numbers of ranks: that of rank {first} has {told[0]}, that of rank "
+                f"{second} has {told[odd]}. {remedy}, or start as many ranks on every host."
+            )
+        _agreed.add((group, ranks))
     return ranks

@@ -1,5 +1,6 @@
 """Ranks that do different things get the same error, in the first collective that differs, and nobody hangs."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from small_models import Chain, Layer, chain, inputs, leave, sgd, whole_grads
 from torch import Tensor, nn
 
-from fullshard import RankMismatchError, compare_ranks, fully_shard
+from fullshard import Placement, Placements, RankMismatchError, compare_ranks, fully_shard
 from fullshard.agreement import CLAIM_NBYTES, claim, mismatch
 from fullshard.record import Origin, Phase
 from fullshard.testing import assert_same, run_ranks
@@ -196,3 +197,28 @@ def losses(compares: bool) -> list[Tensor]:
 
 def test_comparing_changes_no_number():
     assert torch.equal(run_ranks(2, losses, True)[0][0], run_ranks(2, losses, False)[0][0])
+
+
+def hosts_of_different_numbers_of_ranks() -> list[str]:
+    """Each number divides the ranks, so that no rank alone finds anything odd."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1" if dist.get_rank() == 0 else "2"
+    grouped = Placements(
+        parameters=Placement.SHARDED,
+        parameters_in_step=Placement.GROUPED,
+        gradients=Placement.SHARDED,
+        optimizer=Placement.SHARDED,
+    )
+    said = []
+    for strategy in ("hsdp", grouped):
+        with pytest.raises(RankMismatchError) as found:
+            fully_shard(nn.Linear(8, 8), strategy=strategy)
+        said.append(str(found.value))
+    return said
+
+
+def test_hosts_of_different_numbers_of_ranks_are_an_error_on_every_rank():
+    first, second = run_ranks(2, hosts_of_different_numbers_of_ranks)
+    assert first == second
+    for message, remedy in zip(first, ("Pass mesh=", "Placements(group=...)"), strict=True):
+        assert "that of rank 0 has 1, that of rank 1 has 2" in message
+        assert remedy in message

@@ -62,7 +62,7 @@ class Mistake:
     kind: type[Exception]
     said: tuple[str, ...]  # patterns: what was found, what to do
     ranks: int  # 0: no process group
-    sends: bool  # happens within a forward, which has sent something before
+    sends: bool  # not the first thing that is sent: within a forward, or told to all by a rank that alone can see it
 
 
 MISTAKES: dict[str, Mistake] = {}
@@ -269,7 +269,10 @@ def groups_on_two_axes() -> Steps:
 
 
 @mistake(
-    ConfigError, "2 ranks do not divide into hosts of 3", r"Pass mesh=init_device_mesh\(device, \(replicas, shards\)\)"
+    ConfigError,
+    "2 ranks do not divide into hosts of 3",
+    r"Pass mesh=init_device_mesh\(device, \(replicas, shards\)\)",
+    sends=True,
 )
 def hosts_that_do_not_divide() -> Steps:
     os.environ["LOCAL_WORLD_SIZE"] = "3"
