@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fullshard import ConfigError
 from fullshard.testing import run_ranks
 from fullshard.train.check import check
 from fullshard.train.evaluate import validation_loss
@@ -120,3 +122,15 @@ def validate_again(out: Path) -> float:
 def test_weights_on_disk_validate_as_the_run_did(two_ranks: Path) -> None:
     (again,) = run_ranks(1, validate_again, two_ranks)
     assert again == pytest.approx(losses(two_ranks)[-1], rel=1e-6)
+
+
+def train_unevenly(out: Path) -> None:
+    rank = replace(this_rank(), local_world=3 if dist.get_rank() == 2 else 1, machines=2)
+    settings = parse_settings([*QUICK, "--strategy", "hsdp", "--out", str(out)])
+    with pytest.raises(ConfigError, match=r"one has 1 and another 3 ranks\. .* name --replicas"):
+        train(settings, check(settings, rank.world, rank.machines), rank)
+    assert not out.exists()
+
+
+def test_machines_of_different_numbers_of_ranks_are_refused_on_every_rank(tmp_path: Path) -> None:
+    run_ranks(4, train_unevenly, tmp_path / "run")

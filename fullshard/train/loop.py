@@ -11,7 +11,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from fullshard import clip_grad_norm_
+from fullshard import ConfigError, clip_grad_norm_
 from fullshard.train.bytes_table import RunLedgers
 from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
@@ -43,7 +43,11 @@ def train(settings: TrainSettings, source: TextSource, rank: Rank) -> None:
     """Train on this rank from first weights to a finished output folder. Every rank of the process group calls it.
 
     The settings and the source are taken as sound; `check` has seen them on every rank.
+
+    Raises:
+        ConfigError: each machine is to hold one replica, and they have different numbers of ranks.
     """
+    check_machines(settings, rank)
     settings = resolved(settings, rank)
     out = agreed_folder(settings, rank)
     folder = RunFolder(out, writes=rank.leads)
@@ -233,6 +237,18 @@ def resolved(settings: TrainSettings, rank: Rank) -> TrainSettings:
         ),
         memory=replace(settings.memory, dtype=str(dtype_of(settings.memory, rank.device)).removeprefix("torch.")),
     )
+
+
+def check_machines(settings: TrainSettings, rank: Rank) -> None:
+    """Refuse, on all ranks alike, machines that are to hold a replica each and have different numbers of ranks."""
+    parallelism = settings.parallelism
+    if parallelism.replicas is None and replicas_of(parallelism, rank.world, rank.machines) is not None:
+        sizes = gather_in_rank_order(torch.tensor([rank.local_world]), rank).tolist()
+        if min(sizes) < max(sizes):
+            raise ConfigError(
+                f"--strategy {parallelism.strategy}: keeps one copy on each machine, but one has {min(sizes)} and "
+                f"another {max(sizes)} ranks. Start as many on every machine, or name --replicas."
+            )
 
 
 def agreed_folder(settings: TrainSettings, rank: Rank) -> Path:

@@ -20,17 +20,13 @@ class Rank:
     world: int
     local_index: int  # among the ranks of this machine
     local_world: int
+    machines: int = 1  # how many take part
     device: torch.device
 
     @property
     def leads(self) -> bool:
         """Whether this is the rank that writes and shows."""
         return self.index == 0
-
-    @property
-    def machines(self) -> int:
-        """How many machines take part, all with equally many ranks."""
-        return self.world // self.local_world
 
     @property
     def leads_machine(self) -> bool:
@@ -47,12 +43,14 @@ def rank_from_environment() -> Rank:
     """The rank of this process, as torchrun's environment states it."""
     local_index = int(os.environ.get("LOCAL_RANK", "0"))
     world = int(os.environ["WORLD_SIZE"])
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     device = torch.device("cuda", local_index) if torch.cuda.is_available() else torch.device("cpu")
     return Rank(
         index=int(os.environ["RANK"]),
         world=world,
         local_index=local_index,
-        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        local_world=local_world,
+        machines=int(os.environ.get("GROUP_WORLD_SIZE", world // local_world)),
         device=device,
     )
 
