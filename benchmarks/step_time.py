@@ -60,7 +60,7 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def ours(strategy: str) -> System:
+def ours(strategy: str | fullshard.Placements) -> System:
     """This library under `strategy`, each block a unit."""
 
     def build(model: nn.Module) -> nn.Module:

@@ -182,9 +182,10 @@ def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> list
 
 
 def sent_bytes() -> int:
-    """What this host has sent over the cable until now, counted by the kernel."""
+    """What this rank's host has sent by the interface that gloo uses until now, counted by the kernel."""
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
     lines = Path("/proc/self/net/dev").read_text().splitlines()
-    counts = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{INTERFACE}:"))
+    counts = next(line.split(":")[1].split() for line in lines if line.strip().startswith(f"{interface}:"))
     return int(counts[8])  # after eight counts of what was received
 
 

@@ -1,0 +1,137 @@
+"""How long is a step on two hosts, by strategy and by the speed of the cable between them, and what crosses it?
+
+    python benchmarks/two_hosts.py --rounds 8
+
+It makes two hosts on this machine (see tests/hosts.py), two ranks each, and limits what each host sends to each of
+`--rates` in turn. All systems train the same GPT and take turns, one step each a round: quoted are medians over the
+rounds and, in brackets, medians of the ratios to the first system within a round. Bytes are those that the kernel has
+counted on the first host's end of the cable. The last line is JSON.
+
+Started by torchrun itself, on two hosts that are real, it measures there and prints what it found as JSON.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from step_time import Contender, fsdp2, ours
+from torch import nn
+
+from fullshard import Placement, Placements
+
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+from hosts import sent_bytes, torchrun, two_hosts, wait_for
+
+S, G = Placement.SHARDED, Placement.GROUPED
+SYSTEMS = {
+    "zero3": ours("zero3"),
+    "zero2": ours("zero2"),
+    "zero1": ours("zero1"),
+    "ddp": ours("ddp"),
+    "hpZ": ours(Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S)),
+    "HFSDP": ours(Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S)),
+    "hsdp": ours("hsdp"),
+    "torch FSDP2": fsdp2,
+    "torch DDP": nn.parallel.DistributedDataParallel,
+}
+NO_LIMIT = "unlimited"
+
+
+def main() -> None:
+    """On this machine: make the hosts, measure at every rate, print the table."""
+    options = arguments()
+    found = {}
+    with two_hosts() as hosts:
+        for rate in options.rates:
+            for host in hosts:
+                host.limit_rate(None if rate == NO_LIMIT else rate)
+            print(f"two_hosts: {rate} ...", file=sys.stderr)
+            found[rate] = measure_on(hosts, options)
+    show(options, found)
+
+
+def measure_on(hosts: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """What the first rank of a torchrun over these hosts has found."""
+    with tempfile.NamedTemporaryFile("r") as result:
+        argv = [__file__, *sys.argv[1:], "--result", result.name]
+        codes = wait_for(torchrun(hosts, *argv, stderr=subprocess.DEVNULL), options.timeout)
+        if any(code != 0 for code in codes):
+            raise SystemExit(f"torchrun ended with {codes}.")
+        return json.load(result)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """On one rank: train with all systems in turn."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    contenders = {name: Contender(options, SYSTEMS[name]) for name in options.systems}
+    sent: dict[str, list[int]] = {name: [] for name in contenders}
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(options.warmup + options.rounds):
+        tokens = torch.randint(0, options.vocab, (options.batch, options.seq + 1), generator=generator)
+        for name, contender in contenders.items():
+            before = sent_bytes()  # a step begins and ends with a barrier, so nobody sends at either count
+            contender.step(tokens)
+            sent[name].append(sent_bytes() - before)
+    if dist.get_rank() == 0:
+        first = next(iter(contenders.values()))
+        found = {
+            "parameter_bytes": sum(p.numel() * p.element_size() for p in first.model.parameters()),
+            "seconds": {name: it.seconds[options.warmup :] for name, it in contenders.items()},
+            "sent_bytes": {name: statistics.median(counts[options.warmup :]) for name, counts in sent.items()},
+            "loss_differs": max(
+                abs(a - b) for it in contenders.values() for a, b in zip(it.losses, first.losses, strict=True)
+            ),
+        }
+        if options.result is None:
+            print(json.dumps(found))
+        else:
+            options.result.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
+    """The table, as Markdown, and everything in it as JSON."""
+    some = next(iter(found.values()))
+    print(f"parameters: {some['parameter_bytes'] / 1e6:.1f} MB")
+    print(f"losses differ by at most {max(it['loss_differs'] for it in found.values()):.1e}\n")
+    print(f"| | MB sent | {' | '.join(found)} |")
+    print(f"|---|---{'|---' * len(found)}|")
+    for name in options.systems:
+        cells = [f"{some['sent_bytes'][name] / 1e6:.1f}"]
+        for measured in found.values():
+            seconds, firsts = measured["seconds"][name], next(iter(measured["seconds"].values()))
+            ratio = statistics.median(a / b for a, b in zip(seconds, firsts, strict=True))
+            cells.append(f"{statistics.median(seconds) * 1e3:.0f} ms ({ratio:.2f})")
+        print(f"| {name} | {' | '.join(cells)} |")
+    about = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
+    print(json.dumps({**about, "options": vars(options), "found": found}, default=str))
+
+
+def arguments() -> argparse.Namespace:
+    """The rates, the systems, the size of the model and of the measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"vocab": 1024, "width": 256, "layers": 4, "heads": 4, "ratio": 4, "batch": 1, "seq": 64}
+    for name, value in {**sizes, "rounds": 8, "warmup": 2, "timeout": 600}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--rates", nargs="+", default=[NO_LIMIT, "1gbit", "200mbit"])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--result", type=Path, help="write what was found to this file, not to the screen")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        measure(arguments())
+    else:
+        main()
