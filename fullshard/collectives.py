@@ -1,4 +1,4 @@
-"""The seam to the wire: grouped all-gather, reduce-scatter and all-reduce over one process group.
+"""The seam to the wire: grouped all-gather, reduce-scatter, all-reduce and all-to-all over one process group.
 
 A call moves several tensors as one. All tensors are 1-D and contiguous, and are read and written where they lie.
 Sums are taken in rank order 0..N-1 and divided once, so that a sum has the same bits whichever collective carried it.
@@ -74,6 +74,7 @@ class Collectives(ABC):
         self.world = dist.get_world_size(group)
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._next_tag = _FIRST_TAG
+        self._tags_of: dict[str, int] = {}
         self._claimed: deque[Callable[[], list[Tensor]]] = deque()  # not compared yet, in the order of the collectives
         self.broken: RankMismatchError | RankLostError | None = None  # why the group cannot be used any more
 
@@ -81,6 +82,12 @@ class Collectives(ABC):
         """The first of `count` tags that no other call on this group uses. Ranks must reserve in the same order."""
         tag, self._next_tag = self._next_tag, self._next_tag + count
         return tag
+
+    def tags_of(self, purpose: str, count: int) -> int:
+        """The first of the `count` tags that belong to `purpose`: reserved when they are first asked for."""
+        if purpose not in self._tags_of:
+            self._tags_of[purpose] = self.reserve_tags(count)
+        return self._tags_of[purpose]
 
     def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], *, tag: int, origin: Origin) -> Pending:
         """Every rank's part of each tensor, end to end in rank order, in the corresponding whole.
@@ -92,8 +99,8 @@ class Collectives(ABC):
             origin: for the record.
         """
         others = self.world - 1
-        agree = self._compare("all_gather", origin, wholes)
-        event = self._record("all_gather", origin, sum(p.nbytes for p in parts) * others, len(parts) * others)
+        agree = self._compare("all_gather", origin, len(wholes), _nbytes(wholes))
+        event = self._record("all_gather", origin, _nbytes(parts) * others, len(parts) * others)
         return self._start(lambda: self._all_gather(wholes, parts, tag), "all_gather", origin, event, agree)
 
     def reduce_scatter(
@@ -111,8 +118,8 @@ class Collectives(ABC):
         Rank r's part of a whole is `whole[r * n : (r + 1) * n]` for its `n` of `part_numels`: the last parts may be
         short or empty. The wholes must stay unchanged until `wait()` returns.
         """
-        sent = sum(w.nbytes for w in wholes) - sum(s.nbytes for s in sums)
-        agree = self._compare("reduce_scatter", origin, wholes)
+        sent = _nbytes(wholes) - _nbytes(sums)
+        agree = self._compare("reduce_scatter", origin, len(wholes), _nbytes(wholes))
         event = self._record("reduce_scatter", origin, sent, len(sums) * (self.world - 1))
         start = partial(self._reduce_scatter, sums, wholes, part_numels, divisor, tag)
         return self._start(start, "reduce_scatter", origin, event, agree)
@@ -120,14 +127,34 @@ class Collectives(ABC):
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, *, tag: int, origin: Origin) -> Pending:
         """The sum over ranks of each tensor, divided by `divisor`, in its place. Uses two tags a tensor."""
         others = self.world - 1
-        sent = sum(t.nbytes for t in tensors) * 2 * others // self.world
-        agree = self._compare("all_reduce", origin, tensors)
+        sent = _nbytes(tensors) * 2 * others // self.world
+        agree = self._compare("all_reduce", origin, len(tensors), _nbytes(tensors))
         event = self._record("all_reduce", origin, sent, 2 * len(tensors) * others)
         return self._start(lambda: self._all_reduce(tensors, divisor, tag), "all_reduce", origin, event, agree)
 
+    def all_to_all(
+        self, rooms: Sequence[Tensor], parts: Sequence[Tensor], *, common_nbytes: int, tag: int, origin: Origin
+    ) -> Pending:
+        """What every rank has for this one, in the corresponding room.
+
+        Args:
+            rooms: one a rank, each as large as what that rank has for this one; that may be nothing.
+            parts: what this rank has for each. Its own may lie in its own room; several may be the same tensor.
+            common_nbytes: bytes of what is exchanged as all ranks count them, who otherwise have nothing to compare.
+            tag: one reserved tag.
+            origin: for the record.
+        """
+        sent = [part for rank, part in enumerate(parts) if rank != self.rank and part.numel()]
+        agree = self._compare("all_to_all", origin, len(parts), common_nbytes)
+        event = self._record("all_to_all", origin, _nbytes(sent), len(sent))
+        room, own = rooms[self.rank], parts[self.rank]
+        if room.data_ptr() != own.data_ptr():
+            room.copy_(own)
+        return self._start(lambda: self._all_to_all(rooms, parts, tag), "all_to_all", origin, event, agree)
+
     def broadcast(self, tensors: Sequence[Tensor], source: int, *, origin: Origin) -> None:
         """Rank `source`'s (of this group) values in every tensor, before this returns."""
-        sent = sum(t.nbytes for t in tensors) if self.rank == source else 0
+        sent = _nbytes(tensors) if self.rank == source else 0
         event = self._record("broadcast", origin, sent, len(tensors))
         with here.waiting("broadcast", origin):
             for tensor in tensors:
@@ -135,14 +162,13 @@ class Collectives(ABC):
         if event is not None:
             event.finish()
 
-    def _compare(self, name: str, origin: Origin, tensors: Sequence[Tensor]) -> Callable[[], None] | None:
+    def _compare(self, name: str, origin: Origin, tensors: int, nbytes: int) -> Callable[[], None] | None:
         """Tell the other ranks what is being started. What is returned waits for what they tell."""
         if self.broken is not None:
             raise self.broken
         if self.world == 1 or not compares_ranks():
             return None
-        mine = claim(name, origin, len(tensors), sum(tensor.nbytes for tensor in tensors))
-        received = self._exchange_claims(mine)
+        received = self._exchange_claims(claim(name, origin, tensors, nbytes))
         if received is None:
             return None
         self._claimed.append(received)
@@ -218,6 +244,9 @@ class Collectives(ABC):
 
     @abstractmethod
     def _all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]: ...
+
+    @abstractmethod
+    def _all_to_all(self, rooms: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]: ...
 
 
 class PairwiseCollectives(Collectives):
@@ -329,6 +358,11 @@ class PairwiseCollectives(Collectives):
 
         return finish
 
+    def _all_to_all(self, rooms: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        works = [work for peer in self._peers() for work in self._receive(rooms[peer], peer, tag)]
+        works += [work for peer in self._peers() for work in self._send(parts[peer], peer, tag)]
+        return lambda: _wait_all(works)
+
 
 class NativeCollectives(Collectives):
     """The backend's own collectives, one launch for all tensors of a call, queued on the current stream."""
@@ -363,6 +397,13 @@ class NativeCollectives(Collectives):
         _divide(tensors, divisor)
         return _nothing
 
+    def _all_to_all(self, rooms: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        nothing = [parts[self.rank].new_empty(0)]  # its own is in place
+        before, after = slice(self.rank), slice(self.rank + 1, None)
+        received, sent = ([*tensors[before], *nothing, *tensors[after]] for tensors in (rooms, parts))
+        dist.all_to_all(received, sent, group=self.group)
+        return _nothing
+
 
 # Of collectives that other ranks did not join: gloo may still write to their tensors, so these must stay.
 _never_finished: list[Callable[[], None]] = []
@@ -383,6 +424,13 @@ def _nothing() -> None:
     """What is left to do when the backend has done it all."""
 
 
+def _nbytes(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _wait_all(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait()
 def _wait_all(works: _Works) -> None:
     for peer, work in works:
         try:

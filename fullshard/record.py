@@ -27,6 +27,7 @@ class Phase(Enum):
     PRE_BACKWARD = "pre-backward"
     BACKWARD = "backward"
     POST_BACKWARD = "post-backward"
+    STEP = "step"  # of the optimizer
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class Origin:
 class Event:
     """One thing the engine did.
 
-    `name` is a collective ("all_gather", "reduce_scatter", "all_reduce", "broadcast"), or "fill" / "empty" of a unit's
-    whole storage. `sent_bytes` counts what this rank sends in `messages` to the others of `ranks`; `nbytes` what the
-    storage holds. Times are seconds of `time.perf_counter`; `end` is None while it is under way.
+    `name` is a collective ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), "fill" or "empty"
+    of a unit's whole storage, or "orthogonalise" of a matrix. `sent_bytes` counts what this rank sends in `messages` to
+    the others of `ranks`; `nbytes` what the storage or the matrix holds. Times are seconds of `time.perf_counter`;
+    `end` is None while it is under way.
     """
 
     name: str
@@ -66,7 +68,7 @@ class Event:
         self.end = perf_counter()
 
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
 class Recorder:

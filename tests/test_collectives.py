@@ -101,12 +101,39 @@ class AllReduce:
         assert_same(self.tensors, self.expected)
 
 
+class Exchange:
+    """An all-to-all of parts of every size, nothing among them, and what must come of it."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0, in_place: bool = False) -> None:
+        world, rank = dist.get_world_size(), dist.get_rank()
+        self.expected = [self.part(sender, rank, dtype, seed) for sender in range(world)]
+        self.rooms = [torch.full_like(part, torch.nan) for part in self.expected]
+        self.parts = [self.part(rank, receiver, dtype, seed) for receiver in range(world)]
+        if in_place:
+            self.parts[rank] = self.rooms[rank].copy_(self.parts[rank])
+        self.kept = [part.clone() for part in self.parts]
+
+    @staticmethod
+    def part(sender: int, receiver: int, dtype: torch.dtype, seed: int) -> Tensor:
+        world = dist.get_world_size()
+        return numbers(world * sender + receiver, NUMELS[(seed + 2 * sender + receiver) % len(NUMELS)], dtype, seed)
+
+    def start(self) -> Pending:
+        tag = wires().reserve_tags(1)
+        return wires().all_to_all(self.rooms, self.parts, common_nbytes=0, tag=tag, origin=ORIGIN)
+
+    def check(self) -> None:
+        assert_same(self.rooms, self.expected)
+        assert_same(self.parts, self.kept)
+
+
 def call_each() -> None:
     world = dist.get_world_size()
     assert isinstance(wires(), PairwiseCollectives)
     for dtype in DTYPES:
         calls = [Gather(dtype), Gather(dtype, in_place=True), Scatter(dtype), Scatter(dtype, divisor=world)]
         calls += [AllReduce(dtype), AllReduce(dtype, divisor=world), Scatter(dtype, divisor=0.7)]
+        calls += [Exchange(dtype, seed, in_place) for seed in range(len(NUMELS)) for in_place in (False, True)]
         for call in calls:
             pending = call.start()
             pending.wait()
@@ -115,17 +142,18 @@ def call_each() -> None:
 
 
 @WORLDS
-def test_every_collective_is_a_sum_in_rank_order_divided_once_bit_for_bit(world):
-    """The same bits whichever collective carried them: what makes strategies agree."""
+def test_every_collective_brings_what_was_sent_or_its_sum_in_rank_order_divided_once(world):
+    """Sums have the same bits whichever collective carried them: what makes strategies agree."""
     run_ranks(world, call_each)
 
 
 def call_many_at_once() -> None:
     rank = dist.get_rank()
     for round_ in range(3):  # later rounds use the scratch memory of those before
-        calls: list[Gather | Scatter] = []
+        calls: list[Gather | Scatter | Exchange] = []
         for seed in range(4):
             calls += [Gather(torch.float32, seed), Scatter(torch.float32, 10 * round_ + seed, divisor=3)]
+            calls += [Exchange(torch.float32, seed)]
         pending = [call.start() for call in calls]
         order = list(range(len(calls)))
         random.Random(rank + 10 * round_).shuffle(order)
@@ -155,7 +183,7 @@ def test_all_reduces_end_in_any_order_that_ranks_agree_on(world):
 
 def record_each() -> tuple[int, Recorder]:
     with recording() as record:
-        for call in (Gather(torch.float32), Scatter(torch.float32), AllReduce(torch.float32)):
+        for call in (Gather(torch.float32), Scatter(torch.float32), AllReduce(torch.float32), Exchange(torch.float32)):
             pending = call.start()
             assert record.events[-1].end is None
             pending.wait()
@@ -169,13 +197,15 @@ def record_each() -> tuple[int, Recorder]:
 def test_the_record_tells_what_each_rank_sent(world):
     elements = sum(NUMELS)
     for rank, record in run_ranks(world, record_each):
-        gather, scatter, reduce, broadcast = record.events
-        assert record.names() == ["all_gather", "reduce_scatter", "all_reduce", "broadcast"]
-        assert [event.lane for event in record.events] == ["gather", "reduce", "reduce", "reduce"]
+        gather, scatter, reduce, exchange, broadcast = record.events
+        assert record.names() == ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
+        assert [event.lane for event in record.events] == ["gather", *["reduce"] * 4]
         assert {event.origin for event in record.events} == {ORIGIN}
         assert gather.sent_bytes == 4 * elements * (world - 1)
         assert scatter.sent_bytes == 4 * (elements - sum(len(owned(n, world, rank)) for n in NUMELS))
         assert reduce.sent_bytes == 2 * 4 * elements * (world - 1) // world
+        sent = [NUMELS[(2 * rank + other) % len(NUMELS)] for other in range(world) if other != rank]
+        assert (exchange.sent_bytes, exchange.messages) == (4 * sum(sent), sum(numel > 0 for numel in sent))
         assert broadcast.sent_bytes == (4 * 13 if rank == 0 else 0)
         assert [event.messages for event in (gather, scatter)] == [len(NUMELS) * (world - 1)] * 2
         assert record.sent_bytes() == sum(event.sent_bytes for event in record.events)
@@ -189,6 +219,8 @@ def ask_twice() -> None:
     assert ours is not wires()
     first, second = ours.reserve_tags(3), ours.reserve_tags(1)
     assert second == first + 3
+    purposes = [ours.tags_of(purpose, 5) for purpose in ("this", "that", "this")]
+    assert purposes == [second + 1, second + 6, second + 1]
 
 
 def test_a_group_has_one_collectives_object_and_every_tag_once():
