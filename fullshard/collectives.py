@@ -428,9 +428,6 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _wait_all(works: Sequence[dist.Work]) -> None:
-    for work in works:
-        work.wait()
 def _wait_all(works: _Works) -> None:
     for peer, work in works:
         try:

@@ -26,6 +26,7 @@ __all__ = [
     "Place",
     "SectionLayout",
     "align",
+    "aligned_offsets",
     "choose_cut",
     "lay_out",
     "overlaps",
@@ -217,16 +218,18 @@ def lay_out(
     chosen = dims or [None] * len(shapes)
     cuts = [choose_cut(shape, world, dim) for shape, dim in zip(shapes, chosen, strict=True)]
     direct = [fits_in_place(cut, itemsize) for cut in cuts]
-    whole_offsets, whole_numel = _offsets([region_numel(cut, d) for cut, d in zip(cuts, direct, strict=True)], step)
+    whole_offsets, whole_numel = aligned_offsets(
+        [region_numel(cut, d) for cut, d in zip(cuts, direct, strict=True)], step
+    )
     order = sorted(range(len(cuts)), key=lambda i: not direct[i])  # stable: in place first, then the pack
-    part_offsets, shard_numel = _offsets([cuts[i].part_numel for i in order], step)
+    part_offsets, shard_numel = aligned_offsets([cuts[i].part_numel for i in order], step)
     shard_offsets = dict(zip(order, part_offsets, strict=True))
     packed = [shard_offsets[i] for i in order if not direct[i]]
     places = tuple(Place(cut, direct[i], whole_offsets[i], shard_offsets[i]) for i, cut in enumerate(cuts))
     return SectionLayout(world, places, whole_numel, shard_numel, packed[0] if packed else shard_numel)
 
 
-def _offsets(sizes: Sequence[int], step: int) -> tuple[list[int], int]:
+def aligned_offsets(sizes: Sequence[int], step: int) -> tuple[list[int], int]:
     """Aligned starts for stretches of `sizes` laid end to end, and where the last one ends, aligned too."""
     offsets, end = [], 0
     for size in sizes:

@@ -58,6 +58,7 @@ DOCUMENTED = {
         "RankMismatchError",
         "StateError",
     ],
+    "fullshard.optim": ["Muon"],
     "fullshard.testing": ["RankFailure", "RanksFailed", "assert_same", "run_ranks"],
     "fullshard.wrap": [
         "AutoWrapPolicy",
