@@ -48,6 +48,7 @@ from fullshard import (
     summon_full_params,
 )
 from fullshard.layout import Cut as LayoutCut
+from fullshard.optim import Muon
 from fullshard.optim_state import full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.runtime import runtime_of, turns_in
 from fullshard.testing import run_ranks
@@ -770,6 +771,63 @@ def load_into_a_named_optimizer() -> Steps:
     state = full_optim_state_dict(model, optimizer, rank0_only=False)
     yield
     FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state, is_named_optimizer=True)
+
+
+@mistake(
+    ConfigError,
+    r"Muon: parameter 3, in param group 1, has the shape \(192,\) and the dtype torch.float32",
+    "Give it to another optimizer, such as torch.optim.AdamW",
+)
+def a_vector_for_muon() -> Steps:
+    model = sharded()
+    layer = model.layers[0]
+    muon = Muon([layer.up.weight, layer.down.weight], lr=torch.tensor([0.1]))
+    yield
+    muon.add_param_group({"params": [model.head.weight, layer.up.bias]})
+
+
+@mistake(
+    ConfigError, r"Muon: 0.norm.weight, in param group 0, has the shape \(48,\)", "2-D matrices of real numbers only"
+)
+def muon_for_all() -> Steps:
+    model = fully_shard(nn.Sequential(Layer()))
+    yield
+    Muon(model.named_parameters())
+
+
+@mistake(
+    ConfigError,
+    r"Muon: parameter 0, in param group 0, is placed \(Shard\(dim=0\), Shard\(dim=1\)\)",
+    "cut along the last mesh axis only, or not at all",
+)
+def muon_for_tiles() -> Steps:
+    mesh = init_device_mesh("cpu", (1, 2))
+    tiles = distribute_tensor(torch.zeros(4, 4), mesh, [Cut(0), Cut(1)], src_data_rank=None)
+    yield
+    Muon([nn.Parameter(tiles)])
+
+
+@mistake(ConfigError, r"Muon\(ns_coefficients=\(3.4, 2\)\): a tuple of three numbers is needed")
+def two_coefficients() -> Steps:
+    weight = sharded().head.weight
+    yield
+    Muon([weight], ns_coefficients=(3.4, 2))
+
+
+@mistake(ConfigError, r"Muon\(lr=tensor\(\[1., 2.\]\)\): one number from 0 on is needed", ranks=0)
+def two_learning_rates() -> Steps:
+    yield
+    Muon([nn.Parameter(torch.zeros(2, 2))], lr=torch.tensor([1.0, 2.0]))
+
+
+@mistake(ConfigError, r"Muon: the gradient of parameter 1, \(4, 3\), is sparse", r"nn.Embedding has sparse=False")
+def a_sparse_gradient_for_muon() -> Steps:
+    model, embedding = sharded(), nn.Embedding(4, 3, sparse=True)
+    muon = Muon([model.head.weight, embedding.weight])
+    model(inputs()).sum().backward()
+    embedding(torch.tensor([1])).sum().backward()
+    yield
+    muon.step()
 
 
 # -- how they are told ------------------------------------------------------------------------------------------------
