@@ -1,0 +1,553 @@
+"""Muon over shards is Muon: the same bits wherever matrices are cut, each of them orthogonalised by one rank."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from itertools import pairwise, product
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import ONE_AXIS, whole, whole_grads, wholes
+from test_docs import page, rows, section
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fullshard import FullyShardedDataParallel, Placement, Placements, RankMismatchError, fully_shard, optim, recording
+from fullshard._compat import storage_watch
+from fullshard.collectives import NativeCollectives, collectives_for
+from fullshard.layout import owned
+from fullshard.optim import Muon, divide, orthogonalised
+from fullshard.optim_state import full_optim_state_dict, optim_state_dict_to_load
+from fullshard.record import Recorder
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+# -- one process ------------------------------------------------------------------------------------------------------
+
+
+SHAPES = [(64, 32), (32, 64), (131, 97), (5, 97), (97, 5), (1, 7), (7, 1), (1, 1), (0, 5), (48, 48)]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"lr": 0.02, "nesterov": False, "weight_decay": 0.3, "momentum": 0.8},
+    {"lr": torch.tensor(0.02), "adjust_lr_fn": "match_rms_adamw", "ns_steps": 3},
+    {"lr": torch.tensor([0.1]), "adjust_lr_fn": "original", "eps": 0.1, "ns_coefficients": (2.0, -1.5, 0.5)},
+]
+
+
+def numbers(shape: Sequence[int], *seed: object, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same for the same shape and seed, in every process."""
+    generator = torch.Generator().manual_seed(crc32(repr((tuple(shape), seed)).encode()))
+    return torch.randn(tuple(shape), generator=generator).to(dtype)
+
+
+def stepped(kind: type[torch.optim.Optimizer], dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    """Plain parameters after some steps, and the optimizer's state dict."""
+    params = [nn.Parameter(numbers(shape, dtype=dtype)) for shape in SHAPES]
+    optimizer = kind(params, **options)
+    for step in range(1, 4):
+        for param in params:
+            param.grad = None if step == len(param) else numbers(param.shape, step, dtype=dtype)
+        optimizer.step()
+    return [param.detach() for param in params], optimizer.state_dict()
+
+
+def names_of(options: dict[str, Any]) -> str:
+    return ",".join(options) or "defaults"
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=names_of)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_on_plain_tensors_it_is_torch_s_muon_bit_for_bit(dtype, options):
+    """Parameters, momenta and options, by torch's own names: a state dict fits either."""
+    assert_same(stepped(Muon, dtype, options), stepped(torch.optim.Muon, dtype, options))
+
+
+def test_bfloat16_parameters_agree_closely_with_torch_s():
+    """torch adds with a learning rate in bfloat16, and rounds as elements lie in memory; here the cut must not show."""
+    ours, theirs = (stepped(kind, torch.bfloat16, {"lr": 0.02}) for kind in (Muon, torch.optim.Muon))
+    assert_same(ours[1], theirs[1])
+    torch.testing.assert_close(ours[0], theirs[0], rtol=2**-7, atol=2**-7)
+
+
+def test_a_bfloat16_momentum_stays_as_it_is_where_it_is_what_is_orthogonalised():
+    momenta = [
+        [values["momentum_buffer"].float() for values in stepped(Muon, dtype, {"nesterov": False})[1]["state"].values()]
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    torch.testing.assert_close(*momenta, rtol=2**-6, atol=2**-6)
+
+
+@given(rows=st.integers(1, 40), columns=st.integers(1, 40), seed=st.integers(0, 9))
+def test_singular_values_come_close_to_one_and_singular_vectors_stay(rows, columns, seed):
+    matrix = numbers((rows, columns), seed, dtype=torch.float64)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    result = left.T @ orthogonalised(matrix, (3.4445, -4.7750, 2.0315), 10, 1e-7) @ right.T
+    torch.testing.assert_close(result, result.diagonal().diag(), rtol=0, atol=1e-6)
+    clear = result.diagonal()[values > 1e-2 * values[0]]  # smaller ones take more iterations
+    assert ((clear > 0.6) & (clear < 1.3)).all()
+
+
+def test_a_closure_is_called_with_gradients_enabled():
+    weight = nn.Parameter(torch.ones(2, 3))
+    muon = Muon([weight])
+
+    def closure() -> float:
+        loss = weight.square().sum()
+        loss.backward()
+        return loss.item()
+
+    assert muon.step(closure) == 6.0
+    assert muon.step() is None
+    assert (weight != 1).all()
+
+
+# -- who does what ----------------------------------------------------------------------------------------------------
+
+
+@given(
+    work=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), max_size=6),
+    owners=st.integers(1, 3),
+    limit=st.integers(0, 20),
+)
+def test_work_is_divided_evenly_and_into_batches_within_the_limit(work, owners, limit):
+    costs, nbytes = [cost for cost, _ in work], [size for _, size in work]
+    batches = divide(costs, nbytes, owners, limit)
+    owner_of = {i: owner for batch in batches for owner, numbers in enumerate(batch) for i in numbers}
+    assert sorted(i for batch in batches for numbers in batch for i in numbers) == list(range(len(work)))
+
+    def busiest(division: Sequence[int]) -> int:
+        return max(sum(cost for cost, who in zip(costs, division, strict=True) if who == o) for o in range(owners))
+
+    best = min(busiest(division) for division in product(range(owners), repeat=len(work)))
+    assert 3 * busiest([owner_of[i] for i in range(len(work))]) <= 4 * best
+    for batch in batches:
+        assert all(len(mine) <= 1 or sum(nbytes[i] for i in mine) <= limit for mine in batch)
+    for batch, following in pairwise(batches):
+        first = max((i for mine in following for i in mine), key=lambda i: (costs[i], -i))
+        assert batch[owner_of[first]]
+        assert sum(nbytes[i] for i in (*batch[owner_of[first]], first)) > limit
+
+
+# -- training under every strategy ------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """`up` and `down` travel in place at 1 to 4 ranks, `base` is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(96, 192)
+        self.down = nn.Linear(192, 96)
+        self.base = nn.Linear(96, 96, bias=False).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x))) + 0.1 * self.base(x)
+
+
+class Net(nn.Module):
+    """Matrices that divide by no number of ranks, with fewer rows than ranks, or so that the last rank has none; with
+    no elements, in other dtypes, frozen, and never used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.four = nn.Parameter(torch.randn(4, 96) / 10)
+        self.row = nn.Parameter(torch.randn(1, 96) / 10)
+        self.low = nn.Parameter((torch.randn(33, 96) / 10).bfloat16())
+        self.nothing = nn.Parameter(torch.empty(0, 5))
+        self.unused = nn.Parameter(torch.ones(6, 6))
+        self.wide = nn.Linear(96, 5, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = x * (1 + self.four.sum(0)) + self.row + self.low.float().mean(0) + self.nothing.sum()
+        return self.wide(x.double())
+
+
+TRAINED = ["four", "row", "low", "nothing", "wide.weight"]
+TRAINED += [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
+
+
+def by_units(model: Net, **options: Any) -> Net:
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def wrapped(model: Net, **options: Any) -> nn.Module:
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+
+
+def cases() -> dict[str, Callable[[Net], nn.Module]]:
+    """The ways to shard that this world is good for."""
+    world = dist.get_world_size()
+    found: dict[str, Callable[[Net], nn.Module]] = {it: partial(by_units, strategy=it) for it in ONE_AXIS}
+    if world == 2:
+        columns = partial(by_units, shard_placement_fn=lambda it: Shard(1) if it.shape == (192, 96) else None)
+        found |= {"columns": columns, "wrapper": partial(wrapped, sharding_strategy="zero3")}
+        for shape in ((1, 2), (2, 1)):
+            found[f"hsdp {shape}"] = partial(by_units, strategy="hsdp", mesh=init_device_mesh("cpu", shape))
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        found = {it: partial(by_units, strategy=it, mesh=mesh) for it in ("hsdp", "hsdp_zero2", "ddp", "zero1")}
+        grouped = Placements(
+            parameters=Placement.GROUPED,
+            parameters_in_step=Placement.GROUPED,
+            gradients=Placement.GROUPED,
+            optimizer=Placement.SHARDED,
+            group=2,
+        )
+        found["grouped"] = partial(by_units, strategy=grouped)
+    return found
+
+
+def muon_of(model: nn.Module, **options: Any) -> Muon:
+    named = [(name, param) for name, param in model.named_parameters() if param.ndim == 2]
+    return Muon(named, **{"lr": 0.05, "weight_decay": 0.2, **options})
+
+
+def follow(model: nn.Module) -> Recorder:
+    """Train `model`, with a plain one beside it that is given the same gradients; what the last step sent and did."""
+    plain = Net()
+    both = [(muon_of(it), torch.optim.AdamW([p for p in it.parameters() if p.ndim == 1])) for it in (model, plain)]
+    for step in range(3):
+        model(numbers((4, 96), step, dist.get_rank())).square().mean().backward()
+        for name, grad in whole_grads(model).items():
+            plain.get_parameter(name).grad = grad
+        with recording() as record:
+            both[0][0].step()
+        for optimizer in (both[1][0], both[0][1], both[1][1]):
+            optimizer.step()
+        model.zero_grad()
+        assert_same(wholes(model), wholes(plain))
+    names = {param: name for name, param in plain.named_parameters()}
+    momenta = {names[param]: state for param, state in both[1][0].state.items()}
+    assert_same(full_optim_state_dict(model, both[0][0], rank0_only=False)["state"], momenta)
+    for param, state in both[0][0].state.items():
+        assert state["momentum_buffer"].placements == param.placements
+    return record
+
+
+def follow_all() -> dict[str, Recorder]:
+    return {name: follow(shard(Net())) for name, shard in cases().items()}
+
+
+@cache
+def followed(world: int) -> list[dict[str, Recorder]]:
+    return run_ranks(world, follow_all)
+
+
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+
+
+@WORLDS
+def test_training_is_that_of_one_process_bit_for_bit(world):
+    """Given the same gradients: under every strategy, on one axis and two, with either front end."""
+    assert len(followed(world)) == world
+
+
+@WORLDS
+def test_each_matrix_is_orthogonalised_by_one_rank(world):
+    for case in followed(world)[0]:
+        done = [event.origin.unit for rank in followed(world) for event in rank[case].events if "ortho" in event.name]
+        assert Counter(done) == Counter(TRAINED), case
+
+
+# -- what is sent, and when -------------------------------------------------------------------------------------------
+
+
+def sharded(shapes: Sequence[tuple[int, int]], *placements: Any) -> list[nn.Parameter]:
+    """Parameters of the whole world, on as many mesh axes as there are placements, with gradients."""
+    size = {1: (dist.get_world_size(),), 2: (2, dist.get_world_size() // 2)}[len(placements)]
+    mesh = init_device_mesh("cpu", size)
+
+    def cut(i: int, *seed: object) -> DTensor:
+        return distribute_tensor(numbers(shapes[i], i, *seed), mesh, placements, src_data_rank=None)
+
+    params = [nn.Parameter(cut(i)) for i in range(len(shapes))]
+    for i, param in enumerate(params):
+        param.grad = cut(i, "gradient")
+    return params
+
+
+PLACED = {"ddp": (Replicate(),), "zero3": (Shard(0),), "hsdp": (Replicate(), Shard(0))}
+
+
+def step_once(shapes: Sequence[tuple[int, int]], placed: str) -> Recorder:
+    muon = Muon(sharded(shapes, *PLACED[placed]))
+    with recording() as record:
+        muon.step()
+    return record
+
+
+def numbers_done(record: Recorder) -> list[int]:
+    """Which parameters this rank has orthogonalised."""
+    return [int(event.origin.unit.split()[1]) for event in record.events if event.name == "orthogonalise"]
+
+
+FORMULAS = {
+    name: row[1:] for row in rows(section(page("docs/optimizers.md"), "Traffic")) for name in row[0].split(", ")
+}
+ROUND = [(64, 32), (32, 64), (48, 48), (128, 16), (16, 16), (80, 16)]  # for 2 and 4 ranks without padding
+
+
+@pytest.mark.parametrize(
+    ("placed", "world", "shapes"),
+    [("ddp", 3, SHAPES), ("zero3", 3, SHAPES), ("ddp", 2, SHAPES), ("hsdp", 4, ROUND)],
+)
+def test_traffic_is_what_the_formulas_say(placed, world, shapes):
+    """Each rank sends its part to each owner once, in one message, and the owner each other rank's back."""
+    records = run_ranks(world, step_once, shapes, placed)
+    known = {"N": 2 if placed == "hsdp" else world, "R": 2}
+    expected = [0, 0]
+    for rank, record in enumerate(records):
+        for i in numbers_done(record):
+            rows_of_owner = owned(shapes[i][0], known["N"], rank % known["N"])
+            known |= {"n": shapes[i][0] * shapes[i][1], "own": len(rows_of_owner) * shapes[i][1]}
+            for leg in (0, 1):
+                expected[leg] += eval(FORMULAS[placed][leg], known)
+    there = [record.collectives("all_to_all")[: placed != "ddp"] for record in records]
+    back = [record.collectives("all_to_all")[placed != "ddp" :] for record in records]
+    sent = [sum(event.sent_bytes for rank in leg for event in rank) for leg in (there, back)]
+    assert sent == expected
+    for legs in (there, back):
+        for leg in legs:
+            assert all(event.messages <= len(event.ranks) - 1 for event in leg)
+            assert len(leg) == (2 if placed == "hsdp" and legs is back else placed != "ddp" or legs is back)
+
+
+def test_ranks_of_a_mesh_of_two_axes_have_as_much_to_do():
+    """Replicas divide the work as the ranks of the shard axis do."""
+    for record in run_ranks(4, step_once, [(32, 48)] * 12, "hsdp"):
+        assert len(numbers_done(record)) == 3
+
+
+MATRIX = (64, 64)
+MATRIX_NBYTES = 2 * 64 * 64
+MATRICES = 24
+
+
+def step_in_batches(placed: str) -> tuple[Recorder, list[int]]:
+    """One step in batches of a matrix a rank: what was done, and the most memory (bytes) of that and of one batch."""
+    results, peaks = [], []
+    for limit in (MATRICES * MATRIX_NBYTES, MATRIX_NBYTES):
+        optim.BATCH_NBYTES = limit
+        params = sharded([MATRIX] * MATRICES, *PLACED[placed])
+        muon = Muon(params)
+        muon.step()
+        with recording() as record, storage_watch(every_operation=True) as watch:
+            muon.step()
+        results.append([whole(param) for param in params])
+        peaks.insert(0, watch.peak_bytes)
+    assert_same(*results)
+    return record, peaks
+
+
+def step_in_batches_everywhere() -> dict[str, tuple[Recorder, list[int]]]:
+    return {placed: step_in_batches(placed) for placed in PLACED}
+
+
+@cache
+def in_batches() -> list[dict[str, tuple[Recorder, list[int]]]]:
+    return run_ranks(2, step_in_batches_everywhere)
+
+
+@pytest.mark.parametrize(
+    ("placed", "order"),
+    [("ddp", "OX" * 12), ("zero3", "X" + "XOX" * 11 + "OX"), ("hsdp", "X" + "XOX" + "XOXX" * 10 + "OXX" + "X")],
+)
+def test_the_next_batch_and_the_last_travel_while_one_is_computed(placed, order):
+    """X: an exchange begins, O: a matrix is orthogonalised."""
+    for rank in in_batches():
+        events = rank[placed][0].events
+        assert "".join("O" if event.name == "orthogonalise" else "X" for event in events) == order
+        for place, event in list(enumerate(events))[3:-3]:
+            if event.name == "orthogonalise" and placed != "ddp":
+                ahead, behind = events[place - 1], events[place - 2]
+                assert ahead.start < event.start < event.end < ahead.end
+                assert behind.start < event.start < event.end < behind.end
+
+
+@pytest.mark.parametrize(("placed", "batches", "held"), [("ddp", 3, 2), ("zero3", 3, 1.5), ("hsdp", 4, 2)])
+def test_memory_is_that_of_the_batches_under_way(placed, batches, held):
+    """However many there are to step: a rank's parts of those, the rooms, and what one orthogonalisation takes."""
+    for rank in in_batches():
+        limited, unlimited = rank[placed][1]
+        assert limited <= (batches * held + 6) * MATRIX_NBYTES
+        assert unlimited >= held * MATRICES // 2 * MATRIX_NBYTES
+
+
+# -- what else may be among them --------------------------------------------------------------------------------------
+
+
+def step_a_mixture() -> None:
+    """Sharded and plain matrices, on two meshes, in groups with options of their own, one of them added later."""
+    for placed in PLACED.values():
+        groups = [(sharded([(8, 6), (6, 8)], *placed), {"lr": 0.1}), (sharded([(9, 5)], Shard(1)), {"ns_steps": 2})]
+        groups.append(([nn.Parameter(numbers((4, 4)))], {"weight_decay": 0.5, "adjust_lr_fn": "match_rms_adamw"}))
+        groups[2][0][0].grad = numbers((4, 4), "gradient")
+        copies = [([nn.Parameter(whole(param)) for param in params], options) for params, options in groups]
+        for (params, _), (others, _) in zip(groups, copies, strict=True):
+            for param, other in zip(params, others, strict=True):
+                other.grad = whole(param.grad)
+        optimizers = []
+        for kind, (first, *others) in ((Muon, groups), (torch.optim.Muon, copies)):
+            optimizer = kind(first[0], **first[1])
+            for params, options in others:
+                optimizer.add_param_group({"params": params, **options})
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            for _ in range(3):
+                optimizer.step()
+                scheduler.step()
+            optimizers.append(optimizer)
+        for ours, theirs in zip(*(it.param_groups for it in optimizers), strict=True):
+            assert_same([whole(it) for it in ours["params"]], [it.detach() for it in theirs["params"]])
+
+
+def test_groups_meshes_and_plain_matrices_may_be_mixed():
+    run_ranks(2, step_a_mixture)
+
+
+def give_gradients(model: nn.Module, step: int) -> None:
+    """The same to the matrices of a model, whole or sharded, in whatever world."""
+    for name, param in model.named_parameters():
+        if param.ndim == 2 and param.requires_grad:
+            grad = numbers(param.shape, name, step, dtype=param.dtype)
+            if isinstance(param, DTensor):
+                grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+            param.grad = grad
+
+
+def step_by_hand() -> None:
+    model, plain = by_units(Net(), strategy="zero1"), Net()
+    with torch.no_grad():
+        x = numbers((4, 96))
+        assert_same(model(x), plain(x))
+        for it in (model, plain):
+            give_gradients(it, 0)
+            muon_of(it).step()
+        assert_same(model(x), plain(x))
+
+
+def test_a_step_with_gradients_that_no_backward_made_is_seen_in_the_next_forward():
+    """Whole parameters that are kept between steps are gathered anew."""
+    run_ranks(2, step_by_hand)
+
+
+def step_without(missing: Sequence[int | None]) -> str:
+    """What this rank is told if it has no gradient for the parameter in its place of `missing`."""
+    params = sharded([(8, 6)] * 3, Shard(0))
+    lacks = missing[dist.get_rank()]
+    for param in params if lacks == -1 else params[lacks : lacks + 1]:
+        param.grad = None
+    with pytest.raises(RankMismatchError) as told:
+        Muon(params).step()
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [((1, 2), ["without parameter 1", "without parameter 2"]), ((9, -1), ["288 bytes", "0 bytes"])],
+)
+def test_ranks_with_gradients_of_different_parameters_are_told_so(missing, said):
+    """All of them, with each one's side; no message of one arrives as another."""
+    answers = run_ranks(2, step_without, missing)
+    assert answers[0] == answers[1]
+    for text in ("all_to_all of Muon", "in step", *said):
+        assert text in answers[0]
+
+
+def step_without_any() -> list[int]:
+    params = sharded([(8, 6)], Shard(0))
+    before = whole(params[0])
+    params[0].grad = None
+    with recording() as record:
+        Muon(params).step()
+    assert_same(whole(params[0]), before)
+    return [event.sent_bytes for event in record.events]
+
+
+def test_a_step_without_gradients_sends_and_changes_nothing():
+    assert all(set(sent) == {0} for sent in run_ranks(2, step_without_any))
+
+
+# -- state dicts ------------------------------------------------------------------------------------------------------
+
+
+def save(folder: str, strategy: str) -> dict[str, Any]:
+    """Leave weights and state after two steps, and give them and the weights after a third."""
+    model = by_units(Net(), strategy=strategy)
+    muon = muon_of(model)
+    for step in range(2):
+        give_gradients(model, step)
+        muon.step()
+    state = get_optimizer_state_dict(model, muon)
+    dcp.save({"model": model.state_dict(), "optim": state}, checkpoint_id=folder)
+    full, weights = full_optim_state_dict(model, muon, rank0_only=False), wholes(model)
+    give_gradients(model, 2)
+    muon.step()
+    return {"state": full, "weights": weights, "after": wholes(model)}
+
+
+def load(folder: str, expected: dict[str, Any]) -> None:
+    for strategy, by_files in product(("ddp", "zero3"), (True, False)):
+        model = by_units(Net(), strategy=strategy)
+        muon = muon_of(model, lr=1.0, momentum=0.5)
+        if by_files:
+            found = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, muon)}
+            dcp.load(found, checkpoint_id=folder)
+            model.load_state_dict(found["model"])
+            set_optimizer_state_dict(model, muon, found["optim"])
+        else:
+            model.load_state_dict(expected["weights"])
+            optim_state_dict_to_load(model, muon, expected["state"], load_directly=True)
+        assert_same(wholes(model), expected["weights"])
+        assert_same(full_optim_state_dict(model, muon, rank0_only=False)["state"], expected["state"]["state"])
+        give_gradients(model, 2)
+        muon.step()
+        assert_same(wholes(model), expected["after"], name=f"{strategy}, {by_files}")
+
+
+@pytest.mark.parametrize(("saved_by", "strategy", "loaded_by"), [(2, "zero3", 3), (3, "ddp", 1)])
+def test_a_step_after_loading_at_any_world_size_is_the_step_that_would_have_been(
+    tmp_path, saved_by, strategy, loaded_by
+):
+    expected = run_ranks(saved_by, save, str(tmp_path), strategy)[0]
+    run_ranks(loaded_by, load, str(tmp_path), expected)
+
+
+# -- large worlds -----------------------------------------------------------------------------------------------------
+
+
+WORLD = 512
+
+
+def in_large_world() -> Recorder:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    assert isinstance(collectives_for(dist.group.WORLD, torch.device("cpu")), NativeCollectives)
+    return step_once([(1024, 16)] * (2 * WORLD), "zero3")
+
+
+def test_rank_0_of_512_orthogonalises_its_share():
+    """By the backend's own all-to-all. A fake one takes parts as large as the rooms: every rank has two matrices."""
+    record = run_ranks(1, in_large_world)[0]
+    assert numbers_done(record) == [0, 512]
+    there, back = record.collectives()
+    for exchange in (there, back):
+        assert exchange.sent_bytes == 2 * (2 * 2 * 16) * (WORLD - 1)  # of two matrices two of the 1024 rows
+        assert exchange.messages == WORLD - 1
