@@ -1,16 +1,4 @@
-"""Tools for testing distributed code on one machine: run a function on several ranks, compare what came back.
-
-    from fullshard.testing import assert_same, run_ranks
-
-    def train(strategy: str) -> dict[str, Tensor]: ...          # at the top of a file, so that a rank can import it
-
-    def test_strategies_agree():
-        for ranks in zip(run_ranks(2, train, "ddp"), run_ranks(2, train, "zero3")):
-            assert_same(*ranks)
-
-Every call starts fresh processes, so nothing leaks from one test into the next: no process group, no hook, no random
-state. They are forked from a server that has imported torch beforehand: two ranks cost less than a tenth of a second.
-"""
+"""Run a function on several ranks of this machine: every other tool for testing stands on it."""
 
 from __future__ import annotations
 
@@ -40,11 +28,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fullshard.errors import ConfigError, FullshardError
 
-__all__ = ["RankFailure", "RanksFailed", "assert_same", "run_ranks"]
+__all__ = ["RankFailure", "RanksFailed", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -334,70 +321,3 @@ def _dump(value: Any) -> bytes:
 
 def _load(data: Any) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
-# ------------------------------------------------------------------------------------------------------ comparison
-
-
-def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
-    """Nothing, if both are the same nesting of dicts, lists and tuples with the same tensors, bit for bit.
-
-    Otherwise raises `AssertionError`, which names the first place where they differ and, for tensors, how many
-    elements differ and by how much at most. Tensors must agree in dtype, shape and bits (`-0.0` is not `0.0`, and a
-    NaN is the same NaN), not in device, strides or `requires_grad`. Other values must be equal.
-    """
-    if isinstance(expected, Tensor):
-        _assert_same_tensor(actual, expected, name or "the tensor")
-    elif isinstance(expected, Mapping):
-        _assert_type(actual, Mapping, "a mapping", name)
-        _assert_keys(actual, expected, name)
-        for key, value in expected.items():
-            assert_same(actual[key], value, name=f"{name}[{key!r}]")
-    elif isinstance(expected, list | tuple):
-        _assert_type(actual, type(expected), f"a {type(expected).__name__}", name)
-        if len(actual) != len(expected):
-            raise AssertionError(f"{name or 'top level'}: {len(actual)} items instead of {len(expected)}")
-        for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-            assert_same(ours, theirs, name=f"{name}[{index}]")
-    elif not (actual == expected or (actual != actual and expected != expected)):
-        raise AssertionError(f"{name or 'top level'}: {actual!r} instead of {expected!r}")
-
-
-def _assert_type(actual: Any, wanted: type[Any], description: str, name: str) -> None:
-    if not isinstance(actual, wanted):
-        raise AssertionError(f"{name or 'top level'}: {type(actual).__name__} instead of {description}")
-
-
-def _assert_keys(actual: Mapping[Any, Any], expected: Mapping[Any, Any], name: str) -> None:
-    missing = [key for key in expected if key not in actual]
-    extra = [key for key in actual if key not in expected]
-    if missing or extra:
-        raise AssertionError(f"{name or 'top level'}: missing keys {missing}, unexpected keys {extra}")
-
-
-def _assert_same_tensor(actual: Any, expected: Tensor, name: str) -> None:
-    _assert_type(actual, Tensor, "a tensor", name)
-    ours, theirs = actual.detach().cpu(), expected.detach().cpu()
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        raise AssertionError(
-            f"{name}: {ours.dtype} of {tuple(ours.shape)} instead of {theirs.dtype} of {tuple(theirs.shape)}"
-        )
-    differs = (_bytes(ours) != _bytes(theirs)).any(dim=-1).reshape(ours.shape)
-    if differs.any():
-        raise AssertionError(f"{name}: {_describe_difference(ours, theirs, differs)}")
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of each element, `(numel, itemsize)`: the one view that tells -0.0 from 0.0 and equates NaNs."""
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
-
-
-def _describe_difference(ours: Tensor, theirs: Tensor, differs: Tensor) -> str:
-    wide = torch.complex128 if ours.is_complex() else torch.float64
-    gaps = (ours.to(wide) - theirs.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf)
-    worst = int(gaps.argmax()) if bool(gaps.max() > 0) else int(differs.int().argmax())
-    index = tuple(int(place) for place in torch.unravel_index(torch.tensor(worst), ours.shape))
-    return (
-        f"{int(differs.sum())} of {ours.numel()} elements differ, by at most {float(gaps.max()):.3g} "
-        f"(at {index}: {ours.flatten()[worst].item()!r} instead of {theirs.flatten()[worst].item()!r})"
-    )
