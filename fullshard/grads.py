@@ -15,7 +15,7 @@ from fullshard.errors import ConfigError
 from fullshard.layout import choose_cut
 from fullshard.made_before import point_to_shards
 
-__all__ = ["ShardedGradScaler", "clip_grad_norm_", "total_norm"]
+__all__ = ["ShardedGradScaler", "clip_grad_norm_", "part_of_rank", "total_norm"]
 
 
 @torch.no_grad()
@@ -96,12 +96,16 @@ def _own_part(grad: Tensor) -> Tensor:
     local, mesh = grad._local_tensor, grad.device_mesh
     if isinstance(grad.placements[-1], Shard):
         return local
-    world, rank = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    cut = choose_cut(local.shape, world)
+    return part_of_rank(local, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+
+
+def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
+    """What `rank` of `world` has of a gradient that is sharded."""
+    cut = choose_cut(whole.shape, world)
     if cut.dim is None:  # a scalar, which every rank has: it counts once
-        return local if rank == 0 else local.new_empty(0)
+        return whole if rank == 0 else whole.new_empty(0)
     span = cut.span(rank)
-    return local.narrow(
+    return whole.narrow(
         cut.dim, span.start, len(span)
     ).contiguous()  # as the shard is: a norm's bits follow the strides
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["assert_same"]
+__all__ = ["assert_same", "differing", "gaps"]
 
 
 def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
@@ -54,22 +54,31 @@ def _assert_same_tensor(actual: Any, expected: Tensor, name: str) -> None:
         raise AssertionError(
             f"{name}: {ours.dtype} of {tuple(ours.shape)} instead of {theirs.dtype} of {tuple(theirs.shape)}"
         )
-    differs = (_bytes(ours) != _bytes(theirs)).any(dim=-1).reshape(ours.shape)
+    differs = differing(ours, theirs)
     if differs.any():
         raise AssertionError(f"{name}: {_describe_difference(ours, theirs, differs)}")
 
 
+def differing(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Which elements differ in any bit: the one comparison that tells -0.0 from 0.0 and equates NaNs."""
+    return (_bytes(ours) != _bytes(theirs)).any(dim=-1).reshape(ours.shape)
+
+
 def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of each element, `(numel, itemsize)`: the one view that tells -0.0 from 0.0 and equates NaNs."""
-    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)
+    return tensor.contiguous().reshape(-1, 1).view(torch.uint8)  # (numel, itemsize)
+
+
+def gaps(ours: Tensor, theirs: Tensor, differs: Tensor) -> Tensor:
+    """By how much elements differ, in float64: infinite where one of the two is not a number."""
+    wide = torch.complex128 if ours.is_complex() else torch.float64
+    return (ours.to(wide) - theirs.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf)
 
 
 def _describe_difference(ours: Tensor, theirs: Tensor, differs: Tensor) -> str:
-    wide = torch.complex128 if ours.is_complex() else torch.float64
-    gaps = (ours.to(wide) - theirs.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf)
-    worst = int(gaps.argmax()) if bool(gaps.max() > 0) else int(differs.int().argmax())
+    gap = gaps(ours, theirs, differs)
+    worst = int(gap.argmax()) if bool(gap.max() > 0) else int(differs.int().argmax())
     index = tuple(int(place) for place in torch.unravel_index(torch.tensor(worst), ours.shape))
     return (
-        f"{int(differs.sum())} of {ours.numel()} elements differ, by at most {float(gaps.max()):.3g} "
+        f"{int(differs.sum())} of {ours.numel()} elements differ, by at most {float(gap.max()):.3g} "
         f"(at {index}: {ours.flatten()[worst].item()!r} instead of {theirs.flatten()[worst].item()!r})"
     )

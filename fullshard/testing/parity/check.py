@@ -1,0 +1,137 @@
+"""`check_parity`: train plain and sharded, and tell what differs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.errors import ConfigError
+from fullshard.testing.parity.cases import Case, cases_of
+from fullshard.testing.parity.difference import Tolerance
+from fullshard.testing.parity.plain import train_plain
+from fullshard.testing.parity.recipe import Loss, MakeOptimizer, Recipe
+from fullshard.testing.parity.report import ParityReport, ParityRow
+from fullshard.testing.parity.sharded import train_sharded
+from fullshard.testing.parity.trace import Trace
+from fullshard.testing.ranks import RanksFailed, run_ranks
+from fullshard.wrap import AutoWrapPolicy
+
+__all__ = ["check_parity", "rows_of"]
+
+
+def check_parity(
+    make_model: Callable[[], nn.Module],
+    make_batch: Callable[[int], Any],
+    loss: Loss | None = None,
+    *,
+    ranks: int | Sequence[int] = (2, 3, 4),
+    strategies: Sequence[str] | None = None,
+    replicas: int = 2,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+    steps: int = 5,
+    accumulate: int = 1,
+    reduce_each: bool = False,
+    optimizer: str | MakeOptimizer = "adamw",
+    lr: float | None = None,
+    clip: float = 1.0,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    seed: int = 0,
+    atol: float = 0.0,
+    rtol: float = 0.0,
+    timeout: float = 600.0,
+) -> ParityReport:
+    """How training under each strategy differs from training in one plain process, on the same data.
+
+    Everything runs on this machine's CPU, in processes of its own: functions must stand at the top level of a file. The
+    plain process computes what all ranks compute, in rank order, by unsharded PyTorch. Not a bit may differ; that is
+    what the engine promises on gloo, at any number of ranks and in any dtype.
+
+    Args:
+        make_model: returns the model. Its random values are the same in each process, being drawn from the usual
+            generators.
+        make_batch: returns microbatch number 0, 1, 2, ...: always the same for the same number. Rank `r` of `N` takes
+            the microbatches of its own, plain training all of them. A dict is passed to the model as keyword arguments,
+            a tuple or list as positional ones, anything else as the only one.
+        loss: the loss of `loss(model, batch)`, one number; what the model returns, or its `.loss`, if None.
+        ranks: how many ranks there are, or several such numbers.
+        strategies: their names; all that fit each number of ranks, if None.
+        replicas: for the hybrid strategies, how many ranks hold the same parts.
+        auto_wrap_policy: which submodules become units; those with a tenth of the parameters or more, if None.
+        steps: optimizer steps.
+        accumulate: microbatches of a rank in a step.
+        reduce_each: whether gradients are reduced after each microbatch, instead of after the last one of a step.
+        optimizer: `"adamw"`, `"sgd"` (with momentum), or a function that makes an optimizer of the model.
+        lr: its learning rate; one that suits it, if None.
+        clip: largest norm of all gradients together; 0 for no clipping.
+        dtype: what computes and is gathered, while parameters keep theirs; that of the parameters, if None.
+        reduce_dtype: what gradients are summed in; float32 where `dtype` is given, if None.
+        seed: of all random numbers.
+        atol: by how much an element may differ.
+        rtol: the same as a part of the element.
+        timeout: seconds that a strategy may take.
+
+    Raises:
+        ConfigError: an argument cannot be honoured, or one of the functions returns what cannot be used.
+        RanksFailed: plain training fails.
+
+    Example:
+        ```python
+        def test_my_model_trains_sharded_as_it_does_plain():
+            check_parity(make_model, make_batch, ranks=2).raise_if_different()
+        ```
+    """
+    recipe = Recipe(
+        make_model=make_model,
+        make_batch=make_batch,
+        loss=loss,
+        steps=steps,
+        accumulate=accumulate,
+        reduce_each=reduce_each,
+        optimizer=optimizer,
+        lr=lr,
+        clip=clip,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        auto_wrap_policy=auto_wrap_policy,
+        seed=seed,
+    )
+    tolerance = Tolerance(atol, rtol)
+    cases = cases_of((ranks,) if isinstance(ranks, int) else ranks, strategies, replicas)
+    return ParityReport(tuple(rows_of(recipe, cases, tolerance, timeout)), tolerance)
+
+
+def rows_of(recipe: Recipe, cases: Sequence[Case], tolerance: Tolerance, timeout: float) -> Iterator[ParityRow]:
+    """The rows of a report, each as soon as it is known. For the arguments see `check_parity`.
+
+    Raises:
+        ConfigError: one of the user's functions returns what cannot be used.
+        RanksFailed: plain training fails.
+    """
+    for (ranks, shards), group in groupby(cases, key=lambda case: (case.ranks, case.shards)):
+        with tempfile.TemporaryDirectory(prefix="fullshard-parity-") as folder:
+            trace = Trace(Path(folder))
+            _train_plain(recipe, ranks, shards, trace, timeout)
+            for case in group:
+                try:
+                    compared = run_ranks(ranks, train_sharded, recipe, case, trace, tolerance, timeout=timeout)
+                except RanksFailed as failed:
+                    yield ParityRow.failed(case, str(failed))
+                else:
+                    yield ParityRow.of(case, compared)
+
+
+def _train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace, timeout: float) -> None:
+    try:
+        run_ranks(1, train_plain, recipe, ranks, shards, trace, timeout=timeout)
+    except RanksFailed as failed:
+        for failure in failed.failures.values():
+            if failure.kind == f"{ConfigError.__module__}.{ConfigError.__qualname__}":
+                raise ConfigError(failure.message) from failed
+        raise

@@ -1,0 +1,137 @@
+"""How far what a rank computed is from what the plain process computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from torch import Tensor
+
+from fullshard.errors import ConfigError
+from fullshard.testing.same import differing, gaps
+
+__all__ = ["NO_DIFFERENCE", "Compared", "Difference", "Finding", "Kind", "Tolerance"]
+
+_STRANGERS = float("inf")  # how far apart two tensors are of which one is missing or has another shape or dtype
+
+
+class Kind(Enum):
+    """What is compared in every step."""
+
+    LOSS = "loss"
+    GRADIENT_NORM = "gradient norm"
+    GRADIENT = "gradient"
+    PARAMETER = "parameter"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether there is one for each parameter."""
+        return self in (Kind.GRADIENT, Kind.PARAMETER)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What may differ: nothing, or each element by at most `atol + rtol * abs(expected)`."""
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("atol", "rtol"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0.")
+
+    @property
+    def is_bit_for_bit(self) -> bool:
+        """Whether nothing may differ, not even the sign of a zero."""
+        return self.atol == self.rtol == 0
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far tensors are apart: nothing, at first."""
+
+    largest: float = 0.0  # of an element; infinite where one of the two is no number, or is missing
+    is_bit_for_bit: bool = True
+    is_tolerated: bool = True
+
+    @classmethod
+    def between(cls, actual: Tensor | None, expected: Tensor | None, tolerance: Tolerance) -> Difference:
+        """That of two tensors, either of which may be missing."""
+        if actual is None and expected is None:
+            return cls()
+        if actual is None or expected is None or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+            return cls(_STRANGERS, is_bit_for_bit=False, is_tolerated=False)
+        differs = differing(actual, expected)
+        if not differs.any():
+            return cls()
+        gap = gaps(actual, expected, differs)
+        allowed = tolerance.atol + tolerance.rtol * expected.abs().to(gap.dtype)
+        is_tolerated = not tolerance.is_bit_for_bit and bool((gap <= allowed).all())
+        return cls(float(gap.max()), is_bit_for_bit=False, is_tolerated=is_tolerated)
+
+    def __or__(self, other: Difference) -> Difference:
+        """The larger of the two."""
+        return Difference(
+            max(self.largest, other.largest),
+            self.is_bit_for_bit and other.is_bit_for_bit,
+            self.is_tolerated and other.is_tolerated,
+        )
+
+
+NO_DIFFERENCE = Difference()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that differs."""
+
+    kind: Kind
+    name: str  # the parameter's FQN, or which of the rank's losses
+    step: int  # from 1 on; 0 is before the first step
+    rank: int
+    place: int  # among all that the rank compared, in order
+    difference: Difference
+
+    def __str__(self) -> str:
+        name = {
+            Kind.PARAMETER: self.name,
+            Kind.GRADIENT: f"gradient of {self.name}",
+            Kind.LOSS: f"loss of microbatch {self.name}",
+        }.get(self.kind, self.kind.value)
+        return f"{name}, step {self.step}, rank {self.rank}"
+
+    @property
+    def _order(self) -> tuple[bool, bool, int, int, int]:
+        """What is not tolerated comes first, then what names a parameter; then what came first."""
+        return (self.difference.is_tolerated, not self.kind.is_named, self.step, self.place, self.rank)
+
+    def as_dict(self) -> dict[str, str | int]:
+        """The finding, for JSON."""
+        return {"kind": self.kind.value, "name": self.name, "step": self.step, "rank": self.rank}
+
+    @staticmethod
+    def first(findings: Iterable[Finding]) -> Finding | None:
+        """The one to begin with."""
+        return min(findings, key=lambda finding: finding._order, default=None)
+
+
+@dataclass
+class Compared:
+    """All that one rank has compared, in every step so far."""
+
+    rank: int
+    tolerance: Tolerance
+    differences: dict[Kind, Difference] = field(default_factory=lambda: dict.fromkeys(Kind, NO_DIFFERENCE))
+    first: Finding | None = None
+    _count: int = 0
+
+    def add(self, kind: Kind, name: str, step: int, actual: Tensor | None, expected: Tensor | None) -> None:
+        """Compare two tensors. Those of one step are to come in the order of the model."""
+        difference = Difference.between(actual, expected, self.tolerance)
+        self.differences[kind] |= difference
+        self._count += 1
+        if not difference.is_bit_for_bit:
+            finding = Finding(kind, name, step, self.rank, self._count, difference)
+            self.first = Finding.first([finding] if self.first is None else [self.first, finding])

@@ -1,0 +1,84 @@
+"""One rank: train sharded, and compare every step with that of the plain process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard import FSDPModule, clip_grad_norm_, fully_shard
+from fullshard.testing.parity.cases import Case
+from fullshard.testing.parity.difference import Compared, Kind, Tolerance
+from fullshard.testing.parity.recipe import Recipe, trained
+from fullshard.testing.parity.trace import Step, Trace
+
+__all__ = ["train_sharded"]
+
+
+def train_sharded(recipe: Recipe, case: Case, trace: Trace, tolerance: Tolerance) -> Compared:
+    """Train on this rank under `case`, and tell how it differs from `trace`. Every rank looks at its own part."""
+    model = recipe.model()
+    fully_shard(
+        model,
+        mesh=_mesh(case),
+        strategy=case.strategy,
+        mp_policy=recipe.precision,
+        auto_wrap_policy=recipe.policy(model),
+    )
+    optimizer = recipe.optimizer_of(model)
+    compared = Compared(dist.get_rank(), tolerance)
+    params = dict(model.named_parameters())
+    _compare_parameters(compared, 0, params, trace.read(0))
+    for step in range(1, recipe.steps + 1):
+        expected = trace.read(step)
+        for number, loss in _microbatches(recipe, model, step).items():
+            compared.add(Kind.LOSS, str(number), step, loss, expected.losses[number])
+        norm = clip_grad_norm_(trained(model), recipe.clip or math.inf)
+        compared.add(Kind.GRADIENT_NORM, "", step, norm, expected.norm)
+        for name, gradient in expected.gradients.items():
+            param = params.get(name)
+            compared.add(Kind.GRADIENT, name, step, *_of_this_rank(None if param is None else param.grad, gradient))
+        optimizer.step()
+        optimizer.zero_grad()
+        _compare_parameters(compared, step, params, expected)
+    return compared
+
+
+def _compare_parameters(compared: Compared, step: int, params: Mapping[str, Tensor], expected: Step) -> None:
+    for name, values in expected.parameters.items():
+        compared.add(Kind.PARAMETER, name, step, *_of_this_rank(params.get(name), values))
+
+
+def _of_this_rank(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What this rank has of a tensor, and what it should have."""
+    if not isinstance(actual, DTensor):
+        return actual, expected
+    local = actual.to_local().detach()
+    placement = actual.placements[-1]
+    if expected is None or expected.shape != actual.shape or not isinstance(placement, Shard):
+        return local, expected
+    mesh = actual.device_mesh
+    parts = expected.chunk(mesh.size(mesh.ndim - 1), placement.dim)  # as torch cuts: the last ranks may have none
+    rank = mesh.get_local_rank(mesh.ndim - 1)
+    return local, parts[rank] if rank < len(parts) else expected.narrow(placement.dim, 0, 0)
+
+
+def _mesh(case: Case) -> DeviceMesh:
+    if case.has_two_axes:
+        return init_device_mesh("cpu", (case.replicas, case.shards), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("shard",))
+
+
+def _microbatches(recipe: Recipe, model: nn.Module, step: int) -> dict[int, Tensor]:
+    """Leave the gradients of a step, and return the losses of this rank's microbatches by number."""
+    losses = {}
+    for together in recipe.microbatches(step, dist.get_rank(), dist.get_world_size()):
+        for number in together:
+            cast(FSDPModule, model).set_requires_gradient_sync(number == together[-1])
+            losses[number] = recipe.backward(model, number)
+    return losses

@@ -1,0 +1,39 @@
+"""What the plain process computed, step by step, left in files so that every rank can read its own part of it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["Step", "Trace"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step has left; step 0 is what was there before the first."""
+
+    parameters: dict[str, Tensor]
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)  # clipped
+    norm: Tensor | None = None  # of all gradients together, before clipping
+    losses: dict[int, Tensor] = field(default_factory=dict)  # by number of the microbatch
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The steps in a folder."""
+
+    folder: Path
+
+    def write(self, number: int, step: Step) -> None:
+        """Keep a step."""
+        torch.save(asdict(step), self._file(number))
+
+    def read(self, number: int) -> Step:
+        """A step that was written. Only what is looked at is read."""
+        return Step(**torch.load(self._file(number), mmap=True, weights_only=True))
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"step{number}.pt"
