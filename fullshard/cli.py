@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fullshard.errors import ConfigError
-from fullshard.train.options import near_matches
+from fullshard.options import near_matches
 from fullshard.train.versions import versions
 
 __all__ = ["main"]

@@ -38,7 +38,7 @@ FLOORS = [
     # What users import, made of all that is above
     [PUBLIC],
     # 5: edges
-    ["testing", "train", "cli"],
+    ["options", "testing", "train", "cli"],
 ]
 FORBIDDEN = "torch.distributed.fsdp"
 EMPTY_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}

@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 
 from fullshard.errors import ConfigError
+from fullshard.options import option_types
 from fullshard.train.options import parse_settings
 from fullshard.train.parallelism import replicas_of, rows_of
 from fullshard.train.run_folder import RunFolder
 from fullshard.train.schedule import learning_rate, peak_lr
-from fullshard.train.settings import OptimizationSettings, ParallelSettings, RunSettings, TrainSettings, option_types
+from fullshard.train.settings import OptimizationSettings, ParallelSettings, RunSettings, TrainSettings
 from fullshard.train.trained import trained_settings
 
 
 def test_the_fixed_option_names_are_there() -> None:
     fixed = {"text", "size", "strategy", "ranks", "batch", "seq", "accumulate", "steps", "lr", "dtype", "seed", "out"}
-    assert fixed <= set(option_types())
+    assert fixed <= set(option_types(TrainSettings))
 
 
 def test_no_options_are_the_default_settings() -> None:

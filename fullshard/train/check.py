@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fullshard.errors import ConfigError
+from fullshard.options import near_matches
 from fullshard.strategy import ShardingStrategy
 from fullshard.train.model import shape_of
-from fullshard.train.options import near_matches
 from fullshard.train.parallelism import replicas_of, rows_of
 from fullshard.train.run_folder import check_out
 from fullshard.train.settings import (

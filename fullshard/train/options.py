@@ -6,23 +6,22 @@ command line wins and both are read, checked and explained in one way.
 
 from __future__ import annotations
 
-import difflib
-import math
 import tomllib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
 import yaml
 
 from fullshard.errors import ConfigError
-from fullshard.train.settings import TrainSettings, option_types
+from fullshard.options import check_name, check_value, option_types, parse
+from fullshard.train.settings import TrainSettings
 
 CONFIG = "config"
+PROG = "fullshard train"
 
 
-def parse_settings(argv: Sequence[str], prog: str = "fullshard train") -> TrainSettings:
+def parse_settings(argv: Sequence[str]) -> TrainSettings:
     """Settings as the command line, and the file named by `--config`, state them.
 
     Raises `ConfigError` for an unknown option and for a value of the wrong type, with one line that names both.
@@ -30,14 +29,7 @@ def parse_settings(argv: Sequence[str], prog: str = "fullshard train") -> TrainS
     """
     user, config_files = _without_config(argv)
     items = [item for path in config_files for item in config_items(path)]
-    _check_items(user)
-    return tyro.cli(
-        TrainSettings,
-        args=[*items, *user],
-        prog=prog,
-        description=_DESCRIPTION,
-        config=(tyro.conf.OmitArgPrefixes,),
-    )
+    return parse(TrainSettings, user, prog=PROG, description=_DESCRIPTION, defaults=items)
 
 
 def config_items(path: Path) -> list[str]:
@@ -48,7 +40,7 @@ def config_items(path: Path) -> list[str]:
     items: list[str] = []
     for key, value in _read_mapping(path).items():
         name = str(key).replace("_", "-")
-        _check_name(name, f"{path}: unknown option {str(key)!r}")
+        check_name(TrainSettings, name, f"{path}: unknown option {str(key)!r}", PROG)
         if name == CONFIG:
             raise ConfigError(
                 f"{path}: names another configuration file. Put its options here, or give --config twice."
@@ -57,20 +49,14 @@ def config_items(path: Path) -> list[str]:
             raise ConfigError(f"{path}: {key} has no value. Give it one, or leave the line out.")
         if isinstance(value, (list, dict)):
             raise ConfigError(f"{path}: {key} must be one value, not a {type(value).__name__}.")
-        if option_types()[name] is bool:
+        if option_types(TrainSettings)[name] is bool:
             if not isinstance(value, bool):
                 raise ConfigError(f"{path}: {key} is {value!r}, but must be true or false.")
             items.append(f"--{name}" if value else f"--no-{name}")
         else:
-            _check_value(name, str(value), f"{path}: {key}")
+            check_value(TrainSettings, name, str(value), f"{path}: {key}")
             items += [f"--{name}", str(value)]
     return items
-
-
-def near_matches(word: str, known: Iterable[str]) -> str:
-    """' Did you mean ...?' for the known words that look like `word`; empty when none does."""
-    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(close)}?" if close else ""
 
 
 _DESCRIPTION = (
@@ -78,8 +64,6 @@ _DESCRIPTION = (
     "it learns the Python standard library on every core or GPU of this machine in about five minutes. "
     "Under torchrun the same command is one rank of the run, on one machine or several."
 )
-
-_KINDS = {int: "a whole number", float: "a number"}
 
 
 def _read_mapping(path: Path) -> dict[Any, Any]:
@@ -117,49 +101,3 @@ def _without_config(argv: Sequence[str]) -> tuple[list[str], list[Path]]:
         else:
             rest.append(item)
     return rest, files
-
-
-def _check_items(argv: Sequence[str]) -> None:
-    """Refuse what the parser would refuse, in one line of our own."""
-    if "--help" in argv or "-h" in argv:
-        return
-    types = option_types()
-    items = iter(argv)
-    for item in items:
-        if not item.startswith("--"):
-            raise ConfigError(f"cannot make sense of {item!r}: options start with --, as in --text {item}.")
-        name, equals, value = item[2:].partition("=")
-        name = name.replace("_", "-")
-        if bool in (types.get(name), types.get(name.removeprefix("no-"))):
-            if equals:
-                raise ConfigError(f"{item}: takes no value. Write --{name}.")
-            continue
-        _check_name(name, f"unknown option --{name}")
-        if not equals:
-            following = next(items, None)
-            if following is None or following.startswith("--"):
-                raise ConfigError(f"--{name} needs a value, such as '--{name} {_example(name)}'.")
-            value = following
-        _check_value(name, value, f"--{name}")
-
-
-def _check_name(name: str, complaint: str) -> None:
-    known = option_types()
-    if name not in known:
-        raise ConfigError(f"{complaint}.{near_matches(name, known)} See fullshard train --help for all of them.")
-
-
-def _check_value(name: str, value: str, where: str) -> None:
-    kind = option_types()[name]
-    if kind not in _KINDS:
-        return
-    try:
-        number = int(value) if kind is int else float(value)
-    except ValueError:
-        raise ConfigError(f"{where} is {value!r}, but must be {_KINDS[kind]}.") from None
-    if not math.isfinite(number):
-        raise ConfigError(f"{where} is {value!r}, but must be a finite number.")
-
-
-def _example(name: str) -> str:
-    return {int: "8", float: "0.1", Path: "some/path"}.get(option_types()[name], "word")

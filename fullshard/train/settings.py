@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, get_args, get_type_hints
+from typing import Annotated
 
 import tyro
 
@@ -140,10 +139,3 @@ class TrainSettings:
             for name, value in values
             if value is not None
         }
-
-
-def option_types() -> Mapping[str, type]:
-    """Every option name (without the leading dashes) with the type of its value."""
-    groups = (group for group in get_type_hints(TrainSettings).values())
-    hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
-    return {name.replace("_", "-"): next(iter(get_args(hint)), hint) for name, hint in hints.items()}

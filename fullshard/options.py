@@ -1,0 +1,98 @@
+"""Command lines as settings: a dataclass whose fields are dataclasses, the groups, whose fields are the options.
+
+What the parser would refuse at length is refused here in one line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar, get_args, get_type_hints
+
+import tyro
+
+from fullshard.errors import ConfigError
+
+__all__ = ["check_name", "check_value", "near_matches", "option_types", "parse"]
+
+S = TypeVar("S")
+
+_KINDS = {int: "a whole number", float: "a number"}
+
+
+def parse(settings: type[S], argv: Sequence[str], *, prog: str, description: str, defaults: Sequence[str] = ()) -> S:
+    """The settings that `argv` states; what it leaves out is as in `defaults`, which have been checked before.
+
+    Raises `ConfigError` for an unknown option and for a value of the wrong type, with one line that names both.
+    `--help` prints the explanation of all options and raises `SystemExit(0)`.
+    """
+    if "--help" not in argv and "-h" not in argv:
+        _check_items(settings, argv, prog)
+    return tyro.cli(
+        settings,
+        args=[*defaults, *argv],
+        prog=prog,
+        description=description,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def option_types(settings: type) -> Mapping[str, type]:
+    """Every option name (without the leading dashes) with the type of its value."""
+    groups = get_type_hints(settings).values()
+    hints = {name: hint for group in groups for name, hint in get_type_hints(group).items()}
+    return {name.replace("_", "-"): next(iter(get_args(hint)), hint) for name, hint in hints.items()}
+
+
+def check_name(settings: type, name: str, complaint: str, prog: str) -> None:
+    """Refuse a name that no option has."""
+    known = option_types(settings)
+    if name not in known:
+        raise ConfigError(f"{complaint}.{near_matches(name, known)} See {prog} --help for all of them.")
+
+
+def check_value(settings: type, name: str, value: str, where: str) -> None:
+    """Refuse a value that is not of the option's type."""
+    kind = option_types(settings)[name]
+    if kind not in _KINDS:
+        return
+    try:
+        number = int(value) if kind is int else float(value)
+    except ValueError:
+        raise ConfigError(f"{where} is {value!r}, but must be {_KINDS[kind]}.") from None
+    if not math.isfinite(number):
+        raise ConfigError(f"{where} is {value!r}, but must be a finite number.")
+
+
+def near_matches(word: str, known: Iterable[str]) -> str:
+    """' Did you mean ...?' for the known words that look like `word`; empty when none does."""
+    close = difflib.get_close_matches(word, list(known), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(close)}?" if close else ""
+
+
+def _check_items(settings: type, argv: Sequence[str], prog: str) -> None:
+    types = option_types(settings)
+    items = iter(argv)
+    for item in items:
+        if not item.startswith("--"):
+            first = next(iter(types))
+            raise ConfigError(f"cannot make sense of {item!r}: options start with --, as in --{first} {item}.")
+        name, equals, value = item[2:].partition("=")
+        name = name.replace("_", "-")
+        if bool in (types.get(name), types.get(name.removeprefix("no-"))):
+            if equals:
+                raise ConfigError(f"{item}: takes no value. Write --{name}.")
+            continue
+        check_name(settings, name, f"unknown option --{name}", prog)
+        if not equals:
+            following = next(items, None)
+            if following is None or following.startswith("--"):
+                raise ConfigError(f"--{name} needs a value, such as '--{name} {_example(types[name])}'.")
+            value = following
+        check_value(settings, name, value, f"--{name}")
+
+
+def _example(kind: type) -> str:
+    return {int: "8", float: "0.1", Path: "some/path"}.get(kind, "word")
