@@ -27,6 +27,9 @@ class Subcommand:
 
 SUBCOMMANDS = {
     "train": Subcommand("fullshard.train.command", "train a byte-level GPT with everything sharded over the ranks"),
+    "parity": Subcommand(
+        "fullshard.testing.parity.command", "compare sharded training with plain training, bit for bit"
+    ),
 }
 
 

@@ -2,7 +2,7 @@
 was sent by then.
 
 A mistake is a generator: what comes before `yield` is in order, what comes after it is the mistake. A new `raise` in
-`fullshard/*.py` needs one here.
+`fullshard/*.py` or `fullshard/testing/parity/` needs one here.
 """
 
 import ast
@@ -11,6 +11,7 @@ import functools
 import os
 import pickle
 import re
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -50,8 +51,13 @@ from fullshard import (
 from fullshard.layout import Cut as LayoutCut
 from fullshard.optim import Muon
 from fullshard.optim_state import full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
+from fullshard.options import parse
 from fullshard.runtime import runtime_of, turns_in
-from fullshard.testing import run_ranks
+from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
+from fullshard.testing.parity.command import run as run_parity
+from fullshard.testing.parity.difference import Tolerance
+from fullshard.testing.parity.recipe import ClassNames, Recipe
+from fullshard.testing.parity.settings import ParitySettings
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, transformer_auto_wrap_policy
 
 Steps = Iterator[None]
@@ -830,6 +836,237 @@ def a_sparse_gradient_for_muon() -> Steps:
     muon.step()
 
 
+# -- comparing with the plain process ---------------------------------------------------------------------------------
+
+
+def batch_of_six(number: int) -> Tensor:
+    return inputs(number)
+
+
+def compare(model: Callable[[], Any] = linear, **options: Any) -> None:
+    check_parity(model, batch_of_six, **options)
+
+
+def recipe(model: Callable[[], Any] = linear, **options: Any) -> Recipe:
+    return Recipe(make_model=model, make_batch=batch_of_six, **options)
+
+
+def loss_of(model: nn.Module, returned: Any) -> None:
+    recipe(loss=lambda model, batch: returned).backward(model, 3)
+
+
+@mistake(ConfigError, "steps=0: must be at least 1", ranks=0)
+def train_no_step() -> Steps:
+    yield
+    compare(steps=0)
+
+
+@mistake(ConfigError, "clip=-1: must be at least 0", ranks=0)
+def clip_parity_below_zero() -> Steps:
+    yield
+    compare(clip=-1)
+
+
+@mistake(ConfigError, "optimizer='adam': unknown", "Take adamw or sgd, or a function", ranks=0)
+def an_unknown_optimizer() -> Steps:
+    yield
+    compare(optimizer="adam")
+
+
+@mistake(ConfigError, r"lr=0\.1: the optimizer is made by a function of yours", "Set its learning rate there", ranks=0)
+def a_learning_rate_for_an_optimizer_of_my_own() -> Steps:
+    yield
+    compare(optimizer=torch.optim.Adam, lr=0.1)
+
+
+@mistake(ConfigError, "lr=0: must be greater than 0", ranks=0)
+def learn_nothing() -> Steps:
+    yield
+    compare(lr=0)
+
+
+@mistake(ConfigError, "<lambda> returned None", "It must return the model, an nn.Module", ranks=0)
+def a_model_that_is_none() -> Steps:
+    yield
+    recipe(lambda: None).model()
+
+
+@mistake(ConfigError, "ReLU returned a model without trained parameters: nothing to compare", ranks=0)
+def a_model_of_nothing() -> Steps:
+    yield
+    recipe(nn.ReLU).model()
+
+
+@mistake(ConfigError, "<lambda> returned a list", r"It must return a torch\.optim\.Optimizer", ranks=0)
+def an_optimizer_that_is_a_list() -> Steps:
+    yield
+    recipe(optimizer=lambda model: [1]).optimizer_of(linear())
+
+
+@mistake(
+    ConfigError,
+    "no module below Chain is a Block",
+    "The classes there are Layer, LayerNorm, Linear, ModuleList",
+    ranks=0,
+)
+def wrap_a_class_that_is_not_there() -> Steps:
+    yield
+    recipe(auto_wrap_policy=ClassNames(("Layer", "Block"))).policy(Chain())
+
+
+@mistake(ConfigError, "the loss of microbatch 3 is a dict, but must be a tensor", "Let the model return it", ranks=0)
+def a_loss_that_is_a_dict() -> Steps:
+    yield
+    loss_of(linear(), {"loss": torch.ones(())})
+
+
+@mistake(ConfigError, r"the loss of microbatch 3 is of shape \(6, 5\), but must be one number", ranks=0)
+def a_loss_of_many_numbers() -> Steps:
+    yield
+    loss_of(linear(), torch.ones(6, 5))
+
+
+@mistake(ConfigError, "the loss of microbatch 3 has no gradient: it depends on no trained parameter", ranks=0)
+def a_loss_of_nothing() -> Steps:
+    yield
+    loss_of(linear(), torch.ones(()))
+
+
+@mistake(ConfigError, "the loss of microbatch 0 is of shape", "Let the model return it", ranks=0)
+def a_loss_that_plain_training_refuses() -> Steps:
+    yield
+    compare(Chain, ranks=1)
+
+
+@mistake(ConfigError, "ranks=2,0: at least one rank is needed", ranks=0)
+def compare_no_rank() -> Steps:
+    yield
+    compare(ranks=(2, 0))
+
+
+@mistake(ConfigError, "replicas=0: must be at least 1", ranks=0)
+def compare_no_replica() -> Steps:
+    yield
+    compare(replicas=0)
+
+
+@mistake(ConfigError, "strategies are empty: name at least one", ranks=0)
+def compare_no_strategy() -> Steps:
+    yield
+    compare(strategies=())
+
+
+@mistake(
+    ConfigError, "strategy hsdp on 3 ranks: they cannot form 2 equal replicas", "leave hsdp or 3 ranks out", ranks=0
+)
+def replicas_that_do_not_divide() -> Steps:
+    yield
+    compare(ranks=(2, 3), strategies=["hsdp"])
+
+
+@mistake(ConfigError, "atol=-1: must be at least 0", ranks=0)
+def tolerate_less_than_nothing() -> Steps:
+    yield
+    compare(atol=-1)
+
+
+@mistake(AssertionError, "sharded training differs from plain training", "1 of 1 do not agree", ranks=0)
+def differ() -> Steps:
+    report = ParityReport((ParityRow(strategy="ddp", ranks=2, replicas=1, failure="ValueError: no"),), Tolerance())
+    yield
+    report.raise_if_different()
+
+
+def parity(**options: str) -> None:
+    named = {"model": "small_models:chain", "batch": "small_models:inputs", **options}
+    settings = parse(
+        ParitySettings, [f"--{name}={value}" for name, value in named.items()], prog="fullshard parity", description=""
+    )
+    settings.recipe(), settings.cases()
+
+
+@mistake(ConfigError, "--model is missing", "such as --model my_training:make_model", ranks=0)
+def no_model_named() -> Steps:
+    yield
+    ParitySettings().recipe()
+
+
+@mistake(ConfigError, "--model small_models: must name a function as package.module:function or file.py:", ranks=0)
+def no_function_named() -> Steps:
+    yield
+    parity(model="small_models")
+
+
+@mistake(ConfigError, "--model small_models:small_gtp: there is no small_gtp", "Did you mean small_gpt", ranks=0)
+def a_function_that_is_not_there() -> Steps:
+    yield
+    parity(model="small_models:small_gtp")
+
+
+@mistake(ConfigError, "--batch small_models:WIDTH: WIDTH is of type int, but must be a function", ranks=0)
+def a_number_for_a_function() -> Steps:
+    yield
+    parity(batch="small_models:WIDTH")
+
+
+@mistake(ConfigError, "--model no/such.py: there is no such file", "Start in the folder", ranks=0)
+def a_file_that_is_not_there() -> Steps:
+    yield
+    parity(model="no/such.py:make_model")
+
+
+@mistake(ConfigError, "argparse is the name of another module, too", "Rename the file", ranks=0)
+def a_file_named_like_a_module() -> Steps:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "argparse.py"
+        path.touch()
+        yield
+        parity(model=f"{path}:make_model")
+
+
+@mistake(ConfigError, "--loss no.such: there is no such module here", ranks=0)
+def a_module_that_is_not_there() -> Steps:
+    yield
+    parity(loss="no.such:loss")
+
+
+def imports(source: str) -> Steps:
+    """A module of this source, imported after the yield."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"module_{abs(hash(source))}.py"
+        path.write_text(source)
+        yield
+        parity(model=f"{path}:make_model")
+
+
+@mistake(ConfigError, "it imports nowhere_to_be_found, which is not there", ranks=0)
+def a_module_that_imports_what_is_not_there() -> Steps:
+    yield from imports("import nowhere_to_be_found")
+
+
+@mistake(ConfigError, "importing it raises ZeroDivisionError: division by zero", ranks=0)
+def a_module_that_cannot_be_imported() -> Steps:
+    yield from imports("1 / 0")
+
+
+@mistake(ConfigError, "--ranks 2-4: must be whole numbers, such as 2,3,4", ranks=0)
+def ranks_that_are_no_numbers() -> Steps:
+    yield
+    parity(ranks="2-4")
+
+
+@mistake(ConfigError, "--dtype float8: unknown", "Take one of float32, bfloat16, float16", ranks=0)
+def an_unknown_dtype() -> Steps:
+    yield
+    parity(dtype="float8")
+
+
+@mistake(ConfigError, "--json no/such/file: cannot be written", "Name another file", ranks=0)
+def a_file_that_cannot_be_written() -> Steps:
+    yield
+    run_parity(["--model=small_models:chain", "--batch=small_models:inputs", "--json=no/such/file"])
+
+
 # -- how they are told ------------------------------------------------------------------------------------------------
 
 
@@ -893,7 +1130,7 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 
 SOURCE = Path(fullshard.__file__).parent
-ELSEWHERE = {"cli.py", "testing.py", "watchdog.py"}  # in tests/test_cli.py and so on
+ELSEWHERE = {"cli.py", "options.py", "watchdog.py"}  # in tests/test_cli.py and so on
 # What other ranks do, or what the numbers are, is no mistake of a call: tests of agreement, watchdog, finite.
 NO_MISTAKES = {"RankMismatchError", "_PeerGoneError", "self._lost", "NonFiniteError"}
 
@@ -910,7 +1147,7 @@ def test_every_mistake_that_is_looked_for_is_made_here():
     made = {answer.raised_at for ranks in (0, 2, 4) for answer in told(ranks)[0].values()}
     missed = [
         f"{path.name}:{node.lineno}"
-        for path in sorted(SOURCE.glob("*.py"))
+        for path in sorted([*SOURCE.glob("*.py"), *SOURCE.glob("testing/parity/*.py")])
         if path.name not in ELSEWHERE
         for node in raises(path)
         if not any(file == str(path) and node.lineno <= line <= (node.end_lineno or 0) for file, line in made)

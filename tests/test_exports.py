@@ -59,7 +59,15 @@ DOCUMENTED = {
         "StateError",
     ],
     "fullshard.optim": ["Muon"],
-    "fullshard.testing": ["RankFailure", "RanksFailed", "assert_same", "run_ranks"],
+    "fullshard.testing": [
+        "ParityReport",
+        "ParityRow",
+        "RankFailure",
+        "RanksFailed",
+        "assert_same",
+        "check_parity",
+        "run_ranks",
+    ],
     "fullshard.wrap": [
         "AutoWrapPolicy",
         "CustomPolicy",

@@ -29,6 +29,10 @@ class Case:
         """Whether the strategy wants a replicate axis."""
         return resolve_placements(self.strategy).replicated
 
+    def __str__(self) -> str:
+        ranks = f"{self.ranks} ranks" if self.ranks > 1 else "1 rank"
+        return f"{self.strategy}, {ranks}" + (f" in {self.replicas} replicas" if self.replicas > 1 else "")
+
 
 def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int) -> list[Case]:
     """The strategies on each of these numbers of ranks; all that fit, if None. Those of one mesh shape stand together.

@@ -122,7 +122,7 @@ def rows_of(recipe: Recipe, cases: Sequence[Case], tolerance: Tolerance, timeout
                 try:
                     compared = run_ranks(ranks, train_sharded, recipe, case, trace, tolerance, timeout=timeout)
                 except RanksFailed as failed:
-                    yield ParityRow.failed(case, str(failed))
+                    yield ParityRow.failed(case, _cause(failed))
                 else:
                     yield ParityRow.of(case, compared)
 
@@ -135,3 +135,9 @@ def _train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace, timeout:
             if failure.kind == f"{ConfigError.__module__}.{ConfigError.__qualname__}":
                 raise ConfigError(failure.message) from failed
         raise
+
+
+def _cause(failed: RanksFailed) -> str:
+    """The likely cause of a failure; where there are only ranks that did not end, where each of them was."""
+    cause = next(iter(failed.failures.values()), None)
+    return str(failed) if cause is None else f"{cause.kind}: {cause.message}\n{cause.traceback}".rstrip()

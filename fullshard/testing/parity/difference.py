@@ -20,8 +20,8 @@ class Kind(Enum):
     """What is compared in every step."""
 
     LOSS = "loss"
-    GRADIENT_NORM = "gradient norm"
     GRADIENT = "gradient"
+    GRADIENT_NORM = "gradient norm"
     PARAMETER = "parameter"
 
     @property
@@ -100,7 +100,7 @@ class Finding:
             Kind.GRADIENT: f"gradient of {self.name}",
             Kind.LOSS: f"loss of microbatch {self.name}",
         }.get(self.kind, self.kind.value)
-        return f"{name}, step {self.step}, rank {self.rank}"
+        return f"{name}, {f'step {self.step}' if self.step else 'before step 1'}, rank {self.rank}"
 
     @property
     def _order(self) -> tuple[bool, bool, int, int, int]:

@@ -64,12 +64,12 @@ class Plain:
         for together in zip(*plans, strict=True):  # each rank's microbatches until a reduction
             terms = [self._gradients(copy, mine, losses) for copy, mine in zip(self._copies, together, strict=True)]
             self._add_mean(terms)
-        norm = norm_in_parts([p.grad for p in trained(self._model) if p.grad is not None], self._shards)
-        if self._recipe.clip:
-            clip_grads_with_norm_(trained(self._model), self._recipe.clip, norm)
         gradients = {
             name: None if param.grad is None else param.grad.clone() for name, param in self._model.named_parameters()
         }
+        norm = norm_in_parts([grad for grad in gradients.values() if grad is not None], self._shards)
+        if self._recipe.clip:
+            clip_grads_with_norm_(trained(self._model), self._recipe.clip, norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
         return Step(self.parameters, gradients, norm, losses)

@@ -51,7 +51,6 @@ class Recipe:
         for name in ("steps", "accumulate"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1.")
-        _ = self.precision  # which checks the dtypes
         for name in ("clip", "seed"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0.")
@@ -66,6 +65,7 @@ class Recipe:
             )
         if self.lr is not None and not self.lr > 0:
             raise ConfigError(f"lr={self.lr}: must be greater than 0.")
+        _ = self.precision  # which looks at the dtypes
 
     @property
     def precision(self) -> MixedPrecisionPolicy:

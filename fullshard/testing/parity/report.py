@@ -14,9 +14,9 @@ from fullshard.testing.parity.difference import NO_DIFFERENCE, Compared, Differe
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["ParityReport", "ParityRow"]
+__all__ = ["WIDTH", "ParityReport", "ParityRow"]
 
-_WIDTH = 120  # of the table, where it is not a terminal that shows it
+WIDTH = 120  # of the table, where it is not a terminal that shows it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class ParityRow:
     ranks: int
     replicas: int  # how many of the ranks hold the same parts
     loss: Difference = NO_DIFFERENCE
+    gradient: Difference = NO_DIFFERENCE  # before clipping
     gradient_norm: Difference = NO_DIFFERENCE
-    gradient: Difference = NO_DIFFERENCE
     parameter: Difference = NO_DIFFERENCE
     first: Finding | None = None  # what differs first: a parameter, where one does
     failure: str = ""  # what the ranks said, if they could not train at all
@@ -44,8 +44,8 @@ class ParityRow:
             ranks=case.ranks,
             replicas=case.replicas,
             loss=worst[Kind.LOSS],
-            gradient_norm=worst[Kind.GRADIENT_NORM],
             gradient=worst[Kind.GRADIENT],
+            gradient_norm=worst[Kind.GRADIENT_NORM],
             parameter=worst[Kind.PARAMETER],
             first=Finding.first(compared.first for compared in ranks if compared.first is not None),
         )
@@ -58,7 +58,7 @@ class ParityRow:
     @property
     def differences(self) -> tuple[Difference, ...]:
         """That of each kind, in the order of `Kind`."""
-        return (self.loss, self.gradient_norm, self.gradient, self.parameter)
+        return (self.loss, self.gradient, self.gradient_norm, self.parameter)
 
     @property
     def is_bit_for_bit(self) -> bool:
@@ -73,12 +73,29 @@ class ParityRow:
     @property
     def cells(self) -> list[str]:
         """The row of the table."""
-        name = f"{self.strategy}, {self.replicas} replicas" if self.replicas > 1 else self.strategy
-        if self.failure:
-            return [name, str(self.ranks), *("-" for _ in Kind), "failed", "see below"]
         numbers = [_number(difference.largest) for difference in self.differences]
-        verdict = "yes" if self.is_bit_for_bit else "tolerated" if self.is_equal else "no"
-        return [name, str(self.ranks), *numbers, verdict, "" if self.first is None else str(self.first)]
+        ranks = str(self.ranks) if self.replicas == 1 else f"{self.replicas} x {self.ranks // self.replicas}"
+        shown = ["-" for _ in numbers] if self.failure else numbers
+        return [self.strategy, ranks, *shown, self._verdict, self._first]
+
+    @property
+    def title(self) -> str:
+        """What the row is about."""
+        return str(Case(self.strategy, self.ranks, self.replicas))
+
+    @property
+    def _verdict(self) -> str:
+        if self.failure:
+            return "failed"
+        return "yes" if self.is_bit_for_bit else "tolerated" if self.is_equal else "no"
+
+    @property
+    def _first(self) -> str:
+        return "see below" if self.failure else "" if self.first is None else str(self.first)
+
+    def __str__(self) -> str:
+        verdict = "failed" if self.failure else "the same bits" if self.is_bit_for_bit else f"differs: {self._first}"
+        return f"{self.title}: {verdict}"
 
     def as_dict(self) -> dict[str, Any]:
         """The row for JSON: differences as numbers, `"inf"` where there is none."""
@@ -125,27 +142,30 @@ class ParityReport:
         from rich.table import Table
 
         table = Table(title="Largest difference from the plain process", box=box.SIMPLE_HEAD)
-        table.add_column("strategy")
-        for heading in ("ranks", *(kind.value for kind in Kind)):
-            table.add_column(heading, justify="right")
-        table.add_column("same bits")
+        table.add_column("strategy", no_wrap=True)
+        for heading in ("ranks", *(kind.value.removeprefix("gradient ") for kind in Kind)):
+            table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column("same bits", no_wrap=True)
         table.add_column("first difference", overflow="fold")
         for row in self.rows:
             table.add_row(*row.cells)
         return table
 
     @property
-    def failures(self) -> str:
-        """What ranks said that could not train; empty if all could."""
-        said = (f"{row.strategy} on {row.ranks} ranks: {row.failure}" for row in self.rows if row.failure)
-        return "\n\n".join(said)
+    def said(self) -> str:
+        """What ranks said that could not train, and the sum of it all in a line."""
+        titles: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.failure:
+                titles.setdefault(row.failure, []).append(row.title)
+        failures = [f"{'; '.join(of_failure)}: {failure}\n" for failure, of_failure in titles.items()]
+        return "\n".join([*failures, self._verdict])
 
     @property
-    def verdict(self) -> str:
-        """The sum of it all in a line."""
+    def _verdict(self) -> str:
         different = [row for row in self.rows if not row.is_equal]
         if different:
-            return f"{len(different)} of {len(self.rows)} differ from the plain process."
+            return f"{len(different)} of {len(self.rows)} do not agree with the plain process."
         if self.is_bit_for_bit:
             return f"All {len(self.rows)} agree with the plain process bit for bit."
         limits = f"atol {self.tolerance.atol:g} and rtol {self.tolerance.rtol:g}"
@@ -164,10 +184,10 @@ class ParityReport:
     def __str__(self) -> str:
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=_WIDTH)
+        console = Console(file=io.StringIO(), width=WIDTH)
         with console.capture() as captured:
             console.print(self.table())
-        return "\n".join(part for part in (captured.get().rstrip(), self.failures, self.verdict) if part)
+        return f"{captured.get().rstrip()}\n{self.said}"
 
 
 def _number(value: float) -> str:

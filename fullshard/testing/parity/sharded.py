@@ -38,11 +38,11 @@ def train_sharded(recipe: Recipe, case: Case, trace: Trace, tolerance: Tolerance
         expected = trace.read(step)
         for number, loss in _microbatches(recipe, model, step).items():
             compared.add(Kind.LOSS, str(number), step, loss, expected.losses[number])
-        norm = clip_grad_norm_(trained(model), recipe.clip or math.inf)
-        compared.add(Kind.GRADIENT_NORM, "", step, norm, expected.norm)
         for name, gradient in expected.gradients.items():
             param = params.get(name)
             compared.add(Kind.GRADIENT, name, step, *_of_this_rank(None if param is None else param.grad, gradient))
+        norm = clip_grad_norm_(trained(model), recipe.clip or math.inf)
+        compared.add(Kind.GRADIENT_NORM, "", step, norm, expected.norm)
         optimizer.step()
         optimizer.zero_grad()
         _compare_parameters(compared, step, params, expected)

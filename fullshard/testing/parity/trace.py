@@ -16,8 +16,8 @@ class Step:
     """What a step has left; step 0 is what was there before the first."""
 
     parameters: dict[str, Tensor]
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)  # clipped
-    norm: Tensor | None = None  # of all gradients together, before clipping
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)  # before clipping
+    norm: Tensor | None = None  # of all gradients together
     losses: dict[int, Tensor] = field(default_factory=dict)  # by number of the microbatch
 
 
