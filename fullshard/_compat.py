@@ -29,6 +29,7 @@ __all__ = [
     "on_backward_end",
     "reduce_scatter_single",
     "set_local_tensor",
+    "shares_memory",
     "storage_references",
     "storage_watch",
     "store_address",
@@ -54,6 +55,11 @@ def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
 def storage_references(storage: torch.UntypedStorage) -> int:
     """How many tensors (those that autograd saved included) and handles keep `storage` alive."""
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether another tensor lies in the memory of `tensor`."""
+    return storage_references(tensor.untyped_storage()) > 2  # the tensor's own, and that of the handle just made
 
 
 def coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:

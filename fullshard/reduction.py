@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fullshard._compat import grad_hooks
+from fullshard._compat import grad_hooks, shares_memory
 from fullshard.collectives import Pending
 from fullshard.record import Origin
 from fullshard.section import Section
@@ -189,6 +189,9 @@ class Reduction:
             flat = torch.cat([self._grads[i].view(-1) for i in packed])
             parts = flat.split([self._grads[i].numel() for i in packed])
             self._grads = {**self._grads, **dict(zip(packed, parts, strict=True))}
+        for i in self._grads.keys() - set(packed):
+            if shares_memory(self._grads[i]):  # autograd may hand it on, and sums are written to it meanwhile
+                self._grads[i] = self._grads[i].clone()
         self._wholes = [grad.view(-1) for i, grad in self._grads.items() if i not in packed]
         self._wholes += [flat] if packed else []
         divisor = 1 if self._has_second_level else self._divisor

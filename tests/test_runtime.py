@@ -818,6 +818,34 @@ def test_backward_reads_nothing_that_was_freed():
     run_ranks(2, poison_what_was_freed)
 
 
+class Lending(nn.Module):
+    """Its weight's gradient is a view of what autograd hands on, round the layers, to the module before."""
+
+    def __init__(self, shard: Shard) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(128 * 128))
+        self.layers = nn.Sequential(*(shard(nn.Linear(128, 128)) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x) + self.weight.view(128, 128)
+
+
+def reduce_what_is_lent() -> None:
+    found = []
+    for strategy in ("zero3", "ddp"):
+        shard = partial(fully_shard, strategy=strategy)
+        torch.manual_seed(0)
+        model = shard(nn.Sequential(nn.Linear(128, 128), shard(Lending(shard)), nn.Linear(128, 128)))
+        torch.manual_seed(dist.get_rank())  # where all ranks have the same, the mean changes nothing
+        model(torch.randn(128, 128)).square().mean().backward()
+        found.append(whole_grads(model))
+    assert_same(found[1], found[0])
+
+
+def test_sums_are_not_written_to_gradients_that_autograd_still_reads():
+    run_ranks(2, reduce_what_is_lent)
+
+
 # -- ranks that differ ------------------------------------------------------------------------------------------------
 
 
