@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -25,6 +26,7 @@ __all__ = [
     "fake_tensors",
     "grad_hooks",
     "in_backward",
+    "joined_mesh",
     "make_dtensor",
     "on_backward_end",
     "reduce_scatter_single",
@@ -34,6 +36,7 @@ __all__ = [
     "storage_watch",
     "store_address",
     "tree_map",
+    "waited",
 ]
 
 
@@ -91,13 +94,12 @@ def tree_map(leaf: Callable[[Any], Any], tree: Any) -> Any:
     return _pytree.tree_map(leaf, tree)
 
 
-def make_dtensor(
-    local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], stride: tuple[int, ...]
-) -> DTensor:
-    """A `DTensor` of global `shape` around `local` itself, wherever it lies.
+def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
+    """A contiguous `DTensor` of global `shape` around `local` itself, wherever it lies.
 
     `DTensor.from_local` would move a shard that is offloaded to the CPU back to the mesh's device.
     """
+    stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype))
     return DTensor(local, spec, requires_grad=False)
 
@@ -110,6 +112,33 @@ def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     """Let `tensor` hold `local`, of the same shape and dtype, in place of the shard it holds."""
     tensor._local_tensor = local
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """`tensor`, or what comes of it where it stands for a collective of torch's that may be under way."""
+    if not isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
+    result: Tensor = tensor.wait()
+    return result
+
+
+def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
+    """A mesh of the axes of both, those of `outer` first; None where they are not different axes of one mesh.
+
+    It is a mesh of its own, of the groups that are there: torch does not take a mesh for its axes in another order.
+    """
+    if outer.mesh_dim_names is None or inner.mesh_dim_names is None:
+        return None
+    try:
+        joined = DeviceMesh._concatenate([outer, inner])
+    except RuntimeError:
+        return None
+    return DeviceMesh.from_group(
+        [*outer.get_all_groups(), *inner.get_all_groups()],
+        joined.device_type,
+        joined.mesh,
+        mesh_dim_names=joined.mesh_dim_names,
+    )
 
 
 def fake_tensors() -> AbstractContextManager[Any]:

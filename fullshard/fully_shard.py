@@ -158,7 +158,7 @@ def shard_unit(
     )
     if materialize:
         initialise(modules, device, ignored, param_init_fn)
-    found = find_parameters(modules, ignored)
+    found = find_parameters(modules, ignored, axes)
     move_buffers(modules, device, buffer_dtype)
     sources = found.sources
     if shard_placement_fn is not None:

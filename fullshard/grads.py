@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.errors import ConfigError
 from fullshard.layout import choose_cut
@@ -64,16 +64,19 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     if not grads:
         return torch.tensor(0.0)
     norms: list[Tensor] = [torch.empty(0)] * len(grads)
-    meshes: dict[DeviceMesh, list[int]] = {}
+    spread: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
     for i, grad in enumerate(grads):
         if isinstance(grad, DTensor):
-            meshes.setdefault(grad.device_mesh, []).append(i)
+            own, axes = _own_part(grad)
+            spread.setdefault((grad.device_mesh, axes), []).append(i)
+            norms[i] = _norm(own, norm_type)
         else:
             norms[i] = _norm(grad, norm_type)
-    for mesh, indices in meshes.items():
-        parts = [_own_part(grads[i]) for i in indices]
-        own = torch.stack([_norm(part, norm_type) for part in parts])
-        for i, norm in zip(indices, _combined(own, mesh, norm_type), strict=True):
+    for (mesh, axes), indices in spread.items():
+        combined = torch.stack([norms[i] for i in indices])
+        for axis in axes:
+            combined = _combined(combined, mesh, axis, norm_type)
+        for i, norm in zip(indices, combined, strict=True):
             norms[i] = norm
     device = norms[0].device
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
@@ -90,13 +93,19 @@ def _norm(values: Tensor, norm_type: float) -> Tensor:
     )
 
 
-def _own_part(grad: Tensor) -> Tensor:
-    """This rank's part of a gradient on the shard axis: its shard, or as much of a whole one as its shard would be."""
-    assert isinstance(grad, DTensor)
-    local, mesh = grad._local_tensor, grad.device_mesh
-    if isinstance(grad.placements[-1], Shard):
-        return local
-    return part_of_rank(local, mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1))
+def _own_part(grad: DTensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a gradient, and the axes of its mesh over which all parts are found.
+
+    On the last axis, which is the shard axis, it is the shard, or as much of a whole gradient as its shard would be.
+    """
+    mesh, last = grad.device_mesh, grad.device_mesh.ndim - 1
+    if any(placement.is_partial() for placement in grad.placements):  # of a parameter that no unit has
+        grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
+    local, placements = grad._local_tensor, grad.placements
+    axes = (last, *(axis for axis in range(last) if not placements[axis].is_replicate()))
+    if not placements[last].is_replicate():
+        return local, axes
+    return part_of_rank(local, mesh.size(last), mesh.get_local_rank(last)), axes
 
 
 def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
@@ -110,12 +119,11 @@ def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
     ).contiguous()  # as the shard is: a norm's bits follow the strides
 
 
-def _combined(own: Tensor, mesh: DeviceMesh, norm_type: float) -> Tensor:
-    """The norm over the shard axis of each of the norms in `own`, 1-D."""
-    world = mesh.size(mesh.ndim - 1)
+def _combined(own: Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> Tensor:
+    """The norm over an axis of `mesh` of each of the norms in `own`, 1-D."""
     device = torch.device(mesh.device_type)
-    gathered = torch.empty(world, own.numel(), dtype=own.dtype, device=device)
-    dist.all_gather(list(gathered.unbind()), own.to(device), group=mesh.get_group(mesh.ndim - 1))
+    gathered = torch.empty(mesh.size(axis), own.numel(), dtype=own.dtype, device=device)
+    dist.all_gather(list(gathered.unbind()), own.to(device), group=mesh.get_group(axis))
     combined: Tensor = torch.linalg.vector_norm(gathered, norm_type, dim=0)
     return combined
 

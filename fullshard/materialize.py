@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from fullshard.collectives import collectives_for
 from fullshard.errors import ConfigError
+from fullshard.guise import guise_of
 from fullshard.mesh import Axes
 from fullshard.record import Origin, Phase
 from fullshard.runtime import clean_fqn, is_unit
@@ -49,13 +49,13 @@ def own_modules(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter]) -> Found:
-    """The parameters of `modules` that are not ignored: new ones, and those tied to another unit's.
+def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter], axes: Axes) -> Found:
+    """The parameters of `modules` to shard over `axes`: those not ignored, new ones and those tied to another unit's.
 
     A tied parameter that another unit has is put in these modules' place too, so that the tie holds.
 
     Raises:
-        ConfigError: a parameter is a `DTensor` already.
+        ConfigError: a parameter is a `DTensor` that cannot be sharded over `axes` as well.
     """
     skip = {id(param) for param in ignored}
     new: dict[int, Source] = {}
@@ -75,12 +75,9 @@ def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter
                     borrowed.append(unit)
                 continue
             fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
-            if isinstance(param, DTensor):
-                raise ConfigError(
-                    f"{fqn} is already a DTensor placed {param.placements} on mesh {param.device_mesh}: fullshard "
-                    "shards plain parameters. Shard the module before distributing it, or list it in ignored_params."
-                )
-            source = new.setdefault(id(param), Source(param, [], fqn))
+            if id(param) not in new:
+                new[id(param)] = Source(param, [], fqn, guise_of(fqn, param, axes))
+            source = new[id(param)]
             if owner not in source.owners:
                 source.owners.append(owner)
     return Found(list(new.values()), borrowed)
@@ -170,7 +167,7 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torc
 
 def broadcast_from_first(sources: Iterable[Source], modules: Iterable[nn.Module], axes: Axes) -> None:
     """Let every rank have the parameters and buffers of the mesh's first rank."""
-    tensors: list[Tensor] = [source.param.detach() for source in sources]
+    tensors: list[Tensor] = [source.moved for source in sources]
     tensors += [b for _, module in own_modules(modules) for b in module._buffers.values() if b is not None]
     for group in (axes.shard_group, axes.replicate_group):
         if group is not None and tensors:

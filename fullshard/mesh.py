@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement as TensorPlacement
 from torch.distributed.tensor import Replicate, Shard
 
+from fullshard._compat import joined_mesh
 from fullshard.errors import ConfigError, RankMismatchError, StateError
-from fullshard.layout import Cut
+from fullshard.layout import Cut, owned
 from fullshard.strategy import Placement, Placements
 
-__all__ = ["Axes", "default_mesh", "resolve_axes", "resolve_groups", "subgroup"]
+__all__ = ["Axes", "default_mesh", "join", "own_part", "resolve_axes", "resolve_groups", "subgroup"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,15 @@ class Axes:
         """The `DTensor` placements, axis by axis, of a parameter that is cut so, or whole if not `sharded`."""
         on_shard_axis = Shard(cut.dim) if sharded and cut.dim is not None else Replicate()
         return (*(Replicate() for _ in range(self.mesh.ndim - 1)), on_shard_axis)
+
+
+def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> Tensor:
+    """The part of `whole` that is this rank's, cut along one axis of `mesh` after the other: a view."""
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            span = owned(whole.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
+            whole = whole.narrow(placement.dim, span.start, len(span))
+    return whole
 
 
 def resolve_axes(mesh: DeviceMesh | None, placements: Placements, device_type: str) -> Axes:
@@ -129,6 +141,17 @@ def subgroup(ranks: list[int]) -> dist.ProcessGroup:
     if key not in _subgroups:
         _subgroups[key] = dist.new_group(ranks, use_local_synchronization=True)
     return _subgroups[key]
+
+
+_joined: dict[tuple[dist.ProcessGroup, DeviceMesh, DeviceMesh], DeviceMesh | None] = {}
+
+
+def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
+    """A mesh of the axes of both, those of `outer` first, always the same one; None where they share ranks."""
+    key = (dist.distributed_c10d._get_default_group(), outer, inner)
+    if key not in _joined:
+        _joined[key] = joined_mesh(outer, inner)
+    return _joined[key]
 
 
 _defaults: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], DeviceMesh] = {}

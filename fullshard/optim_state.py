@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard._compat import make_dtensor, tree_map
 from fullshard.errors import ConfigError
-from fullshard.layout import owned
+from fullshard.mesh import own_part
 from fullshard.runtime import clean_fqn
 from fullshard.sharded_param import whole_of
 from fullshard.state_dict import (
@@ -283,13 +283,10 @@ def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
         local = value.to_local()
     else:
-        local = value.full_tensor() if isinstance(value, DTensor) else value
-        for axis, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                span = owned(local.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
-                local = local.narrow(placement.dim, span.start, len(span))
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        local = own_part(whole, mesh, placements)
     local = local.to(device, copy=True).contiguous()
-    return make_dtensor(local, mesh, placements, tuple(value.shape), torch.empty(value.shape, device="meta").stride())
+    return make_dtensor(local, mesh, placements, tuple(value.shape))
 
 
 def _groups(optim: torch.optim.Optimizer, saved: list[StateDict], fqns: list[str]) -> list[StateDict]:

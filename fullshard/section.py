@@ -24,7 +24,7 @@ from fullshard._compat import storage_references
 from fullshard.buffers import Pool, typed_view
 from fullshard.collectives import Collectives, Pending, collectives_for
 from fullshard.layout import Place, SectionLayout, lay_out
-from fullshard.mesh import Axes, subgroup
+from fullshard.mesh import Axes, own_part, subgroup
 from fullshard.precision import DtypeContract
 from fullshard.record import Origin
 from fullshard.sharded_param import ShardedParam, Source
@@ -99,7 +99,7 @@ class Section:
         self.contract = contract
         self.rank = axes.shard_rank
         self.layout: SectionLayout = lay_out(
-            [s.param.shape for s in sources], axes.shard_world, contract.itemsize, [s.dim for s in sources]
+            [s.moved.shape for s in sources], axes.shard_world, contract.itemsize, [s.dim for s in sources]
         )
         self.device = device
         self.home = home
@@ -174,7 +174,7 @@ class Section:
         offsets = [byte_offset + place.whole_offset * dtype.itemsize for place in layout.places]
         self._wholes = wholes = [typed_view(storage, dtype, o, s) for o, s in zip(offsets, shapes, strict=True)]
         for param, whole in zip(self.params, wholes, strict=bool(self.params)):
-            param.unsharded.data = whole
+            param.lie_in(whole)
         wire = self._pack_wire.view(layout.world, layout.pack_numel)
         self._unpacked = [
             pair
@@ -189,7 +189,7 @@ class Section:
         self.whole = self._pack_wire = nothing
         self._gather_places, self._wholes, self._unpacked = [], [], []
         for param in self.params:
-            param.unsharded.data = nothing
+            param.lie_in(nothing)
 
     def make_params(self) -> None:
         """Cut the sources: fill their homes with this rank's values and make both forms.
@@ -209,10 +209,11 @@ class Section:
                 device=self.device,
             )
             if not source.param.is_meta:
-                local.copy_(param.take_own(source.param.detach()))
+                placements = self._axes.tensor_placements(place.cut, sharded=self.cuts_optimizer)
+                local.copy_(own_part(source.moved, self._axes.mesh, placements))
             self.params.append(param)
         for param, whole in zip(self.params, self._wholes, strict=bool(self._wholes)):
-            param.unsharded.data = whole
+            param.lie_in(whole)
         self._homes = [param.local.data_ptr() for param in self.params]
         self._sources = []
 
@@ -396,7 +397,7 @@ class Section:
         """The whole gradients, by index of the parameter, that this microbatch and those held back have left."""
         grads = {}
         for i, param in enumerate(self.params):
-            grad, param.unsharded.grad = param.unsharded.grad, None
+            grad = param.take_grad()
             held = self._held.pop(i, None)
             if grad is not None:
                 grad = grad.to_dense() if grad.layout != torch.strided else grad

@@ -1,19 +1,20 @@
-"""One parameter and its two forms: a `DTensor` at rest, a plain tensor in compute."""
+"""One parameter and its two forms: a `DTensor` at rest, a plain tensor in compute (but see `fullshard.guise`)."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard._compat import dtensor_like, make_dtensor, set_local_tensor
+from fullshard._compat import dtensor_like, set_local_tensor
 from fullshard.errors import StateError
+from fullshard.guise import Guise
 from fullshard.layout import Place
-from fullshard.mesh import Axes
+from fullshard.mesh import Axes, own_part
 
 __all__ = ["Owner", "ShardedParam", "Source", "whole_of"]
 
@@ -33,7 +34,13 @@ class Source:
     param: nn.Parameter
     owners: list[Owner]  # several where weights are tied
     fqn: str
+    guise: Guise = field(default_factory=Guise)
     dim: int | None = None  # along which the user wants it cut
+
+    @property
+    def moved(self) -> Tensor:
+        """What is to be cut of it: its values on this rank."""
+        return self.param._local_tensor if isinstance(self.param, DTensor) else self.param.detach()
 
 
 class ShardedParam:
@@ -41,7 +48,7 @@ class ShardedParam:
 
     `sharded` is what optimizers, checkpoints and users see between steps: an `nn.Parameter` around a `DTensor` whose
     local tensor is this rank's shard. `unsharded` is what compute sees: an `nn.Parameter` of the whole shape in the
-    compute dtype, over storage that is emptied and filled again.
+    compute dtype, over storage that is emptied and filled again. Tensor parallelism has it a `DTensor` there, too.
     """
 
     def __init__(
@@ -58,13 +65,12 @@ class ShardedParam:
         self.fqn = source.fqn
         self.owners = list(source.owners)
         self.place = place
-        shape = place.cut.shape
-        stride = torch.empty(shape, device="meta").stride()
-        placements = axes.tensor_placements(place.cut, sharded=sharded)
+        self.guise = source.guise
         requires_grad = source.param.requires_grad
-        tensor = make_dtensor(local, axes.mesh, placements, shape, stride)
-        self.sharded = nn.Parameter(tensor, requires_grad=requires_grad)
-        self.unsharded = nn.Parameter(torch.empty(0, dtype=compute, device=device), requires_grad=requires_grad)
+        at_rest = self.guise.at_rest(local, axes, place.cut, sharded=sharded)
+        self.sharded = nn.Parameter(at_rest, requires_grad=requires_grad)
+        nothing = torch.empty(0, dtype=compute, device=device)
+        self.unsharded = nn.Parameter(self.guise.in_compute(nothing), requires_grad=requires_grad)
         self._on_grad: Callable[[], None] | None = None
         self._watched = False
         for attribute, value in vars(source.param).items():  # marks that users leave on their parameters
@@ -106,13 +112,16 @@ class ShardedParam:
 
     def take_own(self, whole: Tensor) -> Tensor:
         """The part of a whole tensor that is this rank's: a view."""
-        dim = self.place.cut.dim
-        placement = self.dtensor.placements[-1]
-        if dim is None or not isinstance(placement, Shard):
-            return whole
-        rank = self.dtensor.device_mesh.get_local_rank(self.dtensor.device_mesh.ndim - 1)
-        span = self.place.cut.span(rank)
-        return whole.narrow(dim, span.start, len(span))
+        return own_part(whole, self.dtensor.device_mesh, self.dtensor.placements)
+
+    def lie_in(self, whole: Tensor) -> None:
+        """Let the unsharded parameter have its values in `whole` from now on."""
+        self.guise.lie_in(self.unsharded, whole)
+
+    def take_grad(self) -> Tensor | None:
+        """The whole gradient that autograd has left, which is forgotten: what is reduced of it."""
+        grad, self.unsharded.grad = self.unsharded.grad, None
+        return None if grad is None else self.guise.moved_of(grad)
 
     def show(self, form: nn.Parameter) -> None:
         """Let every module that has this parameter have it in the given form."""
@@ -178,8 +187,8 @@ class ShardedParam:
 
     def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:
         """Start the unsharded form afresh, in another dtype or on another device."""
-        whole = torch.empty(0, dtype=compute, device=device)
-        self.unsharded = nn.Parameter(whole, requires_grad=self.sharded.requires_grad)
+        nothing = torch.empty(0, dtype=compute, device=device)
+        self.unsharded = nn.Parameter(self.guise.in_compute(nothing), requires_grad=self.sharded.requires_grad)
         vars(self.unsharded).update(vars(self.sharded))
         if self._on_grad is not None:
             self.watch(self._on_grad)
@@ -193,6 +202,10 @@ def _dtensor(tensor: Tensor) -> DTensor:
 @torch.no_grad()
 def whole_of(tensor: DTensor) -> Tensor:
     """The whole values of `tensor`, in memory of their own: a collective, if it is sharded."""
-    whole = tensor.full_tensor()
+    gathered, placements = tensor, list(tensor.placements)
+    for axis in range(1, len(placements))[::-1]:  # one after the other, or torch warns that it cannot do all at once
+        placements[axis] = Replicate()
+        gathered = gathered.redistribute(placements=placements)
+    whole = gathered.full_tensor()
     own = whole.untyped_storage().data_ptr() != tensor._local_tensor.untyped_storage().data_ptr()
     return whole if own else whole.clone()

@@ -199,18 +199,12 @@ def _memory(tensor: Tensor) -> int | None:
 
 def is_first_rank(module: nn.Module) -> bool:
     """Whether this is the first of the ranks that `module` is sharded over: the one that `rank0_only` means."""
-    turns = turns_in(module)
-    mesh = turns[0].unit.settings.axes.mesh if turns else None
-    return dist.get_rank() == 0 if mesh is None else not any(mesh.get_coordinate() or ())
+    return all(dist.get_rank(group) == 0 for group in groups_of(module))
 
 
 def groups_of(module: nn.Module) -> list[dist.ProcessGroup | None]:
     """The groups along which the first rank reaches all ranks that `module` is sharded over, one after the other."""
-    turns = turns_in(module)
-    if not turns:
-        return [None]
-    axes = turns[0].unit.settings.axes
-    return [axes.shard_group, *([axes.replicate_group] if axes.replicate_group else [])]
+    return list(dict.fromkeys(group for turn in turns_in(module) for group in turn.unit.groups)) or [None]
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -10,6 +10,7 @@ from functools import partial
 from itertools import groupby
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.buffers import Pool, Slot
@@ -161,6 +162,13 @@ class Unit:
             for param in section.params
         )
         return f"{self.name or 'the root'} ({'; '.join(params)})"
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups that its parameters are spread over: the engine's, then those that were there before."""
+        axes = self.settings.axes
+        own = [axes.shard_group] if axes.replicate_group is None else [axes.shard_group, axes.replicate_group]
+        return list(dict.fromkeys([*own, *(group for param in self.params for group in param.guise.groups)]))
 
     @property
     def is_lost(self) -> bool:

@@ -30,7 +30,7 @@ FLOORS = [
         "streams",
     ],
     # 2: sharded things
-    ["sharded_param", "section", "reduction", "unit", "finite"],
+    ["guise", "sharded_param", "section", "reduction", "unit", "finite"],
     # 3: runtime
     ["order", "nested", "runtime", "materialize"],
     # 4: what users call
