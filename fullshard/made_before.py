@@ -38,10 +38,9 @@ def _sharded(param: Any, optimizer: Optimizer) -> Any:
         return param
     unit, sharded = managed
     if param is not sharded.sharded and optimizer.state.get(param):
-        fqn = f"{unit.name}.{sharded.fqn}" if unit.name else sharded.fqn
         raise StateError(
-            f"{type(optimizer).__name__} has state for {fqn} from before that was sharded: "
-            f"{', '.join(optimizer.state[param])}. Make the optimizer after sharding, and load into it what "
+            f"{type(optimizer).__name__} has state for {sharded.fqn} of {unit.name or 'the root'} from before that was "
+            f"sharded: {', '.join(optimizer.state[param])}. Make the optimizer after sharding, and load into it what "
             "FullyShardedDataParallel.optim_state_dict_to_load makes of the old one's state by FQN."
         )
     return sharded.sharded

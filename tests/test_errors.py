@@ -25,7 +25,7 @@ import torch.distributed as dist
 from small_models import Chain, Layer, chain, inputs
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -191,6 +191,29 @@ def wrap_what_is_sharded() -> Steps:
 def shard_a_container() -> Steps:
     yield
     fully_shard(nn.ModuleList([linear()]))
+
+
+@mistake(ConfigError, r"weight is already a DTensor placed \(Partial\(sum\),\)", "Redistribute it first")
+def shard_what_is_a_sum() -> Steps:
+    mesh, module = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), linear()
+    module.weight = nn.Parameter(DTensor.from_local(torch.zeros(6, 8), mesh["tp"], [Partial()]))
+    yield
+    fully_shard(module, mesh=mesh["dp"])
+
+
+@mistake(
+    StateError,
+    "SGD has state for weight of Linear from before that was sharded: momentum_buffer",
+    "Make the optimizer after",
+)
+def step_with_state_from_before() -> Steps:
+    module = linear()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    fully_shard(module)
+    yield
+    optimizer.step()
 
 
 @mistake(ConfigError, r"weight is already a DTensor placed \(Replicate\(\),\) on mesh", "list it in ignored_params")

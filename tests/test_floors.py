@@ -34,7 +34,7 @@ FLOORS = [
     # 3: runtime
     ["order", "nested", "runtime", "materialize"],
     # 4: what users call
-    ["wrap", "state_dict", "optim_state", "optim", "made_before", "fully_shard", "summon", "grads", "wrapper", "plan"],
+    ["wrap", "state_dict", "optim_state", "made_before", "optim", "fully_shard", "summon", "grads", "wrapper", "plan"],
     # What users import, made of all that is above
     [PUBLIC],
     # 5: edges
