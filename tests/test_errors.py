@@ -203,7 +203,7 @@ def shard_what_is_a_sum() -> Steps:
 
 @mistake(
     StateError,
-    "SGD has state for weight of Linear from before that was sharded: momentum_buffer",
+    "SGD has state for weight of Linear from before that was sharded",
     "Make the optimizer after",
 )
 def step_with_state_from_before() -> Steps:
