@@ -60,7 +60,7 @@ class TensorParallel(Guise):
         axes: what its local tensors are to be sharded and replicated over.
 
     Raises:
-        ConfigError: `param` is on the axes already, or placed in a way that cannot be cut further.
+        ConfigError: `param` is not on other axes of the same mesh, or placed in a way that cannot be cut further.
     """
 
     def __init__(self, fqn: str, param: DTensor, axes: Axes) -> None:
@@ -68,9 +68,9 @@ class TensorParallel(Guise):
         found = f"{fqn} is already a DTensor placed {param.placements} on mesh {param.device_mesh}"
         if mesh is None:
             raise ConfigError(
-                f"{found}, which is not another axis of the mesh that has {axes.mesh}, over which it is to be sharded. "
-                "Slice both from one mesh: tensor parallelism over mesh['tp'], fully_shard(mesh=mesh['dp']); or list "
-                "it in ignored_params."
+                f"{found}. To be sharded over {axes.mesh} as well, both must be axes of one mesh, with names. Slice it "
+                "for each, as in parallelize_module(module, mesh['tp'], plan) and fully_shard(module, mesh=mesh['dp']),"
+                " or list it in ignored_params."
             )
         if any(type(placement) not in (Shard, Replicate) for placement in param.placements):
             raise ConfigError(

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from small_models import Chain, Layer, chain, inputs
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -193,14 +193,6 @@ def shard_a_container() -> Steps:
     fully_shard(nn.ModuleList([linear()]))
 
 
-@mistake(ConfigError, r"weight is already a DTensor placed \(Partial\(sum\),\)", "Redistribute it first")
-def shard_what_is_a_sum() -> Steps:
-    mesh, module = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp")), linear()
-    module.weight = nn.Parameter(DTensor.from_local(torch.zeros(6, 8), mesh["tp"], [Partial()]))
-    yield
-    fully_shard(module, mesh=mesh["dp"])
-
-
 @mistake(
     StateError,
     "SGD has state for weight of Linear from before that was sharded",
@@ -216,13 +208,39 @@ def step_with_state_from_before() -> Steps:
     optimizer.step()
 
 
-@mistake(ConfigError, r"weight is already a DTensor placed \(Replicate\(\),\) on mesh", "list it in ignored_params")
-def shard_what_is_distributed() -> Steps:
+def distributed(mesh: DeviceMesh, placement: Any) -> nn.Linear:
     module = linear()
-    mesh = init_device_mesh("cpu", (2,))
-    module.weight = nn.Parameter(distribute_tensor(module.weight.detach(), mesh, [Replicate()], src_data_rank=None))
+    module.weight = nn.Parameter(DTensor.from_local(module.weight.detach(), mesh, [placement], run_check=False))
+    return module
+
+
+@mistake(
+    ConfigError,
+    r"weight is already a DTensor placed \(Replicate\(\),\) on mesh .*tp=2.*To be sharded over .*shard=2",
+    r"both must be axes of one mesh.* fully_shard\(module, mesh=mesh\['dp'\]\), or list it in ignored_params",
+)
+def shard_over_the_ranks_of_tensor_parallelism() -> Steps:
+    module = distributed(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), Replicate())
     yield
     fully_shard(module)
+
+
+@mistake(ConfigError, "already a DTensor placed", "both must be axes of one mesh, with names")
+def shard_over_axes_without_names() -> Steps:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp"))
+    module = distributed(mesh["tp"], Replicate())
+    yield
+    fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+
+
+@mistake(
+    ConfigError, r"a DTensor placed \(Partial\(sum\),\).*Only what is placed Shard\(dim\)", "Redistribute it first"
+)
+def shard_what_is_a_sum() -> Steps:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "dp"))
+    module = distributed(mesh["tp"], Partial())
+    yield
+    fully_shard(module, mesh=mesh["dp"])
 
 
 @mistake(

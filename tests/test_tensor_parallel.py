@@ -1,5 +1,6 @@
-"""A model that tensor parallelism has placed on one axis of a mesh trains sharded on the others as it would without."""
+"""What tensor parallelism has placed on one axis of a mesh trains, sharded over the others, as it would without."""
 
+import math
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -7,23 +8,32 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from small_models import whole
+from small_models import memory_is_shared, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from fullshard import fully_shard
+from fullshard import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    StateDictType,
+    clip_grad_norm_,
+    explain,
+    fully_shard,
+    recording,
+    summon_full_params,
+)
 from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
 
 VOCABULARY, WIDTH, HEAD, HIDDEN, SEQUENCES, LENGTH = 131, 96, 16, 192, 4, 8
-STEPS = 4  # units share memory from the third step on
+STEPS = range(4)  # units share memory from the third step on
+ONE_AXIS = ("zero3", "zero2", "zero1", "ddp")
 
 
 class Block(nn.Module):
@@ -48,6 +58,8 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
+    """A language model of an odd vocabulary: tensor parallelism cuts it into parts of different sizes."""
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
@@ -68,9 +80,9 @@ def stack() -> Stack:
     return Stack()
 
 
-def parallel(mesh: DeviceMesh, *, sequence: bool) -> Stack:
-    """The model with its matrices cut over `mesh`; with `sequence` its activations, too, and norms as `DTensor`s."""
-    model = stack()
+def parallel(mesh: DeviceMesh, *, sequence: bool, model: Stack | None = None) -> Stack:
+    """The model with its matrices placed on `mesh`. With `sequence` norms are, too, and activations are cut."""
+    model = model or stack()
     held = Shard(1) if sequence else Replicate()  # activations between modules
     into, back = partial(ColwiseParallel, input_layouts=held), partial(RowwiseParallel, output_layouts=held)
     matrices = {"q": into(), "k": into(), "v": into(), "out": back(), "up": into(), "down": back()}
@@ -82,14 +94,28 @@ def parallel(mesh: DeviceMesh, *, sequence: bool) -> Stack:
 
 
 def shard(model: Stack, mesh: DeviceMesh, **options: Any) -> Any:
+    """A unit a block, and one of the rest."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard", "tp")[-len(shape) :])
+
+
+def data_axes(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh["replicate", "shard"] if mesh.ndim == 3 else mesh["shard"]
+
+
+def mine(mesh: DeviceMesh, tokens: Tensor) -> Tensor:
+    """This rank's sequences: those of its place on `mesh`."""
+    return tokens.chunk(mesh.size())[int((mesh.mesh.flatten() == dist.get_rank()).nonzero())]
+
+
 def batch(step: int) -> Tensor:
     """The sequences of all ranks."""
-    generator = torch.Generator().manual_seed(100 + step)
+    generator = torch.Generator().manual_seed(step)
     return torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=generator)
 
 
@@ -97,65 +123,328 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    return torch.optim.AdamW(trained(model), lr=1e-2)
 
 
-def averaged(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Let every rank of `group` have the mean of all gradients, added in rank order."""
-    for param in model.parameters():
-        if param.grad is None:
-            continue
+def average(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let every rank have the mean over `mesh` of all gradients, added in rank order."""
+    for param in trained(model):
         if isinstance(param.grad, DTensor):
             param.grad = param.grad.redistribute(placements=param.placements)
         local = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
-        terms = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(terms, local.contiguous(), group=group)
-        local.copy_(sum(terms[1:], terms[0]) / len(terms))
+        for group in mesh.get_all_groups():
+            terms = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(terms, local.contiguous(), group=group)
+            local.copy_(sum(terms[1:], terms[0]))
+        local.div_(mesh.size())
 
 
-def train(model: Any, part: Any, *, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What some steps of two microbatches leave, where each rank computes with `part` of a batch.
+def wholes(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param) for name, param in model.named_parameters()}
 
-    Without units of its own to do so, the model has its gradients averaged over `group`.
+
+def whole_grads(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def train(model: Any, mesh: DeviceMesh, *, by_hand: bool = False, optimizer: Any = None, steps: range = STEPS) -> Any:
+    """What some steps leave, the last one of two microbatches, each rank on its part of the batch.
+
+    The gradients of a model without units are averaged `by_hand` over `mesh`.
     """
-    optimizer, left = adamw(model), []
-    for step in range(STEPS):
-        with model.no_sync() if hasattr(model, "no_sync") else nullcontext():
-            loss_of(model, part(batch(2 * step))).backward()
-        loss = loss_of(model, part(batch(2 * step + 1)))
+    optimizer = optimizer or adamw(model)
+    for step in steps:
+        if step == steps[-1]:
+            with nullcontext() if by_hand else model.no_sync():
+                loss_of(model, mine(mesh, batch(100 + step))).backward()
+        loss = loss_of(model, mine(mesh, batch(step)))
         loss.backward()
-        if group is not None:
-            averaged(model, group)
-        grads = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        left += [loss.detach(), grads]
+        if by_hand:
+            average(model, mesh)
+        grads = whole_grads(model) if step == steps[-1] else {}
         optimizer.step()
         optimizer.zero_grad()
-    return [*left, {name: whole(param) for name, param in model.named_parameters()}]
+    return {"loss": loss.detach(), "grads": grads, "params": wholes(model)}
 
 
-def train_in_both_ways(shape: tuple[int, ...], sequence: bool, strategies: tuple[str, ...]) -> None:
-    names = ("replicate", "shard", "tp") if len(shape) == 3 else ("shard", "tp")
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    data = mesh[names[:-1]]
-    groups = [group for group in data.get_all_groups() if dist.get_world_size(group) == 2]
-    rank = sum(dist.get_rank(group) for group in groups)
-    part = lambda tokens: tokens.chunk(2 if groups else 1)[rank]  # noqa: E731
-    alone = train(parallel(mesh["tp"], sequence=sequence), part, group=groups[0] if groups else None)
-    one_process = train(stack(), lambda tokens: tokens)
+# -- the numbers ------------------------------------------------------------------------------------------------------
+
+
+def train_in_each_way(shape: tuple[int, ...], sequence: bool, strategies: tuple[str, ...]) -> None:
+    mesh = mesh_of(*shape)
+    data = data_axes(mesh)
+    alone = train(parallel(mesh["tp"], sequence=sequence), data, by_hand=True)
     for strategy in strategies:
         model = shard(parallel(mesh["tp"], sequence=sequence), data, strategy=strategy)
-        found = train(model, part)
-        assert_same(found, alone, name=strategy)
-        for name, value in found[-1].items():
-            torch.testing.assert_close(value, one_process[-1][name], rtol=1e-3, atol=1e-3)
+        assert_same(train(model, data), alone, name=strategy)
+        assert memory_is_shared(model) == (strategy in ("zero3", "hsdp"))
+    optimizer = adamw(plain := stack())
+    for step in STEPS:
+        if step == STEPS[-1]:
+            loss_of(plain, batch(100 + step)).backward()
+        loss_of(plain, batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(alone["params"], wholes(plain), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_one_rank_on_the_shard_axis_gives_the_bits_of_tensor_parallelism_alone(sequence):
-    run_ranks(2, train_in_both_ways, (1, 2), sequence, ("zero3", "ddp"), timeout=300)
+EACH_PLAN = pytest.mark.parametrize("sequence", [False, True], ids=["plain norms", "sequence parallel"])
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_two_axes(sequence):
-    run_ranks(4, train_in_both_ways, (2, 2), sequence, ("zero3", "zero2", "zero1", "ddp"), timeout=300)
+@EACH_PLAN
+def test_one_part_has_the_bits_of_tensor_parallelism_alone(sequence):
+    run_ranks(2, train_in_each_way, (1, 2), sequence, ("zero3", "ddp"))
+
+
+@EACH_PLAN
+def test_two_parts_have_the_bits_of_tensor_parallelism_with_gradients_averaged_by_hand(sequence):
+    run_ranks(4, train_in_each_way, (2, 2), sequence, ("zero3", "zero1") if sequence else ("zero2", "ddp"))
+
+
+def test_tensor_parallelism_over_one_rank_is_no_special_case():
+    run_ranks(2, train_in_each_way, (2, 1), True, ("zero3",))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 2), (1, 2, 2)])
+def test_hybrid_sharding_has_these_bits_too(shape):
+    run_ranks(4, train_in_each_way, shape, True, ("hsdp",))
+
+
+def train_in_odd_units() -> None:
+    """Units that tensor parallelism has hooks on, that take and give `DTensor`s, and axes in another order."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "data"))
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layers = [nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, WIDTH), nn.Linear(WIDTH, VOCABULARY)]
+        plan = {
+            "0": ColwiseParallel(use_local_output=False),
+            "2": RowwiseParallel(output_layouts=Replicate(), use_local_output=False),
+            "3": ColwiseParallel(output_layouts=Replicate()),
+        }
+        return parallelize_module(nn.Sequential(*layers), mesh["tp"], plan)
+
+    def losses(model: Any, by_hand: bool) -> list[Any]:
+        optimizer, left = adamw(model), []
+        for step in STEPS:
+            x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
+            loss = model(mine(mesh["data"], x)).square().mean()
+            loss.backward()
+            if by_hand:
+                average(model, mesh["data"])
+            left.append((loss.detach(), whole_grads(model)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return left
+
+    expected = losses(build(), by_hand=True)
+    model = build()
+    for i in (0, 2, 3):
+        fully_shard(model[i], mesh=mesh["data"])
+    assert_same(losses(fully_shard(model, mesh=mesh["data"]), by_hand=False), expected)
+
+
+def train_in_low_precision() -> None:
+    mesh = mesh_of(2, 2)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    found = []
+    for strategy in ("zero3", "ddp"):
+        model = shard(parallel(mesh["tp"], sequence=True), mesh["shard"], strategy=strategy, mp_policy=policy)
+        found.append(train(model, mesh["shard"]))
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert_same(found[1], found[0])
+    torch.testing.assert_close(found[0]["params"], wholes(stack()), rtol=0, atol=0.1)
+
+
+def test_any_module_may_be_a_unit_and_axes_lie_in_any_order():
+    run_ranks(4, train_in_odd_units)
+
+
+def test_in_low_precision_strategies_give_one_another_s_bits():
+    run_ranks(4, train_in_low_precision)
+
+
+# -- what is sent -----------------------------------------------------------------------------------------------------
+
+
+def count_a_step() -> None:
+    mesh = mesh_of(2, 2)
+    records = []
+    for model in (stack(), parallel(mesh["tp"], sequence=False)):
+        shard(model, mesh["shard"])
+        for step in range(2):
+            with recording() as record:
+                loss_of(model, mine(mesh["shard"], batch(step))).backward()
+        records.append(record)
+    without, along = records
+    assert along.names() == without.names()
+    for name in ("all_gather", "reduce_scatter"):  # norms and the biases of `out` are not divided
+        assert 0.5 < along.sent_bytes(name) / without.sent_bytes(name) < 0.51
+
+
+def test_as_many_messages_are_sent_as_without_of_half_the_bytes():
+    run_ranks(4, count_a_step)
+
+
+# -- norms ------------------------------------------------------------------------------------------------------------
+
+
+def clip_in_every_way() -> None:
+    mesh = mesh_of(2, 2)
+    tokens = batch(0)[:1]  # the same on all ranks, so a plain model on each rank is the reference
+    for norm_type in (1.0, 2.0, math.inf):
+        loss_of(plain := stack(), tokens).backward()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        grads = whole_grads(plain)
+        for sequence in (False, True):
+            bits = []
+            for strategy in ("zero3", "ddp"):
+                # torch's has no answer where some parameters are on one mesh and some on another
+                for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_) if sequence else (clip_grad_norm_,):
+                    model = shard(parallel(mesh["tp"], sequence=sequence), mesh["shard"], strategy=strategy)
+                    loss_of(model, tokens).backward()
+                    norm = whole(clip(model.parameters(), 0.1, norm_type))
+                    torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)
+                    torch.testing.assert_close(whole_grads(model), grads, rtol=1e-4, atol=1e-7)
+                    bits += [norm] if clip is clip_grad_norm_ else []
+            assert_same(bits[1], bits[0])
+
+
+def test_norms_and_clipping_are_those_of_one_process():
+    run_ranks(4, clip_in_every_way)
+
+
+# -- what is saved ----------------------------------------------------------------------------------------------------
+
+
+def save_and_load(folder: str) -> None:
+    mesh = mesh_of(2, 2)
+    model = shard(parallel(mesh["tp"], sequence=False), mesh["shard"])
+    initial, sharded = stack().state_dict(), model.state_dict()
+    assert list(sharded) == list(initial)
+    assert_same({name: whole(value) for name, value in sharded.items()}, initial)
+    placed = {name: (value.device_mesh.mesh_dim_names, value.placements) for name, value in sharded.items()}
+    assert placed["norm.weight"] == (("shard",), (Shard(0),))
+    assert placed["embedding.weight"] == (("tp", "shard"), (Shard(0), Shard(0)))
+    assert placed["blocks.1.down.weight"] == (("tp", "shard"), (Shard(1), Shard(0)))
+    assert placed["blocks.1.down.bias"] == (("tp", "shard"), (Replicate(), Shard(0)))
+    assert "    down.bias (96,): R on tp, S(0) on shard; here (48,)" in explain(model)
+
+    torch.manual_seed(1)
+    others = [shard(parallel(mesh["tp"], sequence=False, model=Stack()), mesh["shard"]) for _ in range(3)]
+    others[0].load_state_dict(initial)
+    others[1].load_state_dict(sharded)
+    others[2].load_state_dict(parallel(mesh["tp"], sequence=False).state_dict())  # placed, but not sharded
+    for other in others:
+        assert_same(wholes(other), dict(initial))
+
+    dcp.save(sharded, checkpoint_id=folder)
+    plain = {name: torch.empty_like(value) for name, value in initial.items()}
+    dcp.load(plain, checkpoint_id=folder)
+    assert_same(plain, dict(initial))
+
+
+def test_state_dicts_hold_whole_values_under_the_user_s_names(tmp_path):
+    run_ranks(4, save_and_load, str(tmp_path))
+
+
+def wrapped(mesh: DeviceMesh, model: Stack | None = None) -> FullyShardedDataParallel:
+    placed = parallel(mesh["tp"], sequence=True, model=model)
+    return FullyShardedDataParallel(placed, device_mesh=mesh["shard"], auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def save_and_go_on() -> None:
+    """A run that is saved and goes on in another model ends as the one that was saved."""
+    mesh = mesh_of(2, 2)
+    data = mesh["shard"]
+    model = wrapped(mesh)
+    optimizer = adamw(model)
+    train(model, data, optimizer=optimizer, steps=range(2))
+    alone = parallel(mesh["tp"], sequence=True)
+    train(alone, data, by_hand=True, optimizer=(reference := adamw(alone)), steps=range(2))
+    names = {id(param): name for name, param in alone.named_parameters()}
+    expected = {names[id(p)]: {key: whole(v) for key, v in state.items()} for p, state in reference.state.items()}
+    params = wholes(alone)
+
+    saved = []
+    full, sharded = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+    kinds = {full: (FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)), sharded: ()}
+    for kind, configs in kinds.items():
+        with FullyShardedDataParallel.state_dict_type(model, kind, *configs):
+            state, optim_state = model.state_dict(), FullyShardedDataParallel.optim_state_dict(model, optimizer)
+        if kind is full:  # on the first rank of the mesh only
+            assert bool(state) == bool(optim_state) == (dist.get_rank() == 0)
+        if state:
+            assert_same({name: whole(value) for name, value in state.items()}, params)
+            found = optim_state["state"].items()
+            assert_same({name: {key: whole(v) for key, v in values.items()} for name, values in found}, expected)
+        saved.append((kind, configs, state, optim_state))
+
+    resumed = []
+    for kind, configs, state, optim_state in saved:
+        other = wrapped(mesh, model=Stack())
+        again = adamw(other)
+        with FullyShardedDataParallel.state_dict_type(other, kind, *configs):
+            other.load_state_dict(state or saved[1][2])
+            FullyShardedDataParallel.optim_state_dict_to_load(other, again, optim_state, load_directly=True)
+        resumed.append((other, again))
+    expected = train(model, data, optimizer=optimizer, steps=range(2, 4))
+    for other, again in resumed:
+        assert_same(train(other, data, optimizer=again, steps=range(2, 4)), expected)
+
+
+def test_a_run_goes_on_from_full_and_sharded_state_dicts():
+    run_ranks(4, save_and_go_on)
+
+
+def build_on_meta() -> None:
+    mesh = mesh_of(2, 2)
+    with torch.device("meta"):
+        model = Stack()
+    shard(parallel(mesh["tp"], sequence=True, model=model), mesh["shard"])
+    model.to_empty(device="cpu")
+    model.load_state_dict(stack().state_dict())
+    ready = shard(parallel(mesh["tp"], sequence=True), mesh["shard"])
+    for step in range(2):
+        if step:  # in mid-run
+            model.to(torch.float64)
+            ready = shard(parallel(mesh["tp"], sequence=True).to(torch.float64), mesh["shard"])
+        for each in (model, ready):
+            loss_of(each, mine(mesh["shard"], batch(step))).backward()
+        assert_same(whole_grads(model), whole_grads(ready))
+        model.zero_grad()
+
+
+def test_models_from_the_meta_device_and_those_that_are_cast_are_as_any():
+    run_ranks(4, build_on_meta)
+
+
+# -- whole parameters for the user ------------------------------------------------------------------------------------
+
+
+def look_and_change() -> None:
+    mesh = mesh_of(2, 2)
+    model = shard(parallel(mesh["tp"], sequence=False), mesh["shard"])
+    tokens = batch(0)[:1]
+    loss_of(model, tokens).backward()
+    loss_of(plain := stack(), tokens).backward()
+    with summon_full_params(model, with_grads=True):
+        assert not any(isinstance(param, DTensor) for param in model.parameters())
+        assert_same(wholes(model), wholes(plain))
+        torch.testing.assert_close(whole_grads(model), whole_grads(plain), rtol=1e-4, atol=1e-6)
+        with torch.no_grad():
+            for param in (*model.parameters(), *plain.parameters()):
+                param.mul_(torch.arange(param.numel()).view(param.shape))
+                if param.grad is not None:
+                    param.grad.fill_(2)
+    assert_same(wholes(model), wholes(plain))
+    assert all((grad == 2).all() for grad in whole_grads(model).values())
+
+
+def test_summoned_parameters_are_whole_over_all_axes_and_may_be_changed():
+    run_ranks(4, look_and_change)

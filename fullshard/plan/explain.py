@@ -51,7 +51,7 @@ def _head(turns: Sequence[Turn]) -> Iterator[str]:
 
 def _unit(turn: Turn, names: Mapping[nn.Module, str]) -> Iterator[str]:
     unit = turn.unit
-    numel = sum(param.place.cut.numel for param in unit.params)
+    numel = sum(param.sharded.numel() for param in unit.params)
     yield ""
     kind, whole = type(unit.module).__name__, _size(unit.whole_nbytes)
     yield f"{names[unit.module]}: {kind}, {numel:,} parameters, {whole} whole"
@@ -63,13 +63,16 @@ def _unit(turn: Turn, names: Mapping[nn.Module, str]) -> Iterator[str]:
         shards = section.layout.shard_numel * section.contract.stored.itemsize
         yield f"  {section.contract}; {trained}; {_size(shards)} of shards, {_padding(section):.1%} padding"
         for param in section.params:
-            yield f"    {param.fqn} {tuple(param.place.cut.shape)}: {_placed(param)}"
+            yield f"    {param.fqn} {tuple(param.sharded.shape)}: {_placed(param)}"
 
 
 def _placed(param: ShardedParam) -> str:
-    placements = ", ".join(map(str, param.dtensor.placements))
+    mesh = param.dtensor.device_mesh
+    placements = [str(placement) for placement in param.dtensor.placements]
+    if param.guise.groups:  # axes that the units' mesh does not have
+        placements = [f"{placed} on {name}" for placed, name in zip(placements, mesh.mesh_dim_names or (), strict=True)]
     local = tuple(param.local.shape)
-    return f"{placements}; here {local}, {'in place' if param.place.in_place else 'packed'}"
+    return f"{', '.join(placements)}; here {local}, {'in place' if param.place.in_place else 'packed'}"
 
 
 def _padding(section: Section) -> float:
