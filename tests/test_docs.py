@@ -11,6 +11,7 @@ import torch.distributed as dist
 from test_floors import FLOORS, PUBLIC
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from fullshard import ShardingStrategy, fully_shard, recording
 from fullshard.strategy import resolve_placements
@@ -71,6 +72,37 @@ def test_the_readme_script_does_what_the_table_under_it_says(tmp_path):
     for placed, shapes in run_ranks(2, run_readme, str(script)):
         assert placed == "(Shard(dim=0),)"
         assert shapes == [(512, 512), *[(256, 512)] * 4]
+
+
+def run_tensor_parallel(path: str) -> list[list[str]]:
+    """The page's script as one rank runs it: what the table under it says, of the model that it has built."""
+    dist.init_process_group = lambda: None
+    model = runpy.run_path(path)["model"]
+    return [describe(model, *place) for place in ((1, "weight"), (3, "weight"), (3, "bias"), (0, "weight"))]
+
+
+def describe(model: nn.Module, layer: int, name: str) -> list[str]:
+    def axes(tensor: DTensor) -> str:
+        return f"({', '.join(tensor.device_mesh.mesh_dim_names)})"
+
+    sharded = getattr(model[0][layer], name)
+    placed = (f"{type(p).__name__}({p.dim if p.is_shard() else ''})" for p in sharded.placements)
+    between = [f"{tuple(sharded.shape)} on {axes(sharded)}", ", ".join(placed), str(tuple(sharded.to_local().shape))]
+    model[0].unshard()
+    whole = getattr(model[0][layer], name)
+    seen = "a plain tensor"
+    if isinstance(whole, DTensor):
+        seen = f"a DTensor on {axes(whole)}, here {tuple(whole.to_local().shape)}"
+    model[0].reshard()
+    return [f"model[0][{layer}].{name}", *between, seen]
+
+
+def test_the_script_beside_tensor_parallelism_does_what_the_table_under_it_says(tmp_path):
+    text = page("docs/tensor_parallel.md")
+    script = tmp_path / "script.py"
+    script.write_text(code_blocks(text, "python")[0])
+    for found in run_ranks(4, run_tensor_parallel, str(script)):
+        assert found == rows(text)
 
 
 def test_the_readme_quotes_an_error_as_it_is():
