@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import ONE_AXIS, whole, whole_grads, wholes
-from test_docs import page, rows, section
+from test_docs import code_blocks, page, rows, section
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,7 +164,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.four = nn.Parameter(torch.randn(4, 96) / 10)
         self.row = nn.Parameter(torch.randn(1, 96) / 10)
-        self.low = nn.Parameter((torch.randn(33, 96) / 10).bfloat16())
+        self.low = nn.Parameter((torch.randn(45, 37) / 10).bfloat16())  # parts do not fill vector registers
         self.nothing = nn.Parameter(torch.empty(0, 5))
         self.unused = nn.Parameter(torch.ones(6, 6))
         self.wide = nn.Linear(96, 5, dtype=torch.float64)
@@ -172,7 +172,8 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        x = x * (1 + self.four.sum(0)) + self.row + self.low.float().mean(0) + self.nothing.sum()
+        x = x * (1 + self.four.sum(0)) + self.row + self.nothing.sum()
+        x = x + (x[:, :45] @ self.low.float()).square().mean()
         return self.wide(x.double())
 
 
@@ -454,12 +455,17 @@ def step_without(missing: Sequence[int | None]) -> str:
         param.grad = None
     with pytest.raises(RankMismatchError) as told:
         Muon(params).step()
+    dist.barrier()  # by now all has arrived that the others have sent
     return str(told.value)
 
 
 @pytest.mark.parametrize(
     ("missing", "said"),
-    [((1, 2), ["without parameter 1", "without parameter 2"]), ((9, -1), ["288 bytes", "0 bytes"])],
+    [
+        ((1, 2), ["without parameter 1", "without parameter 2"]),
+        ((1, 9), ["without parameter 1", "288 bytes"]),
+        ((9, -1), ["288 bytes", " 0 bytes, without parameter 0, parameter 1, parameter 2"]),
+    ],
 )
 def test_ranks_with_gradients_of_different_parameters_are_told_so(missing, said):
     """All of them, with each one's side; no message of one arrives as another."""
@@ -481,6 +487,21 @@ def step_without_any() -> list[int]:
 
 def test_a_step_without_gradients_sends_and_changes_nothing():
     assert all(set(sent) == {0} for sent in run_ranks(2, step_without_any))
+
+
+def run_the_example() -> None:
+    model = Net()
+    known = {"model": model, "batch": numbers((4, 96)), "loss": lambda model, batch: model(batch).square().mean()}
+    exec(code_blocks(page("docs/optimizers.md"), "python")[0], known)
+    muon, adamw = known["optimizers"]
+    hidden = [id(param) for param in model.blocks.parameters() if param.ndim == 2]
+    assert [id(param) for param in muon.param_groups[0]["params"]] == hidden
+    assert len(muon.state) == len(TRAINED) - 5
+    assert len(hidden) + len(adamw.param_groups[0]["params"]) == len(list(model.parameters()))
+
+
+def test_the_example_runs():
+    run_ranks(2, run_the_example)
 
 
 # -- state dicts ------------------------------------------------------------------------------------------------------
