@@ -71,7 +71,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def gaps(ours: Tensor, theirs: Tensor, differs: Tensor) -> Tensor:
     """By how much elements differ, in float64: infinite where one of the two is not a number."""
     wide = torch.complex128 if ours.is_complex() else torch.float64
-    return (ours.to(wide) - theirs.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf)
+    return (ours.to(wide) - theirs.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _describe_difference(ours: Tensor, theirs: Tensor, differs: Tensor) -> str:

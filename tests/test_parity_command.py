@@ -1,0 +1,526 @@
+"""`check_parity` and `fullshard parity` say yes where training agrees, and no, with a name, where it does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import batch, loss_of, small_gpt
+from torch import Tensor, nn
+
+import fullshard.collectives
+from fullshard.cli import main
+from fullshard.testing import RanksFailed, assert_same, check_parity, run_ranks
+from fullshard.testing.parity.cases import Case, cases_of
+from fullshard.testing.parity.difference import Compared, Difference, Finding, Kind, Tolerance
+from fullshard.testing.parity.plain import train_plain
+from fullshard.testing.parity.recipe import Recipe
+from fullshard.testing.parity.trace import Trace
+from fullshard.wrap import ModuleWrapPolicy
+
+WIDTH, CLASSES = 40, 7
+
+
+class Layer(nn.Module):
+    """Dropout, and a norm that keeps averages of its own on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 128)
+        self.norm = nn.BatchNorm1d(128)
+        self.down = nn.Linear(128, WIDTH)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(F.gelu(self.norm(self.up(x)))))
+
+
+class Net(nn.Module):
+    """Tied, frozen and unused parameters, and a forward that depends on a buffer, which each call changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers[2].up.requires_grad_(False)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+        self.head.weight = self.embedding.weight
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, given: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.embedding(given) * (1 + self.calls / 10)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x), target)
+
+
+class LowNet(nn.Module):
+    """For low precision: layers without averages, which torch keeps in float32, and a layer that is given float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        for layer in self.layers:
+            x = layer(x.float())
+        return SimpleNamespace(loss=x.square().mean())
+
+
+def make_batch(number: int) -> tuple[Tensor, Tensor]:
+    """Drawn from the usual generator, as a user's may be."""
+    return torch.randint(CLASSES, (6,)), torch.randint(CLASSES, (6,))
+
+
+def make_inputs(number: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))}
+
+
+BY_LAYER = ModuleWrapPolicy({Layer})
+QUICK = {"steps": 2, "auto_wrap_policy": BY_LAYER}
+
+
+# -- yes --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_strategy_has_the_bits_of_the_plain_process():
+    report = check_parity(Net, make_batch, ranks=2, accumulate=2, **QUICK)
+    assert [row.title for row in report.rows] == [
+        "ddp, 2 ranks",
+        "zero1, 2 ranks",
+        "zero2, 2 ranks",
+        "zero3, 2 ranks",
+        "hsdp, 2 ranks in 2 replicas",
+        "hsdp_zero2, 2 ranks in 2 replicas",
+    ]
+    assert report.is_bit_for_bit, report
+    assert report.is_equal
+    report.raise_if_different()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        ((1, 3), {"accumulate": 2}),
+        ((3,), {"accumulate": 2, "reduce_each": True, "optimizer": "sgd", "clip": 0}),
+        ((4,), {"strategies": ["hsdp"]}),
+    ],
+    ids=str,
+)
+def test_three_ranks_and_two_axes_do_too(ranks, options):
+    report = check_parity(Net, make_batch, ranks=ranks, **{"strategies": ["zero3"], **QUICK, **options})
+    assert report.is_bit_for_bit, report
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "dtype", "reduce_dtype"),
+    [(3, "zero3", torch.bfloat16, None), (2, "zero1", torch.float16, torch.float16)],
+    ids=str,
+)
+def test_low_precision_does_too(ranks, strategy, dtype, reduce_dtype):
+    report = check_parity(
+        LowNet,
+        make_inputs,
+        ranks=ranks,
+        strategies=[strategy],
+        steps=2,
+        accumulate=2,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+    )
+    assert report.is_bit_for_bit, report
+
+
+def make_adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam([param for param in model.parameters() if param.requires_grad], lr=0.01, amsgrad=True)
+
+
+def two_sequences(number: int) -> Tensor:
+    return batch(number, 2)
+
+
+def test_a_loss_and_an_optimizer_of_the_user_s_are_used():
+    report = check_parity(
+        small_gpt, two_sequences, loss_of, ranks=2, strategies=["zero2"], optimizer=make_adam, steps=2
+    )
+    assert report.is_bit_for_bit, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"accumulate": 3, "reduce_each": True}], ids=str)
+def test_all_strategies_on_all_ranks(options):
+    report = check_parity(small_gpt, two_sequences, loss_of, ranks=(1, 2, 3, 4), **options)
+    assert report.is_bit_for_bit, report
+
+
+# -- what it is compared with -----------------------------------------------------------------------------------------
+
+
+def one_loop(recipe: Recipe, ranks: int) -> list[Any]:
+    """Plain training as anybody would write it: one model, which sees every microbatch."""
+    torch.manual_seed(recipe.seed)
+    model = LowNet()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    left: list[Any] = []
+    for step in range(recipe.steps):
+        for number in range(step * ranks, (step + 1) * ranks):
+            loss = model(**make_inputs(number)).loss
+            loss.backward()
+            left.append(loss.detach())
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad /= ranks
+        if recipe.clip:
+            left.append(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip))
+        optimizer.step()
+        optimizer.zero_grad()
+        left.append({name: param.detach().clone() for name, param in model.named_parameters()})
+    return left
+
+
+def traced(recipe: Recipe, ranks: int, trace: Trace) -> list[Any]:
+    train_plain(recipe, ranks, ranks, trace)
+    left: list[Any] = []
+    for step in (trace.read(number) for number in range(1, recipe.steps + 1)):
+        left += step.losses.values()
+        left += [step.norm] if recipe.clip else []
+        left.append(step.parameters)
+    return left
+
+
+def like_one_loop(folder: Path) -> None:
+    # Several ranks take the norm part by part, a loop takes it of the whole: other bits, both true.
+    for ranks, clip in ((1, 0.1), (1, 0), (3, 0)):
+        recipe = Recipe(make_model=LowNet, make_batch=make_inputs, steps=3, clip=clip)
+        assert_same(traced(recipe, ranks, Trace(folder)), one_loop(recipe, ranks), name=f"{ranks} ranks, {clip}")
+
+
+def test_the_plain_process_has_the_bits_of_a_loop_over_one_model(tmp_path):
+    run_ranks(1, like_one_loop, tmp_path)
+
+
+# -- no ---------------------------------------------------------------------------------------------------------------
+
+
+class ReadsItsRank(Net):
+    def forward(self, given: Tensor, target: Tensor) -> Tensor:
+        return super().forward(given, target) + dist.get_rank() * self.layers[1].down.bias.sum()
+
+
+class IsNeverTheSame(Net):
+    def forward(self, given: Tensor, target: Tensor) -> Tensor:
+        noise = int.from_bytes(os.urandom(4), "little") / 2**32
+        return super().forward(given, target) + noise * self.layers[1].norm.weight.sum()
+
+
+def never_begins_the_same() -> nn.Module:
+    model = Net()
+    generator = torch.Generator()
+    generator.seed()
+    nn.init.normal_(model.layers[2].up.bias, generator=generator)
+    return model
+
+
+def with_broken_engine(attribute: str, broken: Callable[..., Any]) -> nn.Module:
+    """A model that breaks the engine of the process that builds it."""
+    setattr(fullshard.collectives, attribute, broken)
+    return Net()
+
+
+def adds_in_another_order() -> nn.Module:
+    right = fullshard.collectives._sum_in_rank_order
+    return with_broken_engine(
+        "_sum_in_rank_order", lambda out, terms, divisor: right(out, list(reversed(terms)), divisor)
+    )
+
+
+def does_not_divide() -> nn.Module:
+    return with_broken_engine("_divide", lambda tensors, divisor: None)
+
+
+def writes_to_a_weight_before_the_third_call() -> nn.Module:
+    model, calls = Net(), []
+
+    def spoil(module: nn.Module, args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3 and dist.get_world_size() > 1:
+            with torch.no_grad():
+                module.down.weight[0, 0] += 1e-4
+
+    model.layers[0].register_forward_pre_hook(spoil)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make_model", "first"),
+    [
+        (ReadsItsRank, "gradient of layers.1.down.bias, step 1, rank 0"),
+        (IsNeverTheSame, "gradient of layers.1.norm.weight, step 1, rank 0"),
+        (never_begins_the_same, "layers.2.up.bias, before step 1, rank 0"),
+        (does_not_divide, "gradient of embedding.weight, step 1, rank 0"),
+    ],
+)
+def test_what_differs_first_is_named(make_model, first):
+    report = check_parity(make_model, make_batch, ranks=2, strategies=["zero2"], **QUICK)
+    [row] = report.rows
+    assert str(row.first) == first
+    assert not row.is_equal
+    assert not row.is_bit_for_bit
+    with pytest.raises(AssertionError, match=first):
+        report.raise_if_different()
+
+
+def test_a_model_that_is_never_the_same_differs_on_one_rank_too():
+    assert not check_parity(IsNeverTheSame, make_batch, ranks=1, strategies=["ddp"], **QUICK).is_equal
+
+
+def test_what_happens_late_is_told_with_its_step():
+    report = check_parity(
+        writes_to_a_weight_before_the_third_call,
+        make_batch,
+        ranks=2,
+        strategies=["ddp"],
+        steps=4,
+        auto_wrap_policy=BY_LAYER,
+    )
+    [row] = report.rows
+    assert row.first is not None
+    assert row.first.step == 3
+    assert 0 < row.loss.largest < 1e-2
+
+
+def test_another_order_of_addition_is_seen_and_can_be_tolerated():
+    report = check_parity(
+        adds_in_another_order, make_batch, ranks=3, strategies=["zero3"], rtol=1e-3, atol=1e-4, **QUICK
+    )
+    assert 0 < report.rows[0].gradient.largest < 1e-5
+    assert report.is_equal
+    assert not report.is_bit_for_bit
+    assert "All 1 agree with the plain process within atol 0.0001 and rtol 0.001." in str(report)
+
+
+class RefusesToBeSharded(Net):
+    def forward(self, given: Tensor, target: Tensor) -> Tensor:
+        if not isinstance(self.unused, nn.Parameter) or type(self) is not RefusesToBeSharded:
+            raise ValueError("not like this")
+        return super().forward(given, target)
+
+
+def test_ranks_that_fail_are_rows_and_their_cause_is_told_once():
+    report = check_parity(RefusesToBeSharded, make_batch, ranks=2, strategies=["ddp", "zero3"], **QUICK)
+    assert [row.failure.splitlines()[0] for row in report.rows] == ["ValueError: not like this"] * 2
+    assert not report.is_equal
+    assert str(report).count("Traceback") == 1
+    assert "ddp, 2 ranks; zero3, 2 ranks: ValueError: not like this" in str(report)
+
+
+class FailsAnyway(Net):
+    def forward(self, given: Tensor, target: Tensor) -> Tensor:
+        raise ValueError("never")
+
+
+def test_plain_training_that_fails_is_an_error_and_no_row():
+    with pytest.raises(RanksFailed, match="ValueError: never"):
+        check_parity(FailsAnyway, make_batch, ranks=2, **QUICK)
+
+
+# -- the parts --------------------------------------------------------------------------------------------------------
+
+
+def test_strategies_that_fit_are_taken_and_those_of_one_mesh_stand_together():
+    assert [str(case) for case in cases_of((3, 2), ("hsdp", "ddp"), 1)] == [
+        "hsdp, 3 ranks",
+        "ddp, 3 ranks",
+        "hsdp, 2 ranks",
+        "ddp, 2 ranks",
+    ]
+    by_ranks = [[case.strategy for case in cases_of((ranks,), None, 2)] for ranks in (1, 2, 3, 4)]
+    one_axis = ["ddp", "zero1", "zero2", "zero3"]
+    assert by_ranks == [one_axis, [*one_axis, "hsdp", "hsdp_zero2"], one_axis, [*one_axis, "hsdp", "hsdp_zero2"]]
+    assert cases_of((4,), ("hsdp",), 2) == [Case("hsdp", 4, 2)]
+    assert Case("hsdp", 6, 2).shards == 3
+
+
+EXACT = Tolerance()
+
+
+@given(st.lists(st.floats(width=32), min_size=1), st.floats(0, 1))
+def test_a_tensor_does_not_differ_from_itself(values, atol):
+    tensor = torch.tensor(values)
+    for tolerance in (EXACT, Tolerance(atol, atol)):
+        assert Difference.between(tensor, tensor.clone(), tolerance) == Difference()
+
+
+@given(st.floats(-100, 100, width=32), st.floats(2**-10, 1, width=32))
+def test_what_is_within_the_tolerance_is_tolerated_and_nothing_else(value, gap):
+    one = torch.tensor([0.0, value], dtype=torch.float64)
+    other = one + torch.tensor([0.0, gap], dtype=torch.float64)
+    assert Difference.between(other, one, EXACT) == Difference(gap, False, False)
+    assert Difference.between(other, one, Tolerance(atol=gap)).is_tolerated
+    assert not Difference.between(other, one, Tolerance(atol=gap * 0.99)).is_tolerated
+    assert Difference.between(other, one, Tolerance(rtol=gap / max(abs(value), 1e-9) * 1.01)).is_tolerated == (
+        abs(value) >= 1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("actual", "largest"),
+    [
+        (None, math.inf),
+        (torch.ones(3), math.inf),
+        (torch.ones(2).double(), math.inf),
+        (torch.tensor([1.0, math.nan]), math.inf),
+        (torch.tensor([1.0, -math.inf]), math.inf),
+        (torch.tensor([1.0, 1.5]), 0.5),
+    ],
+    ids=str,
+)
+def test_strangers_are_infinitely_far_apart(actual, largest):
+    difference = Difference.between(actual, torch.ones(2), Tolerance(atol=0.1))
+    assert difference == Difference(largest, False, False)
+
+
+def test_the_sign_of_a_zero_is_a_bit():
+    zero = torch.zeros(1)
+    assert Difference.between(-zero, zero, EXACT) == Difference(0.0, False, False)
+    assert Difference.between(-zero, zero, Tolerance(atol=1e-9)) == Difference(0.0, False, True)
+    assert Difference.between(None, None, EXACT) == Difference()
+
+
+def test_the_first_to_be_told_is_not_tolerated_then_names_a_parameter_then_came_first():
+    compared = Compared(rank=0, tolerance=Tolerance(atol=1.0))
+    zero = torch.zeros(1)
+    for kind, name, step, gap in [
+        (Kind.LOSS, "0", 1, 2.0),
+        (Kind.GRADIENT, "a", 1, 0.5),
+        (Kind.GRADIENT, "b", 2, 2.0),
+        (Kind.PARAMETER, "a", 2, 2.0),
+    ]:
+        compared.add(kind, name, step, zero + gap, zero)
+    assert str(compared.first) == "gradient of b, step 2, rank 0"
+    assert compared.differences[Kind.PARAMETER].largest == 2.0
+    other = Compared(rank=1, tolerance=compared.tolerance)
+    other.add(Kind.GRADIENT, "c", 1, None, zero)
+    assert str(Finding.first([compared.first, other.first])) == "gradient of c, step 1, rank 1"
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+HERE = ["--batch", f"{__file__}:make_batch", "--ranks", "2", "--steps", "2", "--wrap", "Layer"]
+
+
+def test_the_command_says_yes_with_a_table_and_json(tmp_path, capsys):
+    path = tmp_path / "parity.json"
+    argv = ["--model", f"{__file__}:Net", "--strategies", "zero1,hsdp", "--json", str(path)]
+    assert main(["parity", *HERE, *argv]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("zero1, 2 ranks: the same bits\nhsdp, 2 ranks in 2 replicas: the same bits\n")
+    rows = [line.split() for line in out.splitlines() if "yes" in line]
+    assert rows == [["zero1", "2", "0", "0", "0", "0", "yes"], ["hsdp", "2", "x", "1", "0", "0", "0", "0", "yes"]]
+    assert out.endswith("All 2 agree with the plain process bit for bit.\n")
+    result = json.loads(path.read_text())
+    assert result["equal"]
+    assert result["options"]["strategies"] == "zero1,hsdp"
+    assert [row["strategy"] for row in result["rows"]] == ["zero1", "hsdp"]
+    assert result["rows"][0]["parameter"] == 0
+
+
+def test_the_command_says_no_with_the_parameter_and_exit_code_1(tmp_path, capsys):
+    path = tmp_path / "parity.json"
+    argv = ["--model", f"{__file__}:ReadsItsRank", "--strategies", "zero2", "--json", str(path)]
+    assert main(["parity", *HERE, *argv]) == 1
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "no          gradient of layers.1.down.bias, step 1, rank 0" in out
+    assert out.endswith("1 of 1 do not agree with the plain process.\n")
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["first"] == {"kind": "gradient", "name": "layers.1.down.bias", "step": 1, "rank": 0}
+    assert row["loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "nowhere:make_model"], "there is no such module"),
+        (["--model", "os:make_model"], "there is no make_model in os"),
+        (["--model", "{here}:make_inputs"], "missing 1 required positional argument"),
+        (["--model", "builtins:dict"], "dict returned a dict. It must return the model"),
+        (["--model", "{here}:Net", "--wrap", "Block"], "no module below Net is a Block"),
+        (["--model", "{here}:Layer", "--batch", "{here}:make_inputs", "--wrap", "Linear"], "is of shape (4, 40)"),
+        (["--model", "{here}:Net", "--batch", "{here}:make_inputs"], "unexpected keyword argument 'x'"),
+        (["--model", "torch.nn:Flatten"], "without trained parameters"),
+        (["--model", "{here}:Net", "--ranks", "0"], "at least one rank"),
+        (["--model", "{here}:Net", "--ranks", "two"], "must be whole numbers"),
+        (["--model", "{here}:Net", "--strategies", "zero4"], "'zero4' is not a strategy"),
+        (["--model", "{here}:Net", "--steps", "0"], "steps=0: must be at least 1"),
+        (["--model", "{here}:Net", "--stpes", "3"], "Did you mean steps"),
+        (["--model", "{here}:Net", "--timeout", "-1"], "positive number of seconds"),
+        ([], "--model is missing"),
+    ],
+)
+def test_what_cannot_be_compared_is_exit_code_2(argv, words, capsys):
+    assert main(["parity", *HERE, *(item.format(here=__file__) for item in argv)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fullshard: ")
+    assert words in err
+    fails = "plain training fails" in err  # a user's own exception comes with its traceback
+    assert err.count("\n") == 1 or fails
+    assert ("Traceback" in err) == fails
+
+
+def test_the_command_explains_itself(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["parity", "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    for option in ("--model", "--batch", "--loss", "--wrap", "--ranks", "--strategies", "--accumulate", "--json"):
+        assert option in out
+
+
+MODULE = """
+import torch
+from torch import nn
+
+def make_model():
+    return nn.Linear(4, 1)
+
+def make_batch(number):
+    return torch.randn(3, 4)
+
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+
+
+def test_modules_are_found_in_the_current_folder(tmp_path):
+    (tmp_path / "mine.py").write_text(MODULE)
+    argv = ["--model", "mine:make_model", "--batch", "mine:make_batch", "--loss", "mine:loss", "--ranks", "2"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "fullshard.cli", "parity", *argv, "--strategies", "zero3"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(fullshard.__file__).parent.parent), "PYTHONSAFEPATH": "1"},
+        timeout=120,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.endswith("All 1 agree with the plain process bit for bit.\n")
