@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,15 +17,7 @@ __all__ = ["map_tensors", "tensors_in"]
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """`tree` with every tensor replaced by what `function` makes of it. What holds no tensor is passed on as it is."""
-
-    def leaf(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return function(value)
-        if is_dataclass(value) and not isinstance(value, type):
-            return _map_fields(leaf, value)
-        return value
-
-    return leaf(tree) if isinstance(tree, Tensor) else tree_map(leaf, tree)
+    return function(tree) if isinstance(tree, Tensor) else tree_map(partial(_map_leaf, function), tree)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -39,10 +32,20 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def _map_fields(leaf: Callable[[Any], Any], value: Any) -> Any:
+# A function of its own, and not one within `map_tensors` that calls itself: that would be a reference cycle, and keep
+# tensors in memory until the garbage collector comes by.
+def _map_leaf(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _map_fields(function, value)
+    return value
+
+
+def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """A copy of a dataclass whose fields were mapped, or the same object if nothing in it changed."""
     old = {field.name: getattr(value, field.name) for field in fields(value)}
-    new = {name: tree_map(leaf, item) for name, item in old.items()}
+    new = {name: map_tensors(function, item) for name, item in old.items()}
     if all(_same(old[name], new[name]) for name in old):
         return value
     changed = copy.copy(value)

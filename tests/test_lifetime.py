@@ -3,6 +3,7 @@
 import copy
 import gc
 import weakref
+from dataclasses import dataclass
 from itertools import permutations
 
 import pytest
@@ -44,6 +45,35 @@ def forget_a_model() -> bool:
 
 def test_a_model_that_is_dropped_is_freed():
     assert run_ranks(2, forget_a_model) == [True, True]
+
+
+@dataclass
+class Answer:
+    """An output that is not a tensor, as those of the transformers library."""
+
+    scores: Tensor
+
+
+class Answering(nn.Linear):
+    def forward(self, question: Answer) -> Answer:
+        return Answer(super().forward(question.scores))
+
+
+def forget_what_went_through() -> None:
+    gc.disable()
+    model = fully_shard(nn.Sequential(fully_shard(Answering(8, 8)), fully_shard(Answering(8, 8))))
+    for _ in range(3):
+        question = Answer(torch.ones(2, 8, requires_grad=True) * 1)
+        answer = model(question)
+        answer.scores.sum().backward()
+        gone = [weakref.ref(question.scores), weakref.ref(answer.scores)]
+        del question, answer
+        assert [ref() for ref in gone] == [None, None]
+
+
+def test_what_goes_through_a_model_is_freed_without_the_garbage_collector():
+    """Else activations would pile up until it comes by, and peak memory would be a matter of chance."""
+    run_ranks(2, forget_what_went_through)
 
 
 def change_dtype() -> tuple[bool, Tensor, Tensor]:
