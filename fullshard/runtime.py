@@ -12,9 +12,10 @@ end        autograd calls back after its last node. What never got a gradient, o
 
 [Note: when a unit's backward is over]
 The last gradient of its parameters does not mean that its whole parameters are not needed any more: a frozen weight is
-read to pass a gradient on to the inputs, and sends no sign. So inputs that need a gradient are replaced by views of
-themselves, whose gradients are those that this one call contributes. Their hooks tell that the call is over. A unit
-without such inputs is at the start of the graph, and is freed at the end of backward.
+read to pass a gradient on to the inputs, and sends no sign. But autograd runs the nodes that can run in the reverse
+order of their making. So a call is over when anything that was made before it gets its gradient: an input of the call,
+or an output of a call that had ended when this one began. The graph is left as it is, so that gradients are added in
+the order in which they would be without sharding. A unit at the start of the graph is freed at the end of backward.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from fullshard._compat import in_backward, on_backward_end
 from fullshard.buffers import Slot
@@ -94,36 +96,49 @@ class Turn:
 class Call:
     """One forward of a unit, as its backward will see it."""
 
-    def __init__(self, runtime: Runtime, turn: Turn) -> None:
+    def __init__(self, runtime: Runtime, turn: Turn, start: int) -> None:
         self._runtime = runtime
-        self._turn = turn
-        self._inputs = 0
-        self._backward = -1
-        self._waiting = 0
+        self.turn = turn
+        self.start = start
+        self._end = start
+        self._before: list[Node] = []  # nodes that had made the inputs
+        self._backward = -1  # the last one that came to it
 
-    def watch_input(self, tensor: Tensor) -> Tensor:
-        """A view of `tensor` that tells when this call's share of its gradient is known."""
-        view = tensor.view_as(tensor)
-        view.register_hook(self._after_input)
-        self._inputs += 1
-        return view
+    def watch_inputs(self, given: Any) -> Any:
+        """Be told when the gradient of anything in `given` is known. Returns it as the forward is to see it."""
+        tensors = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
+        self._before = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        watched = [tensor for tensor in tensors if self._is_in_order(tensor)]
+        leaf = next((tensor for tensor in tensors if tensor.grad_fn is None), None)
+        if not watched and leaf is not None:  # no node has made it, so let one make what forward sees
+            watched = [leaf.view_as(leaf)]
+            given = map_tensors(lambda tensor: watched[0] if tensor is leaf else tensor, given)
+        for tensor in watched:
+            tensor.register_hook(self._after_input)
+        return given
 
-    def watch_output(self, tensor: Tensor) -> None:
-        """Make the unit whole before the gradient goes on from `tensor` into the call."""
-        tensor.register_hook(self._before_output)
+    def watch_outputs(self, returned: Any, end: int) -> None:
+        """Make the unit whole before the gradient goes on from anything in `returned` into the call."""
+        self._end = end
+        for tensor in tensors_in(returned):
+            if tensor.requires_grad and tensor.grad_fn not in self._before:  # an input may be passed on as it came
+                tensor.register_hook(partial(self._before_output, self._is_in_order(tensor)))
+        self._before = []
 
-    def _before_output(self, grad: Tensor) -> None:
+    def _is_in_order(self, tensor: Tensor) -> bool:
+        """Whether the gradient of `tensor` is known when all that was made after it is done, and not before."""
+        return tensor.grad_fn is not None and tensor.device == self.turn.unit.settings.device
+
+    def _before_output(self, is_in_order: bool, grad: Tensor) -> None:
         serial = self._runtime.begin_backward()
+        if is_in_order:
+            self._runtime.end_calls_since(self._end)
         if self._backward != serial:
-            self._backward, self._waiting = serial, self._inputs
-            self._runtime.before_backward(self._turn)
+            self._backward = serial
+            self._runtime.before_backward(self)
 
     def _after_input(self, grad: Tensor) -> None:
-        if self._backward != self._runtime.serial:
-            return  # a graph that another backward already settled
-        self._waiting -= 1
-        if self._waiting == 0:
-            self._runtime.after_backward(self._turn)
+        self._runtime.after_backward(self)
 
 
 class Runtime:
@@ -146,6 +161,7 @@ class Runtime:
         self._gather_lane = Lane("gather", self._device)
         self._reduce_lane = Lane("reduce", self._device)
         self._stack: list[tuple[Turn, Call | None]] = []
+        self._calls: list[Call] = []  # those in whose backward we are
         self._orders: dict[int, tuple[int, ...]] = {}  # the forward order by the number of the outermost unit
         self.forward_order: Sequence[int] = ()  # the numbers of units, as the last forward came to them
         self.backward_order: tuple[int, ...] = ()
@@ -177,14 +193,14 @@ class Runtime:
         if not self._stack and not recomputing:
             self._begin_forward(turn)
         args, kwargs = self._prepare_inputs(turn, args, kwargs)
-        call = Call(self, turn) if torch.is_grad_enabled() else None
+        call = Call(self, turn, self._tick()) if torch.is_grad_enabled() else None
         self._stack.append((turn, call))
         self._hold(turn)
         self._unshard(turn, Phase.FORWARD)
         if not recomputing:
             self._prefetch_forward(turn)
         if call is not None:
-            args, kwargs = map_tensors(lambda t: call.watch_input(t) if t.requires_grad else t, (args, kwargs))
+            args, kwargs = call.watch_inputs((args, kwargs))
         return args, kwargs
 
     def after_forward(self, turn: Turn, module: nn.Module, output: Any) -> Any:
@@ -199,9 +215,7 @@ class Runtime:
         if dtype is not None:
             output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
         if call is not None:
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    call.watch_output(tensor)
+            call.watch_outputs(output, self._tick())
         turn.left.add(id(module))
         if call is not None and not in_backward():
             self._since_backward.append(turn.number)
@@ -279,8 +293,10 @@ class Runtime:
             on_backward_end(self.finish_backward)
         return self.serial
 
-    def before_backward(self, turn: Turn) -> None:
-        """Have `turn`'s unit whole again, and start the gather of the one that comes next."""
+    def before_backward(self, call: Call) -> None:
+        """Have the unit of `call` whole again, and start the gather of the one that comes next."""
+        turn = call.turn
+        self._calls.append(call)
         self._hold(turn)
         if turn.unshards_in_backward:
             self._unshard(turn, Phase.PRE_BACKWARD)
@@ -296,8 +312,17 @@ class Runtime:
         if len(turn.arrived) == turn.unit.trainable and not turn.unit.settings.reduces_unused:
             self._start_reduce(turn)
 
-    def after_backward(self, turn: Turn) -> None:
-        """Free `turn`'s unit: the gradients of all its inputs are known."""
+    def end_calls_since(self, time: int) -> None:
+        """Note that the backward of every call that began after `time` is over."""
+        for call in [call for call in self._calls if call.start > time]:
+            self.after_backward(call)
+
+    def after_backward(self, call: Call) -> None:
+        """Free the unit of `call`, whose backward is over. Nothing happens if that was noted already."""
+        if call not in self._calls:
+            return
+        self._calls.remove(call)
+        turn = call.turn
         self._release(turn)
         if turn.holds == 0 and turn.unit.settings.reduces_unused:  # the one moment that comes on every rank
             self._reduced.add(turn)
@@ -315,6 +340,7 @@ class Runtime:
                 self._start_reduce(turn)
         self._finish_reductions()
         self._reduced.clear()
+        self._calls.clear()
         for turn in self.turns:
             turn.holds = 0
             keep = not (turn.unit.settings.reshard_after_backward or turn.unit.form is Form.GATHERING)
@@ -328,7 +354,6 @@ class Runtime:
             self._share_memory()
         self._intervals.clear()
         self._filled.clear()
-        self._clock = 0
         tallies, self._tallies = self._tallies, []
         if checks_finite():
             raise_on_every_rank(tallies, self.turns[0].unit.settings.axes, self._device)
@@ -358,6 +383,7 @@ class Runtime:
     def recover(self) -> None:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
         self._stack.clear()
+        self._calls.clear()
         for reduction in self._reductions:
             reduction.abandon()
         self._reductions.clear()

@@ -395,16 +395,23 @@ class Reusing(Layer):
         return super().forward(x.mul_(0.5).sub_(0.5))
 
 
+class AddingInPlace(Layer):
+    """Gives back the very tensor that it was given, with something else in it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(super().forward(x.clone()))
+
+
 class ReusingChain(Chain):
     def __init__(self) -> None:
-        super().__init__([Layer(), Reusing(), Layer(), Reusing()])
+        super().__init__([Layer(), Reusing(), Layer(), AddingInPlace(), Reusing()])
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[0](x)
         y = x * 1.5
         z = self.layers[1](y)
         z = self.layers[2](z + y.detach())  # y was changed by the layer, as in a plain model
-        return self.head(self.layers[3](z * 1))
+        return self.head(self.layers[4](self.layers[3](z * 1) * 1))
 
 
 def inputs_that_are_written_to(shard: Shard) -> list[Any]:
@@ -431,6 +438,29 @@ class PassingChain(Chain):
 
 def inputs_that_are_passed_on(shard: Shard) -> list[Any]:
     return learn(chain(shard, PassingChain()))
+
+
+class Attending(Layer):
+    """Uses a second input, which others use too, several times."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        return super().forward(x) + self.norm(memory) * memory.tanh() + self.down(self.up(memory).sigmoid())
+
+
+class AttendingChain(Chain):
+    def __init__(self) -> None:
+        super().__init__([Layer(), *(Attending() for _ in range(4))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory, x = self.layers[0](x), x * 1
+        for layer in self.layers[1:]:
+            x = layer(x, memory)
+        return self.head(x + memory)
+
+
+def an_input_of_several_units(leaf: bool, shard: Shard) -> list[Any]:
+    """Its gradient has many terms, whose sum depends on their order."""
+    return learn(chain(shard, AttendingChain()), loss_of=lambda m, s: m(inputs(s).requires_grad_(leaf)).square().mean())
 
 
 class Viewing(Layer):
@@ -462,6 +492,8 @@ def hooks_of_users(shard: Shard) -> list[Any]:
         outputs_of_every_form,
         inputs_that_are_written_to,
         inputs_that_are_passed_on,
+        partial(an_input_of_several_units, False),
+        partial(an_input_of_several_units, True),
         views_of_weights,
         hooks_of_users,
     ],
@@ -766,6 +798,48 @@ def test_prefetch_follows_the_user_s_choice_from_the_first_step_on():
     forward = ["", "layers.0", "layers.1", "layers.2", "layers.3"]
     for order in run_ranks(2, prefetch_by_choice):
         assert order == [*forward, "layers.3", "layers.1", "layers.2", "layers.0"]
+
+
+# -- how many units are whole at once ---------------------------------------------------------------------------------
+
+
+class Branches(Chain):
+    """Layers side by side over one input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.head.weight.sum()
+        return self.head(sum(layer(x) for layer in self.layers))
+
+
+class Starts(Chain):
+    """Layers side by side over inputs that need no gradient: each is the start of a graph."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(sum(layer(x) for layer in self.layers))
+
+
+def count_whole_units() -> list[int]:
+    """The most layers that were whole at once in a step, for several models."""
+    counts = []
+    for model in (Chain(), Branches(), Starts(), Checkpointing(1, False), Checkpointing(1, True)):
+        model = chain(fully_shard, model)
+        for step in range(STEPS):
+            with recording() as record:
+                model(inputs(step)).square().mean().backward()
+        whole, most = set(), 0
+        for event in record.events:
+            if event.origin.unit:
+                whole = {"fill": whole | {event.origin.unit}, "empty": whole - {event.origin.unit}}.get(
+                    event.name, whole
+                )
+                most = max(most, len(whole))
+        counts.append(most)
+    return counts
+
+
+def test_no_more_units_are_whole_at_once_than_the_present_one_and_the_next():
+    """Also where nothing but the next unit's backward tells that the last one's is over."""
+    assert run_ranks(2, count_whole_units) == [[2, 2, 2, 2, 2]] * 2
 
 
 # -- what is left after a step ----------------------------------------------------------------------------------------
