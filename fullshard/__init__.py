@@ -8,6 +8,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 
 from fullshard.agreement import compare_ranks
 from fullshard.errors import (
+    CheckpointError,
     ConfigError,
     FullshardError,
     LayoutError,
@@ -46,6 +47,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "CheckpointError",
     "ConfigError",
     "FSDPModule",
     "FullOptimStateDictConfig",

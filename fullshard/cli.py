@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fullshard.errors import ConfigError
 from fullshard.options import near_matches
-from fullshard.train.versions import versions
+from fullshard.versions import versions
 
 __all__ = ["main"]
 

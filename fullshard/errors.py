@@ -9,10 +9,12 @@ every rank alike and before the first collective, so that no rank is left waitin
     ├── NonFiniteError      NaN or infinity in gradients, where users asked to be told
     ├── StateError          a call that is not allowed in the present phase
     ├── RankMismatchError   ranks that do not agree on the model, on the order of its units or on hosts
-    └── RankLostError       another rank's process is gone
+    ├── RankLostError       another rank's process is gone
+    └── CheckpointError     a checkpoint that cannot be written, is damaged, or is of another model
 """
 
 __all__ = [
+    "CheckpointError",
     "ConfigError",
     "FullshardError",
     "LayoutError",
@@ -49,3 +51,7 @@ class RankMismatchError(FullshardError, RuntimeError):
 
 class RankLostError(FullshardError, RuntimeError):
     """Another rank's process is gone, so that this one's collective cannot be completed."""
+
+
+class CheckpointError(FullshardError, RuntimeError):
+    """A checkpoint that cannot be written, cannot be read, is damaged, or is of another model."""

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard._compat import dtensor_like
 from fullshard.collectives import collectives_for
 from fullshard.errors import ConfigError
 from fullshard.guise import guise_of
 from fullshard.mesh import Axes
 from fullshard.record import Origin, Phase
-from fullshard.runtime import clean_fqn, is_unit
+from fullshard.runtime import changing_shards, clean_fqn, is_unit, turns_in
 from fullshard.sharded_param import Owner, Source
 from fullshard.unit import Unit, managed_by
 
-__all__ = ["Found", "broadcast_from_first", "find_parameters", "initialise", "move_buffers", "own_modules"]
+__all__ = ["Found", "allocate", "broadcast_from_first", "find_parameters", "initialise", "move_buffers", "own_modules"]
 
 
 @dataclass(frozen=True)
@@ -145,15 +146,43 @@ def _keeping_identity(module: nn.Module) -> Iterator[None]:
         for name, param in own.items():
             given = module._parameters[name]
             if param.is_meta and given is not None and given is not param:
-                marks = dict(vars(param))
-                torch.utils.swap_tensors(param, given)
-                vars(param).update(marks)
+                _swap(param, given)
             module._parameters[name] = param
 
 
 def _on_meta(module: nn.Module, skip: set[int]) -> list[str]:
     params = [name for name, p in module._parameters.items() if p is not None and p.is_meta and id(p) not in skip]
     return params + [name for name, b in module._buffers.items() if b is not None and b.is_meta]
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give memory, and no values yet, to what of `model` is on the meta device and a state dict has: sharded parameters
+    where their unit keeps shards, other parameters and buffers on `device`. Parameters stay the same objects.
+    """
+    for turn in turns_in(model):
+        if turn.unit.is_meta:
+            with changing_shards(turn):
+                for param in turn.unit.params:
+                    local = torch.empty_like(param.local, device=turn.unit.settings.home.device)
+                    _give(param.sharded, dtensor_like(local, param.dtensor))
+    for module in model.modules():
+        for plain in module._parameters.values():
+            if plain is not None and plain.is_meta:
+                _give(plain, torch.empty_like(plain, device=device))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _give(param: nn.Parameter, value: Tensor) -> None:
+    _swap(param, nn.Parameter(value, requires_grad=param.requires_grad))
+
+
+def _swap(param: nn.Parameter, given: nn.Parameter) -> None:
+    """Let `param` be what `given` is, but for what users have marked it with."""
+    marks = dict(vars(param))
+    torch.utils.swap_tensors(param, given)
+    vars(param).update(marks)
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype | None = None) -> None:

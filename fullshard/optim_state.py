@@ -6,7 +6,7 @@ have names, and a full state dict can be loaded at any world size and under any 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fullshard._compat import make_dtensor, tree_map
 from fullshard.errors import ConfigError
+from fullshard.layout import owned
 from fullshard.mesh import own_part
 from fullshard.runtime import clean_fqn
 from fullshard.sharded_param import whole_of
@@ -31,7 +32,14 @@ from fullshard.state_dict import (
     is_first_rank,
 )
 
-__all__ = ["full_optim_state_dict", "optim_state_dict", "optim_state_dict_to_load", "sharded_optim_state_dict"]
+__all__ = [
+    "StateTemplate",
+    "full_optim_state_dict",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "params_by_fqn",
+    "sharded_optim_state_dict",
+]
 
 StateDict = dict[str, Any]
 
@@ -100,22 +108,28 @@ def optim_state_dict_to_load(
     config = get_state_dict_type(model).optim_state_dict_config
     if from_first_rank is None:
         from_first_rank = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-    params = _params_by_fqn(model, optim)
+    params = params_by_fqn(model, optim)
     given, fetch = _sent_by_first(optim_state_dict, model) if from_first_rank else (optim_state_dict or {}, _here)
     _check_names(given, params)
-    template = _Template(optim, params, _counters(given["state"], params), fetch)
-    numbers = {fqn: number for number, fqn in enumerate(params)}
+    template = StateTemplate(optim, params)
+    template.note_counters(
+        (fqn, name) for fqn, values in given["state"].items() for name, value in values.items() if _is_scalar(value)
+    )
+
+    def placed(fqn: str, name: str, leaf: Any) -> Any:
+        return template.fill(fqn, name, fetch(leaf))
+
     state = {
-        numbers[fqn]: {name: tree_map(partial(template.fill, fqn, name), value) for name, value in values.items()}
+        fqn: {name: tree_map(partial(placed, fqn, name), value) for name, value in values.items()}
         for fqn, values in given["state"].items()
     }
-    loadable = {"state": state, "param_groups": _groups(optim, given["param_groups"], list(params))}
+    loadable = template.numbered({"state": state, "param_groups": given["param_groups"]})
     if load_directly:
         optim.load_state_dict(loadable)
     return loadable
 
 
-def _params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
     """The parameters of `optim` by FQN, in the order in which `optim` numbers them."""
     fqns = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
     found: dict[str, nn.Parameter] = {}
@@ -131,7 +145,7 @@ def _params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, 
 
 def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> StateDict:
     """`state_dict`, which numbers parameters, with their FQNs instead."""
-    fqns = list(_params_by_fqn(model, optim))
+    fqns = list(params_by_fqn(model, optim))
     state = {fqns[key] if isinstance(key, int) else key: dict(value) for key, value in state_dict["state"].items()}
     groups = [
         {**group, "params": [fqns[key] if isinstance(key, int) else key for key in group["params"]]}
@@ -232,50 +246,82 @@ def _some(fqns: Sequence[Any]) -> str:
     return f"{len(fqns)} (such as {fqns[0]!r})" if fqns else "no"
 
 
-def _counters(state: Mapping[str, Mapping[str, Any]], params: Mapping[str, nn.Parameter]) -> set[str]:
-    """The names of states that count, such as steps: for parameters with dimensions they have none."""
-    counts = {
-        name
-        for fqn, values in state.items()
-        for name, value in values.items()
-        if isinstance(value, Tensor | _Absent) and not value.shape and params[fqn].shape
-    }
-    return {"step", *counts}
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor | _Absent) and not value.shape
 
 
-@dataclass(frozen=True)
-class _Template:
-    """How an optimizer keeps the states of its parameters.
+class StateTemplate:
+    """How `optim` keeps the states of its parameters, which `params` has by FQN.
 
     As it keeps them now, if it has stepped. Else as it will: optimizers make states out of parameters, so they are
     `DTensor`s too, sharded alike if they have the parameter's shape, whole otherwise. Counters they make of nothing.
     """
 
-    optim: torch.optim.Optimizer
-    params: Mapping[str, nn.Parameter]
-    counters: set[str]
-    fetch: Callable[[Any], Any]
+    def __init__(self, optim: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+        self._optim = optim
+        self._params = params
+        self._counters = {"step"}
 
-    def fill(self, fqn: str, name: str, leaf: Any) -> Any:
-        """`leaf`, whole or sharded, as the state `name` of the parameter `fqn`, in memory of its own."""
-        value = self.fetch(leaf)
+    @property
+    def fqns(self) -> Collection[str]:
+        """The parameters that the optimizer steps, in its order."""
+        return self._params.keys()
+
+    def note_counters(self, scalars: Iterable[tuple[str, str]]) -> None:
+        """Learn from the FQNs and names of states without dimensions which of them count, as steps do."""
+        self._counters |= {name for fqn, name in scalars if self._params[fqn].shape}
+
+    def present(self, fqn: str, name: str) -> Tensor | None:
+        """The state as the optimizer has it now, if it is a tensor."""
+        found = self._optim.state.get(self._params[fqn], {}).get(name)
+        return found if isinstance(found, Tensor) else None
+
+    def fill(self, fqn: str, name: str, value: Any) -> Any:
+        """`value`, whole or sharded, as the state `name` of the parameter `fqn`, in memory of its own."""
         if not isinstance(value, Tensor):
             return value
-        param = self.params[fqn]
-        present = self.optim.state.get(param, {}).get(name)
-        if isinstance(present, Tensor):
-            if present.shape != value.shape:
-                raise ConfigError(
-                    f"the optimizer state dict has {name!r} of {fqn} in the shape {tuple(value.shape)}, but the "
-                    f"optimizer keeps it in {tuple(present.shape)}. Build model and optimizer as when it was saved."
-                )
-            like = present
-        else:
-            like = torch.empty(0) if name in self.counters else param
+        present = self.present(fqn, name)
+        if present is not None and present.shape != value.shape:
+            raise ConfigError(
+                f"the optimizer state dict has {name!r} of {fqn} in the shape {tuple(value.shape)}, but the "
+                f"optimizer keeps it in {tuple(present.shape)}. Build model and optimizer as when it was saved."
+            )
+        like = self._like(fqn, name)
         if not isinstance(like, DTensor):
             return whole_of(value) if isinstance(value, DTensor) else value.clone()
-        placements = like.placements if like.shape == value.shape else (Replicate(),) * len(like.placements)
-        return _distributed(value, like.device_mesh, placements, like.to_local().device)
+        return _distributed(value, like.device_mesh, _placements(like, value.shape), like.to_local().device)
+
+    def empty(self, fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor of `shape` without values yet, placed as the state `name` of the parameter `fqn` is."""
+        like = self._like(fqn, name)
+        if not isinstance(like, DTensor):
+            return torch.empty(shape, dtype=dtype, device=like.device)
+        mesh, placements = like.device_mesh, _placements(like, shape)
+        local_shape = list(shape)
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                span = owned(local_shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
+                local_shape[placement.dim] = len(span)
+        local = torch.empty(local_shape, dtype=dtype, device=like.to_local().device)
+        return make_dtensor(local, mesh, placements, tuple(shape))
+
+    def numbered(self, named: StateDict) -> StateDict:
+        """What `optim.load_state_dict` takes, of a state dict with FQNs whose states are placed already."""
+        numbers = {fqn: number for number, fqn in enumerate(self._params)}
+        state = {numbers[fqn]: values for fqn, values in named["state"].items()}
+        return {"state": state, "param_groups": _groups(self._optim, named["param_groups"], list(self._params))}
+
+    def _like(self, fqn: str, name: str) -> Tensor:
+        """A tensor that is placed as the state is."""
+        present = self.present(fqn, name)
+        if present is not None:
+            return present
+        return torch.empty(0) if name in self._counters else self._params[fqn]
+
+
+def _placements(like: DTensor, shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    """How a state of `shape` is placed beside `like`."""
+    return like.placements if like.shape == shape else (Replicate(),) * len(like.placements)
 
 
 def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], device: torch.device) -> DTensor:

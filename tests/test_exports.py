@@ -12,6 +12,7 @@ DOCUMENTED = {
         "BackwardPrefetch",
         "CPUOffload",
         "CPUOffloadPolicy",
+        "CheckpointError",
         "ConfigError",
         "FSDPModule",
         "FullOptimStateDictConfig",
@@ -49,7 +50,9 @@ DOCUMENTED = {
         "share_memory_between_units",
         "summon_full_params",
     ],
+    "fullshard.checkpoint": ["PendingSave", "Restored", "async_save", "latest", "load", "save"],
     "fullshard.errors": [
+        "CheckpointError",
         "ConfigError",
         "FullshardError",
         "LayoutError",

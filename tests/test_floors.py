@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "fullshard"
 PUBLIC = "__init__"  # the public names: an import from the bare package
 FLOORS = [
     # 0: numbers in, numbers out
-    ["errors", "layout", "strategy", "precision", "offload_policy"],
+    ["errors", "versions", "layout", "strategy", "precision", "offload_policy"],
     # 1: tensors in, tensors out
     [
         "_compat",
@@ -34,7 +34,19 @@ FLOORS = [
     # 3: runtime
     ["order", "nested", "runtime", "materialize"],
     # 4: what users call
-    ["wrap", "state_dict", "optim_state", "made_before", "optim", "fully_shard", "summon", "grads", "wrapper", "plan"],
+    [
+        "wrap",
+        "state_dict",
+        "optim_state",
+        "made_before",
+        "optim",
+        "checkpoint",
+        "fully_shard",
+        "summon",
+        "grads",
+        "wrapper",
+        "plan",
+    ],
     # What users import, made of all that is above
     [PUBLIC],
     # 5: edges

@@ -25,8 +25,8 @@ from fullshard.train.settings import TrainSettings
 from fullshard.train.sharding import ShardedGPT, dtype_of, optimizer_of, sharded_gpt
 from fullshard.train.stopwatch import Stopwatch
 from fullshard.train.text import Text, TextSource, training_batch, write_text
-from fullshard.train.versions import versions
 from fullshard.train.weights import write_weights
+from fullshard.versions import versions
 
 __all__ = ["Trained", "Trainer", "train"]
 

@@ -1,0 +1,13 @@
+"""Save and load runs: sharded, into any world size and strategy, and wholly or not at all.
+
+from fullshard.checkpoint import load, save
+
+save("checkpoints", model=model, optimizer=optimizer, step=step, keep=3)
+step = load("checkpoints", model=model, optimizer=optimizer).step
+"""
+
+from fullshard.checkpoint.background import PendingSave
+from fullshard.checkpoint.loading import Restored, latest, load
+from fullshard.checkpoint.saving import async_save, save
+
+__all__ = ["PendingSave", "Restored", "async_save", "latest", "load", "save"]

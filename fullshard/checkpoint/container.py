@@ -1,0 +1,313 @@
+"""The container: `torch.distributed.checkpoint`'s own files, with checksums, and read without executing anything.
+
+torch reads `.metadata` by pickle, and values that are no tensors by an unrestricted `torch.load`: both run whatever
+code somebody has put there. Here the metadata may name the container's own classes only, and values are read with
+`weights_only=True`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+from xxhash import xxh3_128
+
+from fullshard.checkpoint.manifest import Progress, StoredFile
+from fullshard.checkpoint.together import Ranks, failure_of_group, failure_of_some, said_by
+from fullshard.errors import CheckpointError
+
+__all__ = ["METADATA", "read_metadata", "read_values", "write"]
+
+METADATA = ".metadata"
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def write(
+    folder: Path,
+    entries: dict[str, Any],
+    *,
+    ties: Mapping[str, str],
+    ranks: Ranks,
+    doing: str,
+    progress: Progress | None = None,
+) -> dict[str, StoredFile]:
+    """Write `entries` to `folder`, each rank what it has of them; the files that this rank wrote, which are synced.
+
+    Args:
+        entries: nested dicts. What several ranks have is written by one of them.
+        ties: keys that are no entries, with the keys of those whose values they have too.
+        doing: begins the message of an error.
+
+    Raises:
+        CheckpointError: some rank could not; the same error on every rank.
+    """
+    writer = _Writer(folder, ties, progress)
+    with _failing_together(doing, ranks):
+        dcp.save(
+            entries,
+            storage_writer=writer,
+            planner=dcp.DefaultSavePlanner(),
+            process_group=ranks.group,
+            no_dist=not dist.is_initialized(),
+        )
+    return writer.fs.written
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes files with checksums; `ties` cost an entry in the metadata, and no bytes."""
+
+    def __init__(self, folder: Path, ties: Mapping[str, str], progress: Progress | None) -> None:
+        super().__init__(folder, sync_files=False)  # its own sync comes before the last bytes are out
+        self.fs: _Files = _Files(progress)
+        self._ties = ties
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.fs.total = sum(map(_nbytes, plan.items))
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            # torch's own writer turns an error of the disk into one without its cause.
+            raise CheckpointError(said_by(self.fs.error or error)) from error
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        for tied, key in self._ties.items():
+            metadata.state_dict_metadata[tied] = metadata.state_dict_metadata[key]
+            metadata.planner_data[tied] = tuple(tied.split(".", 1))
+        by_key: dict[str, list[str]] = {}
+        for tied, key in self._ties.items():
+            by_key.setdefault(key, []).append(tied)
+        aliases = [
+            WriteResult(MetadataIndex(tied, it.index.offset, it.index.index), it.size_in_bytes, it.storage_data)
+            for result in results
+            for it in result
+            for tied in by_key.get(it.index.fqn, [])
+        ]
+        super().finish(metadata, [*results, aliases])
+
+
+def _nbytes(item: WriteItem) -> int:
+    if item.tensor_data is None:
+        return 0
+    return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+class _Files(FileSystem):
+    """The files of one rank, which notes what it has written."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.written: dict[str, StoredFile] = {}
+        self.total = 0  # bytes of tensors that are to be written
+        self.error: OSError | None = None
+        self._progress = progress
+        self._done = 0
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """A file to be written from its beginning to its end. It is synced when the context ends."""
+        with Path(path).open(mode) as file:
+            stream = _Stream(self, file)
+            yield stream
+            file.flush()
+            os.fsync(file.fileno())
+        self.written[Path(path).name] = StoredFile(stream.nbytes, stream.checksum.hexdigest())
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+    def tell(self, nbytes: int) -> None:
+        """Note that so many more bytes are written."""
+        self._done += nbytes
+        if self._progress is not None:
+            self._progress(min(self._done, self.total), self.total)
+
+
+class _Stream:
+    """A file as torch writes to it, with the checksum of all that has gone out."""
+
+    def __init__(self, files: _Files, file: IO[bytes]) -> None:
+        self._files = files
+        self._file = file
+        self.nbytes = 0
+        self.checksum = xxh3_128()
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of `data`."""
+        try:
+            count = self._file.write(data)
+        except OSError as error:
+            self._files.error = error
+            raise
+        self.checksum.update(data)
+        self.nbytes += count
+        self._files.tell(count)
+        return count
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self.nbytes
+
+    def flush(self) -> None:
+        """Nothing: it is flushed once, before it is synced."""
+
+    def close(self) -> None:
+        """Nothing: see `create_stream`."""
+
+
+@contextmanager
+def _failing_together(doing: str, ranks: Ranks) -> Iterator[None]:
+    """A context in which what torch reports of other ranks is raised as our own error."""
+    try:
+        with warnings.catch_warnings() if not dist.is_initialized() else nullcontext():
+            if not dist.is_initialized():  # one process alone is a valid world
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            yield
+    except dcp.CheckpointException as error:
+        failed = {rank: said_by(cause) for rank, (cause, _) in error.failures.items()}
+        raise CheckpointError(failure_of_some(doing, failed, ranks.world)) from error
+    except RuntimeError as error:
+        raise CheckpointError(failure_of_group(doing, error)) from error
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def read_metadata(checkpoint: Path) -> Metadata:
+    """What a checkpoint holds, without its values. Nothing in the file is executed.
+
+    Raises:
+        CheckpointError: the file is missing, or is not what a container has.
+    """
+    path = checkpoint / METADATA
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        names = {info.relative_path for info in metadata.storage_data.values()}
+        odd = [name for name in names if Path(name).name != name]
+        if odd:
+            raise pickle.UnpicklingError(f"it refers to {odd[0]!r}, which is not in the checkpoint's folder")
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: expected the metadata of a checkpoint, found none ({error.strerror}). Name the folder that "
+            "torch.distributed.checkpoint or fullshard.checkpoint has written."
+        ) from error
+    except Exception as error:  # whatever bytes can make pickle raise
+        raise CheckpointError(
+            f"{path}: expected the metadata of a checkpoint, found something else ({said_by(error)}). Nothing in it "
+            "was executed. Load another checkpoint."
+        ) from error
+    return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what the metadata of a container is made of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+_ALLOWED = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
+    ("collections", "OrderedDict"),
+}
+
+
+def read_values(
+    checkpoint: Path,
+    metadata: Metadata,
+    targets: dict[str, Any],
+    *,
+    ranks: Ranks,
+    doing: str,
+    progress: Progress | None = None,
+) -> None:
+    """Read the values of `targets`, by key: tensors in place, whole or sharded in any way; others are replaced.
+
+    Raises:
+        CheckpointError: some rank could not; the same error on every rank.
+    """
+    with _failing_together(doing, ranks):
+        dcp.load(
+            targets,
+            storage_reader=_Reader(checkpoint, metadata),
+            planner=_Planner(progress),
+            process_group=ranks.group,
+            no_dist=not dist.is_initialized(),
+        )
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads files whose metadata is known already."""
+
+    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+        super().__init__(checkpoint)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:  # torch would look for a single rank's, did it take arguments
+        return self._metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        assert isinstance(planner, _Planner)
+        planner.total = sum(math.prod(item.lengths) for item in plan.items)
+        try:
+            return super().read_data(plan, planner)
+        except Exception as error:
+            raise CheckpointError(said_by(error)) from error
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    """Reads what is no tensor without executing anything."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        super().__init__()
+        self.total = 0  # elements that are to be read
+        self._progress = progress
+        self._done = 0
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._done += tensor.numel()
+        if self._progress is not None:
+            self._progress(self._done, self.total)

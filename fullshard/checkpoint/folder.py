@@ -1,0 +1,154 @@
+"""Checkpoints in a folder: `step-000000100` is there wholly or not at all, whenever anything is killed.
+
+One is written beside its place, under a name of its own (`step-000000100.partial-...`), and synced; the manifest comes
+last; then it is renamed. What a killed run has left is recognised by its name, and cleared up by the next save.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, damage_in, step_of
+from fullshard.errors import CheckpointError
+
+__all__ = ["Entry", "begin", "clear_up", "commit", "discard", "entries", "keep_newest", "write_synced"]
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"step-\d+")
+_LEFT = re.compile(r"(step-\d+)\.(partial|replaced|deleted)-[0-9a-f]+")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A complete checkpoint, damaged or not."""
+
+    path: Path
+
+    @property
+    def step(self) -> int:
+        """The step that its name tells."""
+        return step_of(self.path) or 0
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """Its manifest; None where that cannot be read."""
+        try:
+            return Manifest.read(self.path)
+        except CheckpointError:
+            return None
+
+    @property
+    def has_right_sizes(self) -> bool:
+        """Whether the manifest can be read and every file has its size: not all, but quickly told."""
+        return self.manifest is not None and not any(damage_in(self.path, self.manifest.files, reads=False))
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Sorts entries by when they were saved; those that do not tell come last."""
+        return (float("inf") if self.manifest is None else self.manifest.number, self.step)
+
+
+def entries(folder: Path) -> list[Entry]:
+    """The complete checkpoints of `folder`, the newest first."""
+    found: dict[str, Path] = {}
+    for path in _inside(folder):
+        left = _LEFT.fullmatch(path.name)
+        if left is not None and left[2] == "replaced":
+            found.setdefault(left[1], path)  # its successor never came
+        elif _NAME.fullmatch(path.name):
+            found[path.name] = path
+    return sorted(map(Entry, found.values()), key=lambda entry: entry.order, reverse=True)
+
+
+def begin(folder: Path, step: int) -> Path:
+    """A new folder in which the checkpoint of `step` can be written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_up(folder)
+    partial = folder / f"step-{step:09d}.partial-{uuid.uuid4().hex}"
+    partial.mkdir()
+    return partial
+
+
+def commit(partial: Path, manifest: Manifest) -> Path:
+    """Make `partial` a checkpoint of its folder: from now on it is there, wholly.
+
+    Raises:
+        CheckpointError: not all files are to be seen from here.
+    """
+    missing = list(damage_in(partial, manifest.files, reads=False))
+    if missing:
+        raise CheckpointError(
+            f"{missing[0]}. Not all that the ranks have written is to be seen from the first rank. Save to a folder "
+            "that all hosts share."
+        )
+    write_synced(partial / MANIFEST, manifest.dumps().encode())
+    _sync(partial)
+    final = partial.with_name(f"step-{manifest.step:09d}")
+    replaced = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex}")
+    if final.exists():
+        final.rename(replaced)
+    partial.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def discard(partial: Path) -> None:
+    """Remove what could not be finished, as far as that is possible."""
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def clear_up(folder: Path) -> None:
+    """Remove from `folder` what killed runs have left half-written or half-deleted."""
+    for path in _inside(folder):
+        left = _LEFT.fullmatch(path.name)
+        if left is None:
+            continue
+        place = path.with_name(left[1])
+        if left[2] == "replaced" and not place.exists():
+            path.rename(place)
+        else:
+            logger.info("removing %s, which an earlier run has left unfinished", path)
+            discard(path)
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Delete all checkpoints of `folder` but the newest `count` of those that seem to be intact.
+
+    Damaged ones do not count, and are left for somebody to look at.
+    """
+    intact = (entry for entry in entries(folder) if entry.has_right_sizes)
+    for entry in list(intact)[count:]:
+        doomed = entry.path.with_name(f"step-{entry.step:09d}.deleted-{uuid.uuid4().hex}")
+        entry.path.rename(doomed)
+        discard(doomed)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file; its contents are on the disk when this returns."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    yield from sorted(folder.iterdir()) if folder.is_dir() else ()
+
+
+def _sync(folder: Path) -> None:
+    """Let the names in `folder` be on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,143 @@
+"""Find a checkpoint, and make sure that it is what was written, before anything is read from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from fullshard.checkpoint import container
+from fullshard.checkpoint.contents import OURS
+from fullshard.checkpoint.folder import entries
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, Progress, StoredFile, damage_in, step_of
+from fullshard.checkpoint.together import Ranks
+from fullshard.errors import CheckpointError
+
+__all__ = ["Opened", "open_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that is whole, or one that somebody else's program has written."""
+
+    path: Path
+    manifest: Manifest | None  # somebody else's has none
+    metadata: Metadata
+    ranks: Ranks
+
+    @property
+    def doing(self) -> str:
+        """What an error says was being done."""
+        return f"loading {self.path}"
+
+    def sizes(self) -> dict[str, torch.Size]:
+        """The shapes of all tensors, by key."""
+        told = self.metadata.state_dict_metadata.items()
+        return {key: it.size for key, it in told if isinstance(it, TensorStorageMetadata)}
+
+    def dtype(self, key: str) -> torch.dtype:
+        """The dtype of the tensor `key`."""
+        told = self.metadata.state_dict_metadata[key]
+        assert isinstance(told, TensorStorageMetadata)
+        return told.properties.dtype
+
+    def holds(self, key: str) -> bool:
+        """Whether there is anything under `key`."""
+        return key in self.metadata.state_dict_metadata
+
+    def values(self, *keys: str) -> list[Any]:
+        """What is no tensor, by key."""
+        targets: dict[str, Any] = dict.fromkeys(keys)
+        self.read(targets)
+        return [targets[key] for key in keys]
+
+    def accounts(self, *keys: str) -> list[Any]:
+        """What was written as one value, by key: see `as_one_value`."""
+        return [value for (value,) in self.values(*keys)]
+
+    def read(self, targets: dict[str, Any], progress: Progress | None = None) -> None:
+        """Read the values of `targets`: tensors in place, whole or sharded in any way; others are replaced."""
+        if targets:
+            container.read_values(
+                self.path, self.metadata, targets, ranks=self.ranks, doing=self.doing, progress=progress
+            )
+
+
+def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None) -> Opened:
+    """The checkpoint `path`, or the newest intact one in the folder `path`, once all its files have been verified.
+
+    Each rank verifies some of the files. Which newer ones are damaged is logged.
+
+    Raises:
+        CheckpointError: there is none, or none is intact; the same error on every rank.
+    """
+    doing = f"loading {path}"
+    found = ranks.once(doing, lambda: _found(path))
+    refused: list[str] = []
+    for candidate in found:
+        try:
+            opened = _verified(candidate, ranks, progress)
+        except CheckpointError as error:
+            if len(found) == 1:
+                raise
+            refused.append(str(error))
+            if ranks.leads:
+                logger.warning("%s Falling back to the next older one.", error)
+        else:
+            return opened
+    raise CheckpointError(f"{doing}: none of its {len(found)} checkpoints is intact. {' '.join(refused)}")
+
+
+def _found(path: Path) -> list[Path]:
+    """The checkpoints that are meant by `path`, the newest first."""
+    if (path / MANIFEST).exists() or (path / container.METADATA).exists() or step_of(path) is not None:
+        return [path]
+    found = [entry.path for entry in entries(path)]
+    if not found:
+        raise CheckpointError(
+            "found no complete checkpoint there. Name a checkpoint, such as folder/step-000000100, or a folder that "
+            "holds some."
+        )
+    return found
+
+
+def _verified(path: Path, ranks: Ranks, progress: Progress | None) -> Opened:
+    doing = f"loading {path}"
+    manifest = ranks.once(doing, lambda: _manifest(path))
+    if manifest is not None:
+        mine = _shares(manifest.files, ranks.world)[ranks.index]
+        damage = [
+            it
+            for of_rank in ranks.share(doing, lambda: list(damage_in(path, mine, progress=progress)))
+            for it in of_rank
+        ]
+        if damage:
+            more = f" ({len(damage) - 1} more files are damaged)" if len(damage) > 1 else ""
+            raise CheckpointError(f"{doing}: {damage[0]}{more}. Load another checkpoint.")
+    metadata = ranks.do(doing, lambda: container.read_metadata(path))
+    return Opened(path, manifest, metadata, ranks)
+
+
+def _manifest(path: Path) -> Manifest | None:
+    """The manifest; None for a checkpoint of another program, which has none."""
+    if (path / MANIFEST).exists() or step_of(path) is not None:
+        return Manifest.read(path)
+    if OURS in container.read_metadata(path).state_dict_metadata:
+        return Manifest.read(path)  # which says that it is missing
+    return None
+
+
+def _shares(files: Mapping[str, StoredFile], world: int) -> list[dict[str, StoredFile]]:
+    """The files divided over the ranks, about as many bytes for each."""
+    shares: list[dict[str, StoredFile]] = [{} for _ in range(world)]
+    for name, stored in sorted(files.items(), key=lambda item: -item[1].nbytes):
+        least = min(shares, key=lambda share: sum(it.nbytes for it in share.values()))
+        least[name] = stored
+    return shares

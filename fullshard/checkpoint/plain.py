@@ -1,0 +1,110 @@
+"""Plain values: what can be read back without executing anything."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.errors import CheckpointError
+
+__all__ = ["Outline", "Path", "are_same", "filled", "keys_in", "outline", "plain_copy"]
+
+
+def plain_copy(value: Any, what: str) -> Any:
+    """A copy of `value` as it will be read back: plain values, and tensors on the CPU, in containers.
+
+    Raises:
+        CheckpointError: something in it cannot be read back safely. `what` begins the message.
+    """
+    for path, leaf in _leaves(value):
+        if isinstance(leaf, DTensor) or not _is_readable(leaf):
+            raise CheckpointError(
+                f"{what}{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}: to read it back would take "
+                "executing code, or all ranks. Save plain values (numbers, strings, lists, dicts) and plain tensors."
+            )
+    return _read_back(value)
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What lies in lists, tuples and dicts, with where it lies."""
+    if type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}[{index}]")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{path}[{key!r}]")
+    else:
+        yield path, value
+
+
+def _is_readable(leaf: Any) -> bool:
+    if leaf is None or type(leaf) in (bool, int, float, str, Tensor):
+        return True
+    try:
+        _read_back(leaf)
+    except Exception:  # torch.load has many ways to say no, and so has a __reduce__
+        return False
+    return True
+
+
+def _read_back(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+# -- nested values with tensors in them -------------------------------------------------------------------------------
+
+
+Path = tuple[str, ...]
+Outline = tuple[Any, ...]
+
+
+def outline(value: Any, path: Path, put: Callable[[Path, Any], str]) -> Outline:
+    """`value` in which `put(path, leaf)` takes every leaf away, and returns the key of each tensor.
+
+    Dicts are followed, and of lists and tuples those with tensors in them.
+    """
+    if isinstance(value, dict):
+        return "dict", [(key, outline(item, (*path, str(key)), put)) for key, item in value.items()]
+    if isinstance(value, list | tuple) and any(isinstance(leaf, Tensor) for _, leaf in _leaves(value)):
+        items = [outline(item, (*path, str(index)), put) for index, item in enumerate(value)]
+        return ("list" if isinstance(value, list) else "tuple"), items
+    key = put(path, value)
+    return ("tensor", key) if isinstance(value, Tensor) else ("value", value)
+
+
+def filled(told: Outline, tensor: Callable[[str], Any]) -> Any:
+    """The value that `outline` told, with `tensor(key)` in place of each tensor."""
+    kind, content = told
+    if kind == "dict":
+        return {key: filled(item, tensor) for key, item in content}
+    if kind in ("list", "tuple"):
+        items = [filled(item, tensor) for item in content]
+        return items if kind == "list" else tuple(items)
+    return tensor(content) if kind == "tensor" else content
+
+
+def keys_in(told: Outline) -> Iterator[str]:
+    """The keys of the tensors in what `outline` told."""
+    kind, content = told
+    if kind == "tensor":
+        yield content
+    elif kind != "value":
+        for item in content:
+            yield from keys_in(item[1] if kind == "dict" else item)
+
+
+def are_same(one: Any, other: Any) -> bool:
+    """Whether two plain values are alike, tensors bit for bit."""
+    mine, theirs = list(_leaves(one)), list(_leaves(other))
+    return len(mine) == len(theirs) and all(
+        path == place and (torch.equal(leaf, its) if isinstance(leaf, Tensor) else leaf == its)
+        for (path, leaf), (place, its) in zip(mine, theirs, strict=True)
+    )

@@ -1,0 +1,55 @@
+"""The states of a rank's random generators: python's, numpy's, torch's and its GPU's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from xxhash import xxh3_64
+
+__all__ = ["derive_random_states", "put_random_states", "random_states"]
+
+
+def random_states() -> dict[str, Any]:
+    """The states of this process, as plain values and tensors."""
+    version, words, gauss = random.getstate()
+    numpys: Any = np.random.get_state(legacy=False)
+    states = {
+        "python": [version, torch.tensor(words), gauss],
+        "numpy": {**numpys, "state": {name: _as_tensor(it) for name, it in numpys["state"].items()}},
+        "torch": torch.get_rng_state(),
+    }
+    return {**states, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
+
+
+def put_random_states(states: dict[str, Any]) -> None:
+    """Let this process draw next what it would have drawn when `random_states` gave `states`."""
+    version, words, gauss = states["python"]
+    random.setstate((version, tuple(words.tolist()), gauss))
+    numpys = states["numpy"]
+    np.random.set_state({**numpys, "state": {name: _as_array(it) for name, it in numpys["state"].items()}})
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def _as_tensor(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _as_array(value: Any) -> Any:
+    return value.numpy() if isinstance(value, Tensor) else value
+
+
+def derive_random_states(states: dict[str, Any], rank: int, world: int) -> None:
+    """Seed this process from another one's `states`: the same again for the same rank and world, different for others.
+
+    For a world of another size, whose ranks cannot all go on where one of the saved ones stopped.
+    """
+    seed = xxh3_64(states["torch"].numpy().tobytes() + f"{rank}/{world}".encode()).intdigest()
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed % 2**63)

@@ -1,0 +1,137 @@
+"""What an opened checkpoint has for a model and an optimizer, be it ours or that of a script of torch's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fullshard.checkpoint.contents import MODEL
+from fullshard.checkpoint.opening import Opened
+from fullshard.checkpoint.plain import Outline
+
+__all__ = ["Saved", "SavedGroup", "saved_by_others", "saved_by_us"]
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """A group of an optimizer's parameters."""
+
+    fqns: list[str]
+    options: Outline
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where everything is in a checkpoint."""
+
+    tensors: Mapping[str, str]  # of the model: the key of each FQN
+    values: Mapping[str, Any] = field(default_factory=dict)  # of the model: what modules keep that is no tensor
+    ties: Mapping[str, str] | None = None  # other names of a tensor, with the first; None where that is not known
+    states: Mapping[str, Outline] = field(default_factory=dict)  # of the optimizer, by FQN
+    groups: tuple[SavedGroup, ...] | None = None  # of the optimizer; None if it was not saved
+    rest: Mapping[str, Any] = field(default_factory=dict)  # scheduler, extra
+
+    def renamed(self, names: Mapping[str, str]) -> Saved:
+        """The same with other names for some parameters of the optimizer."""
+        states = {names.get(fqn, fqn): states for fqn, states in self.states.items()}
+        groups = self.groups and tuple(
+            SavedGroup([names.get(fqn, fqn) for fqn in group.fqns], group.options) for group in self.groups
+        )
+        return replace(self, states=states, groups=groups)
+
+
+def saved_by_us(opened: Opened, ours: Mapping[str, Any]) -> Saved:
+    """What our own account of the checkpoint says."""
+    optimizer = ours.get("optimizer")
+    return Saved(
+        tensors=_under(f"{MODEL}.", opened.sizes()),
+        values=ours["model"],
+        ties={name.removeprefix(f"{MODEL}."): key.removeprefix(f"{MODEL}.") for name, key in ours["ties"].items()},
+        states={} if optimizer is None else dict(optimizer["state"][1]),
+        groups=None if optimizer is None else tuple(_group(options) for _, options in optimizer["param_groups"]),
+        rest=ours,
+    )
+
+
+def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Collection[str]) -> Saved:
+    """What a checkpoint of `torch.distributed.checkpoint` alone seems to have, in the sections where names are found.
+
+    Its optimizer may be as `get_state_dict` gives it, flattened or not.
+
+    Args:
+        in_model: FQNs in the model's state dict.
+        in_optimizer: FQNs of the parameters that the optimizer steps.
+    """
+    keys = opened.metadata.state_dict_metadata
+    model = _most_frequent(before for key in keys for before, fqn, rest in _splits(key) if fqn in in_model and not rest)
+    optimizer = _most_frequent(
+        before.removesuffix("state.")
+        for key in keys
+        for before, fqn, rest in _splits(key)
+        if before.endswith("state.") and fqn in in_optimizer and rest
+    )
+    # Beside a model that has no section of its own, there may be anything; what begins like the model is its own.
+    tops = {fqn.split(".")[0] for fqn in in_model}
+    return Saved(
+        tensors={fqn: key for fqn, key in _under(model, opened.sizes()).items() if fqn.split(".")[0] in tops},
+        states=_states(_leaves(opened, f"{optimizer}state."), in_optimizer),
+        groups=_groups(_leaves(opened, f"{optimizer}param_groups."), in_optimizer),
+    )
+
+
+def _under(prefix: str, keys: Iterable[str]) -> dict[str, str]:
+    """The keys that begin so, by what follows."""
+    return {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
+
+
+def _splits(key: str) -> Iterator[tuple[str, str, str]]:
+    """All ways to see an FQN in `key`: what comes before it, the FQN, what comes after it."""
+    words = key.split(".")
+    for start in range(len(words)):
+        for stop in range(start + 1, len(words) + 1):
+            before = "".join(f"{word}." for word in words[:start])
+            yield before, ".".join(words[start:stop]), ".".join(words[stop:])
+
+
+def _most_frequent(prefixes: Iterable[str]) -> str:
+    counts = Counter(prefixes)
+    return max(counts, key=lambda prefix: (counts[prefix], -len(prefix)), default="")
+
+
+def _leaves(opened: Opened, prefix: str) -> dict[str, Outline]:
+    """What is under the keys that begin so, by what follows."""
+    keys, sizes = _under(prefix, opened.metadata.state_dict_metadata), opened.sizes()
+    names = [name for name, key in keys.items() if key not in sizes]
+    values = dict(zip(names, opened.values(*(keys[name] for name in names)), strict=True))
+    return {name: ("value", values[name]) if name in values else ("tensor", key) for name, key in keys.items()}
+
+
+def _states(leaves: Mapping[str, Outline], fqns: Collection[str]) -> dict[str, Outline]:
+    """The states by FQN; what belongs to none that is known, by all but its last word."""
+    found: dict[str, list[tuple[str, Outline]]] = {}
+    for key, leaf in leaves.items():
+        known = (fqn for before, fqn, name in _splits(key) if not before and fqn in fqns and name)
+        fqn = next(known, key.rpartition(".")[0])
+        found.setdefault(fqn, []).append((key.removeprefix(f"{fqn}."), leaf))
+    return {fqn: ("dict", states) for fqn, states in found.items()}
+
+
+def _groups(leaves: Mapping[str, Outline], fqns: Collection[str]) -> tuple[SavedGroup, ...] | None:
+    """The groups; a flattened state dict has options for each parameter."""
+    found: dict[str, list[tuple[str, Outline]]] = {}
+    for key, leaf in leaves.items():
+        group, _, option = key.rpartition(".")
+        found.setdefault(group, []).append((option, leaf))
+    groups = [
+        SavedGroup([name], ("dict", options)) if name in fqns else _group(options) for name, options in found.items()
+    ]
+    return tuple(groups) or None
+
+
+def _group(options: Iterable[tuple[str, Outline]]) -> SavedGroup:
+    """The group of which `options` has the parameters' names too."""
+    named = dict(options)
+    _, fqns = named.pop("params", ("value", []))
+    return SavedGroup(fqns, ("dict", list(named.items())))

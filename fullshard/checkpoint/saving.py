@@ -1,0 +1,163 @@
+"""Save a run: all ranks together, each its own shards, and wholly or not at all."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fullshard.checkpoint import container
+from fullshard.checkpoint.background import PendingSave, background_ranks, start_behind, wait_for_pending
+from fullshard.checkpoint.contents import Contents, HasState, collect
+from fullshard.checkpoint.folder import begin, commit, discard, entries, keep_newest
+from fullshard.checkpoint.manifest import Manifest, Progress, StoredFile
+from fullshard.checkpoint.staging import HostMemory
+from fullshard.checkpoint.together import Ranks, default_ranks
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.versions import versions
+
+__all__ = ["async_save", "save"]
+
+logger = logging.getLogger(__name__)
+
+
+def save(
+    folder: str | PathLike[str],
+    *,
+    model: nn.Module,
+    step: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: HasState | None = None,
+    data: HasState | None = None,
+    extra: Any = None,
+    keep: int | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Save a run as `folder`/step-000000100; the path of that. Every rank of the default process group calls it.
+
+    Each rank writes the shards that it has. The files are those of `torch.distributed.checkpoint`, which can read them
+    too. Random states of every rank are saved besides. If anything is killed meanwhile, or a disk is full, what was in
+    `folder` before is still there, and nothing else counts.
+
+    Args:
+        folder: where the checkpoints of the run are, on storage that all hosts share.
+        model: sharded or not; its parameters, buffers and other state.
+        step: names the checkpoint. One of the same step is replaced.
+        optimizer: steps parameters of `model`.
+        scheduler: anything with `state_dict()`. The first rank's is kept.
+        data: the position in the data: anything with `state_dict()`. Each rank's own is kept.
+        extra: whatever else, in plain values and plain tensors. The first rank's is kept.
+        keep: how many checkpoints to keep, this one included; older ones are deleted. All, if None.
+        progress: called with the bytes of tensors that this rank has written so far, and all that it will write.
+
+    Raises:
+        CheckpointError: some rank could not; the same error on every rank. The run can go on.
+        ConfigError: `step` is below 0, or `keep` below 1.
+    """
+    order = _Order(Path(folder), step, keep)
+    wait_for_pending()
+    ranks = default_ranks()
+    contents = ranks.do(order.doing, lambda: collect(model, optimizer, scheduler, data, extra))
+    return order.write(contents, ranks, progress)
+
+
+def async_save(
+    folder: str | PathLike[str],
+    *,
+    model: nn.Module,
+    step: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: HasState | None = None,
+    data: HasState | None = None,
+    extra: Any = None,
+    keep: int | None = None,
+    progress: Progress | None = None,
+) -> PendingSave:
+    """Start what `save` does, and return as soon as all that is saved has been copied to host memory.
+
+    The copy is written behind the training, by a thread. The next save, or the next load, waits for it first, and
+    raises what went wrong with it if nobody has called `wait()` before. The host memory is kept for the next copy.
+
+    Args: as those of `save`; `progress` is called by the thread.
+
+    Raises:
+        CheckpointError: something cannot be copied or saved on some rank, or the save before this one failed.
+        ConfigError: `step` is below 0, or `keep` below 1.
+    """
+    order = _Order(Path(folder), step, keep)
+    wait_for_pending()
+    ranks = background_ranks()
+    contents = ranks.do(order.doing, lambda: _memory.copy(collect(model, optimizer, scheduler, data, extra)))
+    return start_behind(lambda: order.write(contents, ranks, progress))
+
+
+_memory = HostMemory()
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Where something is to be saved."""
+
+    folder: Path
+    step: int
+    keep: int | None
+
+    def __post_init__(self) -> None:
+        if self.step < 0:
+            raise ConfigError(f"step={self.step}: a checkpoint is named by the steps done, so by 0 or more.")
+        if self.keep is not None and self.keep < 1:
+            raise ConfigError(
+                f"keep={self.keep}: at least the checkpoint that is being saved is kept. Pass 1 or more, or None to "
+                "keep all."
+            )
+
+    @property
+    def doing(self) -> str:
+        """What an error says was being done."""
+        return f"saving step {self.step} to {self.folder}"
+
+    def write(self, contents: Contents, ranks: Ranks, progress: Progress | None) -> Path:
+        """The path of the checkpoint, once it is there."""
+        partial = ranks.once(self.doing, lambda: begin(self.folder, self.step))
+        try:
+            written = container.write(
+                partial,
+                contents.entries(ranks, self.doing),
+                ties=contents.ties,
+                ranks=ranks,
+                doing=self.doing,
+                progress=progress,
+            )
+            by_rank = ranks.share(self.doing, lambda: written)
+            files = {name: stored for of_rank in by_rank for name, stored in of_rank.items()}
+            return ranks.once(self.doing, lambda: self._commit(partial, contents.strategy, files, ranks.world))
+        except CheckpointError:
+            if ranks.leads:
+                discard(partial)
+            raise
+
+    def _commit(self, partial: Path, strategy: str, files: dict[str, StoredFile], world: int) -> Path:
+        numbers = [entry.manifest.number for entry in entries(self.folder) if entry.manifest is not None]
+        manifest = Manifest(
+            id=partial.suffix.removeprefix(".partial-"),
+            step=self.step,
+            number=1 + max(numbers, default=0),
+            world=world,
+            strategy=strategy,
+            versions=versions(),
+            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            files=files,
+        )
+        path = commit(partial, manifest)
+        if self.keep is not None:
+            try:
+                keep_newest(self.folder, self.keep)
+            except OSError as error:  # the new one is there, and that is what counts
+                logger.warning("could not delete old checkpoints in %s: %s", self.folder, error)
+        return path

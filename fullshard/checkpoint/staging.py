@@ -1,0 +1,42 @@
+"""Host memory for what is written behind the training: taken once, and used by every save that follows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fullshard._compat import dtensor_like
+from fullshard.checkpoint.contents import Contents
+from fullshard.checkpoint.plain import Path
+
+__all__ = ["HostMemory"]
+
+
+class HostMemory:
+    """Copies of tensors on the CPU, in pinned memory where they come from a GPU."""
+
+    def __init__(self) -> None:
+        self._held: dict[Path, Tensor] = {}
+
+    def copy(self, contents: Contents) -> Contents:
+        """`contents` with copies in place of its tensors. The copies of the last time are overwritten."""
+        taken: dict[Path, Tensor] = {}
+        sharded = {
+            path: dtensor_like(self._copied(path, tensor.to_local(), taken), tensor)
+            for path, tensor in contents.sharded.items()
+        }
+        plain = {path: self._copied(path, tensor, taken) for path, tensor in contents.plain.items()}
+        self._held = taken
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+        return replace(contents, sharded=sharded, plain=plain)
+
+    def _copied(self, path: Path, tensor: Tensor, taken: dict[Path, Tensor]) -> Tensor:
+        tensor = tensor.detach()
+        held = self._held.get(path)
+        if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        taken[path] = held.copy_(tensor, non_blocking=True)
+        return held

@@ -1,0 +1,121 @@
+"""Ranks that save or load together: what fails on one of them fails on all, with the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from fullshard.errors import CheckpointError
+
+__all__ = ["Ranks", "default_ranks", "failure_of_group", "failure_of_some", "said_by"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """An action that raised, as other ranks are told."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of `group`: those of the default group if None, or this process alone where there is none."""
+
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def index(self) -> int:
+        """This rank's place among them."""
+        return dist.get_rank(self.group) if dist.is_initialized() else 0
+
+    @property
+    def world(self) -> int:
+        """How many they are."""
+        return dist.get_world_size(self.group) if dist.is_initialized() else 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank does what is done once for all."""
+        return self.index == 0
+
+    def do(self, doing: str, action: Callable[[], T]) -> T:
+        """What `action()` returned on this rank, once it has succeeded on every rank.
+
+        Args:
+            doing: begins the message of an error.
+
+        Raises:
+            CheckpointError: it raised on some rank; the same error on every rank.
+        """
+        done: list[T] = []
+        self.share(doing, lambda: done.append(action()))
+        return done[0]
+
+    def once(self, doing: str, action: Callable[[], T]) -> T:
+        """What `action()` returned on the first rank, which alone calls it, on every rank.
+
+        Raises:
+            CheckpointError: it raised there; the same error on every rank.
+        """
+        return self.share(doing, lambda: action() if self.leads else None)[0]  # type: ignore[return-value]  # 0 leads
+
+    def share(self, doing: str, action: Callable[[], T]) -> list[T]:
+        """What `action()` returned on each rank, in rank order, on every rank.
+
+        Raises:
+            CheckpointError: it raised on some rank; the same error on every rank.
+        """
+        outcome, cause = _outcome(action)
+        outcomes: list[Any] = [outcome]
+        if self.world > 1:
+            outcomes *= self.world
+            try:
+                dist.all_gather_object(outcomes, outcome, group=self.group)
+            except RuntimeError as error:
+                raise CheckpointError(failure_of_group(doing, error)) from error
+        failed = {rank: it.message for rank, it in enumerate(outcomes) if isinstance(it, _Failed)}
+        if failed:
+            raise CheckpointError(failure_of_some(doing, failed, len(outcomes))) from cause
+        return outcomes
+
+
+def default_ranks() -> Ranks:
+    """The ranks of the default process group, or this process alone where there is none."""
+    return Ranks(dist.group.WORLD if dist.is_initialized() else None)
+
+
+def said_by(error: BaseException) -> str:
+    """What `error` tells other ranks."""
+    text = str(error).strip()
+    return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
+
+
+def _outcome(action: Callable[[], T]) -> tuple[T | _Failed, BaseException | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return _Failed(said_by(error)), error
+
+
+def failure_of_group(doing: str, error: BaseException) -> str:
+    """What to say if ranks cannot reach one another."""
+    return f"{doing}: another rank is gone, or does not answer ({said_by(error)}). End the processes and start again."
+
+
+def failure_of_some(doing: str, failed: Mapping[int, str], world: int) -> str:
+    """What to say on all ranks if some of them failed: without rank numbers where all said the same."""
+    if len(failed) == world and len(set(failed.values())) == 1:
+        return f"{doing}: {failed[0]}"
+    by_message: dict[str, list[int]] = {}
+    for rank, message in failed.items():
+        by_message.setdefault(message, []).append(rank)
+    return f"{doing}: " + "; ".join(f"{_named(ranks)}: {message}" for message, ranks in by_message.items())
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

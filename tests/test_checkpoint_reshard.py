@@ -1,0 +1,121 @@
+"""Whatever is saved is loaded into any world size and strategy, bit for bit, and the run goes on as it would have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import SmallGPT, batch, gathered, loss_of, shard, small_gpt, trained, wholes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard.checkpoint import load, save
+from fullshard.optim_state import sharded_optim_state_dict
+from fullshard.testing import assert_same, run_ranks
+
+STRATEGIES = {
+    1: ("ddp", "zero1", "zero2", "zero3"),
+    2: ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2"),
+    3: ("ddp", "zero1", "zero2", "zero3"),
+    4: ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2"),
+}
+FEW = {1: ("zero1",), 2: ("ddp", "zero3"), 3: ("zero2",), 4: ("hsdp",)}
+Source = tuple[int, str]
+
+
+def build(strategy: str, seed: int = 0) -> tuple[SmallGPT, torch.optim.Optimizer]:
+    """A model with tied, frozen, scalar and empty parameters, and an optimizer of two groups."""
+    replicas = 2 if strategy.startswith("hsdp") else 0
+    shape = (replicas, dist.get_world_size() // replicas) if replicas else (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model = small_gpt(1)
+    if seed:
+        torch.manual_seed(seed)
+        for param in model.parameters():
+            nn.init.normal_(param)
+    model = shard(model, tied_in_two_units=strategy == "zero2", mesh=mesh, strategy=strategy)
+    groups = [{"params": trained(model)[::2], "lr": 0.02}, {"params": trained(model)[1::2], "weight_decay": 0.3}]
+    return model, torch.optim.AdamW(groups, lr=1e-2)
+
+
+def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    """Losses of some steps; every rank has the same batch."""
+    losses = []
+    for step in steps:
+        loss = loss_of(model, batch(step, sequences=2))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Parameters and states whole, and the options of each parameter."""
+    named = sharded_optim_state_dict(model, optimizer)
+    states = {f"{fqn} {name}": it for fqn, of_fqn in named["state"].items() for name, it in of_fqn.items()}
+    options = {
+        fqn: {name: value for name, value in group.items() if name != "params"}
+        for group in named["param_groups"]
+        for fqn in group["params"]
+    }
+    return {"params": wholes(model), "states": gathered(states), "options": options}
+
+
+def write_all(folder: Path, strategies: list[str]) -> None:
+    world = dist.get_world_size()
+    for strategy in strategies:
+        model, optimizer = build(strategy)
+        learn(model, optimizer, range(2))
+        save(folder / f"{world}-{strategy}", model=model, optimizer=optimizer, step=2)
+        told = {**everything(model, optimizer), "losses": learn(model, optimizer, range(2, 4))}
+        if dist.get_rank() == 0:
+            torch.save(told, folder / f"{world}-{strategy}.pt")
+
+
+def read_all(folder: Path, cases: list[tuple[Source, str]]) -> None:
+    for (world, saved), strategy in cases:
+        name = f"{world}-{saved} as {dist.get_world_size()}-{strategy}"
+        told = torch.load(folder / f"{world}-{saved}.pt")
+        model, optimizer = build(strategy, seed=1)
+        restored = load(folder / f"{world}-{saved}", model=model, optimizer=optimizer)
+        assert (restored.step, restored.world, restored.strategy) == (2, world, saved)
+        found = everything(model, optimizer)
+        assert_same({key: found[key] for key in ("params", "states")}, {key: told[key] for key in ("params", "states")})
+        assert found["options"] == told["options"], name
+        losses = learn(model, optimizer, range(2, 4))
+        if world == dist.get_world_size() and "hsdp" not in saved + strategy:
+            assert_same(losses, told["losses"], name=name)
+        else:
+            torch.testing.assert_close(losses, told["losses"], rtol=1e-5, atol=1e-6, msg=name)
+
+
+def check(sources: dict[int, tuple[str, ...]], targets: dict[int, list[tuple[Source, str]]], folder: Path) -> None:
+    for world, strategies in sources.items():
+        run_ranks(world, write_all, folder, list(strategies), timeout=170)
+    for world, cases in targets.items():
+        run_ranks(world, read_all, folder, cases, timeout=170)
+
+
+def test_a_run_goes_on_under_any_strategy_at_any_world_size(tmp_path):
+    """Every source at every world size; strategies take turns."""
+    sources = [(world, strategy) for world, strategies in FEW.items() for strategy in strategies]
+    targets = {
+        world: [(source, strategies[(i + world) % len(strategies)]) for i, source in enumerate(sources)]
+        for world, strategies in STRATEGIES.items()
+    }
+    check(FEW, targets, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_strategy_and_world_size_into_every_other(tmp_path):
+    sources = [(world, strategy) for world, strategies in STRATEGIES.items() for strategy in strategies]
+    for world, strategies in STRATEGIES.items():
+        run_ranks(world, write_all, tmp_path, list(strategies), timeout=600)
+    for world, strategies in STRATEGIES.items():
+        for strategy in strategies:
+            run_ranks(world, read_all, tmp_path, [(source, strategy) for source in sources], timeout=600)
