@@ -67,10 +67,10 @@ def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Col
     keys = opened.metadata.state_dict_metadata
     model = _most_frequent(before for key in keys for before, fqn, rest in _splits(key) if fqn in in_model and not rest)
     optimizer = _most_frequent(
-        before.removesuffix("state.")
+        before.removesuffix("state.").removesuffix("param_groups.")
         for key in keys
         for before, fqn, rest in _splits(key)
-        if before.endswith("state.") and fqn in in_optimizer and rest
+        if (before.endswith("state.") and fqn in in_optimizer and rest) or before.endswith("param_groups.")
     )
     # Beside a model that has no section of its own, there may be anything; what begins like the model is its own.
     tops = {fqn.split(".")[0] for fqn in in_model}

@@ -1,0 +1,266 @@
+"""A checkpoint is there wholly or not at all, whatever is killed, full or read-only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import chain, inputs, sgd
+from torch import nn
+
+from fullshard import CheckpointError, fully_shard
+from fullshard.checkpoint import container, latest, load, save
+from fullshard.checkpoint.folder import clear_up, entries
+from fullshard.testing import RanksFailed, run_ranks
+
+
+def plain(value: float) -> nn.Module:
+    """A model without a process group, every number of it `value`."""
+    model = nn.Linear(4, 3)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    return model
+
+
+def saved_value(folder: Path) -> float:
+    """What the newest intact checkpoint of `folder` has, checked to be what its step says."""
+    model = plain(-1)
+    restored = load(folder, model=model)
+    numbers = {number for param in model.parameters() for number in param.flatten().tolist()}
+    assert numbers == {float(restored.step)}
+    return numbers.pop()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def save_and_die(folder: Path, step: int, operation: int) -> None:
+    """Save, but die before the file operation of that number."""
+    count = 0
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        within = args and isinstance(args[0], str | os.PathLike) and str(args[0]).startswith(str(folder))
+        if within and (event == "open" or event.startswith(("os.", "shutil."))):
+            count += 1
+            if count == operation:
+                os._exit(9)
+
+    sys.addaudithook(hook)
+    save(folder, model=plain(step), step=step, keep=1)
+
+
+def survives(folder: Path, step: int, operation: int) -> bool:
+    """Whether a save of `step` that is to die before that operation ends well, since it has fewer."""
+    try:
+        run_ranks(1, save_and_die, folder, step, operation)
+    except RanksFailed as failed:
+        assert failed.failures[0].kind == "exit", failed
+        return False
+    return True
+
+
+@pytest.mark.parametrize("step", [2, 1], ids=["another step", "the same step again"])
+def test_a_save_killed_at_any_operation_loses_nothing(step, tmp_path):
+    """Before every single operation on files: what is there is the old checkpoint or the new one, whole."""
+    save(tmp_path / "first", model=plain(1), step=1)
+    for operation in range(1, 100):
+        folder = tmp_path / str(operation)
+        shutil.copytree(tmp_path / "first", folder)
+        ended = survives(folder, step, operation)
+        assert saved_value(folder) == step if ended else saved_value(folder) in (1, step)
+        save(folder, model=plain(3), step=3, keep=1)
+        assert names(folder) == ["step-000000003"]
+        if ended:
+            break
+    assert operation > 10
+
+
+def test_keep_deletes_the_oldest_and_counts_only_what_seems_intact(tmp_path):
+    for step in (1, 2, 3, 4):
+        save(tmp_path, model=plain(step), step=step, keep=2)
+    assert names(tmp_path) == ["step-000000003", "step-000000004"]
+    data = next((tmp_path / "step-000000004").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-1])
+    save(tmp_path, model=plain(5), step=5, keep=2)
+    assert names(tmp_path) == ["step-000000003", "step-000000004", "step-000000005"]
+    assert saved_value(tmp_path) == 5
+
+
+def test_the_newest_is_the_one_saved_last_also_after_going_back(tmp_path):
+    for step in (10, 20, 5):
+        save(tmp_path, model=plain(step), step=step)
+    assert saved_value(tmp_path) == 5
+    save(tmp_path, model=plain(6), step=6, keep=1)
+    assert names(tmp_path) == ["step-000000006"]
+
+
+def test_the_same_step_is_replaced(tmp_path):
+    save(tmp_path, model=plain(-1), step=7)
+    save(tmp_path, model=plain(7), step=7)
+    assert saved_value(tmp_path) == 7
+    assert names(tmp_path) == ["step-000000007"]
+
+
+def test_what_a_killed_run_has_left_is_not_seen_and_then_removed(tmp_path):
+    assert latest(tmp_path / "nowhere") is None
+    save(tmp_path, model=plain(1), step=1)
+    shutil.copytree(tmp_path / "step-000000001", tmp_path / "step-000000002.partial-0a")
+    (tmp_path / "step-000000003.deleted-0b").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert latest(tmp_path) == tmp_path / "step-000000001"
+    clear_up(tmp_path)
+    assert names(tmp_path) == ["notes", "step-000000001"]
+
+
+def test_one_whose_successor_never_came_is_still_there(tmp_path):
+    path = save(tmp_path, model=plain(1), step=1)
+    path.rename(tmp_path / "step-000000001.replaced-0a")
+    assert saved_value(tmp_path) == 1
+    clear_up(tmp_path)
+    assert [entry.path for entry in entries(tmp_path)] == [path]
+
+
+# -- writers that fail ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder with room for half a megabyte."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(place)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def trained_chain() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = chain(fully_shard)
+    optimizer = sgd(model)
+    model(inputs()).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def refusal(action: Any) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    return str(caught.value)
+
+
+def save_to_a_full_disk(folder: Path) -> tuple[str, float]:
+    """The error, and what the run goes on to; 170 KB of parameters and as much of momentum."""
+    model, optimizer = trained_chain()
+    save(folder, model=model, step=1)
+    said = refusal(lambda: save(folder, model=model, optimizer=optimizer, step=2))
+    loss = model(inputs()).sum()
+    loss.backward()
+    optimizer.step()
+    model, optimizer = trained_chain()
+    assert load(folder, model=model).step == 1
+    return said, loss.item()
+
+
+def test_a_full_disk_is_one_error_on_every_rank_and_costs_nothing_that_was_there(small_disk):
+    ranks = run_ranks(2, save_to_a_full_disk, small_disk)
+    assert ranks[0] == ranks[1]
+    assert "No space left on device" in ranks[0][0]
+    assert names(small_disk) == ["step-000000001"]
+
+
+def test_a_read_only_folder_is_one_error_on_every_rank(small_disk):
+    run_ranks(2, save_chain, small_disk, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    first, second = run_ranks(2, refuse_to_save_chain, small_disk, 2)
+    assert first == second
+    assert "Read-only file system" in first
+    assert names(small_disk) == ["step-000000001"]
+
+
+def save_chain(folder: Path, step: int) -> None:
+    save(folder, model=trained_chain()[0], step=step)
+
+
+def refuse_to_save_chain(folder: Path, step: int) -> str:
+    return refusal(lambda: save_chain(folder, step))
+
+
+def fail_on_rank_1(folder: Path) -> list[str]:
+    """What is said if one rank's writer fails at its first byte, at its last sync, and if its files are lost."""
+    model, _ = trained_chain()
+    save(folder, model=model, step=1)
+    said = []
+    for broken in (fail_to_write, fail_to_sync, lose_what_was_written):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                broken(patch)
+            said.append(refusal(lambda: save(folder, model=model, step=2, keep=1)))
+    assert load(folder, model=model).step == 1
+    return said
+
+
+def fail_to_write(patch: pytest.MonkeyPatch) -> None:
+    def write(stream: Any, data: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    patch.setattr(container._Stream, "write", write)
+
+
+def fail_to_sync(patch: pytest.MonkeyPatch) -> None:
+    def fsync(file: int) -> None:
+        raise OSError(122, "Disk quota exceeded")
+
+    patch.setattr(container.os, "fsync", fsync)
+
+
+def lose_what_was_written(patch: pytest.MonkeyPatch) -> None:
+    def fsync(file: int) -> None:
+        os.unlink(os.readlink(f"/proc/self/fd/{file}"))
+
+    patch.setattr(container.os, "fsync", fsync)
+
+
+def test_a_writer_that_fails_on_one_rank_is_one_error_on_every_rank(tmp_path):
+    first, second = run_ranks(2, fail_on_rank_1, tmp_path)
+    assert first == second
+    causes = ("Input/output error", "Disk quota exceeded", "a folder that all hosts share")
+    for said, words in zip(first, causes, strict=True):
+        assert f"saving step 2 to {tmp_path}" in said
+        assert words in said
+    assert "rank 1" in first[0]
+    assert names(tmp_path) == ["step-000000001"]
+
+
+def die_in_the_middle(folder: Path) -> None:
+    model, _ = trained_chain()
+    save(folder, model=model, step=1)
+    if dist.get_rank() == 1:
+        container._Stream.write = lambda *_: os._exit(9)
+    save(folder, model=model, step=2)
+
+
+def test_a_writer_that_dies_leaves_the_others_with_an_error_and_the_old_checkpoint(tmp_path):
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, die_in_the_middle, tmp_path)
+    assert caught.value.failures[1].kind == "exit"
+    assert caught.value.failures[0].kind == "fullshard.errors.CheckpointError"
+    assert "another rank is gone" in caught.value.failures[0].message
+    run_ranks(3, go_on_from, tmp_path, 1)
+
+
+def go_on_from(folder: Path, step: int) -> None:
+    assert load(folder, model=trained_chain()[0]).step == step
