@@ -51,12 +51,15 @@ _TAGS_A_SET = 4  # there and back, for two batches under way
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for matrices that are sharded in any way, or not at all, with the arguments of `torch.optim.Muon`.
+    """Muon for matrices that are sharded under any strategy, or not at all, with the arguments of `torch.optim.Muon`.
 
     On one process it gives the bits of `torch.optim.Muon`; on several, under every strategy, those of one process that
-    has the same gradients. The ranks of a mesh, replicas included, divide the orthogonalisations so that all have about
-    as much to do, and exchange the next matrices while they compute. Matrices that are no `DTensor`s are
-    orthogonalised where they are. Every rank must call `step`, with gradients of the same parameters.
+    has the same gradients. With bfloat16 parameters it agrees closely with torch: that adds an update in bfloat16 by
+    rules that depend on where elements lie; here it is added in float32 and rounded once.
+
+    The ranks of a mesh, replicas included, divide the orthogonalisations so that all have about as much to do, and
+    exchange the next matrices while they compute. Matrices that are no `DTensor`s are orthogonalised where they are.
+    Every rank must call `step`, with gradients of the same parameters.
 
     Muon is for the weight matrices of hidden layers. Give embeddings, output heads, biases and norms to another
     optimizer:
