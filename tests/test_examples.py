@@ -16,6 +16,7 @@ import pytest
 import sklearn.datasets  # the ranks are forked from a server that imports what is imported here
 import torch.distributed as dist
 
+from fullshard.cli import main
 from fullshard.testing import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -51,11 +52,12 @@ def assert_learns(line: str) -> None:
     assert last < 0.6 * first
 
 
-def test_the_ladder_has_six_rungs_that_name_their_command():
+def test_the_ladder_has_seven_rungs_that_name_their_command():
     names = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert [name[0] for name in names] == list("123456")
+    assert [name[0] for name in names] == list("1234567")
     for name in names:
-        assert re.search(rf"torchrun --nproc-per-node \d examples/{name}", (EXAMPLES / name).read_text())
+        command = rf"(torchrun --nproc-per-node \d|fullshard parity --model) examples/{name}"
+        assert re.search(command, (EXAMPLES / name).read_text())
 
 
 def test_eight_lines_by_torchrun():
@@ -145,3 +147,25 @@ def test_meta_device():
     assert_learns(learned)
     before, after = re.search(r"loss ([\d.]+), and ([\d.]+) with", loaded).groups()
     assert before == after
+
+
+def parity(*options: str) -> int:
+    functions = [f"--{name}={EXAMPLES / '7_parity.py'}:make_{name}" for name in ("model", "batch")]
+    return main(["parity", *functions, "--ranks=2", "--strategies=zero3", *options])
+
+
+def test_parity(capsys):
+    assert parity("--wrap=Block") == 0
+    assert capsys.readouterr().out.endswith("All 1 agree with the plain process bit for bit.\n")
+
+
+def test_parity_sees_what_is_careless(capsys):
+    assert parity(f"--model={EXAMPLES / '7_parity.py'}:make_careless_model") == 1
+    assert "zero3, 2 ranks: differs: gradient of embedding.weight, step 1, rank 0" in capsys.readouterr().out
+
+
+def test_parity_as_a_script():
+    command = [sys.executable, EXAMPLES / "7_parity.py"]
+    done = subprocess.run(command, env=TORCHRUN_ENV, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("All 1 agree with the plain process bit for bit.\n")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fullshard.collectives
 from fullshard.cli import main
-from fullshard.testing import RanksFailed, assert_same, check_parity, run_ranks
+from fullshard.testing import ParityReport, ParityRow, RanksFailed, assert_same, check_parity, run_ranks
 from fullshard.testing.parity.cases import Case, cases_of
 from fullshard.testing.parity.difference import Compared, Difference, Finding, Kind, Tolerance
 from fullshard.testing.parity.plain import train_plain
@@ -524,3 +524,10 @@ def test_modules_are_found_in_the_current_folder(tmp_path):
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.endswith("All 1 agree with the plain process bit for bit.\n")
+
+
+def test_the_page_shows_the_table_as_it_is():
+    page = (Path(fullshard.__file__).parent.parent / "docs" / "parity.md").read_text()
+    report = ParityReport(tuple(ParityRow.of(case, []) for case in cases_of((2, 3), None, 2)), EXACT)
+    table = "\n".join(line.rstrip() for line in str(report).splitlines())
+    assert f"```\n{table}\n```" in page

@@ -141,7 +141,8 @@ class ParityReport:
         from rich import box
         from rich.table import Table
 
-        table = Table(title="Largest difference from the plain process", box=box.SIMPLE_HEAD)
+        title = "Largest difference from the plain process"
+        table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         table.add_column("strategy", no_wrap=True)
         for heading in ("ranks", *(kind.value.removeprefix("gradient ") for kind in Kind)):
             table.add_column(heading, justify="right", no_wrap=True)
