@@ -92,6 +92,9 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         enter = ("nsenter", f"--target={first.holder.pid}", "--user", "--preserve-credentials")
         second = _host("10.77.0.2", Path(name), *enter, "unshare")
         stack.callback(second.power_off)
+        for host in (first, second):
+            # Or the cable would go with a host that is powered off, and the other one's address with the cable.
+            stack.callback(os.close, os.open(f"/proc/{host.holder.pid}/ns/net", os.O_RDONLY))
         other_end = ("peer", "name", INTERFACE, "netns", str(second.holder.pid))
         first.configure("ip", "link", "add", INTERFACE, "type", "veth", *other_end)
         for host in (first, second):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from subprocess import PIPE
+from subprocess import PIPE, STDOUT
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import Host, NoHosts, run_on_hosts, sent_bytes, two_hosts
+from hosts import Host, NoHosts, run_on_hosts, sent_bytes, torchrun, two_hosts, wait_for
 from small_models import adamw, shard, small_gpt, train
 from test_docs import page, rows, section
 from torch import nn
@@ -137,9 +138,37 @@ def test_two_hosts_train_to_the_bits_of_one(reports):
     assert_same([seen.numbers for seen in reports], expected)
 
 
+def fullshard_train(text: Path, *more: str) -> list[str]:
+    sizes = ("--size", "nano", "--steps", "4", "--seq", "16", "--validate-bytes", "256", "--sample-bytes", "4")
+    command = ["fullshard.cli", "train", "--strategy", "hsdp", "--text", str(text), *sizes, "--log-every", "1"]
+    return [*command, "--out", "run", *more]
+
+
+def losses(folder: Path) -> list[float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.mark.slow
+def test_the_train_command_gives_the_bits_of_one_host_and_needs_no_folder_that_hosts_share(hosts, tmp_path):
+    text = Path(__file__).parent.parent / "docs"  # a folder: hosts make a file of it, each its own
+    with (tmp_path / "output").open("w") as output:
+        options = {"stdout": output, "stderr": STDOUT}
+        started = torchrun(hosts, "-m", *fullshard_train(text), ranks=RANKS, **options)
+        assert wait_for(started, 120) == [0] * HOSTS
+        alone = [sys.executable, "-m", *fullshard_train(text, "--ranks", str(HOSTS * RANKS), "--replicas", str(HOSTS))]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+        assert subprocess.run(alone, cwd=tmp_path, env=environ, timeout=120, check=False, **options).returncode == 0
+    one, first, second = (folder / "run" for folder in (tmp_path, *(host.folder for host in hosts)))
+    assert (first / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
+    assert losses(first) == losses(one)
+    assert len(losses(one)) == 4 + 1  # of every step, and of the validation at the end
+    assert [path.name for path in second.iterdir()] == ["text"]
+
+
 # -- traffic ----------------------------------------------------------------------------------------------------------
 
-WIDTH, LAYERS, MICROBATCHES, STEPS = 512, 3, 2, 3
+WIDTH, LAYERS, MICROBATCHES, STEPS = 512, 3, 2, 2
 UNIT_BYTES = WIDTH * WIDTH * 4
 # Headers of Ethernet, IP and TCP are 66 bytes of a packet of at most 1514, and as many bytes acknowledge what comes the
 # other way; what ranks tell one another about each collective is small beside it.
