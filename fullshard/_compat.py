@@ -181,6 +181,7 @@ class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manag
 
     def present_bytes(self) -> int:
         """`live_bytes`, less what was given back of memory that is emptied and filled again."""
+        self._made = {ref: nbytes for ref, nbytes in self._made.items() if not ref.expired()}
         storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made)
         return sum(storage.nbytes() for storage in storages if storage is not None)
 

@@ -1,0 +1,319 @@
+"""Models of the transformers library, as they come: sharded by their layer classes, they train as if they were not."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import (
+    ONE_AXIS,
+    Shard,
+    Trace,
+    adamw,
+    agree_with_plain,
+    leave,
+    momentum,
+    my_part,
+    whole_grads,
+    wholes,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.mixtral.modeling_mixtral import MixtralDecoderLayer
+from transformers.models.t5.modeling_t5 import T5Block
+
+from fullshard import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
+from fullshard._compat import storage_watch
+from fullshard.runtime import turns_in
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import transformer_auto_wrap_policy
+
+# transformers prefers another name for it, which older versions do not have.
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated:FutureWarning")
+
+VOCABULARY, STEPS = 131, 5
+
+
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    """Tied embeddings and, as it comes, dropout."""
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=64, n_layer=4, n_head=4, bos_token_id=1, eos_token_id=2
+    )
+    return GPT2LMHeadModel(config)
+
+
+def t5() -> nn.Module:
+    """Two stacks over one embedding. A position bias of the first layers, and what the encoder gives, go to all."""
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=3, num_heads=4, decoder_start_token_id=0
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def mixtral() -> nn.Module:
+    """Four experts, of which each token has two, and a loss that balances them."""
+    config = MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        output_router_logits=True,
+    )
+    return MixtralForCausalLM(config)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A model and the class of its layers."""
+
+    build: Callable[[], Any]
+    layer: type[nn.Module]
+
+    def model(self, shard: Shard, mode: str = "as it comes") -> Any:
+        """A unit a layer and one of the rest; always of the same weights."""
+        torch.manual_seed(0)
+        model = self.build()
+        if mode != "as it comes":
+            reentrant = mode == "reentrant checkpoints"
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={self.layer})
+        return shard(model, auto_wrap_policy=policy)
+
+
+RECIPES = {
+    "llama": Recipe(llama, LlamaDecoderLayer),
+    "gpt2": Recipe(gpt2, GPT2Block),
+    "t5": Recipe(t5, T5Block),
+    "mixtral": Recipe(mixtral, MixtralDecoderLayer),
+}
+
+
+def tokens(step: int) -> Tensor:
+    """Of one step, for all ranks together: 12 sequences, which 1, 2 and 3 ranks can share."""
+    return torch.randint(1, VOCABULARY, (12, 10), generator=torch.Generator().manual_seed(1000 + step))
+
+
+def loss_of(model: Any, ids: Tensor, seed: int) -> Tensor:
+    torch.manual_seed(seed)  # of the dropout
+    return model(input_ids=ids, labels=ids).loss
+
+
+def learn(model: Any, optimizer: torch.optim.Optimizer, backward: Callable[[int], Tensor]) -> Trace:
+    """Train five steps; `backward(step)` leaves the gradients in `model` and returns the loss."""
+    trace = Trace()
+    for step in range(STEPS):
+        trace.losses.append(backward(step))
+        if step == STEPS - 1:
+            trace.grads = whole_grads(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    trace.params = wholes(model)
+    return trace
+
+
+def on_my_part(model: Any, step: int) -> Tensor:
+    loss = loss_of(model, my_part(tokens(step)), step)
+    loss.backward()
+    return loss.detach()
+
+
+def on_all_parts(model: Any, step: int) -> Tensor:
+    """What all ranks do, one after another. Returns this rank's loss."""
+    parts = tokens(step).chunk(dist.get_world_size())
+    losses = [loss_of(model, part, step) for part in parts]
+    (torch.stack(losses).sum() / len(parts)).backward()
+    return losses[dist.get_rank()].detach()
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def on_axes(strategy: str, shape: tuple[int, int], model: Any, **options: Any) -> Any:
+    return fully_shard(model, strategy=strategy, mesh=init_device_mesh("cpu", shape), **options)
+
+
+STRATEGIES: dict[str, Shard] = {
+    **{strategy: partial(fully_shard, strategy=strategy) for strategy in ONE_AXIS},
+    "hsdp": partial(on_axes, "hsdp", (2, 1)),
+    "hsdp_zero2": partial(on_axes, "hsdp_zero2", (1, 2)),
+    "the wrapper": FullyShardedDataParallel,
+}
+# Checkpoints change bits by themselves: transformers keeps no cache then, and reentrant ones lose auxiliary losses.
+MODES = {
+    "as it comes": tuple(STRATEGIES),
+    "checkpoints": ("zero3", "the wrapper"),
+    "reentrant checkpoints": ("zero3", "the wrapper"),
+}
+Traces = dict[tuple[str, str, str], Trace]  # by model, mode and strategy
+
+
+def train_all(*strategies: str) -> Traces:
+    """Every model in every mode, under those of `strategies` that the mode is for, and by its plain peer."""
+    traces = {}
+    for (name, recipe), (mode, tried) in product(RECIPES.items(), MODES.items()):
+        plain = recipe.model(leave, mode)
+        peer = plain if dist.get_world_size() == 1 else DistributedDataParallel(plain)
+        traces[name, mode, "plain"] = learn(plain, adamw(plain), partial(on_my_part, peer))
+        for strategy in (strategy for strategy in tried if strategy in strategies):
+            model = recipe.model(STRATEGIES[strategy], mode)
+            traces[name, mode, strategy] = learn(model, adamw(model), partial(on_my_part, model))
+    return traces
+
+
+@cache
+def traces(world: int) -> list[Traces]:
+    return run_ranks(world, train_all, *(STRATEGIES if world == 2 else ("zero3",)), timeout=170)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_sharded_model_learns_the_bits_of_the_plain_one(name, world):
+    """Those of plain PyTorch on one rank, of `DistributedDataParallel` on two."""
+    for rank, of_rank in enumerate(traces(world)):
+        for model, mode, strategy in of_rank:
+            if model == name:
+                actual, expected = of_rank[name, mode, strategy], of_rank[name, mode, "plain"]
+                assert_same(actual.numbers, expected.numbers, name=f"rank {rank}, {mode}, {strategy}: ")
+
+
+def train_on_three(name: str) -> tuple[Trace, Trace, Trace]:
+    recipe = RECIPES[name]
+    results = []
+    for strategy in ("zero3", "ddp"):
+        model = recipe.model(partial(fully_shard, strategy=strategy))
+        results.append(learn(model, momentum(model), partial(on_my_part, model)))
+    alone = recipe.model(leave)
+    results.append(learn(alone, momentum(alone), partial(on_all_parts, alone)))
+    return tuple(results)
+
+
+def train_all_on_three() -> dict[str, tuple[Trace, Trace, Trace]]:
+    return {name: train_on_three(name) for name in RECIPES}
+
+
+def test_three_ranks_learn_what_one_learns_in_their_place():
+    """Three cannot share all rows evenly, and have sums of an order of their own: the strategies' bits are the same."""
+    for of_rank in run_ranks(3, train_all_on_three, timeout=170):
+        for name, (zero3, ddp, alone) in of_rank.items():
+            assert_same(zero3.numbers, ddp.numbers, name=f"{name}: ")
+            torch.testing.assert_close(zero3.numbers, alone.numbers, rtol=1e-3, atol=1e-4)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_of_a_step(model: Any) -> tuple[int, int]:
+    """Bytes that the forward leaves for the backward, and the most that there are at any moment of a step."""
+    for step in range(2):
+        loss_of(model, tokens(0), step).backward()
+        model.zero_grad()
+    with storage_watch(every_operation=True) as watch:
+        loss = loss_of(model, tokens(0), 2)
+        kept = watch.live_bytes()
+        loss.backward()
+    return kept, watch.peak_bytes
+
+
+def compare_memory(name: str) -> None:
+    gc.disable()
+    recipe = RECIPES[name]
+    plain, plain_peak = memory_of_a_step(recipe.model(leave))
+    for mode in ("checkpoints", "reentrant checkpoints"):
+        less, less_peak = memory_of_a_step(recipe.model(leave, mode))
+        sharded = recipe.model(fully_shard, mode)
+        kept, peak = memory_of_a_step(sharded)
+        two_units = 2 * max(turn.unit.whole_nbytes for turn in turns_in(sharded))
+        assert less < plain / 2
+        assert kept == less
+        assert peak <= less_peak + two_units < plain_peak
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "t5" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+)
+def test_checkpoints_save_as_much_memory_as_without_sharding(name):
+    """Forward keeps not a byte more; backward has whole gradients of at most two units besides."""
+    run_ranks(2, compare_memory, name, timeout=170)
+
+
+# -- generation -------------------------------------------------------------------------------------------------------
+
+HOW = ({}, {"do_sample": True}, {"num_beams": 3})
+
+
+def generate(model: Any, **options: Any) -> list[Tensor]:
+    """Tokens that follow on a prompt, found in several ways, with the model in eval as users have it then."""
+    torch.manual_seed(7)
+    model.eval()
+    found = [model.generate(tokens(20)[:2, :4], pad_token_id=0, max_new_tokens=6, **how, **options) for how in HOW]
+    model.train()
+    return found
+
+
+def generate_between_steps(name: str, shard: Shard) -> list[Any]:
+    model = RECIPES[name].model(shard)
+    register_fsdp_forward_method(model, "generate")
+    optimizer, left = adamw(model), []
+    for step in range(4):
+        left += [generate(model), loss_of(model, tokens(step), step)]
+        left[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+def all_generate_between_steps() -> None:
+    for name in RECIPES:
+        agree_with_plain(partial(generate_between_steps, name), "zero1", "zero3")
+
+
+def test_a_sharded_model_generates_the_plain_one_s_tokens_between_steps():
+    run_ranks(2, all_generate_between_steps, timeout=170)
+
+
+def generate_as_long_as_it_takes() -> tuple[Tensor, Tensor]:
+    plain, sharded = (RECIPES["llama"].model(shard) for shard in (leave, FullyShardedDataParallel))
+    rank = dist.get_rank()
+    options = {"input_ids": tokens(20)[:2, : 4 + rank], "max_new_tokens": 3 + 4 * rank, "pad_token_id": 0}
+    return sharded.generate(**options, synced_gpus=True), plain.generate(**options)
+
+
+def test_ranks_generate_texts_of_different_lengths():
+    """Who is done goes on gathering with the others, if transformers is asked to do so."""
+    results = run_ranks(2, generate_as_long_as_it_takes)
+    for sharded, plain in results:
+        assert_same(sharded, plain)
+    assert results[0][0].shape != results[1][0].shape
