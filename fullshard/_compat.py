@@ -32,6 +32,7 @@ __all__ = [
     "reduce_scatter_single",
     "set_local_tensor",
     "shares_memory",
+    "storage_info",
     "storage_references",
     "storage_watch",
     "store_address",
@@ -92,6 +93,13 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 def tree_map(leaf: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` (lists, tuples, dicts and what was registered as a pytree) with `leaf` applied to everything else."""
     return _pytree.tree_map(leaf, tree)
+
+
+def storage_info(file: str, start: int, nbytes: int) -> Any:
+    """Where a value is, as the metadata of `torch.distributed.checkpoint` says it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # late: a tenth of a second that most do without
+
+    return _StorageInfo(file, start, nbytes)
 
 
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:

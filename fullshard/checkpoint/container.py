@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from xxhash import xxh3_128
 
+from fullshard._compat import storage_info
 from fullshard.checkpoint.manifest import Progress, StoredFile
 from fullshard.checkpoint.together import Ranks, failure_of_group, failure_of_some, said_by
 from fullshard.errors import CheckpointError
@@ -72,7 +73,11 @@ def write(
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes files with checksums; `ties` cost an entry in the metadata, and no bytes."""
+    """Writes one file a rank, with its checksum. `ties` cost an entry in the metadata, and no bytes.
+
+    torch's own writer keeps all that it has copied to host memory until the last byte is out; here it is one tensor at
+    a time, and nothing for what lies there already.
+    """
 
     def __init__(self, folder: Path, ties: Mapping[str, str], progress: Progress | None) -> None:
         super().__init__(folder, sync_files=False)  # its own sync comes before the last bytes are out
@@ -81,11 +86,24 @@ class _Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self.fs.total = sum(map(_nbytes, plan.items))
+        name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
+        results: list[WriteResult] = []
         try:
-            return super().write_data(plan, planner)
+            with self.fs.create_stream(self.fs.concat_path(self.path, name), "wb") as stream:
+                for item in plan.items:
+                    data, start = planner.resolve_data(item), stream.tell()
+                    if isinstance(data, Tensor):
+                        torch.save(_alone(data), stream)
+                    else:
+                        stream.write(data.getbuffer())
+                    nbytes = stream.tell() - start
+                    results.append(WriteResult(item.index, nbytes, storage_info(name, start, nbytes)))
         except Exception as error:
-            # torch's own writer turns an error of the disk into one without its cause.
+            # What torch.save makes of an error of the disk has lost its cause.
             raise CheckpointError(said_by(self.fs.error or error)) from error
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         for tied, key in self._ties.items():
@@ -101,6 +119,15 @@ class _Writer(dcp.FileSystemWriter):
             for tied in by_key.get(it.index.fqn, [])
         ]
         super().finish(metadata, [*results, aliases])
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """`tensor` on the CPU, as all that its storage has: torch.save writes whole storages. A copy only if it must be."""
+    local = tensor.detach().cpu().contiguous()
+    if not local.numel():
+        return local.clone()
+    raw = local.reshape(-1).view(torch.uint8)
+    return torch.from_numpy(raw.numpy()).view(local.dtype).reshape(local.shape)
 
 
 def _nbytes(item: WriteItem) -> int:

@@ -1,0 +1,363 @@
+"""All that a run consists of comes back: of every rank its own, of every optimizer and module what it keeps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import Chain, Layer, batch, chain, inputs, loss_of, shard, small_gpt, trained, wholes
+from test_optim_state import OPTIMIZERS, learn
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard._compat import storage_watch
+from fullshard.checkpoint import load, save
+from fullshard.checkpoint.plain import are_same
+from fullshard.testing import assert_same, run_ranks
+from fullshard.versions import versions
+from fullshard.wrap import ModuleWrapPolicy
+
+
+def draws() -> list[Any]:
+    """What each generator gives next, and what a normal draw of python's leaves behind."""
+    return [random.gauss(0, 1), random.random(), *np.random.normal(size=3), *torch.rand(3).tolist()]
+
+
+class Counter:
+    """A position in the data."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+# -- what every rank has of its own -----------------------------------------------------------------------------------
+
+
+def draw_on(folder: Path) -> list[list[Any]]:
+    """Draws after saving, and after loading into generators that have gone elsewhere."""
+    rank = dist.get_rank()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(100 + rank)
+    draws()
+    random.gauss(0, 1)
+    model = nn.Linear(2, 2)
+    save(folder, model=model, step=1)
+    expected = draws()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(5)
+    load(folder, model=model)
+    return [expected, draws()]
+
+
+def draw_after_loading(folder: Path) -> list[Any]:
+    load(folder, model=nn.Linear(2, 2))
+    return draws()
+
+
+def test_every_rank_draws_what_it_would_have_drawn(tmp_path):
+    told = run_ranks(2, draw_on, tmp_path)
+    for expected, found in told:
+        assert found == expected
+    assert told[0][0] != told[1][0]
+    again = [run_ranks(3, draw_after_loading, tmp_path) for _ in range(2)]
+    assert again[0] == again[1]
+    assert len({tuple(drawn) for drawn in again[0]}) == 3
+
+
+def test_random_states_stay_if_asked_to(tmp_path):
+    save(tmp_path, model=nn.Linear(2, 2), step=1)
+    model = nn.Linear(2, 2)
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    load(tmp_path, model=model, random_states=False)
+    assert torch.equal(torch.rand(2), expected)
+
+
+class Normed(nn.Module):
+    """Has statistics, which differ from rank to rank, and a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def positions_and_buffers(folder: Path) -> None:
+    """Saved and loaded by as many ranks."""
+    rank = dist.get_rank()
+    model = fully_shard(Normed())
+    model.norm.running_mean.fill_(rank)
+    save(folder, model=model, data=Counter({"at": rank, "order": torch.arange(rank + 1)}), step=1)
+    save(folder.with_name("alike"), model=model, data=Counter({"at": 3}), step=1)
+    model, data = fully_shard(Normed()), Counter()
+    load(folder, model=model, data=data)
+    assert data.state["at"] == rank
+    assert torch.equal(data.state["order"], torch.arange(rank + 1))
+    assert torch.equal(model.norm.running_mean, torch.full((6,), float(rank)))
+    assert model.scratch.tolist() == [0, 0]
+
+
+def positions_elsewhere(folder: Path) -> list[float]:
+    model, data = fully_shard(Normed()), Counter()
+    load(folder.with_name("alike"), model=model, data=data)
+    assert data.state == {"at": 3}
+    with pytest.raises(RuntimeError, match=r"ranks 0 and 1 had different positions .* divided over 3"):
+        load(folder, model=model, data=data)
+    load(folder, model=model)
+    return model.norm.running_mean.tolist()
+
+
+def test_buffers_and_data_positions_that_differ_are_kept_for_each_rank(tmp_path):
+    run_ranks(2, positions_and_buffers, tmp_path / "differ")
+    for found in run_ranks(3, positions_elsewhere, tmp_path / "differ"):
+        assert found == [0] * 6
+
+
+# -- schedulers, extra, states of modules -----------------------------------------------------------------------------
+
+
+SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "MultiStepLR": partial(lr_scheduler.MultiStepLR, milestones=[2, 4]),  # keeps a dict of numbers
+    "LambdaLR": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.9**step),
+    "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10),
+    "CosineAnnealingWarmRestarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
+    "SequentialLR": lambda it: lr_scheduler.SequentialLR(
+        it, [lr_scheduler.ConstantLR(it), lr_scheduler.ExponentialLR(it, 0.5)], milestones=[2]
+    ),
+}
+
+
+def rates(optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        optimizer.step()
+        scheduler.step()
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_goes_on(name, tmp_path):
+    def made() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        return model, optimizer, SCHEDULERS[name](optimizer)
+
+    model, optimizer, scheduler = made()
+    rates(optimizer, scheduler, 3)
+    save(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler, step=3)
+    expected = rates(optimizer, scheduler, 5)
+    model, optimizer, scheduler = made()
+    load(tmp_path, model=model, optimizer=optimizer, scheduler=scheduler)
+    assert rates(optimizer, scheduler, 5) == expected
+
+
+def test_extra_comes_back_as_it_was(tmp_path):
+    extra = {"a": [1, 2.5, None, True, "x"], 3: (1, 2), "empty": {}, "tensor": torch.arange(3, dtype=torch.bfloat16)}
+    save(tmp_path, model=nn.Linear(2, 2), step=1, extra=extra)
+    found = load(tmp_path, model=nn.Linear(2, 2))
+    assert_same(found.extra.pop("tensor"), extra.pop("tensor"))
+    assert found.extra == extra
+    assert (found.path, found.step, found.world, found.strategy) == (tmp_path / "step-000000001", 1, 1, "none")
+    assert found.versions == versions()
+
+
+class Keeping(nn.Linear):
+    """Keeps something that is no parameter: a tensor whose shape changes, or a dict."""
+
+    kept: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+@pytest.mark.parametrize("kept", [torch.arange(5), {"scale": 2.0, "history": {1: [3]}}, None], ids=str)
+def test_what_modules_keep_in_their_state_comes_back(kept, tmp_path):
+    model = Keeping(2, 2)
+    model.kept = kept
+    save(tmp_path, model=model, step=1)
+    again = Keeping(2, 2)
+    again.kept = torch.zeros(1) if isinstance(kept, Tensor) else None
+    load(tmp_path, model=again)
+    assert are_same(again.kept, kept)
+
+
+# -- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def optimizers_go_on(folder: Path) -> None:
+    for name, make in OPTIMIZERS.items():
+        place = folder / name.replace(", ", "-")
+        model = shard(small_gpt(1), strategy="zero3")
+        optimizer = make(trained(model))
+        learn(model, optimizer, range(2))
+        save(place, model=model, optimizer=optimizer, step=2)
+        expected = learn(model, optimizer, range(2, 4))
+        for strategy, steps in (("zero1", 0), ("zero3", 1)):  # into an optimizer without and with states of its own
+            model = shard(small_gpt(1), strategy=strategy)
+            optimizer = make(trained(model))
+            learn(model, optimizer, range(steps))
+            load(place, model=model, optimizer=optimizer)
+            assert_same(learn(model, optimizer, range(2, 4)), expected, name=f"{name} into {strategy}")
+
+
+def test_every_optimizer_goes_on(tmp_path):
+    run_ranks(2, optimizers_go_on, tmp_path, timeout=170)
+
+
+def one_group_from_two(folder: Path) -> None:
+    """Options come from the group that a parameter was in, whatever group it is in now."""
+    model = chain(fully_shard)
+    params = list(model.parameters())
+    two = torch.optim.SGD([{"params": params[:4], "lr": torch.tensor(0.5)}, {"params": params[4:], "lr": 0.25}], lr=1)
+    save(folder, model=model, optimizer=two, step=1)
+    three = torch.optim.SGD([{"params": params[4:6]}, {"params": params[:2]}, {"params": [*params[2:4], *params[6:]]}])
+    load(folder, model=model, optimizer=three)
+    assert [float(group["lr"]) for group in three.param_groups] == [0.25, 0.5, 0.5]
+
+
+def test_groups_may_be_others(tmp_path):
+    run_ranks(2, one_group_from_two, tmp_path)
+
+
+# -- ways to build a model --------------------------------------------------------------------------------------------
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Layer}))
+
+
+def in_bfloat16(model: nn.Module) -> nn.Module:
+    return chain(partial(fully_shard, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), model)
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    return chain(partial(fully_shard, offload_policy=CPUOffloadPolicy()), model)
+
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "units": partial(chain, fully_shard),
+    "one unit": fully_shard,
+    "wrapped": wrapped,
+    "mixed": in_bfloat16,
+    "offloaded": offloaded,
+    "plain": lambda model: model,
+}
+
+
+def every_way_into_every_other(folder: Path) -> None:
+    """Wrap policies, front ends, precision and offloading are no part of a checkpoint."""
+    for way, build in WAYS.items():
+        model = build(Chain([Layer(), Layer()]))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(inputs()).float().sum().backward()
+        optimizer.step()
+        save(folder / way, model=model, optimizer=optimizer, step=1)
+    for (way, _), (other, build) in zip(WAYS.items(), [*list(WAYS.items())[1:], *list(WAYS.items())[:1]], strict=True):
+        model = build(Chain([Layer(), Layer()]))
+        optimizer = torch.optim.Adam(model.parameters())
+        load(folder / way, model=model, optimizer=optimizer)
+        save(folder / f"{way} as {other}", model=model, optimizer=optimizer, step=1)
+        plain = Chain([Layer(), Layer()])
+        its = torch.optim.Adam(plain.parameters())
+        load(folder / way, model=plain, optimizer=its)
+        expected = [*plain.parameters(), *(state["exp_avg"] for state in its.state.values())]
+        load(folder / f"{way} as {other}", model=plain, optimizer=its)
+        found = [*plain.parameters(), *(state["exp_avg"] for state in its.state.values())]
+        assert_same(found, expected, name=f"{way} as {other}")
+
+
+def test_how_a_model_is_wrapped_is_no_part_of_a_checkpoint(tmp_path):
+    run_ranks(2, every_way_into_every_other, tmp_path, timeout=120)
+
+
+def load_on_meta(folder: Path) -> None:
+    """A model without memory, and an optimizer that was made of it, take a checkpoint."""
+    model = shard(small_gpt(1), tied_in_two_units=True)
+    optimizer = torch.optim.Adam(trained(model))
+    learn(model, optimizer, range(2))
+    save(folder, model=model, optimizer=optimizer, step=2)
+    expected = [learn(model, optimizer, range(2, 4)), wholes(model)]
+    for strategy in ("zero3", "zero1", "ddp"):
+        with torch.device("meta"):
+            model = small_gpt(1)
+        model = shard(model, tied_in_two_units=True, strategy=strategy)
+        optimizer = torch.optim.Adam(trained(model))
+        load(folder, model=model, optimizer=optimizer)
+        assert_same([learn(model, optimizer, range(2, 4)), wholes(model)], expected, name=strategy)
+    with torch.device("meta"):
+        plain = small_gpt(1)
+    load(folder, model=plain)
+    loss_of(plain, batch(0))
+
+
+def test_a_model_on_the_meta_device_takes_a_checkpoint(tmp_path):
+    run_ranks(2, load_on_meta, tmp_path, timeout=120)
+
+
+# -- ties -------------------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self, tie: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64, bias=False)
+        self.second = nn.Linear(64, 64, bias=False)
+        if tie:
+            self.second.weight = self.first.weight
+
+
+def test_tied_weights_are_written_once_and_have_both_names(tmp_path):
+    model = Tied()
+    path = save(tmp_path / "tied", model=model, step=1)
+    data = sum(file.stat().st_size for file in path.glob("*.distcp"))
+    assert data < 1.5 * model.first.weight.nbytes + 20_000
+    apart = Tied(tie=False)
+    load(path, model=apart)
+    assert_same([apart.first.weight, apart.second.weight], [model.first.weight] * 2)
+    again = Tied()
+    load(path, model=again)
+    assert_same(again.second.weight, model.first.weight)
+    assert again.second.weight is again.first.weight
+    save(tmp_path / "apart", model=apart, step=1)
+    with pytest.raises(RuntimeError, match=r"tied in the model, but not in it: first.weight and second.weight"):
+        load(tmp_path / "apart", model=again)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def memory_of_a_save(folder: Path) -> tuple[int, int]:
+    """The most that was made at once while saving, and the bytes of a matrix's shard; there are 18 such."""
+    model = nn.Sequential(*(fully_shard(nn.Linear(512, 512)) for _ in range(6)))
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    with storage_watch(every_operation=True) as watch:
+        save(folder, model=model, optimizer=optimizer, step=1)
+    return watch.peak_bytes, model[0].weight.to_local().nbytes
+
+
+def test_saving_copies_no_shard_that_lies_in_host_memory(tmp_path):
+    for peak, shard_nbytes in run_ranks(2, memory_of_a_save, tmp_path):
+        assert peak < 0.2 * shard_nbytes  # random states, and what ranks tell one another
