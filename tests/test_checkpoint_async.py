@@ -1,0 +1,157 @@
+"""Saving behind the training: what is saved is the moment of the call, one save at a time, and errors come back."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import Chain, Layer, chain, inputs, whole
+from torch import Tensor, nn
+
+from fullshard import CheckpointError, fully_shard
+from fullshard._compat import storage_watch
+from fullshard.checkpoint import async_save, container, latest, load, save, saving
+from fullshard.testing import assert_same, run_ranks
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = chain(fully_shard, Chain([Layer(), Layer()]))
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) -> list[Tensor]:
+    losses = []
+    for step in range(steps):
+        loss = model(inputs(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    moments = [state["exp_avg"] for state in optimizer.state.values()]
+    return [whole(tensor) for tensor in (*model.parameters(), *moments)]
+
+
+class Gate:
+    """Holds this rank's writers back until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self._write = container._Stream.write
+        container._Stream.write = lambda stream, data: self.opened.wait(30) and self._write(stream, data)
+
+
+def save_behind(folder: Path) -> None:
+    model, optimizer = built()
+    train(model, optimizer)
+    expected, gate = everything(model, optimizer), Gate()
+    pending = async_save(folder, model=model, optimizer=optimizer, step=1)
+    train(model, optimizer, 3)  # while it is being written, with collectives of its own
+    assert not pending.done
+    assert latest(folder) is None
+    gate.opened.set()
+    assert pending.wait() == latest(folder) == folder / "step-000000001"
+    assert pending.done
+    model, optimizer = built()
+    load(folder, model=model, optimizer=optimizer)
+    assert_same(everything(model, optimizer), expected)
+
+
+def test_what_is_saved_is_the_moment_of_the_call(tmp_path):
+    run_ranks(2, save_behind, tmp_path)
+
+
+def save_one_after_another(folder: Path) -> None:
+    """Each save, and a load, wait for the one before."""
+    model, _ = built()
+    gate = Gate()
+    threading.Timer(0.2, gate.opened.set).start()
+    first = async_save(folder, model=model, step=1, keep=1)
+    second = async_save(folder, model=model, step=2, keep=1)
+    assert first.done
+    gate.opened.clear()
+    threading.Timer(0.2, gate.opened.set).start()
+    save(folder, model=model, step=3, keep=2)
+    assert second.done
+    async_save(folder, model=model, step=4, keep=2)
+    assert load(folder, model=model).step == 4
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000003", "step-000000004"]
+
+
+def test_one_is_written_at_a_time(tmp_path):
+    run_ranks(2, save_one_after_another, tmp_path)
+
+
+def fail_behind(folder: Path) -> list[str]:
+    """What is said when one rank's disk is full: at the next save, or where it is waited for, and only once."""
+    model, optimizer = built()
+    save(folder, model=model, step=1)
+    write = container._Stream.write
+    if dist.get_rank() == 1:
+
+        def refuse(stream: Any, data: Any) -> int:
+            raise OSError(28, "No space left on device")
+
+        container._Stream.write = refuse
+    said = []
+    async_save(folder, model=model, step=2)
+    train(model, optimizer)
+    with pytest.raises(CheckpointError) as at_next:
+        save(folder, model=model, step=3)
+    said.append(str(at_next.value))
+    pending = async_save(folder, model=model, step=4)
+    with pytest.raises(CheckpointError) as when_waited:
+        pending.wait()
+    said.append(str(when_waited.value))
+    container._Stream.write = write
+    save(folder, model=model, step=5)
+    dist.barrier()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000000001", "step-000000005"]
+    return said
+
+
+def test_an_error_of_the_writer_reaches_every_rank_once(tmp_path):
+    first, second = run_ranks(2, fail_behind, tmp_path)
+    assert first == second
+    for step, said in zip((2, 4), first, strict=True):
+        assert f"saving step {step} to " in said
+        assert "rank 1: OSError: [Errno 28] No space left on device" in said
+
+
+def use_the_same_memory(folder: Path) -> None:
+    """The second copy is made in the memory of the first."""
+    model, optimizer = built()
+    train(model, optimizer)
+    nbytes = sum(tensor.to_local().nbytes for tensor in model.parameters())
+    peaks, places = [], []
+    for step in (1, 2):
+        with storage_watch(every_operation=True) as watch:
+            async_save(folder, model=model, optimizer=optimizer, step=step).wait()
+        peaks.append(watch.peak_bytes)
+        places.append({path: held.data_ptr() for path, held in saving._memory._held.items()})
+    assert peaks[0] > 3 * nbytes  # parameters and both moments
+    assert peaks[1] < nbytes
+    assert places[0] == places[1]
+
+
+def test_memory_for_the_copy_is_taken_once(tmp_path):
+    run_ranks(2, use_the_same_memory, tmp_path)
+
+
+def test_one_process_alone_saves_behind_too(tmp_path):
+    model = nn.Linear(3, 3)
+    expected = model.weight.detach().clone()
+    pending = async_save(tmp_path, model=model, step=1)
+    with torch.no_grad():
+        model.weight.zero_()
+    pending.wait()
+    load(tmp_path, model=model)
+    assert_same(model.weight, expected)
