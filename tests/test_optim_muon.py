@@ -492,7 +492,7 @@ def test_a_step_without_gradients_sends_and_changes_nothing():
 def run_the_example() -> None:
     model = Net()
     known = {"model": model, "batch": numbers((4, 96)), "loss": lambda model, batch: model(batch).square().mean()}
-    exec(code_blocks(page("docs/optimizers.md"), "python")[0], known)
+    exec(code_blocks(section(page("docs/optimizers.md"), "Muon"), "python")[0], known)
     muon, adamw = known["optimizers"]
     hidden = [id(param) for param in model.blocks.parameters() if param.ndim == 2]
     assert [id(param) for param in muon.param_groups[0]["params"]] == hidden

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from small_models import Chain, Layer, agree_with_plain, chain, inputs, wholes
+from test_docs import code_blocks, page, section
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -130,21 +131,14 @@ def test_state_from_before_sharding_is_refused():
 # -- a step within backward -------------------------------------------------------------------------------------------
 
 
-def step_when_ready(model: nn.Module, make: Make) -> None:
-    """What users do so that gradients never exist all at once."""
-    for param in model.parameters():
-        optimizer = make([param])
-
-        def step(param: Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        param.register_post_accumulate_grad_hook(step)
+def step_when_ready(model: nn.Module) -> None:
+    """What the page tells users to do so that gradients never exist all at once."""
+    exec(code_blocks(section(page("docs/optimizers.md"), "A step within backward"), "python")[0], globals() | locals())
 
 
 def stepping_in_backward(shard: Any) -> dict[str, Tensor | None]:
     model = chain(shard)
-    step_when_ready(model, ELEMENTWISE["AdamW"])
+    step_when_ready(model)
     for step in range(3):
         model(inputs(step)).square().mean().backward()
         assert all(param.grad is None for param in model.parameters())
@@ -153,7 +147,7 @@ def stepping_in_backward(shard: Any) -> dict[str, Tensor | None]:
 
 def steps_in_backward_agree() -> None:
     agree_with_plain(stepping_in_backward, "ddp", "zero1", "zero2", "zero3")
-    after = trained(partial(fully_shard, strategy="zero3"), ELEMENTWISE["AdamW"])
+    after = trained(partial(fully_shard, strategy="zero3"), torch.optim.AdamW)
     assert_same(stepping_in_backward(partial(fully_shard, strategy="zero3")), after)
 
 
@@ -189,7 +183,7 @@ def gradient_peak(in_backward: bool, layers: int) -> int:
     """The most bytes of gradient shards that there was memory for at once."""
     model = chain(fully_shard, Chain([Layer() for _ in range(layers)]))
     if in_backward:
-        step_when_ready(model, partial(torch.optim.SGD, lr=0.01))
+        step_when_ready(model)
     held: list[int] = []
 
     def look(param: Tensor) -> None:
