@@ -123,7 +123,7 @@ def test_every_strategy_has_the_bits_of_the_plain_process():
     ids=str,
 )
 def test_three_ranks_and_two_axes_do_too(ranks, options):
-    report = check_parity(Net, make_batch, ranks=ranks, **{"strategies": ["zero3"], **QUICK, **options})
+    report = check_parity(Net, make_batch, ranks=ranks, **{"strategies": ["zero3"], **QUICK, "steps": 5, **options})
     assert report.is_bit_for_bit, report
 
 
@@ -178,10 +178,11 @@ def one_loop(recipe: Recipe, ranks: int) -> list[Any]:
     model = LowNet()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     left: list[Any] = []
+    microbatches = ranks * recipe.accumulate
     for step in range(recipe.steps):
-        for number in range(step * ranks, (step + 1) * ranks):
+        for number in range(step * microbatches, (step + 1) * microbatches):
             loss = model(**make_inputs(number)).loss
-            loss.backward()
+            (loss / recipe.accumulate).backward()
             left.append(loss.detach())
         for param in model.parameters():
             assert param.grad is not None
@@ -206,9 +207,10 @@ def traced(recipe: Recipe, ranks: int, trace: Trace) -> list[Any]:
 
 def like_one_loop(folder: Path) -> None:
     # Several ranks take the norm part by part, a loop takes it of the whole: other bits, both true.
-    for ranks, clip in ((1, 0.1), (1, 0), (3, 0)):
-        recipe = Recipe(make_model=LowNet, make_batch=make_inputs, steps=3, clip=clip)
-        assert_same(traced(recipe, ranks, Trace(folder)), one_loop(recipe, ranks), name=f"{ranks} ranks, {clip}")
+    for ranks, accumulate, clip in ((1, 1, 0.1), (1, 3, 0.1), (1, 1, 0), (3, 1, 0)):
+        recipe = Recipe(make_model=LowNet, make_batch=make_inputs, steps=3, accumulate=accumulate, clip=clip)
+        name = f"{ranks} ranks, {accumulate} microbatches, clipped to {clip}"
+        assert_same(traced(recipe, ranks, Trace(folder)), one_loop(recipe, ranks), name=name)
 
 
 def test_the_plain_process_has_the_bits_of_a_loop_over_one_model(tmp_path):
@@ -410,11 +412,12 @@ def test_the_first_to_be_told_is_not_tolerated_then_names_a_parameter_then_came_
         (Kind.LOSS, "0", 1, 2.0),
         (Kind.GRADIENT, "a", 1, 0.5),
         (Kind.GRADIENT, "b", 2, 2.0),
+        (Kind.GRADIENT, "c", 2, 0.0),
         (Kind.PARAMETER, "a", 2, 2.0),
     ]:
         compared.add(kind, name, step, zero + gap, zero)
     assert str(compared.first) == "gradient of b, step 2, rank 0"
-    assert compared.differences[Kind.PARAMETER].largest == 2.0
+    assert compared.differences[Kind.GRADIENT] == Difference(2.0, False, False)
     other = Compared(rank=1, tolerance=compared.tolerance)
     other.add(Kind.GRADIENT, "c", 1, None, zero)
     assert str(Finding.first([compared.first, other.first])) == "gradient of c, step 1, rank 1"
@@ -460,11 +463,9 @@ def test_the_command_says_no_with_the_parameter_and_exit_code_1(tmp_path, capsys
     [
         (["--model", "nowhere:make_model"], "there is no such module"),
         (["--model", "os:make_model"], "there is no make_model in os"),
-        (["--model", "{here}:make_inputs"], "missing 1 required positional argument"),
         (["--model", "builtins:dict"], "dict returned a dict. It must return the model"),
         (["--model", "{here}:Net", "--wrap", "Block"], "no module below Net is a Block"),
         (["--model", "{here}:Layer", "--batch", "{here}:make_inputs", "--wrap", "Linear"], "is of shape (4, 40)"),
-        (["--model", "{here}:Net", "--batch", "{here}:make_inputs"], "unexpected keyword argument 'x'"),
         (["--model", "torch.nn:Flatten"], "without trained parameters"),
         (["--model", "{here}:Net", "--ranks", "0"], "at least one rank"),
         (["--model", "{here}:Net", "--ranks", "two"], "must be whole numbers"),
@@ -475,15 +476,29 @@ def test_the_command_says_no_with_the_parameter_and_exit_code_1(tmp_path, capsys
         ([], "--model is missing"),
     ],
 )
-def test_what_cannot_be_compared_is_exit_code_2(argv, words, capsys):
+def test_bad_input_is_one_line_and_exit_code_2(argv, words, capsys):
     assert main(["parity", *HERE, *(item.format(here=__file__) for item in argv)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("fullshard: ")
+    assert err.count("\n") == 1
     assert words in err
-    fails = "plain training fails" in err  # a user's own exception comes with its traceback
-    assert err.count("\n") == 1 or fails
-    assert ("Traceback" in err) == fails
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model", "{here}:make_inputs"], "TypeError: make_inputs() missing 1 required positional argument"),
+        (["--model", "{here}:Net", "--batch", "{here}:make_inputs"], "unexpected keyword argument 'x'"),
+    ],
+)
+def test_plain_training_that_fails_is_told_with_its_traceback_and_exit_code_2(argv, words, capsys):
+    assert main(["parity", *HERE, *(item.format(here=__file__) for item in argv)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("fullshard: plain training fails, so there is nothing to compare with. ")
+    assert words in err
+    assert "Traceback" in err
 
 
 def test_the_command_explains_itself(capsys):
