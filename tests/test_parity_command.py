@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from small_models import batch, loss_of, small_gpt
 from torch import Tensor, nn
 
@@ -27,6 +30,7 @@ from fullshard.testing import ParityReport, ParityRow, RanksFailed, assert_same,
 from fullshard.testing.parity.cases import Case, cases_of
 from fullshard.testing.parity.difference import Compared, Difference, Finding, Kind, Tolerance
 from fullshard.testing.parity.plain import train_plain
+from fullshard.testing.parity.progress import shown
 from fullshard.testing.parity.recipe import Recipe
 from fullshard.testing.parity.trace import Trace
 from fullshard.wrap import ModuleWrapPolicy
@@ -398,6 +402,12 @@ def test_strangers_are_infinitely_far_apart(actual, largest):
     assert difference == Difference(largest, False, False)
 
 
+def test_no_part_of_infinity_is_tolerated():
+    infinite = torch.tensor([torch.inf])
+    assert not Difference.between(torch.ones(1), infinite, Tolerance(rtol=0.5)).is_tolerated
+    assert Difference.between(infinite, infinite, Tolerance(rtol=0.5)) == Difference()
+
+
 def test_the_sign_of_a_zero_is_a_bit():
     zero = torch.zeros(1)
     assert Difference.between(-zero, zero, EXACT) == Difference(0.0, False, False)
@@ -421,6 +431,25 @@ def test_the_first_to_be_told_is_not_tolerated_then_names_a_parameter_then_came_
     other = Compared(rank=1, tolerance=compared.tolerance)
     other.add(Kind.GRADIENT, "c", 1, None, zero)
     assert str(Finding.first([compared.first, other.first])) == "gradient of c, step 1, rank 1"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_rows_are_shown_as_they_come(terminal):
+    cases = cases_of((2,), ("zero1", "zero3"), 2)
+    rows = [ParityRow.of(cases[0], []), ParityRow.failed(cases[1], "ValueError: no")]
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=60)
+    assert list(shown(iter(rows), cases, console)) == rows
+    said = re.sub(r"\x1b\[[\d?;]*\w", "", console.file.getvalue())
+    if terminal:
+        assert "2/2 zero3, 2 ranks" in said
+    else:
+        assert said == "zero1, 2 ranks: the same bits\nzero3, 2 ranks: failed\n"
+
+
+def test_a_row_says_that_it_is_tolerated():
+    case, compared = Case("ddp", 2, 1), Compared(rank=0, tolerance=Tolerance(atol=1.0))
+    compared.add(Kind.LOSS, "0", 1, torch.ones(()), torch.zeros(()))
+    assert str(ParityRow.of(case, [compared])) == "ddp, 2 ranks: within the tolerance"
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -451,7 +480,7 @@ def test_the_command_says_no_with_the_parameter_and_exit_code_1(tmp_path, capsys
     assert main(["parity", *HERE, *argv]) == 1
     out, err = capsys.readouterr()
     assert err == ""
-    assert "no          gradient of layers.1.down.bias, step 1, rank 0" in out
+    assert re.search(r"^ zero2 +2 .* no +gradient of layers.1.down.bias, step 1, rank 0", out, re.MULTILINE)
     assert out.endswith("1 of 1 do not agree with the plain process.\n")
     [row] = json.loads(path.read_text())["rows"]
     assert row["first"] == {"kind": "gradient", "name": "layers.1.down.bias", "step": 1, "rank": 0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf, isfinite
 
 from torch import Tensor
 
@@ -13,7 +14,7 @@ from fullshard.testing.same import differing, gaps
 
 __all__ = ["NO_DIFFERENCE", "Compared", "Difference", "Finding", "Kind", "Tolerance"]
 
-_STRANGERS = float("inf")  # how far apart two tensors are of which one is missing or has another shape or dtype
+_STRANGERS = inf  # how far apart two tensors are of which one is missing or has another shape or dtype
 
 
 class Kind(Enum):
@@ -67,9 +68,10 @@ class Difference:
         if not differs.any():
             return cls()
         gap = gaps(actual, expected, differs)
+        largest = float(gap.max())
         allowed = tolerance.atol + tolerance.rtol * expected.abs().to(gap.dtype)
-        is_tolerated = not tolerance.is_bit_for_bit and bool((gap <= allowed).all())
-        return cls(float(gap.max()), is_bit_for_bit=False, is_tolerated=is_tolerated)
+        is_tolerated = not tolerance.is_bit_for_bit and isfinite(largest) and bool((gap <= allowed).all())
+        return cls(largest, is_bit_for_bit=False, is_tolerated=is_tolerated)
 
     def __or__(self, other: Difference) -> Difference:
         """The larger of the two."""

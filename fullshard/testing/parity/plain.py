@@ -86,7 +86,7 @@ class Plain:
             losses[number] = self._recipe.backward(copy, number)
             for i, (param, stored) in enumerate(zip(copy.parameters(), self._model.parameters(), strict=True)):
                 if param.grad is not None:
-                    dense = param.grad.to_dense() if param.grad.is_sparse else param.grad
+                    dense = param.grad if param.grad.layout == torch.strided else param.grad.to_dense()
                     grad = dense.to(self._recipe.precision.contract(stored.dtype).reduce)
                     sums[i] = _added(sums[i], grad)
                     param.grad = None

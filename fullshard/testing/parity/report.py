@@ -94,8 +94,8 @@ class ParityRow:
         return "see below" if self.failure else "" if self.first is None else str(self.first)
 
     def __str__(self) -> str:
-        verdict = "failed" if self.failure else "the same bits" if self.is_bit_for_bit else f"differs: {self._first}"
-        return f"{self.title}: {verdict}"
+        said = {"yes": "the same bits", "tolerated": "within the tolerance", "no": f"differs: {self._first}"}
+        return f"{self.title}: {said.get(self._verdict, self._verdict)}"
 
     def as_dict(self) -> dict[str, Any]:
         """The row for JSON: differences as numbers, `"inf"` where there is none."""
