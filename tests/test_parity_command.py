@@ -167,9 +167,9 @@ def test_a_loss_and_an_optimizer_of_the_user_s_are_used():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"accumulate": 3}, {"accumulate": 3, "reduce_each": True}], ids=str)
-def test_all_strategies_on_all_ranks(options):
-    report = check_parity(small_gpt, two_sequences, loss_of, ranks=(1, 2, 3, 4), **options)
+@pytest.mark.parametrize(("ranks", "options"), [(3, {}), (4, {"accumulate": 3})], ids=str)
+def test_all_strategies_on_three_and_four_ranks(ranks, options):
+    report = check_parity(small_gpt, two_sequences, loss_of, ranks=ranks, steps=3, **options)
     assert report.is_bit_for_bit, report
 
 
