@@ -1,5 +1,6 @@
 """What tensor parallelism has placed on one axis of a mesh trains, sharded over the others, as it would without."""
 
+import logging
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -320,9 +321,7 @@ def clip_in_every_way() -> None:
             (False, "zero3", clip_grad_norm_),
             (False, "ddp", clip_grad_norm_),
         ):
-            model = parallel(mesh["tp"], sequence=sequence)
-            ignored = {model.blocks[0].up.weight, model.blocks[1].norm.weight} if clip is clip_grad_norm_ else ()
-            shard(model, mesh["shard"], strategy=strategy, ignored_params=ignored)
+            model = shard(parallel(mesh["tp"], sequence=sequence), mesh["shard"], strategy=strategy)
             loss_of(model, tokens).backward()
             norm = whole(clip(model.parameters(), 0.1, norm_type))
             torch.testing.assert_close(norm, expected, rtol=1e-4, atol=0)
@@ -334,6 +333,26 @@ def clip_in_every_way() -> None:
 
 def test_norms_and_clipping_are_those_of_one_process():
     run_ranks(4, clip_in_every_way)
+
+
+def clip_what_is_ignored() -> None:
+    """Gradients that tensor parallelism leaves as it likes: cut, whole, or as sums that are still to be taken."""
+    mesh, tokens = mesh_of(2, 2), batch(0)[:1]
+    loss_of(plain := stack(), tokens).backward()
+    model = parallel(mesh["tp"], sequence=True)
+    names = ("up.weight", "norm.weight", "out.bias")
+    ignored = [model.blocks[1].get_parameter(name) for name in names]
+    shard(model, mesh["shard"], ignored_params=ignored)
+    loss_of(model, tokens).backward()
+    for name, param in zip(names, ignored, strict=True):
+        expected = plain.blocks[1].get_parameter(name).grad
+        norm = clip_grad_norm_([param], 1e-3)
+        torch.testing.assert_close(norm, expected.norm(), rtol=1e-4, atol=0)
+        torch.testing.assert_close(whole(param.grad), expected * 1e-3 / expected.norm(), rtol=1e-2, atol=1e-7)
+
+
+def test_norms_of_what_is_placed_and_ignored_are_those_of_one_process():
+    run_ranks(4, clip_what_is_ignored)
 
 
 # -- what is saved ----------------------------------------------------------------------------------------------------
@@ -450,7 +469,10 @@ def look_and_change() -> None:
     tokens = batch(0)[:1]
     loss_of(model, tokens).backward()
     loss_of(plain := stack(), tokens).backward()
+    warnings: list[Any] = []  # torch has some where two axes cut the same dim, and all is gathered at once
+    logging.getLogger("torch.distributed.tensor._redistribute").addFilter(warnings.append)
     with summon_full_params(model, with_grads=True):
+        assert warnings == []
         assert not any(isinstance(param, DTensor) for param in model.parameters())
         assert_same(wholes(model), wholes(plain))
         torch.testing.assert_close(whole_grads(model), whole_grads(plain), rtol=1e-4, atol=1e-6)
