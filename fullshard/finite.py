@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fullshard.agreement import named_ranks
 from fullshard.errors import NonFiniteError
-from fullshard.mesh import Axes
 from fullshard.unit import Unit
 
 __all__ = ["Tally", "check_finite_gradients", "checks_finite", "raise_on_every_rank", "tally"]
@@ -45,19 +45,19 @@ def tally(unit: Unit) -> list[Tally]:
     for param in reversed(unit.params):
         grad = param.unsharded.grad
         if grad is not None:
+            grad = grad._local_tensor if isinstance(grad, DTensor) else grad
             values = grad._values() if grad.is_sparse else grad
             fqn = f"{unit.name}.{param.fqn}" if unit.name else param.fqn
             found.append((fqn, unit.name, torch.stack([values.isnan().sum(), values.isinf().sum()])))
     return found
 
 
-def raise_on_every_rank(tallies: Sequence[Tally], axes: Axes, device: torch.device) -> None:
-    """Raise on all ranks of `axes` alike if any of them has counted something.
+def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Raise on all ranks that `groups` reach, one after the other, alike if any of them has counted something.
 
     Raises:
         NonFiniteError: one has.
     """
-    groups = [group for group in (axes.shard_group, axes.replicate_group) if group is not None]
     counts_here = torch.stack([counts for _, _, counts in tallies]) if tallies else torch.zeros(1, 2, device=device)
     anywhere = counts_here.sum().to(torch.float32).reshape(1)
     for group in groups:
@@ -65,18 +65,20 @@ def raise_on_every_rank(tallies: Sequence[Tally], axes: Axes, device: torch.devi
     if not anywhere.item():
         return
     rank = dist.get_rank()
-    findings: list[Any] = [(fqn, unit, rank, *counts.tolist()) for fqn, unit, counts in tallies if counts.any()]
+    findings: list[Any] = [
+        (place, fqn, unit, rank, *counts.tolist()) for place, (fqn, unit, counts) in enumerate(tallies) if counts.any()
+    ]
     for group in groups:
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, findings, group=group)
         findings = [finding for part in parts for finding in part]
-    raise NonFiniteError(_told(findings))
+    raise NonFiniteError(_told(sorted(set(findings))))
 
 
-def _told(findings: Iterable[tuple[str, str, int, int, int]]) -> str:
+def _told(findings: Iterable[tuple[int, str, str, int, int, int]]) -> str:
     """The findings, the same ones of several ranks together; parameters in the order in which their units reduced."""
     ranks: dict[tuple[str, str], list[str]] = {}
-    for fqn, unit, rank, nans, infinities in findings:
+    for _, fqn, unit, rank, nans, infinities in findings:
         counts = " and ".join(f"{n} {what}" for n, what in ((nans, "NaN"), (infinities, "infinite")) if n)
         ranks.setdefault((fqn, unit), []).append(f"{counts} on {named_ranks([rank])}")
     told = [f"{fqn} (unit {unit or 'the root'}): {', '.join(where)}" for (fqn, unit), where in ranks.items()]

@@ -6,7 +6,6 @@ from functools import cache
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -25,11 +24,9 @@ def point_to_shards(optimizer: Optimizer) -> None:
         StateError: the optimizer has state for a parameter from before it was sharded.
     """
     for group in optimizer.param_groups:
-        params = group["params"]
-        if all(isinstance(param, DTensor) for param in params):
-            continue
-        pointed = [_sharded(param, optimizer) for param in params]
-        group["params"] = list(dict.fromkeys(pointed))  # tied weights are one
+        pointed = [_sharded(param, optimizer) for param in group["params"]]
+        if any(new is not old for new, old in zip(pointed, group["params"], strict=True)):
+            group["params"] = list(dict.fromkeys(pointed))  # tied weights are one
 
 
 def _sharded(param: Any, optimizer: Optimizer) -> Any:

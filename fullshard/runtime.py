@@ -50,6 +50,7 @@ __all__ = [
     "Turn",
     "changing_shards",
     "clean_fqn",
+    "groups_along",
     "install",
     "is_in_use",
     "is_unit",
@@ -356,7 +357,7 @@ class Runtime:
         self._filled.clear()
         tallies, self._tallies = self._tallies, []
         if checks_finite():
-            raise_on_every_rank(tallies, self.turns[0].unit.settings.axes, self._device)
+            raise_on_every_rank(tallies, groups_along(self.turns), self._device)
 
     def _start_reduce(self, turn: Turn) -> None:
         turn.arrived.clear()
@@ -521,6 +522,11 @@ def turns_in(module: nn.Module) -> list[Turn]:
         if turn is not None:
             found.setdefault(id(turn), turn)
     return list(found.values())
+
+
+def groups_along(turns: Iterable[Turn]) -> list[dist.ProcessGroup]:
+    """The groups along which a rank reaches all others that these units are spread over, one after the other."""
+    return list(dict.fromkeys(group for turn in turns for group in turn.unit.groups))
 
 
 def is_unit(module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like
 from fullshard.errors import ConfigError, StateError
-from fullshard.runtime import Turn, clean_fqn, is_in_use, turns_in
+from fullshard.runtime import Turn, clean_fqn, groups_along, is_in_use, turns_in
 from fullshard.sharded_param import ShardedParam, whole_of
 from fullshard.unit import Unit, managed_by
 
@@ -204,7 +204,7 @@ def is_first_rank(module: nn.Module) -> bool:
 
 def groups_of(module: nn.Module) -> list[dist.ProcessGroup | None]:
     """The groups along which the first rank reaches all ranks that `module` is sharded over, one after the other."""
-    return list(dict.fromkeys(group for turn in turns_in(module) for group in turn.unit.groups)) or [None]
+    return [*groups_along(turns_in(module))] or [None]
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,9 @@ from fullshard import (
     FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
+    NonFiniteError,
     StateDictType,
+    check_finite_gradients,
     clip_grad_norm_,
     explain,
     fully_shard,
@@ -280,6 +283,43 @@ def test_any_module_may_be_a_unit_and_axes_lie_in_any_order():
 
 def test_in_low_precision_strategies_give_one_another_s_bits():
     run_ranks(4, train_in_low_precision)
+
+
+def step_with_an_optimizer_from_before() -> None:
+    mesh = mesh_of(2, 2)
+    model = parallel(mesh["tp"], sequence=True)
+    optimizer = adamw(model)  # of `DTensor`s, but not of shards
+    shard(model, mesh["shard"])
+    ready = shard(parallel(mesh["tp"], sequence=True), mesh["shard"])
+    expected = train(ready, mesh["shard"], optimizer=adamw(ready), steps=range(1))
+    assert_same(train(model, mesh["shard"], optimizer=optimizer, steps=range(1)), expected)
+
+
+def test_an_optimizer_made_between_placing_and_sharding_trains_the_shards():
+    run_ranks(4, step_with_an_optimizer_from_before)
+
+
+def spoil(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.register_hook(lambda grad: grad * math.nan)
+
+
+def spoil_one_part() -> str:
+    mesh = mesh_of(2, 2)
+    model = shard(parallel(mesh["tp"], sequence=False), mesh["shard"])
+    check_finite_gradients(True)
+    if dist.get_rank() == 3:  # what goes back from here is added up over the ranks of tensor parallelism
+        model.blocks[1].up.register_forward_hook(spoil)
+    with pytest.raises(NonFiniteError) as caught:
+        loss_of(model, mine(mesh["shard"], batch(0))).backward()
+    return str(caught.value)
+
+
+def test_every_rank_is_told_where_gradients_are_not_finite():
+    said = run_ranks(4, spoil_one_part)
+    assert len(set(said)) == 1
+    assert re.search(r"blocks.1.up.weight \(unit blocks.1\): \d+ NaN on rank 3[;.]", said[0])
+    assert re.search(r"blocks.1.norm.weight \(unit blocks.1\): \d+ NaN on rank 2, \d+ NaN on rank 3[;.]", said[0])
+    assert "blocks.2" not in said[0]
 
 
 # -- what is sent -----------------------------------------------------------------------------------------------------
