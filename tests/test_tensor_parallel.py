@@ -33,6 +33,7 @@ from fullshard import (
     recording,
     summon_full_params,
 )
+from fullshard.checkpoint import load, save
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -434,7 +435,7 @@ def wrapped(mesh: DeviceMesh, model: Stack | None = None) -> FullyShardedDataPar
     return FullyShardedDataParallel(placed, device_mesh=mesh["shard"], auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
-def save_and_go_on() -> None:
+def save_and_go_on(folder: str) -> None:
     """A run that is saved and goes on in another model ends as the one that was saved."""
     mesh = mesh_of(2, 2)
     data = mesh["shard"]
@@ -469,13 +470,19 @@ def save_and_go_on() -> None:
             other.load_state_dict(state or saved[1][2])
             FullyShardedDataParallel.optim_state_dict_to_load(other, again, optim_state, load_directly=True)
         resumed.append((other, again))
+    save(folder, model=model, optimizer=optimizer, step=1)
+    other = wrapped(mesh, model=Stack())
+    resumed.append((other, adamw(other)))
+    load(folder, model=other, optimizer=resumed[-1][1])
+    load(folder, model=(plain := Stack()))  # where nothing is placed or sharded
+    assert_same(wholes(plain), params)
     expected = train(model, data, optimizer=optimizer, steps=range(1, 2))
     for other, again in resumed:
         assert_same(train(other, data, optimizer=again, steps=range(1, 2)), expected)
 
 
-def test_a_run_goes_on_from_full_and_sharded_state_dicts():
-    run_ranks(4, save_and_go_on)
+def test_a_run_goes_on_from_state_dicts_and_from_checkpoints(tmp_path):
+    run_ranks(4, save_and_go_on, str(tmp_path))
 
 
 def build_on_meta() -> None:
