@@ -266,6 +266,10 @@ def train_in_odd_units() -> None:
     assert_same(losses(fully_shard(model, mesh=mesh["data"]), by_hand=False), expected)
 
 
+def test_any_module_may_be_a_unit_and_axes_lie_in_any_order():
+    run_ranks(4, train_in_odd_units)
+
+
 def train_in_low_precision() -> None:
     mesh = mesh_of(2, 2)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -276,10 +280,6 @@ def train_in_low_precision() -> None:
         assert {param.dtype for param in model.parameters()} == {torch.float32}
     assert_same(found[1], found[0])
     torch.testing.assert_close(found[0]["params"], wholes(stack()), rtol=0, atol=0.1)
-
-
-def test_any_module_may_be_a_unit_and_axes_lie_in_any_order():
-    run_ranks(4, train_in_odd_units)
 
 
 def test_in_low_precision_strategies_give_one_another_s_bits():
