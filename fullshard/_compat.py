@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +17,14 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 __all__ = [
     "all_gather_single",
@@ -29,6 +37,8 @@ __all__ = [
     "joined_mesh",
     "make_dtensor",
     "on_backward_end",
+    "outside_of_graphs",
+    "outside_of_selective_checkpoints",
     "reduce_scatter_single",
     "set_local_tensor",
     "shares_memory",
@@ -39,6 +49,10 @@ __all__ = [
     "tree_map",
     "waited",
 ]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def in_backward() -> bool:
@@ -152,6 +166,40 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
 def fake_tensors() -> AbstractContextManager[Any]:
     """A context in which tensors have shapes, dtypes and devices, but no memory."""
     return FakeTensorMode()
+
+
+def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which `torch.compile` does not look into: it runs as it is, between two graphs.
+
+    Other than `torch.compiler.disable`, it does not import the compiler before it is called.
+    """
+    return _disable_dynamo(function)
+
+
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
+@contextmanager
+def outside_of_selective_checkpoints() -> Iterator[None]:
+    """A context whose operations are no part of a region that is checkpointed selectively.
+
+    torch keeps account of every operation of such a region, and wants the same ones when it is computed again.
+    """
+    stack = _get_current_dispatch_mode_stack()
+    first = next((i for i, mode in enumerate(stack) if isinstance(mode, _SELECTIVE)), len(stack))
+    others = [mode for mode in stack[first:] if not isinstance(mode, _SELECTIVE)]
+    _replace_modes(len(stack) - first, others)
+    try:
+        yield
+    finally:
+        _replace_modes(len(others), stack[first:])
+
+
+def _replace_modes(count: int, modes: Sequence[TorchDispatchMode]) -> None:
+    for _ in range(count):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
 
 
 class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manager, like a function

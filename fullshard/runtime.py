@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from fullshard._compat import in_backward, on_backward_end
+from fullshard._compat import in_backward, on_backward_end, outside_of_graphs, outside_of_selective_checkpoints
 from fullshard.buffers import Slot
 from fullshard.errors import RankMismatchError, StateError
 from fullshard.finite import Tally, checks_finite, raise_on_every_rank, tally
@@ -163,9 +163,11 @@ class Runtime:
         self._reduce_lane = Lane("reduce", self._device)
         self._stack: list[tuple[Turn, Call | None]] = []
         self._calls: list[Call] = []  # those in whose backward we are
+        self._recomputed: list[Turn] = []  # left in backward by a checkpoint's forward, and whole still
         self._orders: dict[int, tuple[int, ...]] = {}  # the forward order by the number of the outermost unit
         self.forward_order: Sequence[int] = ()  # the numbers of units, as the last forward came to them
         self.backward_order: tuple[int, ...] = ()
+        self._forwards: tuple[int, ...] = ()  # what forwards had left before that backward
         self._forward = Follower()
         self._backward = Follower()
         self._since_backward: list[int] = []  # what forwards since the last backward left, in order
@@ -196,10 +198,14 @@ class Runtime:
         args, kwargs = self._prepare_inputs(turn, args, kwargs)
         call = Call(self, turn, self._tick()) if torch.is_grad_enabled() else None
         self._stack.append((turn, call))
+        if recomputing and turn.holds == 0:
+            self._free_recomputed(turn)
         self._hold(turn)
         self._unshard(turn, Phase.FORWARD)
         if not recomputing:
             self._prefetch_forward(turn)
+        elif self.phase is Phase.BACKWARD:
+            self._prefetch_backward(turn)
         if call is not None:
             args, kwargs = call.watch_inputs((args, kwargs))
         return args, kwargs
@@ -260,7 +266,10 @@ class Runtime:
             turn.left.clear()
         for done in ((turn,) if complete else ()) + tuple(self._lenders(turn)):
             if done.holds == 0 and done.reshards_after_forward:
-                self._reshard(done, Phase.FORWARD)
+                if in_backward():
+                    self._recomputed.append(done)  # if it is the last of its checkpoint, its backward comes next
+                else:
+                    self._reshard(done, Phase.FORWARD)
 
     def _prepare_inputs(self, turn: Turn, args: Any, kwargs: Any) -> tuple[Any, Any]:
         policy = turn.unit.settings.precision
@@ -286,11 +295,9 @@ class Runtime:
         if self.phase is not Phase.BACKWARD:
             self.phase = Phase.BACKWARD
             self.serial += 1
-            expected = self.backward_order
-            if sorted(expected) != sorted(self._since_backward):
-                expected = tuple(reversed(self._since_backward))
-            self._backward = Follower(expected)
+            before, self._forwards = self._forwards, tuple(self._since_backward)
             self._since_backward = []
+            self._backward = Follower(self.backward_order if before == self._forwards else self._forwards[::-1])
             on_backward_end(self.finish_backward)
         return self.serial
 
@@ -298,13 +305,11 @@ class Runtime:
         """Have the unit of `call` whole again, and start the gather of the one that comes next."""
         turn = call.turn
         self._calls.append(call)
+        self._free_recomputed(turn)
         self._hold(turn)
         if turn.unshards_in_backward:
             self._unshard(turn, Phase.PRE_BACKWARD)
-        ahead = [t for t in self._ahead(turn, self._backward, turn.next_backward) if t.unshards_in_backward]
-        if turn.prefetch_backward == "pre":
-            self._prefetch(ahead, Phase.BACKWARD)
-        self._postponed = ahead if turn.prefetch_backward == "post" else []
+        self._prefetch_backward(turn)
 
     def on_grad(self, turn: Turn, param: ShardedParam) -> None:
         """Note that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
@@ -342,6 +347,7 @@ class Runtime:
         self._finish_reductions()
         self._reduced.clear()
         self._calls.clear()
+        self._recomputed.clear()
         for turn in self.turns:
             turn.holds = 0
             keep = not (turn.unit.settings.reshard_after_backward or turn.unit.form is Form.GATHERING)
@@ -385,6 +391,7 @@ class Runtime:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
         self._stack.clear()
         self._calls.clear()
+        self._recomputed.clear()
         for reduction in self._reductions:
             reduction.abandon()
         self._reductions.clear()
@@ -456,6 +463,19 @@ class Runtime:
         ahead = self._ahead(turn, self._forward, turn.next_forward)
         if turn.prefetch_forward or turn.next_forward is not None:
             self._prefetch(ahead, Phase.FORWARD)
+
+    def _prefetch_backward(self, turn: Turn) -> None:
+        ahead = [t for t in self._ahead(turn, self._backward, turn.next_backward) if t.unshards_in_backward]
+        if turn.prefetch_backward == "pre":
+            self._prefetch(ahead, Phase.BACKWARD)
+        self._postponed = ahead if turn.prefetch_backward == "post" else []
+
+    def _free_recomputed(self, needed: Turn) -> None:
+        """Free what a checkpoint computed again and does not need at once, which `needed` is."""
+        for turn in self._recomputed:
+            if turn.holds == 0 and turn is not needed:
+                self._reshard(turn, Phase.FORWARD)
+        self._recomputed.clear()
 
     def _ahead(self, turn: Turn, order: Follower, chosen: list[Turn] | None) -> list[Turn]:
         following = [self.turns[number] for number in order.use(turn.number, turn.ahead)]
@@ -633,13 +653,19 @@ def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, k
     return output
 
 
+@outside_of_graphs
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return runtime_of(module).before_forward(turn_of(module), args, kwargs)
+    with outside_of_selective_checkpoints():
+        return runtime_of(module).before_forward(turn_of(module), args, kwargs)
 
 
+@outside_of_graphs
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     turn = turn_of(module)
-    return output if turn.runtime is None else turn.runtime.after_forward(turn, module, output)
+    if turn.runtime is None:
+        return output
+    with outside_of_selective_checkpoints():
+        return turn.runtime.after_forward(turn, module, output)
 
 
 def _on_grad(unit: Unit, param: ShardedParam) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
+from fullshard.record import Recorder
 from fullshard.runtime import turns_in
 from fullshard.testing import assert_same
 
@@ -192,6 +193,19 @@ def memory_is_shared(model: nn.Module) -> bool:
     """Whether units of `model` take turns on the same memory by now."""
     slots = [turn.unit.slot for turn in turns_in(model)]
     return len({id(slot) for slot in slots}) < len(slots) and any(slot.shared for slot in slots)
+
+
+def most_whole(record: Recorder) -> int:
+    """The most units, not counting the root, that were whole at once."""
+    whole: set[str] = set()
+    most = 0
+    for event in record.events:
+        if event.origin.unit and event.name == "fill":
+            whole.add(event.origin.unit)
+            most = max(most, len(whole))
+        if event.name == "empty":
+            whole.discard(event.origin.unit)
+    return most
 
 
 class Layer(nn.Module):

@@ -24,19 +24,14 @@ from small_models import (
     inputs,
     leave,
     memory_is_shared,
+    most_whole,
     sgd,
     whole,
     whole_grads,
     wholes,
 )
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-)
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from fullshard import RankMismatchError, StateError, fully_shard, recording, register_fsdp_forward_method
 from fullshard.record import Phase
@@ -502,86 +497,6 @@ def test_whatever_modules_take_and_give_gives_plain_bits(scenario):
     run_ranks(2, agree_with_plain, scenario)
 
 
-# -- activation checkpointing -----------------------------------------------------------------------------------------
-
-
-class Checkpointing(Chain):
-    """Recomputes regions of `size` layers in backward."""
-
-    def __init__(self, size: int, reentrant: bool) -> None:
-        super().__init__([Layer() for _ in range(6)])
-        self.size, self.reentrant = size, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()  # reentrant checkpoints need it
-        for start in range(0, len(self.layers), self.size):
-            region = nn.Sequential(*self.layers[start : start + self.size])
-            x = checkpoint(region, x, use_reentrant=self.reentrant)
-        return self.head(x)
-
-
-class CheckpointingWithin(Layer):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
-
-
-def checkpoints_around(size: int, reentrant: bool, shard: Shard) -> list[Any]:
-    return learn(chain(shard, Checkpointing(size, reentrant)))
-
-
-def checkpoints_within(reentrant: bool, shard: Shard) -> list[Any]:
-    model = chain(shard, Chain([CheckpointingWithin(reentrant) for _ in range(4)]))
-    return learn(model, loss_of=lambda m, s: m(inputs(s).requires_grad_()).square().mean())
-
-
-def checkpoints_without_a_root(reentrant: bool, shard: Shard) -> list[Any]:
-    """Only the layers are units, so each is a root of its own, and is entered while another's backward executes."""
-    return learn(chain(lambda m: shard(m) if isinstance(m, Layer) else mean_by_hand(m), Checkpointing(2, reentrant)))
-
-
-def mean_by_hand(model: Chain) -> Chain:
-    """Nothing: with the same batch on every rank, the gradients of what is not sharded are equal already."""
-    return model
-
-
-def checkpoints_by_wrapper(reentrant: bool, before: bool, shard: Shard) -> list[Any]:
-    """torch's own wrapper, put around the layers before they are sharded, or inside of them later."""
-    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
-    wrap = partial(checkpoint_wrapper, checkpoint_impl=impl)
-    if before:
-        model = chain(shard, Chain([wrap(Layer()) for _ in range(4)]))
-    else:
-        model = chain(shard)
-        apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrap, check_fn=lambda m: isinstance(m, Layer))
-    return learn(model, loss_of=lambda m, s: m(inputs(s).requires_grad_()).square().mean())
-
-
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        partial(checkpoints_around, 1),
-        partial(checkpoints_around, 3),
-        checkpoints_within,
-        checkpoints_without_a_root,
-    ],
-    ids=["around a unit", "around three units", "within a unit", "without a root"],
-)
-def test_checkpoints_anywhere_give_plain_bits(scenario, reentrant):
-    """Also around several units, which are made whole one after another while the region is computed again."""
-    run_ranks(2, agree_with_plain, partial(scenario, reentrant))
-
-
-@pytest.mark.parametrize("before", [True, False], ids=["before sharding", "after sharding"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
-def test_torch_s_checkpoint_wrapper_gives_plain_bits(reentrant, before):
-    run_ranks(2, agree_with_plain, partial(checkpoints_by_wrapper, reentrant, before))
-
-
 # -- frozen, unfrozen, nested -----------------------------------------------------------------------------------------
 
 
@@ -821,25 +736,18 @@ class Starts(Chain):
 def count_whole_units() -> list[int]:
     """The most layers that were whole at once in a step, for several models."""
     counts = []
-    for model in (Chain(), Branches(), Starts(), Checkpointing(1, False), Checkpointing(1, True)):
+    for model in (Chain(), Branches(), Starts()):
         model = chain(fully_shard, model)
         for step in range(STEPS):
             with recording() as record:
                 model(inputs(step)).square().mean().backward()
-        whole, most = set(), 0
-        for event in record.events:
-            if event.origin.unit:
-                whole = {"fill": whole | {event.origin.unit}, "empty": whole - {event.origin.unit}}.get(
-                    event.name, whole
-                )
-                most = max(most, len(whole))
-        counts.append(most)
+        counts.append(most_whole(record))
     return counts
 
 
 def test_no_more_units_are_whole_at_once_than_the_present_one_and_the_next():
     """Also where nothing but the next unit's backward tells that the last one's is over."""
-    assert run_ranks(2, count_whole_units) == [[2, 2, 2, 2, 2]] * 2
+    assert run_ranks(2, count_whole_units) == [[2, 2, 2]] * 2
 
 
 # -- what is left after a step ----------------------------------------------------------------------------------------
