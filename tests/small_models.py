@@ -195,6 +195,15 @@ def memory_is_shared(model: nn.Module) -> bool:
     return len({id(slot) for slot in slots}) < len(slots) and any(slot.shared for slot in slots)
 
 
+def poison_freed(model: nn.Module) -> None:
+    """Write noise over the memory of every unit that is not whole: nothing may read it."""
+    for turn in turns_in(model):
+        if not turn.unit.is_filled:
+            storage = turn.unit.slot.storage
+            assert storage.nbytes() == 0 or turn.unit.slot.shared
+            torch.empty(0).set_(storage).fill_(torch.nan)
+
+
 def most_whole(record: Recorder) -> int:
     """The most units, not counting the root, that were whole at once."""
     whole: set[str] = set()

@@ -25,6 +25,7 @@ from small_models import (
     leave,
     memory_is_shared,
     most_whole,
+    poison_freed,
     sgd,
     whole,
     whole_grads,
@@ -786,11 +787,7 @@ def poison_what_was_freed() -> None:
             model(inputs(step)).square().mean().backward()
             model.zero_grad()
         loss = model(inputs(0)).square().mean()
-        for turn in turns_in(model):
-            if not turn.unit.is_filled:
-                storage = turn.unit.slot.storage
-                assert storage.nbytes() == 0 or turn.unit.slot.shared
-                torch.empty(0).set_(storage).fill_(torch.nan)
+        poison_freed(model)
         loss.backward()
         assert_same([loss.detach(), whole_grads(model)], expected[:2])
 

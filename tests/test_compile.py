@@ -1,0 +1,183 @@
+"""What `torch.compile` makes of sharded models: the graphs that it makes of plain ones, and the same numbers."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small_models import (
+    ONE_AXIS,
+    Chain,
+    Shard,
+    agree_with_plain,
+    chain,
+    inputs,
+    leave,
+    memory_is_shared,
+    poison_freed,
+    sgd,
+    whole_grads,
+    wholes,
+)
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard.testing import assert_same, run_ranks
+
+# The compiler itself looks at the gradients of what it is given.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+
+STEPS = 5  # of which the last three must find everything compiled
+
+
+def blocks_by_method(shard: Shard, **options: Any) -> Any:
+    """Each block compiled in place, then sharded."""
+    model = Chain()
+    for layer in model.layers:
+        layer.compile(**options)
+    return chain(shard, model)
+
+
+def blocks_by_function(shard: Shard, **options: Any) -> Any:
+    """Each block in the module that `torch.compile` puts around it, then sharded."""
+    return chain(shard, Chain([torch.compile(layer, **options) for layer in Chain().layers]))
+
+
+def blocks_afterwards(shard: Shard, **options: Any) -> Any:
+    """Each block compiled in place once it is sharded."""
+    model = chain(shard)
+    for layer in model.layers:
+        layer.compile(**options)
+    return model
+
+
+def checkpointed_blocks(shard: Shard, **options: Any) -> Any:
+    """Each block checkpointed, compiled and sharded, in this order."""
+    return chain(shard, Chain([torch.compile(checkpoint_wrapper(layer), **options) for layer in Chain().layers]))
+
+
+BLOCKS = [blocks_by_method, blocks_by_function, blocks_afterwards, checkpointed_blocks]
+
+
+class Steps(Chain):
+    """Calls its layers one by one: what has to be interrupted within a loop, the compiler leaves alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x + 1)
+        x = self.layers[1](x * 0.5)
+        x = self.layers[2](x * 0.5)
+        return self.head(self.layers[3](x * 0.5))
+
+
+def whole_model(shard: Shard, **options: Any) -> Any:
+    return torch.compile(chain(shard, Steps()), **options)
+
+
+def whole_loop(shard: Shard, **options: Any) -> Any:
+    return torch.compile(chain(shard), **options)
+
+
+def learn(model: Any) -> list[Any]:
+    """Train, and evaluate in between. After two steps nothing may be compiled again."""
+    optimizer, left = sgd(model), []
+    for step in range(STEPS):
+        with torch._dynamo.config.patch(error_on_recompile=step > 1):
+            loss = model(inputs(step)).square().mean()
+            loss.backward()
+            left += [loss.detach(), whole_grads(model)]
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                left.append(model(inputs(20)))
+    return [*left, list(wholes(model).values())]
+
+
+def compiled(build: Callable[..., Any], options: dict[str, Any], shard: Shard) -> list[Any]:
+    torch._dynamo.reset()
+    return learn(build(shard, **options))
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [*BLOCKS, whole_model])
+def test_compiled_models_learn_the_bits_of_plain_ones_compiled_in_the_same_way(build):
+    """Blocks are one graph each: `fullgraph` allows no break."""
+    options = {"backend": "aot_eager", "fullgraph": build in BLOCKS}
+    strategies = ONE_AXIS if build is blocks_by_method else ("zero3",)
+    run_ranks(2, agree_with_plain, partial(compiled, build, options), *strategies, timeout=170)
+
+
+def compare_in_low_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard = partial(fully_shard, mp_policy=policy)
+    torch.testing.assert_close(compiled(blocks_by_method, {"backend": "aot_eager"}, shard), learn(chain(shard)))
+
+
+def test_compiled_models_compute_in_the_dtype_that_was_asked_for():
+    run_ranks(2, compare_in_low_precision, timeout=170)
+
+
+def poison_what_was_freed() -> None:
+    left = []
+    for poisons in (False, True):
+        torch._dynamo.reset()
+        model = blocks_by_method(fully_shard, backend="aot_eager")
+        for step in range(STEPS):
+            loss = model(inputs(step)).square().mean()
+            if poisons:
+                poison_freed(model)
+            loss.backward()
+            left.append(whole_grads(model))
+            model.zero_grad()
+        assert memory_is_shared(model)
+    assert_same(left[STEPS:], left[:STEPS])
+
+
+def test_a_compiled_backward_reads_nothing_that_was_freed():
+    """What a graph keeps for its backward is views of whole parameters, or copies of what it made of them."""
+    run_ranks(2, poison_what_was_freed, timeout=170)
+
+
+def learn_by_inductor() -> None:
+    torch.testing.assert_close(
+        compiled(blocks_by_function, {"fullgraph": True}, fully_shard), learn(chain(leave)), rtol=1e-3, atol=1e-4
+    )
+
+
+@pytest.mark.slow
+def test_the_default_backend_learns_the_same_within_its_tolerance(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    run_ranks(2, learn_by_inductor, timeout=170)
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------
+
+
+def count_graphs() -> dict[str, tuple[int, int]]:
+    """Graphs and breaks of a training step, by what is compiled: of the plain model, then of the sharded one."""
+    counts = {}
+    for build in (*BLOCKS, whole_model, whole_loop):
+        for shard in (leave, fully_shard):
+            torch._dynamo.reset()
+            counters.clear()
+            model = build(shard, backend="eager")
+            for step in range(STEPS):
+                model(inputs(step)).square().mean().backward()
+                model.zero_grad()
+            found = (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
+            counts[build.__name__] = (*counts.get(build.__name__, ()), found)
+    return counts
+
+
+def test_graphs_end_where_units_begin_and_nowhere_else():
+    """A compiled block is one graph, and another for the first, whose input needs no gradient. A compiled model is
+    interrupted once for each unit in it; from within a loop, the compiler goes on to the blocks alone.
+    """
+    blocks = {build.__name__: ((2, 0), (2, 0)) for build in BLOCKS}
+    expected = {**blocks, "whole_model": ((1, 0), (7, 4)), "whole_loop": ((1, 0), (2, 0))}
+    assert run_ranks(2, count_graphs, timeout=170) == [expected, expected]
