@@ -60,8 +60,14 @@ class Host:
         """Whether the cable is in."""
         self.configure("ip", "link", "set", INTERFACE, "up" if connected else "down")
 
+    def stop_all(self) -> None:
+        """Kill whatever was started on this host."""
+        self.start(
+            "sh", "-c", "kill -KILL -1"
+        ).wait()  # all but itself and the holder, which is the host's first process
+
     def power_off(self) -> None:
-        """End every process of this host at once. May be called again."""
+        """End this host, with every process on it. May be called again."""
         with self.holder:  # closes its standard input, and waits
             pass
 
@@ -164,7 +170,9 @@ def run_on_hosts(
             streams = {"stdout": output, "stderr": subprocess.STDOUT}
             started = torchrun(hosts, __file__, str(folder), ranks=ranks, **streams)
             codes = wait_for(started, timeout)
-            if any(codes):
+            if codes != [0] * len(hosts):
+                for host in hosts:
+                    host.stop_all()
                 output.seek(0)
                 raise RuntimeError(f"torchrun ended with {codes}:\n{output.read()}")
         results = [folder / f"rank{rank}" for rank in range(ranks * len(hosts))]
@@ -172,15 +180,16 @@ def run_on_hosts(
 
 
 def wait_for(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> list[int | None]:
-    """The exit codes, once all have ended; None and a kill for those that have not in time."""
+    """The exit codes, once all have ended; None for those that have not in time: `Host.stop_all` ends these."""
     deadline = time.monotonic() + timeout
     codes: list[int | None] = []
     for process in processes:
         try:
             codes.append(process.wait(max(0.0, deadline - time.monotonic())))
         except subprocess.TimeoutExpired:
-            process.kill()
             codes.append(None)
+            process.kill()
+            process.wait()
     return codes
 
 
