@@ -6,19 +6,19 @@ answer any more. Nothing is sent but a greeting and a farewell, so a rank that i
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 from contextlib import suppress
 
-import torch.distributed as dist
-
-from fullshard._compat import store_address
+from fullshard.patient_store import PatientStore
 
 __all__ = ["Ring"]
 
 _FAREWELL = b"."
 _PATIENCE_S = 5.0  # for one connection to be made
 _SILENCE_S = (2, 1, 3)  # asked after 2 s without a sign, then every second, 3 times
+_SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # what the system then says
 
 
 class Ring:
@@ -28,10 +28,12 @@ class Ring:
         store: where ranks find one another. Not used after `join()` has returned True.
         rank: this one.
         world: how many there are.
+        way: host and port of something that all ranks reach; this host, if None.
     """
 
-    def __init__(self, store: dist.Store, rank: int, world: int) -> None:
+    def __init__(self, store: PatientStore, rank: int, world: int, way: tuple[str, int] | None = None) -> None:
         self.previous = (rank - 1) % world
+        self.previous_is_silent = False  # whether it was lost because its host does not answer
         self._store = store
         self._next = (rank + 1) % world
         self._token = secrets.token_hex(16).encode()
@@ -39,7 +41,7 @@ class Ring:
         self._server.setblocking(False)
         self._to_next: socket.socket | None = None
         self._from_previous: socket.socket | None = None
-        address = f"{_own_address(store)} {self._server.getsockname()[1]} {self._token.decode()}"
+        address = f"{_own_address(way)} {self._server.getsockname()[1]} {self._token.decode()}"
         store.set(_key(rank), address)
 
     def join(self) -> bool:
@@ -77,9 +79,10 @@ class Ring:
         self._from_previous.settimeout(timeout_s)
         try:
             farewell = self._from_previous.recv(1)
-        except TimeoutError:
-            return False
-        except OSError:
+        except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # our own time is up, not the system's
+                return False
+            self.previous_is_silent = error.errno in _SILENT
             farewell = b""
         self._from_previous.close()
         self._from_previous = None
@@ -106,9 +109,9 @@ def _key(rank: int) -> str:
     return f"ring/{rank}"
 
 
-def _own_address(store: dist.Store) -> str:
-    """The address by which other ranks reach this host: that of the way from here to the store."""
-    host, port = store_address(store) or (socket.gethostname(), 9)
+def _own_address(way: tuple[str, int] | None) -> str:
+    """The address by which other ranks reach this host: where the way from here begins."""
+    host, port = way or (socket.gethostname(), 9)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # sends nothing

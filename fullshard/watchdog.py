@@ -16,15 +16,15 @@ import sys
 import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from time import monotonic, sleep
 from typing import NoReturn
 
 import torch.distributed as dist
 
-from fullshard._compat import default_store
+from fullshard._compat import default_store, store_address
 from fullshard.agreement import named_ranks
 from fullshard.errors import ConfigError, RankLostError
+from fullshard.patient_store import PatientStore
 from fullshard.ring import Ring
 from fullshard.whereabouts import here
 
@@ -38,6 +38,9 @@ _LOOKS_A_SECOND = 500
 _GRACE_S = 3.0  # for a rank that is told of a loss to raise an exception by itself
 _ANSWER_S = 4.0  # for the others to say where they are
 _STORE_S = 5.0  # for the store to answer
+
+_NO_WORD = "its process ended without a word (killed, out of memory, or crashed)"
+_NO_ANSWER = "its host does not answer (powered off, or the network is down)"
 
 _log = logging.getLogger(__name__)
 
@@ -105,8 +108,12 @@ class _Watchdog:
         self._rank = dist.get_rank()
         self._world = dist.get_world_size()
         self._look_s = max(_LOOK_S, self._world / _LOOKS_A_SECOND)
-        self._own_store = default_store()
-        self._board, self._own_board = _Board(default_store()), _Board(self._own_store)  # one a thread
+        stores = default_store(), default_store()  # the main thread's, and one of our own
+        self._way = store_address(stores[0])
+        self._store, self._own_store = (
+            PatientStore(dist.PrefixStore("fullshard/watchdog", store), _STORE_S) for store in stores
+        )
+        self._board, self._own_board = _Board(self._store), _Board(self._own_store)
         self._stopped = threading.Event()
         self._ring: Ring | None = None
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
@@ -122,6 +129,8 @@ class _Watchdog:
         if self._ring is not None:
             self._ring.leave(farewell=not failure)
         self._thread.join(timeout=self._look_s)
+        for store in (self._store, self._own_store):
+            store.close()
 
     def forget(self) -> None:
         """In a process forked from this one: close what it has inherited, or this one's end would not be noticed."""
@@ -130,7 +139,7 @@ class _Watchdog:
 
     def account_for(self, rank: int) -> _Loss:
         """Which rank was lost first, now that the connection to `rank` is broken, and how it ended."""
-        loss = self._board.first_loss(_Loss(rank, self._board.end_of(rank)))
+        loss = self._board.first_loss(_Loss(rank, self._board.end_of(rank, _NO_WORD)))
         self._board.tell_end(self._rank, f"it missed rank {loss.rank} in its turn")
         return loss
 
@@ -139,8 +148,8 @@ class _Watchdog:
         joined, missed_since = False, math.inf
         while not self._stopped.is_set() and dist.group.WORLD is self.group:
             joined = joined or self._join()
-            if self._previous_is_lost():
-                self._own_board.first_loss(self._previous)
+            if (noticed := self._lost_previous()) is not None:
+                self._own_board.first_loss(noticed)
             if here.waited_s > _timeout_s and self._own_board.sound_alarm(self._rank):
                 self._end(self._report())
             if self._own_board.alarm_sounds:
@@ -157,23 +166,21 @@ class _Watchdog:
     def _join(self) -> bool:
         """Whether there is nothing left to do to be in the ring."""
         try:
-            self._ring = self._ring or Ring(self._own_store, self._rank, self._world)
+            self._ring = self._ring or Ring(self._own_store, self._rank, self._world, self._way)
             return self._ring.join()
         except (OSError, RuntimeError) as error:  # torch's errors of the store are of the latter kind
             _log.warning("rank %d: lost ranks may be noticed late, for want of a connection: %s", self._rank, error)
             return True
 
-    def _previous_is_lost(self) -> bool:
-        """Whether the previous rank has ended without a farewell; waits a little for that."""
+    def _lost_previous(self) -> _Loss | None:
+        """The previous rank, if it has ended without a farewell; waits a little for that."""
         if self._ring is None or not self._ring.watches:
             self._stopped.wait(self._look_s)
-            return False
-        return self._ring.lost_previous(self._look_s) and not self._stopped.is_set()
-
-    @property
-    def _previous(self) -> _Loss:
-        rank = (self._rank - 1) % self._world
-        return _Loss(rank, self._own_board.end_of(rank))
+            return None
+        if not self._ring.lost_previous(self._look_s) or self._stopped.is_set():
+            return None
+        otherwise = _NO_ANSWER if self._ring.previous_is_silent else _NO_WORD
+        return _Loss(self._ring.previous, self._own_board.end_of(self._ring.previous, otherwise))
 
     def _report(self) -> str:
         """Where all ranks are; they end once this is known."""
@@ -199,18 +206,17 @@ class _Watchdog:
 class _Board:
     """What ranks tell one another over the store. Where that is gone, nothing is told, and nothing known."""
 
-    def __init__(self, store: dist.Store) -> None:
-        store.set_timeout(timedelta(seconds=_STORE_S))
-        self._store = dist.PrefixStore("fullshard/watchdog", store)
+    def __init__(self, store: PatientStore) -> None:
+        self._store = store
         self._loss: _Loss | None = None
 
     def tell_end(self, rank: int, how: str) -> None:
         """Say how `rank` ends, unless that has been said."""
         self._first(f"end/{rank}", how)
 
-    def end_of(self, rank: int) -> str:
-        """How `rank` ended."""
-        return self._read(f"end/{rank}") or "its process ended without a word (killed, out of memory, or crashed)"
+    def end_of(self, rank: int, otherwise: str) -> str:
+        """How `rank` said that it ends, or `otherwise`."""
+        return self._read(f"end/{rank}") or otherwise
 
     def first_loss(self, loss: _Loss) -> _Loss:
         """The loss that was noticed first: `loss`, unless there has been one."""
@@ -240,7 +246,7 @@ class _Board:
     def has_answers(self, world: int) -> bool:
         """Whether all ranks have said where they are."""
         with suppress(RuntimeError):
-            return int(self._store.add("answers", 0)) >= world
+            return self._store.add("answers", 0) >= world
         return True
 
     def answers(self, world: int) -> list[str]:
@@ -261,13 +267,14 @@ class _Board:
 
     def await_report(self) -> None:
         """Return when the answers have been collected, or it is late."""
-        with suppress(RuntimeError):
-            self._store.wait(["reported"], timedelta(seconds=2 * _ANSWER_S))
+        deadline = monotonic() + 2 * _ANSWER_S
+        while monotonic() < deadline and not self._read("reported"):
+            sleep(0.1)
 
     def _first(self, key: str, value: str) -> str:
         """What `key` was first set to: `value`, if it had not been set."""
         with suppress(RuntimeError):
-            return bytes(self._store.compare_set(key, "", value)).decode()
+            return self._store.compare_set(key, "", value).decode()
         return value
 
     def _read(self, key: str) -> str:

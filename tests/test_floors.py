@@ -23,6 +23,7 @@ FLOORS = [
         "buffers",
         "agreement",
         "whereabouts",
+        "patient_store",
         "ring",
         "watchdog",
         "collectives",

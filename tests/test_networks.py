@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import Host, NoHosts, run_on_hosts, sent_bytes, torchrun, two_hosts, wait_for
+from hosts import INTERFACE, Host, NoHosts, run_on_hosts, sent_bytes, torchrun, two_hosts, wait_for
 from small_models import adamw, shard, small_gpt, train
-from test_docs import page, rows, section
+from test_docs import ROOT, page, rows, section
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -151,13 +151,13 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_the_train_command_gives_the_bits_of_one_host_and_needs_no_folder_that_hosts_share(hosts, tmp_path):
-    text = Path(__file__).parent.parent / "docs"  # a folder: hosts make a file of it, each its own
+    text = ROOT / "docs"  # a folder: hosts make a file of it, each its own
     with (tmp_path / "output").open("w") as output:
         options = {"stdout": output, "stderr": STDOUT}
         started = torchrun(hosts, "-m", *fullshard_train(text), ranks=RANKS, **options)
         assert wait_for(started, 120) == [0] * HOSTS
         alone = [sys.executable, "-m", *fullshard_train(text, "--ranks", str(HOSTS * RANKS), "--replicas", str(HOSTS))]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         assert subprocess.run(alone, cwd=tmp_path, env=environ, timeout=120, check=False, **options).returncode == 0
     one, first, second = (folder / "run" for folder in (tmp_path, *(host.folder for host in hosts)))
     assert (first / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
@@ -209,3 +209,49 @@ def test_what_crosses_between_hosts_is_what_the_formulas_say(formula, reports):
 def test_hsdp_sends_less_between_hosts_than_zero3(reports):
     for seen in reports:
         assert seen.sent["hsdp"] < seen.sent["zero3"] / 4
+
+
+# -- a host goes away -------------------------------------------------------------------------------------------------
+
+TRAIN_FOR_EVER = """
+import pathlib, sys, time
+import torch, torch.distributed as dist
+from fullshard import fully_shard
+dist.init_process_group("gloo")
+model = fully_shard(torch.nn.Linear(64, 64))
+started = time.monotonic()
+while True:
+    model(torch.ones(2, 64)).sum().backward()
+    model.zero_grad()
+    if time.monotonic() - started > 5:  # ranks watch one another by now
+        pathlib.Path(sys.argv[1]).touch()
+"""
+
+
+@pytest.mark.slow
+def test_when_hosts_do_not_reach_each_other_any_more_every_rank_ends_and_says_why(hosts, tmp_path):
+    """Also those that do not reach the store. Started without torchrun, whose agent on that host ends minutes later."""
+    ranks = range(HOSTS * RANKS)
+    trains, said = ([tmp_path / f"{what}{rank}" for rank in ranks] for what in ("trains", "said"))
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    rendezvous = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
+    started = []
+    for rank in ranks:
+        command = [sys.executable, "-c", TRAIN_FOR_EVER, str(trains[rank])]
+        with said[rank].open("w") as output:
+            options = {"env": {**environ, **rendezvous, "RANK": str(rank)}, "stderr": output}
+            started.append(hosts[rank // RANKS].start(*command, **options))
+    try:
+        while not all(path.exists() for path in trains):
+            assert [process.poll() for process in started] == [None] * len(ranks), said[0].read_text()
+            time.sleep(0.1)
+        hosts[1].plug(False)
+        codes = wait_for(started, 90)
+    finally:
+        hosts[1].plug(True)
+        for host in hosts:
+            host.stop_all()
+    assert all(codes), codes
+    assert all(" was lost: " in text.read_text() for text in said)
+    for rank, lost in ((0, 3), (2, 1)):  # each watches the one before it
+        assert f"rank {lost} was lost: its host does not answer" in said[rank].read_text()

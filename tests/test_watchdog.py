@@ -4,15 +4,17 @@ import os
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from time import monotonic
 
 import pytest
 import torch.distributed as dist
 
 from fullshard import ConfigError, set_collective_timeout
+from fullshard.patient_store import PatientStore
 from fullshard.record import Origin, Phase
 from fullshard.ring import Ring
 from fullshard.watchdog import EXIT_CODE
@@ -157,8 +159,35 @@ def test_a_time_that_is_none_is_refused(seconds):
         set_collective_timeout(seconds)
 
 
+class SlowStore:
+    """Answers when it is let."""
+
+    def __init__(self) -> None:
+        self.let = Event()
+
+    def check(self, keys: list[str]) -> bool:
+        self.let.wait()
+        return keys == ["here"]
+
+
+def test_a_store_that_does_not_answer_is_waited_for_once():
+    slow = SlowStore()
+    store = PatientStore(slow, 0.05)
+    with pytest.raises(RuntimeError, match=r"did not answer in 0\.05 s"):
+        store.check(["here"])
+    with pytest.raises(RuntimeError, match="has not answered yet"):
+        store.check(["here"])
+    slow.let.set()
+    while True:
+        with suppress(RuntimeError):
+            assert store.check(["here"])
+            break
+    assert not store.check(["elsewhere"])
+    store.close()
+
+
 def ring_of(world: int) -> list[Ring]:
-    store = dist.HashStore()
+    store = PatientStore(dist.HashStore(), 5)
     rings = [Ring(store, rank, world) for rank in range(world)]
     while sum(ring.join() for ring in rings) < world:
         pass
@@ -179,7 +208,7 @@ def test_the_ring_tells_a_loss_from_a_farewell(world):
 
 
 def test_a_stranger_is_not_taken_for_a_rank():
-    store = dist.HashStore()
+    store = PatientStore(dist.HashStore(), 5)
     ring = Ring(store, 0, 2)
     host, port, _ = store.get("ring/0").decode().split()
     with socket.create_connection((host, int(port))) as stranger:
