@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fullshard.errors import ConfigError
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.options import near_matches
 from fullshard.versions import versions
 
 __all__ = ["main"]
 
-BAD_INPUT = 2
+FAILED, BAD_INPUT = 1, 2
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,16 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (`sys.argv` if None): the exit code, 2 for bad input, which one line on stderr explains."""
+    """Run the command line (`sys.argv` if None): the exit code, 2 for bad input and 1 for a checkpoint that is of
+    no use, which one line on stderr explains.
+    """
     argv = sys.argv[1:] if argv is None else argv
     try:
         return dispatch(argv)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks find the same mistake; one says so
             print(f"fullshard: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return BAD_INPUT if isinstance(error, ConfigError) else FAILED
 
 
 def dispatch(argv: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The command lines that ranks were started with; none is really started."""
     starts: list[list[str]] = []
 
-    def launch(module: str, argv: list[str], ranks: int) -> int:
+    def launch(module: str, argv: list[str], ranks: int, *, patience_s: int) -> int:
         starts.append([module, *argv, str(ranks)])
         return 0
 

@@ -7,14 +7,17 @@ answer, since they look at the same settings and files.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from fullshard.errors import ConfigError
 from fullshard.options import near_matches
 from fullshard.strategy import ShardingStrategy
 from fullshard.train.model import shape_of
 from fullshard.train.parallelism import replicas_of, rows_of
+from fullshard.train.resuming import AUTO
 from fullshard.train.run_folder import check_out
 from fullshard.train.settings import (
+    CheckpointSettings,
     MemorySettings,
     OptimizationSettings,
     ParallelSettings,
@@ -41,8 +44,9 @@ def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
     shape_of(settings.model)
     source = find_text(settings.text.text)
     _check_text(settings.text, source)
+    _check_checkpoints(settings.checkpoints)
     if settings.run.out is not None:
-        check_out(settings.run.out)
+        check_out(settings.run.out, goes_on=settings.checkpoints.resume == AUTO)
     return source
 
 
@@ -75,6 +79,15 @@ def _check_memory(settings: MemorySettings) -> None:
     if settings.dtype is not None:
         _check_choice("dtype", settings.dtype, DTYPES)
     _check_choice("reduce-dtype", settings.reduce_dtype, DTYPES)
+
+
+def _check_checkpoints(settings: CheckpointSettings) -> None:
+    _check_at_least("checkpoint_every", settings.checkpoint_every, 0)
+    _check_at_least("keep", settings.keep, 1)
+    if settings.resume not in (None, AUTO) and not Path(settings.resume).is_dir():
+        raise ConfigError(
+            f"--resume {settings.resume}: there is no such folder. Name a checkpoint, a folder of checkpoints, or auto."
+        )
 
 
 def _check_run(settings: RunSettings) -> None:

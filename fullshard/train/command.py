@@ -11,13 +11,17 @@ from fullshard.train.check import check, check_ranks
 from fullshard.train.options import parse_settings
 from fullshard.train.progress import restore_terminal
 from fullshard.train.ranks import process_group, rank_from_environment, ranks_of_machine, runs_under_torchrun
-from fullshard.train.run_folder import free_folder
+from fullshard.train.resuming import going_on
+from fullshard.train.run_folder import free_folder, has_stopped
+from fullshard.train.stopping import PREEMPTED
 
 __all__ = ["run"]
 
+PATIENCE_S = 600  # how long ranks that were asked to stop may take to save
+
 
 def run(argv: Sequence[str]) -> int:
-    """Train as `argv` says; the exit code.
+    """Train as `argv` says; the exit code: 75 if SIGTERM stopped the run, and starting it again goes on with it.
 
     Raises:
         ConfigError: something about the run is not sound. No process group has started then.
@@ -29,18 +33,19 @@ def _start_ranks(argv: Sequence[str]) -> int:
     settings = parse_settings(argv)
     asked = settings.parallelism.ranks
     ranks = ranks_of_machine() if asked is None else asked
+    settings = going_on(settings, ranks)
     check(settings, ranks)
     out = settings.run.out or free_folder(settings)
 
-    from fullshard.train.launch import (
-        INTERRUPTED,
-        launch,
-    )  # late: it is slow to import, and a mistake is answered without it
+    # Late: it is slow to import, and a mistake is answered without it.
+    from fullshard.train.launch import INTERRUPTED, launch
 
-    code = launch("fullshard.cli", ["train", *argv, "--out", str(out)], ranks)
-    if code == INTERRUPTED:
-        restore_terminal(Console())
-    return code
+    saves = settings.checkpoints.checkpoint_every > 0
+    code = launch("fullshard.cli", ["train", *argv, "--out", str(out)], ranks, patience_s=PATIENCE_S if saves else 5)
+    if code != INTERRUPTED:
+        return code
+    restore_terminal(Console())
+    return PREEMPTED if has_stopped(out) else code
 
 
 def _train_on_this_rank(argv: Sequence[str]) -> int:
@@ -49,10 +54,10 @@ def _train_on_this_rank(argv: Sequence[str]) -> int:
     settings = parse_settings(argv)
     rank = rank_from_environment()
     check_ranks(settings.parallelism.ranks, rank.world)
+    settings = going_on(settings, rank.world)
     source = check(settings, rank.world, rank.machines)
 
     from fullshard.train.loop import train  # late: it pulls in the engine
 
     with process_group(rank):
-        train(settings, source, rank)
-    return 0
+        return train(settings, source, rank)

@@ -17,10 +17,11 @@ from fullshard.train.ranks import cores_of_machine
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
 
 
-def launch(module: str, argv: Sequence[str], ranks: int) -> int:
+def launch(module: str, argv: Sequence[str], ranks: int, *, patience_s: int = 5) -> int:
     """The exit code of `python -m module argv`, run as `ranks` ranks of one process group on this machine.
 
-    0 if all ranks end well, else that of the rank that failed first. Ctrl-C ends all ranks, in silence.
+    0 if all ranks end well, else that of the rank that failed first. Ctrl-C and SIGTERM end all ranks, in silence;
+    those that take longer than `patience_s` are killed.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores_of_machine() // ranks)))
     config = LaunchConfig(
@@ -31,7 +32,7 @@ def launch(module: str, argv: Sequence[str], ranks: int) -> int:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
-        shutdown_timeout=5,
+        shutdown_timeout=patience_s,
     )
     # The launcher logs every failing rank at length; a rank has already said what went wrong.
     disabled = logging.root.manager.disable

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from fullshard import ConfigError, clip_grad_norm_
+from fullshard import CheckpointError, ConfigError, clip_grad_norm_
+from fullshard.checkpoint import PendingSave, Restored, async_save, latest, load
 from fullshard.train.bytes_table import RunLedgers
 from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
@@ -19,16 +21,20 @@ from fullshard.train.model import byte_losses
 from fullshard.train.parallelism import replicas_of, rows_of
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
 from fullshard.train.ranks import Rank, gather_in_rank_order
-from fullshard.train.run_folder import RunFolder, free_folder
+from fullshard.train.resuming import AUTO
+from fullshard.train.run_folder import STOPPED, RunFolder, free_folder
 from fullshard.train.schedule import learning_rate, peak_lr
 from fullshard.train.settings import TrainSettings
 from fullshard.train.sharding import ShardedGPT, dtype_of, optimizer_of, sharded_gpt
+from fullshard.train.stopping import PREEMPTED, StopRequest, heeding_sigterm
 from fullshard.train.stopwatch import Stopwatch
 from fullshard.train.text import Text, TextSource, training_batch, write_text
 from fullshard.train.weights import write_weights
 from fullshard.versions import versions
 
 __all__ = ["Trained", "Trainer", "train"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +45,16 @@ class Trained:
     gradient_norm: Tensor
 
 
-def train(settings: TrainSettings, source: TextSource, rank: Rank) -> None:
-    """Train on this rank from first weights to a finished output folder. Every rank of the process group calls it.
+def train(settings: TrainSettings, source: TextSource, rank: Rank) -> int:
+    """Train on this rank from first weights, or from a checkpoint, to a finished output folder: the exit code.
 
-    The settings and the source are taken as sound; `check` has seen them on every rank.
+    Every rank of the process group calls it. The settings and the source are taken as sound; `check` has seen them on
+    every rank.
 
     Raises:
-        ConfigError: each machine is to hold one replica, and they have different numbers of ranks.
+        ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or the checkpoint is
+            not of this run.
+        CheckpointError: the checkpoint is damaged or does not fit; or SIGTERM came, and none could be written.
     """
     check_machines(settings, rank)
     settings = resolved(settings, rank)
@@ -55,10 +64,12 @@ def train(settings: TrainSettings, source: TextSource, rank: Rank) -> None:
     model = sharded_gpt(settings, rank)
     display = display_for(Console(), shows=rank.leads)
     trainer = Trainer(settings=settings, rank=rank, text=text, model=model, folder=folder, display=display)
-    try:
-        trainer.run()
-    finally:
-        display.close()
+    saves = settings.checkpoints.checkpoint_every > 0
+    with heeding_sigterm() if saves else nullcontext() as stop:
+        try:
+            return trainer.run(stop)
+        finally:
+            display.close()
 
 
 @dataclass
@@ -73,22 +84,33 @@ class Trainer:
     display: Display
     ledgers: RunLedgers = field(init=False)  # known once the first step is done
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    pending: PendingSave | None = None  # the checkpoint that is being written
 
     def __post_init__(self) -> None:
         self.optimizer = optimizer_of(self.model, self.settings.optimization)
 
-    def run(self) -> None:
-        """All steps, with what is due between them, then the end."""
-        self.begin()
-        for step in range(1, self.settings.optimization.steps + 1):
+    def run(self, stop: StopRequest | None) -> int:
+        """All steps that are not done yet, with what is due between them, then the end; the exit code."""
+        done = self.begin()
+        for step in range(done + 1, self.settings.optimization.steps + 1):
+            if stop is not None:
+                stop.tell()
             with self.stopwatch.running():
                 trained = self.train_step(step - 1)
             self.display.advance(step)
-            if step == 1:
+            if step == done + 1:
                 self.measure_memory()
             self.report_if_due(step, trained)
             self.evaluate_if_due(step)
+            stops = stop is not None and stop.is_wanted
+            self.save_if_due(step, stops=stops)
+            if stops:
+                return self.stop(step)
+        if done == self.settings.optimization.steps:  # all that is left is the end
+            self.measure_memory()  # a first microbatch takes memory that later ones use again
+            self.measure_memory()
         self.finish()
+        return 0
 
     def train_step(self, step: int) -> Trained:
         """Step `step`, the first being 0: all its microbatches, then one step of the optimizer."""
@@ -118,8 +140,8 @@ class Trainer:
         (losses.mean() / accumulate).backward()
         return losses.detach()
 
-    def begin(self) -> None:
-        """Leave the settings behind, the header of the metrics, and a heading on the screen."""
+    def begin(self) -> int:
+        """Leave the settings behind, the header of the metrics, and a heading on the screen; the steps done already."""
         heading = Heading(
             strategy=self.settings.parallelism.strategy,
             ranks=self.rank.world,
@@ -130,9 +152,84 @@ class Trainer:
             steps=self.settings.optimization.steps,
             out=self.folder.path,
         )
+        self.display.start(heading)
+        resume = self.settings.checkpoints.resume
+        if resume == AUTO and agreed(latest(self.folder.checkpoints) is not None, self.rank):
+            return self.go_on()
+        self.folder.cut_back(dict.fromkeys(self.folder.sizes(), 0))
         self.folder.write_settings(self.settings)
         self.folder.write_line("run", header_of(self.settings, heading))
-        self.display.start(heading)
+        return 0 if resume in (None, AUTO) else self.load(Path(resume)).step or 0
+
+    def go_on(self) -> int:
+        """Be where the run in this folder was when its newest intact checkpoint was saved; the steps done by then."""
+        restored = self.load(self.folder.checkpoints)
+        was = restored.extra
+        if was["training_bytes"] != self.text.training_bytes:
+            raise ConfigError(
+                f"--resume auto: the text to train on had {was['training_bytes']} bytes, and now it has "
+                f"{self.text.training_bytes}. Put the text back as it was; or begin a run of its own by --resume "
+                f"{restored.path} and another --out."
+            )
+        self.folder.cut_back(was["sizes"])
+        self.stopwatch.total_s = was["seconds"]
+        came = {"step": restored.step, "world": self.rank.world, "from": str(restored.path)}
+        self.folder.write_line("resume", came)
+        return restored.step or 0
+
+    def load(self, source: Path) -> Restored:
+        """Take over what a checkpoint holds."""
+        with self.display.watching("loading a checkpoint") as progress:
+            restored = load(source, model=self.model, optimizer=self.optimizer, progress=progress)
+        steps = self.settings.optimization.steps
+        if (restored.step or 0) > steps:
+            raise ConfigError(
+                f"--resume {source}: {restored.path} has {restored.step} steps behind it, and --steps {steps} asks for "
+                "fewer. Ask for more."
+            )
+        self.display.show_resumed(restored.step or 0, restored.path)
+        return restored
+
+    def save_if_due(self, step: int, *, stops: bool) -> None:
+        """A checkpoint where one is due: every so many steps, after the last one, and before the run is stopped.
+
+        It is written behind the steps that follow. If one could not be written, the run goes on and says so.
+        """
+        settings = self.settings.checkpoints
+        due = is_due(step, settings.checkpoint_every, self.settings.optimization.steps)
+        if not settings.checkpoint_every or not (due or stops):
+            return
+        self.settle()
+        self.pending = async_save(
+            self.folder.checkpoints,
+            model=self.model,
+            optimizer=self.optimizer,
+            step=step,
+            extra={
+                "sizes": self.folder.sizes(),
+                "seconds": self.stopwatch.total_s,
+                "training_bytes": self.text.training_bytes,
+            },
+            keep=settings.keep,
+        )
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written, and say if it could not be."""
+        if self.pending is not None:
+            try:
+                self.pending.wait()
+            except CheckpointError as error:
+                self.display.show_problem(str(error))
+            self.pending = None
+
+    def stop(self, step: int) -> int:
+        """End before the last step, once the checkpoint of this one is there; the exit code."""
+        assert self.pending is not None, "it was saved"
+        path = self.pending.wait()
+        self.folder.write_line(STOPPED, {"step": step})
+        self.display.close()
+        self.display.show_stopped(step, path)
+        return PREEMPTED
 
     def measure_memory(self) -> None:
         """Learn what a rank holds; possible once the optimizer has its state."""
@@ -194,6 +291,7 @@ class Trainer:
         bits_per_byte = self.validate(steps)
         content = self.write_sample(steps)
         write_weights(self.model.state_dict(), self.folder.weights, writes=self.rank.leads)
+        self.settle()
         seconds = self.stopwatch.since_start_s()
         self.folder.write_line(
             "end",
@@ -253,9 +351,14 @@ def check_machines(settings: TrainSettings, rank: Rank) -> None:
 
 def agreed_folder(settings: TrainSettings, rank: Rank) -> Path:
     """The output folder, which the first rank chooses for all when none was named."""
-    chosen = [str(settings.run.out or free_folder(settings))]
+    return agreed(settings.run.out or free_folder(settings), rank)
+
+
+def agreed(value: T, rank: Rank) -> T:
+    """The first rank's `value`, on every rank."""
+    chosen = [value]
     dist.broadcast_object_list(chosen, src=0, device=rank.device)
-    return Path(chosen[0])
+    return chosen[0]
 
 
 def agreed_text(source: TextSource, out: Path, rank: Rank) -> Text:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console, RenderableType
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, TaskID, TextColumn
+from rich.progress import Progress as Bars
 from rich.text import Text as Styled
 
 from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes
@@ -17,6 +19,8 @@ from fullshard.train.run_folder import METRICS, SAMPLES, WEIGHTS
 __all__ = ["BarDisplay", "Display", "Heading", "LineDisplay", "Result", "StepReport", "display_for", "restore_terminal"]
 
 LINE_EVERY_S = 5.0  # without a terminal, the least time between two lines of loss
+Progress = Callable[[int, int], None]  # told what is done, and all that there is to do
+PATIENCE_S = 1.0  # what is done by then needs no word about how far it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,20 @@ class Display:
     def show_sample(self, step: int, content: bytes) -> None:
         """The model has written something."""
 
+    def show_resumed(self, step: int, path: Path) -> None:
+        """The run goes on from a checkpoint."""
+
+    def show_problem(self, message: str) -> None:
+        """Something went wrong that does not end the run."""
+
+    def show_stopped(self, step: int, path: Path) -> None:
+        """The run was asked to stop, and can go on from a checkpoint."""
+
+    @contextmanager
+    def watching(self, what: str) -> Iterator[Progress | None]:
+        """A context for something that may take long; what it gives is to be called with what is done, and all."""
+        yield None
+
     def close(self) -> None:
         """No more steps come. May be called twice."""
 
@@ -130,6 +148,31 @@ class LineDisplay(Display):
             f"In {result.out}: {METRICS}, {SAMPLES}, {WEIGHTS}"
         )
 
+    def show_resumed(self, step: int, path: Path) -> None:
+        self.say(f"Going on after step {step} from {path}")
+
+    def show_problem(self, message: str) -> None:
+        self.say(f"Problem: {message}")
+
+    def show_stopped(self, step: int, path: Path) -> None:
+        self.say(f"Stopped after step {step}, which {path} holds. Go on by --resume auto.")
+
+    @contextmanager
+    def watching(self, what: str) -> Iterator[Progress | None]:
+        shown_at = time.monotonic() - LINE_EVERY_S + PATIENCE_S
+
+        def tell(done: int, total: int) -> None:
+            nonlocal shown_at
+            if time.monotonic() - shown_at >= LINE_EVERY_S and total:
+                shown_at = time.monotonic()
+                self.show_watched(f"{what}: {100 * done // total} %")
+
+        yield tell
+
+    def show_watched(self, line: str) -> None:
+        """How far something is that takes long."""
+        self.say(line)
+
     def numbers_of(self, report: StepReport) -> str:
         """Loss, speed, time left and memory in one line."""
         return (
@@ -163,11 +206,14 @@ class BarDisplay(LineDisplay):
     def report(self, report: StepReport) -> None:
         self._bar.numbers = self.numbers_of(report)
 
+    def show_watched(self, line: str) -> None:
+        self._bar.numbers = line
+
     def close(self) -> None:
         self._bar.stop()
 
 
-class _BarWithNumbers(Progress):
+class _BarWithNumbers(Bars):
     """A bar as wide as the terminal with a line of text below it."""
 
     numbers = ""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,36 @@ import yaml
 from fullshard.errors import ConfigError
 from fullshard.train.settings import TrainSettings
 
-__all__ = ["METRICS", "SAMPLES", "SETTINGS", "WEIGHTS", "RunFolder", "check_out", "free_folder"]
+__all__ = [
+    "CHECKPOINTS",
+    "METRICS",
+    "SAMPLES",
+    "SETTINGS",
+    "STOPPED",
+    "WEIGHTS",
+    "RunFolder",
+    "check_out",
+    "free_folder",
+    "has_stopped",
+    "lines_of",
+]
 
 METRICS, SETTINGS, SAMPLES, WEIGHTS = "metrics.jsonl", "settings.yaml", "samples.txt", "model.safetensors"
+CHECKPOINTS = "checkpoints"
+STOPPED = "stopped"  # the last line of the metrics of a run that is to be resumed
 
 
-def check_out(out: Path) -> None:
-    """Refuse an output folder that is a file, that cannot be made, or that holds another run."""
+def check_out(out: Path, *, goes_on: bool = False) -> None:
+    """Refuse an output folder that is a file, that cannot be made, or that holds another run, unless that goes on."""
     nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not nearest.is_dir():
         raise ConfigError(f"--out {out}: {nearest} is a file. Name a folder that does not exist yet.")
     found = [name for name in (METRICS, SETTINGS, WEIGHTS) if (out / name).exists()]
-    if found:
-        raise ConfigError(f"--out {out}: the folder holds another run ({found[0]}). Name another folder, or remove it.")
+    if found and not goes_on:
+        raise ConfigError(
+            f"--out {out}: the folder holds another run ({found[0]}). Name another folder, remove it, "
+            "or let the run in it go on by --resume auto."
+        )
 
 
 def free_folder(settings: TrainSettings, parent: Path = Path("runs")) -> Path:
@@ -35,6 +53,19 @@ def free_folder(settings: TrainSettings, parent: Path = Path("runs")) -> Path:
     while (parent / f"{name}-{number}").exists():
         number += 1
     return parent / f"{name}-{number}"
+
+
+def lines_of(out: Path) -> Iterator[dict[str, Any]]:
+    """The lines of the metrics in `out`; a last one that was cut off is left out."""
+    metrics = out / METRICS
+    text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
+    yield from (json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n"))
+
+
+def has_stopped(out: Path) -> bool:
+    """Whether the run in `out` was asked to stop, and has saved what it had done."""
+    *_, last = ({}, *lines_of(out))
+    return last.get("kind") == STOPPED
 
 
 class RunFolder:
@@ -56,10 +87,27 @@ class RunFolder:
         """The file of the trained weights."""
         return self.path / WEIGHTS
 
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the checkpoints."""
+        return self.path / CHECKPOINTS
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of what is added to while the run goes on."""
+        files = [self.path / name for name in (METRICS, SAMPLES)]
+        return {file.name: file.stat().st_size if file.exists() else 0 for file in files}
+
+    def cut_back(self, sizes: Mapping[str, int]) -> None:
+        """Let the run go on from when it had left so many bytes: what came after that comes again."""
+        for name, nbytes in sizes.items():
+            file = self.path / name
+            if self._writes and file.exists() and file.stat().st_size > nbytes:
+                os.truncate(file, nbytes)
+
     def write_settings(self, settings: TrainSettings) -> None:
-        """Leave the settings in a file that `--config` reads: all but the folder, which another run may not share."""
+        """Leave the settings in a file that `--config` reads: all but what another run may not share."""
         if self._writes:
-            options = {name: value for name, value in settings.as_options().items() if name != "out"}
+            options = {name: value for name, value in settings.as_options().items() if name not in ("out", "resume")}
             text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)
             (self.path / SETTINGS).write_text(text, encoding="utf-8")
 

@@ -93,6 +93,20 @@ class MemorySettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """What is kept of a run that may be cut off, and where a run begins."""
+
+    checkpoint_every: int = 0
+    """Steps between two checkpoints in OUT/checkpoints; the last step has one too, and SIGTERM saves one before the
+    run ends with exit code 75. 0 for none."""
+    keep: int = 2
+    """Checkpoints to keep: older ones are deleted once a newer one is there."""
+    resume: _MaybeStr = None
+    """auto: go on from the newest intact checkpoint of the run in --out, or start it where there is none. Or a path:
+    begin a run of its own with what a checkpoint holds. Left out: begin anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunSettings:
     """Where the run writes, what it shows, and when."""
 
@@ -128,6 +142,7 @@ class TrainSettings:
     parallelism: ParallelSettings = field(default_factory=ParallelSettings)
     optimization: OptimizationSettings = field(default_factory=OptimizationSettings)
     memory: MemorySettings = field(default_factory=MemorySettings)
+    checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     run: RunSettings = field(default_factory=RunSettings)
 
     def as_options(self) -> dict[str, int | float | str | bool]:

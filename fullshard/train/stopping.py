@@ -1,0 +1,52 @@
+"""SIGTERM, as a scheduler sends it before it takes the machines away: the run saves and ends, to be resumed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["PREEMPTED", "StopRequest", "heeding_sigterm"]
+
+PREEMPTED = 75  # exit code; EX_TEMPFAIL of sysexits.h: start it again, and it goes on
+
+
+class StopRequest:
+    """Whether any rank has been asked to stop; all ranks learn of it after the same step."""
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._group = dist.new_group(backend="gloo")  # of its own: it is used while a step's messages are under way
+        self._told = torch.zeros(1, dtype=torch.int32)
+        self._work: dist.Work | None = None
+
+    def note(self, signum: int, frame: FrameType | None) -> None:
+        """Handle SIGTERM."""
+        self._asked = True
+
+    def tell(self) -> None:
+        """Begin to tell the other ranks; before each step."""
+        self._told.fill_(self._asked)
+        self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, self._group, async_op=True)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether any rank had been asked when the step began; after each step."""
+        assert self._work is not None, "tell() comes first"
+        self._work.wait()
+        return bool(self._told)
+
+
+@contextmanager
+def heeding_sigterm() -> Iterator[StopRequest]:
+    """A context in which SIGTERM is noted instead of ending the process."""
+    request = StopRequest()
+    before = signal.signal(signal.SIGTERM, request.note)
+    try:
+        yield request
+    finally:
+        signal.signal(signal.SIGTERM, before)

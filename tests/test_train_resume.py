@@ -1,0 +1,250 @@
+"""Runs of the trainer that are cut off and go on: with the numbers of the run that never was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+from test_train_loop import QUICK, losses, metrics, this_rank
+
+from fullshard.checkpoint import latest
+from fullshard.checkpoint.manifest import Manifest
+from fullshard.errors import ConfigError
+from fullshard.testing import assert_same, run_ranks
+from fullshard.train.check import check
+from fullshard.train.loop import Trainer, train
+from fullshard.train.options import parse_settings
+from fullshard.train.resuming import going_on, shared_anew
+from fullshard.train.stopping import PREEMPTED
+
+SAVING = ["--checkpoint-every", "1", "--steps", "4"]
+
+
+def run_training(out: Path, argv: list[str], stop_at: int | None = None) -> int:
+    """The exit code. The last rank alone gets SIGTERM, in time for the run to end after the step `stop_at`."""
+    rank = this_rank()
+    if stop_at is not None and rank.index == rank.world - 1:
+        step_of = Trainer.train_step
+
+        def step_and_be_stopped(self: Trainer, step: int) -> Any:
+            if step + 2 == stop_at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step_of(self, step)
+
+        Trainer.train_step = step_and_be_stopped
+    settings = going_on(parse_settings([*QUICK, *argv, "--out", str(out)]), rank.world)
+    return train(settings, check(settings, rank.world), rank)
+
+
+def ran(world: int, out: Path, *argv: str, stop_at: int | None = None) -> Path:
+    codes = run_ranks(world, run_training, out, [*SAVING, *argv], stop_at)
+    assert codes == [0 if stop_at is None else PREEMPTED] * world
+    return out
+
+
+def weights(out: Path) -> dict[str, Any]:
+    return load_file(out / "model.safetensors")
+
+
+def told(out: Path) -> list[dict[str, Any]]:
+    """The lines of a run less those that say that it went on."""
+    return [line for line in metrics(out)[1:] if line["kind"] != "resume"]
+
+
+def steps_kept(out: Path) -> list[int]:
+    return sorted(Manifest.read(path).step for path in (out / "checkpoints").iterdir())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks that nobody disturbs."""
+    return ran(2, tmp_path_factory.mktemp("whole"), "--keep", "3")
+
+
+def test_saving_changes_no_number(whole, tmp_path):
+    assert steps_kept(whole) == [2, 3, 4]
+    codes = run_ranks(2, run_training, tmp_path, ["--steps", "4"])
+    assert codes == [0, 0]
+    assert not (tmp_path / "checkpoints").exists()
+    assert_same(weights(tmp_path), weights(whole))
+
+
+def test_a_stopped_run_goes_on_with_every_number_and_line(whole, tmp_path):
+    ran(2, tmp_path, "--checkpoint-every", "100", stop_at=2)
+    assert steps_kept(tmp_path) == [2]
+    assert metrics(tmp_path)[-1] == {"kind": "stopped", "step": 2}
+    ran(2, tmp_path, "--checkpoint-every", "100", "--resume", "auto")
+    assert_same(weights(tmp_path), weights(whole))
+    assert told(tmp_path) == told(whole)
+    assert (tmp_path / "samples.txt").read_bytes() == (whole / "samples.txt").read_bytes()
+    assert [line for line in metrics(tmp_path) if line["kind"] == "resume"] == [
+        {"kind": "resume", "step": 2, "world": 2, "from": str(tmp_path / "checkpoints" / "step-000000002")}
+    ]
+
+
+def test_a_run_starts_where_there_is_nothing_to_go_on_from(whole, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes((whole / "metrics.jsonl").read_bytes()[:-7])  # killed before any was saved
+    ran(2, tmp_path, "--resume", "auto")
+    assert told(tmp_path) == told(whole)
+
+
+def test_a_finished_run_comes_to_the_same_end(whole, tmp_path):
+    ran(2, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    ran(2, tmp_path, "--resume", "auto")
+    assert_same(weights(tmp_path), weights(whole))
+    assert told(tmp_path) == told(whole)
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_run_goes_on_at_another_world_size_with_the_same_steps(whole, world, tmp_path):
+    ran(2, tmp_path, stop_at=2)
+    ran(world, tmp_path, "--resume", "auto", "--strategy", "zero2")
+    assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_damage_costs_the_steps_since_the_one_before(whole, tmp_path):
+    ran(2, tmp_path, stop_at=3)
+    os.truncate(latest(tmp_path / "checkpoints") / "__1_0.distcp", 10)
+    ran(2, tmp_path, "--resume", "auto")
+    assert next(line["step"] for line in metrics(tmp_path) if line["kind"] == "resume") == 2
+    assert_same(weights(tmp_path), weights(whole))
+
+
+def test_a_run_of_its_own_begins_with_what_a_checkpoint_holds(whole, tmp_path):
+    out = ran(2, tmp_path / "new", "--resume", str(whole / "checkpoints" / "step-000000002"))
+    assert_same(weights(out), weights(whole))
+    assert [line["step"] for line in metrics(out) if line["kind"] == "step"] == [3, 4]
+    assert metrics(out)[0]["kind"] == "run"
+
+
+def refuse(out: Path, argv: list[str]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_training(out, argv)
+    return str(caught.value)
+
+
+def test_a_run_that_has_gone_further_is_refused(whole, tmp_path):
+    resume = str(whole / "checkpoints")
+    (said,) = run_ranks(1, refuse, tmp_path / "new", ["--steps", "2", "--resume", resume])
+    assert "has 4 steps behind it, and --steps 2 asks for fewer" in said
+
+
+def test_another_text_is_refused(whole, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be " * 100)
+    out = ran(1, tmp_path / "out", "--text", str(text), "--batch", "2")
+    text.write_text("to be or not to be " * 120)
+    argv = [*SAVING, "--text", str(text), "--batch", "2", "--resume", "auto"]
+    (said,) = run_ranks(1, refuse, out, argv)
+    assert "Put the text back as it was" in said
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--lr", "0.5"], "had --lr 0.01, and now it is 0.5"),
+        (["--steps", "9"], "had --steps 4, and now it is 9"),
+        (["--layers", "3"], r"had --layers (left out), and now it is 3"),
+        (["--batch", "6"], "learns from 4 sequences, not from 6"),
+    ],
+)
+def test_a_run_goes_on_with_the_options_that_it_had(whole, argv, words):
+    settings = parse_settings([*QUICK, *SAVING, "--resume", "auto", "--out", str(whole), *argv])
+    with pytest.raises(ConfigError) as caught:
+        going_on(settings, 2)
+    assert words in str(caught.value)
+
+
+def test_auto_needs_to_know_where():
+    with pytest.raises(ConfigError, match="--resume auto needs --out"):
+        going_on(parse_settings(["--resume", "auto"]), 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--keep", "0"], "at least 1"),
+        (["--checkpoint-every", "-1"], "at least 0"),
+        (["--resume", "no/where"], "there is no such folder"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_starts(argv, words):
+    with pytest.raises(ConfigError, match=words):
+        check(parse_settings(argv), 2)
+
+
+def test_other_ranks_share_a_step_without_more_memory():
+    for before, world, rows, accumulate in product(range(1, 9), range(1, 13), (1, 3, 4), (1, 2, 6)):
+        batch = before * rows
+        try:
+            shared = shared_anew(batch, accumulate, before=before, world=world)
+        except ConfigError as error:
+            assert (batch * accumulate) % world, error
+            continue
+        assert shared.batch * shared.accumulate == batch * accumulate
+        assert shared.batch % world == 0
+        assert shared.batch // world <= rows
+        if world == before:
+            assert (shared.batch, shared.accumulate) == (batch, accumulate)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def start(out: Path) -> subprocess.Popen[str]:
+    """The trainer on two ranks, for far longer than anybody waits."""
+    argv = ["train", "--ranks", "2", *QUICK, "--steps", "100000", "--out", str(out)]
+    saving = ["--checkpoint-every", "50", "--resume", "auto", "--validate-every", "0", "--sample-every", "0"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "fullshard.cli", *argv, *saving],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_step(out: Path, least: int) -> int:
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        lines = (out / "metrics.jsonl").read_text().splitlines() if (out / "metrics.jsonl").exists() else []
+        steps = [json.loads(line)["step"] for line in lines if '"kind": "step"' in line and line.endswith("}")]
+        if steps and steps[-1] >= least:
+            return steps[-1]
+        time.sleep(0.1)
+    raise AssertionError(f"{out} did not come to step {least}")
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_sigterm_saves_and_ends_with_a_code_that_means_start_me_again(rounds, tmp_path):
+    reached = 0
+    for round_ in range(rounds):
+        run = start(tmp_path)
+        try:
+            reached = wait_for_step(tmp_path, reached + 3)
+            run.send_signal(signal.SIGTERM)
+            out, err = run.communicate(timeout=60)
+        finally:
+            run.kill()
+        assert run.returncode == PREEMPTED == 75, err
+        assert err == ""
+        assert "Go on by --resume auto" in out
+        last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+        assert last["kind"] == "stopped"
+        assert Manifest.read(latest(tmp_path / "checkpoints")).step == last["step"] >= reached
+        assert ("Going on after step" in out) == (round_ > 0)
+
+
+def test_only_the_ranks_that_save_heed_sigterm():
+    assert not dist.is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
