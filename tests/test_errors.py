@@ -11,8 +11,12 @@ import functools
 import os
 import pickle
 import re
+import resource
+import shutil
+import signal
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +26,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from small_models import Chain, Layer, chain, inputs
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
@@ -31,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
 from fullshard import (
+    CheckpointError,
     ConfigError,
     FullStateDictConfig,
     FullyShardedDataParallel,
@@ -48,6 +55,8 @@ from fullshard import (
     register_fsdp_forward_method,
     summon_full_params,
 )
+from fullshard._compat import storage_info
+from fullshard.checkpoint import container, load, save
 from fullshard.layout import Cut as LayoutCut
 from fullshard.optim import Muon
 from fullshard.optim_state import full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
@@ -1108,6 +1117,197 @@ def a_file_that_cannot_be_written() -> Steps:
     run_parity(["--model=small_models:chain", "--batch=small_models:inputs", "--json=no/such/file"])
 
 
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def saved(**values: Any) -> Path:
+    """The checkpoint of a model that is not sharded."""
+    return save(tempfile.mkdtemp(), model=linear(), step=1, **values)
+
+
+@mistake(ConfigError, "step=-1: a checkpoint is named by the steps done", "by 0 or more", ranks=0)
+def save_before_the_first_step() -> Steps:
+    yield
+    saved_of_step(-1)
+
+
+def saved_of_step(step: int, **options: Any) -> Path:
+    return save(tempfile.mkdtemp(), model=linear(), step=step, **options)
+
+
+@mistake(ConfigError, "keep=0: at least the checkpoint that is being saved is kept", "Pass 1 or more, or None", ranks=0)
+def keep_nothing() -> Steps:
+    yield
+    saved_of_step(1, keep=0)
+
+
+@mistake(
+    CheckpointError,
+    r"the checkpoint's \['extra'\] is a pathlib.*Path: to read it back",
+    "Save plain values",
+    sends=True,
+)
+def save_what_could_not_be_read_back() -> Steps:
+    model = sharded()
+    yield
+    save("/nowhere", model=model, step=1, extra=Path("x"))
+
+
+class Twins(torch.optim.SGD):
+    """Keeps states whose names are the same as strings."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return {**state, "state": {0: {"table": {1: torch.ones(2), "1": torch.ones(2)}}}}
+
+
+@mistake(CheckpointError, "two values are named optimizer.state.weight.table.1", "Give the keys", ranks=0)
+def save_names_that_are_the_same_as_strings() -> Steps:
+    model = linear()
+    yield
+    save(tempfile.mkdtemp(), model=model, optimizer=Twins(model.parameters()), step=1)
+
+
+@mistake(CheckpointError, "saving step 1 to /proc/nowhere: rank 0: FileNotFoundError", sends=True)
+def save_where_nothing_can_be_written() -> Steps:
+    model = sharded()
+    yield
+    save("/proc/nowhere", model=model, step=1)
+
+
+@mistake(CheckpointError, "saving step 1 to .*: OSError: .* File too large", ranks=0)
+def save_more_than_may_be_written() -> Steps:
+    limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        saved()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+@mistake(CheckpointError, r"__0_0.distcp: expected \d+ bytes, found a file", "a folder that all hosts share", ranks=0)
+def save_where_the_first_rank_does_not_see_it() -> Steps:
+    def lose(file: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if path.endswith(".distcp"):
+            os.unlink(path)
+
+    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(container.os, "fsync", lose)
+        saved()
+
+
+@mistake(CheckpointError, "/nowhere: rank 0: found no complete checkpoint there", "Name a checkpoint", sends=True)
+def load_from_nowhere() -> Steps:
+    model = sharded()
+    yield
+    load("/nowhere", model=model)
+
+
+@mistake(CheckpointError, "manifest.json: expected the manifest of a complete checkpoint, found none", ranks=0)
+def load_without_a_manifest() -> Steps:
+    checkpoint = saved()
+    (checkpoint / "manifest.json").unlink()
+    yield
+    load(checkpoint, model=linear())
+
+
+@mistake(CheckpointError, r"__0_0.distcp: expected \d+ bytes, found 7", "Load another checkpoint", ranks=0)
+def load_what_is_damaged() -> Steps:
+    checkpoint = saved()
+    os.truncate(checkpoint / "__0_0.distcp", 7)
+    yield
+    load(checkpoint, model=linear())
+
+
+@mistake(CheckpointError, "none of its 2 checkpoints is intact", "__0_0.distcp: expected", ranks=0)
+def load_where_all_are_damaged() -> Steps:
+    checkpoint = saved()
+    os.truncate(checkpoint / "__0_0.distcp", 7)
+    shutil.copytree(checkpoint, checkpoint.with_name("step-2"))
+    yield
+    load(checkpoint.parent, model=linear())
+
+
+@mistake(CheckpointError, r"missing in it: 0.weight, 0.bias; unexpected in it: weight, bias", "Build model", ranks=0)
+def load_another_model() -> Steps:
+    checkpoint = saved()
+    yield
+    load(checkpoint, model=nn.Sequential(linear()))
+
+
+class Position:
+    """A position in the data that differs from rank to rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank": dist.get_rank()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("it cannot be divided")
+
+
+def save_two_positions(folder: str) -> None:
+    save(folder, model=linear(), data=Position(), step=1)
+
+
+@mistake(CheckpointError, "2 ranks saved it, and ranks 0 and 1 had different positions", "Pass data=None", ranks=0)
+def load_positions_of_other_ranks() -> Steps:
+    folder = tempfile.mkdtemp()
+    run_ranks(2, save_two_positions, folder)
+    yield
+    load(folder, model=linear(), data=Position())
+
+
+def theirs(metadata: bytes) -> Path:
+    """A checkpoint without a manifest, as if another program had written it."""
+    folder = Path(tempfile.mkdtemp())
+    (folder / ".metadata").write_bytes(metadata)
+    return folder
+
+
+@mistake(CheckpointError, "expected the metadata of a checkpoint, found something else .* a list", ranks=0)
+def load_other_metadata() -> Steps:
+    yield
+    load(theirs(pickle.dumps([])), model=linear())
+
+
+@mistake(CheckpointError, r"it names posix.system, which no checkpoint needs", "Nothing in it was executed", ranks=0)
+def load_metadata_that_would_run_code() -> Steps:
+    yield
+    load(theirs(b"cposix\nsystem\n."), model=linear())
+
+
+@mistake(CheckpointError, "it refers to '/etc/passwd', which is not in the checkpoint's folder", ranks=0)
+def load_from_files_elsewhere() -> Steps:
+    metadata = Metadata({}, storage_data={"weight": storage_info("/etc/passwd", 0, 1)})
+    yield
+    load(theirs(pickle.dumps(metadata)), model=linear())
+
+
+@mistake(CheckpointError, "expected the metadata of a checkpoint, found none", "Name the folder", ranks=0)
+def load_without_metadata() -> Steps:
+    checkpoint = saved()
+    yield
+    with pytest.MonkeyPatch.context() as patch:  # lost after it was verified
+        patch.setattr(container, "METADATA", ".lost")
+        load(checkpoint, model=linear())
+
+
+@mistake(CheckpointError, "loading .*: .*weights_only|Weights only load failed", ranks=0)
+def load_a_value_that_would_run_code() -> Steps:
+    model = linear()
+    groups = [{"params": ["weight", "bias"], "lr": Path("x")}]
+    folder = tempfile.mkdtemp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model.state_dict(), "optim": {"param_groups": groups}}, checkpoint_id=folder)
+    yield
+    load(folder, model=model, optimizer=torch.optim.SGD(model.parameters()))
+
+
 # -- how they are told ------------------------------------------------------------------------------------------------
 
 
@@ -1117,7 +1317,7 @@ class Told:
 
     kind: type[BaseException] | None
     message: str
-    raised_at: tuple[str, int]  # file, line
+    raised_at: list[tuple[str, int]]  # file, line; of the error, and of what caused it on this rank
     sent: list[str]
 
 
@@ -1137,14 +1337,22 @@ class Sent(TorchDispatchMode):
 def make(name: str) -> Told:
     steps = MISTAKES[name].steps()
     next(steps)
-    kind, message, place = None, "nothing was raised", ("", 0)
+    kind, message, places = None, "nothing was raised", []
     with recording() as record, Sent() as sent:
         try:
             next(steps, None)
         except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            kind, message, place = type(error), str(error), (frame.filename, frame.lineno or 0)
-    return Told(kind, message, place, record.names() + sent.names)
+            kind, message, places = type(error), str(error), list(raised_at(error))
+    return Told(kind, message, places, record.names() + sent.names)
+
+
+def raised_at(error: BaseException | None) -> Iterator[tuple[str, int]]:
+    """Where `error` was raised, and what it came from."""
+    while error is not None:
+        yield from ((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)[-1:])
+        for cause, _ in error.failures.values() if isinstance(error, dcp.CheckpointException) else ():
+            yield from raised_at(cause)
+        error = error.__cause__
 
 
 def make_all(ranks: int) -> dict[str, Told]:
@@ -1172,8 +1380,8 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 SOURCE = Path(fullshard.__file__).parent
 ELSEWHERE = {"cli.py", "options.py", "watchdog.py"}  # in tests/test_cli.py and so on
-# What other ranks do, or what the numbers are, is no mistake of a call: tests of agreement, watchdog, finite.
-NO_MISTAKES = {"RankMismatchError", "_PeerGoneError", "self._lost", "NonFiniteError"}
+# What other ranks do, or what the numbers are, is no mistake of a call: tests of agreement, watchdog, finite, commit.
+NO_MISTAKES = {"RankMismatchError", "_PeerGoneError", "self._lost", "NonFiniteError", "failure_of_group"}
 
 
 def raises(path: Path) -> Iterator[ast.Raise]:
@@ -1185,10 +1393,10 @@ def raises(path: Path) -> Iterator[ast.Raise]:
 
 
 def test_every_mistake_that_is_looked_for_is_made_here():
-    made = {answer.raised_at for ranks in (0, 2, 4) for answer in told(ranks)[0].values()}
+    made = {place for ranks in (0, 2, 4) for answer in told(ranks)[0].values() for place in answer.raised_at}
     missed = [
         f"{path.name}:{node.lineno}"
-        for path in sorted([*SOURCE.glob("*.py"), *SOURCE.glob("testing/parity/*.py")])
+        for path in sorted([*SOURCE.glob("*.py"), *SOURCE.glob("testing/parity/*.py"), *SOURCE.glob("checkpoint/*.py")])
         if path.name not in ELSEWHERE
         for node in raises(path)
         if not any(file == str(path) and node.lineno <= line <= (node.end_lineno or 0) for file, line in made)

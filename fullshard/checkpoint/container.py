@@ -209,9 +209,9 @@ def _failing_together(doing: str, ranks: Ranks) -> Iterator[None]:
             yield
     except dcp.CheckpointException as error:
         failed = {rank: said_by(cause) for rank, (cause, _) in error.failures.items()}
-        raise CheckpointError(failure_of_some(doing, failed, ranks.world)) from error
+        raise failure_of_some(doing, failed, ranks.world) from error
     except RuntimeError as error:
-        raise CheckpointError(failure_of_group(doing, error)) from error
+        raise failure_of_group(doing, error) from error
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -77,10 +77,10 @@ class Ranks:
             try:
                 dist.all_gather_object(outcomes, outcome, group=self.group)
             except RuntimeError as error:
-                raise CheckpointError(failure_of_group(doing, error)) from error
+                raise failure_of_group(doing, error) from error
         failed = {rank: it.message for rank, it in enumerate(outcomes) if isinstance(it, _Failed)}
         if failed:
-            raise CheckpointError(failure_of_some(doing, failed, len(outcomes))) from cause
+            raise failure_of_some(doing, failed, len(outcomes)) from cause
         return outcomes
 
 
@@ -102,19 +102,22 @@ def _outcome(action: Callable[[], T]) -> tuple[T | _Failed, BaseException | None
         return _Failed(said_by(error)), error
 
 
-def failure_of_group(doing: str, error: BaseException) -> str:
-    """What to say if ranks cannot reach one another."""
-    return f"{doing}: another rank is gone, or does not answer ({said_by(error)}). End the processes and start again."
+def failure_of_group(doing: str, error: BaseException) -> CheckpointError:
+    """The error if ranks cannot reach one another."""
+    return CheckpointError(
+        f"{doing}: another rank is gone, or does not answer ({said_by(error)}). End the processes and start again."
+    )
 
 
-def failure_of_some(doing: str, failed: Mapping[int, str], world: int) -> str:
-    """What to say on all ranks if some of them failed: without rank numbers where all said the same."""
+def failure_of_some(doing: str, failed: Mapping[int, str], world: int) -> CheckpointError:
+    """The error on all ranks if some of them failed: without rank numbers where all said the same."""
     if len(failed) == world and len(set(failed.values())) == 1:
-        return f"{doing}: {failed[0]}"
+        return CheckpointError(f"{doing}: {failed[0]}")
     by_message: dict[str, list[int]] = {}
     for rank, message in failed.items():
         by_message.setdefault(message, []).append(rank)
-    return f"{doing}: " + "; ".join(f"{_named(ranks)}: {message}" for message, ranks in by_message.items())
+    told = "; ".join(f"{_named(ranks)}: {message}" for message, ranks in by_message.items())
+    return CheckpointError(f"{doing}: {told}")
 
 
 def _named(ranks: Sequence[int]) -> str:

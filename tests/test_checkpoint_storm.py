@@ -1,0 +1,139 @@
+"""A run that is killed again and again, at any moment, on any rank, ends with the weights of one that never was."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from small_models import Chain, Layer, chain, inputs, wholes
+from torch import nn
+
+from fullshard import fully_shard
+from fullshard.checkpoint import async_save, latest, load, save
+from fullshard.testing import RanksFailed, assert_same, run_ranks
+
+STEPS = 12
+
+
+def run(folder: Path, doomed: int | None, after_s: float) -> dict[str, Any]:
+    """Go on from what is in `folder` to the last step, saving after each, at once or behind the next ones.
+
+    On the rank `doomed` the process ends after so many seconds, whatever it does: an alarm that nobody handles ends it
+    in the middle of an instruction, as SIGKILL does.
+    """
+    if dist.get_rank() == doomed:
+        signal.setitimer(signal.ITIMER_REAL, after_s)
+    torch.manual_seed(dist.get_rank())
+    model = chain(fully_shard, Chain([nn.Sequential(Layer(), nn.Dropout(0.1)) for _ in range(2)]))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    seen = [latest(folder) is not None]
+    dist.broadcast_object_list(seen, src=0)
+    done = load(folder, model=model, optimizer=optimizer).step if seen[0] else 0
+    for step in range(done + 1, STEPS + 1):
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        saving = save if step % 3 == 0 else async_save
+        pending = saving(folder, model=model, optimizer=optimizer, step=step, keep=2)
+        if step == STEPS and saving is async_save:
+            pending.wait()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return {**wholes(model), "drawn": torch.rand(1)}
+
+
+def storm(folder: Path, kills: int, calm: list[dict[str, Any]]) -> None:
+    """Kill a run so often; whenever it comes to its end, compare it with the calm one, and begin anew."""
+    draw = random.Random(0)
+    killed = 0
+    while killed <= kills:
+        doomed = draw.randrange(2) if killed < kills else None
+        try:
+            ended = run_ranks(2, run, folder, doomed, draw.uniform(0.05, 2.5), timeout=120)
+        except RanksFailed as failed:
+            assert "SIGALRM" in str(failed), failed
+            killed += 1
+        else:
+            assert_same(ended, calm)
+            assert sorted(path.name for path in folder.iterdir()) == [f"step-{n:09d}" for n in (STEPS - 1, STEPS)]
+            shutil.rmtree(folder)
+            killed += doomed is None
+
+
+def check(folder: Path, kills: int) -> None:
+    storm(folder / "storm", kills, run_ranks(2, run, folder / "calm", None, 0.0, timeout=120))
+
+
+def test_a_storm_of_kills_changes_nothing(tmp_path):
+    check(tmp_path, kills=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_storm_of_fifty_kills_changes_nothing(tmp_path):
+    check(tmp_path, kills=50)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(out: Path) -> subprocess.Popen[str]:
+    argv = [
+        "train",
+        "--ranks",
+        "2",
+        "--text",
+        __file__,
+        "--size",
+        "nano",
+        "--seq",
+        "16",
+        "--batch",
+        "4",
+        "--out",
+        str(out),
+    ]
+    saving = ["--steps", "400", "--checkpoint-every", "20", "--resume", "auto", "--validate-bytes", "300"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "fullshard.cli", *argv, *saving, "--sample-bytes", "8"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ranks_of(launcher: subprocess.Popen[str]) -> list[int]:
+    """The processes of a launcher's ranks; none while it starts."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    return [int(pid) for pid in children.read_text().split()] if children.exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_command_goes_on_after_each_kill_of_a_rank(tmp_path):
+    draw = random.Random(1)
+    calm = command(tmp_path / "calm")
+    assert calm.communicate()[0] is not None
+    assert calm.returncode == 0
+    for _ in range(8):
+        training = command(tmp_path / "storm")
+        deadline = time.monotonic() + draw.uniform(3, 25)
+        while time.monotonic() < deadline and training.poll() is None:
+            time.sleep(0.05)
+        for pid in draw.sample(ranks_of(training), 1) if training.poll() is None and ranks_of(training) else []:
+            os.kill(pid, signal.SIGKILL)
+        training.communicate(timeout=120)
+    last = command(tmp_path / "storm")
+    last.communicate()
+    assert last.returncode == 0
+    assert_same(load_file(tmp_path / "storm" / "model.safetensors"), load_file(tmp_path / "calm" / "model.safetensors"))
