@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard._compat import make_dtensor, tree_map
 from fullshard.errors import ConfigError
-from fullshard.layout import owned
 from fullshard.mesh import own_part
 from fullshard.runtime import clean_fqn
 from fullshard.sharded_param import whole_of
@@ -291,19 +290,20 @@ class StateTemplate:
             return whole_of(value) if isinstance(value, DTensor) else value.clone()
         return _distributed(value, like.device_mesh, _placements(like, value.shape), like.to_local().device)
 
-    def empty(self, fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A tensor of `shape` without values yet, placed as the state `name` of the parameter `fqn` is."""
+    def room(self, fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Where the state `name` of the parameter `fqn` belongs: the optimizer's own tensor if it has one like that,
+        else one that is placed as it will be, and has no values yet.
+        """
         like = self._like(fqn, name)
         if not isinstance(like, DTensor):
-            return torch.empty(shape, dtype=dtype, device=like.device)
-        mesh, placements = like.device_mesh, _placements(like, shape)
-        local_shape = list(shape)
-        for axis, placement in enumerate(placements):
-            if isinstance(placement, Shard):
-                span = owned(local_shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
-                local_shape[placement.dim] = len(span)
-        local = torch.empty(local_shape, dtype=dtype, device=like.to_local().device)
-        return make_dtensor(local, mesh, placements, tuple(shape))
+            fits = like is self.present(fqn, name) and (like.shape, like.dtype) == (shape, dtype)
+            return like if fits else torch.empty(shape, dtype=dtype, device=like.device)
+        placements = _placements(like, shape)
+        if like is self.present(fqn, name) and (like.shape, like.dtype, like.placements) == (shape, dtype, placements):
+            return like
+        part = own_part(torch.empty(shape, dtype=dtype, device="meta"), like.device_mesh, placements)
+        local = torch.empty(part.shape, dtype=dtype, device=like.to_local().device)
+        return make_dtensor(local, like.device_mesh, placements, tuple(shape))
 
     def numbered(self, named: StateDict) -> StateDict:
         """What `optim.load_state_dict` takes, of a state dict with FQNs whose states are placed already."""
@@ -321,7 +321,8 @@ class StateTemplate:
 
 def _placements(like: DTensor, shape: tuple[int, ...]) -> tuple[Placement, ...]:
     """How a state of `shape` is placed beside `like`."""
-    return like.placements if like.shape == shape else (Replicate(),) * len(like.placements)
+    parts = like.shape == shape
+    return tuple(it if parts and not it.is_partial() else Replicate() for it in like.placements)
 
 
 def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], device: torch.device) -> DTensor:

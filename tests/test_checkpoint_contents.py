@@ -15,6 +15,7 @@ import torch.distributed as dist
 from small_models import Chain, Layer, batch, chain, inputs, loss_of, shard, small_gpt, trained, wholes
 from test_optim_state import OPTIMIZERS, learn
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.optim import lr_scheduler
 
 from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -222,6 +223,33 @@ def optimizers_go_on(folder: Path) -> None:
 
 def test_every_optimizer_goes_on(tmp_path):
     run_ranks(2, optimizers_go_on, tmp_path, timeout=170)
+
+
+class Summing(torch.optim.SGD):
+    """Keeps a sum that the ranks have not added up: a share of it on each."""
+
+    def step(self, closure: None = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            share = torch.full(param.shape, 1.0 + dist.get_rank())
+            self.state[param]["sum"] = DTensor.from_local(share, param.device_mesh, [Partial()])
+
+
+def sums(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [state["sum"].full_tensor().mean().item() for state in optimizer.state.values()]
+
+
+def shares_are_added_up(folder: Path) -> None:
+    model = fully_shard(nn.Linear(4, 4))
+    optimizer = Summing(model.parameters())
+    optimizer.step()
+    save(folder, model=model, optimizer=optimizer, step=1)
+    for into in (optimizer, Summing(model.parameters())):
+        load(folder, model=model, optimizer=into)
+        assert sums(into) == [3.0, 3.0]
+
+
+def test_a_sum_that_ranks_have_shares_of_comes_back_as_the_sum(tmp_path):
+    run_ranks(2, shares_are_added_up, tmp_path)
 
 
 def one_group_from_two(folder: Path) -> None:

@@ -190,10 +190,7 @@ class _Taker:
         targets: dict[str, Tensor] = {}
         for fqn, name, child in states:
             for key in keys_in(child):
-                present = template.present(fqn, name)
-                if present is None or (present.shape, present.dtype) != (sizes[key], opened.dtype(key)):
-                    present = template.empty(fqn, name, sizes[key], opened.dtype(key))
-                targets[key] = present
+                targets[key] = template.room(fqn, name, sizes[key], opened.dtype(key))
         for group in saved.groups or ():
             targets |= {key: torch.empty(sizes[key], dtype=opened.dtype(key)) for key in keys_in(group.options)}
         return targets
