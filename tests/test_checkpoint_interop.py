@@ -105,6 +105,16 @@ def read_what_torch_wrote(folder: Path) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+def test_a_folder_of_torchs_may_have_names_like_ours(tmp_path):
+    for step in (9, 10):
+        state = {name: value + step for name, value in nn.Linear(2, 2).state_dict().items()}
+        dcp.save({"model": state}, checkpoint_id=tmp_path / f"step-{step}")
+    model = nn.Linear(2, 2)
+    assert load(tmp_path, model=model).path == tmp_path / "step-10"
+    assert_same(model.state_dict(), state)
+
+
 def test_what_torch_has_written_opens_here(tmp_path):
     expected = run_ranks(2, write_as_torch_does, tmp_path)[0]
     for world in (2, 3):

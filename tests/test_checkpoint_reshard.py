@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from small_models import SmallGPT, batch, gathered, loss_of, shard, small_gpt, trained, wholes
+from small_models import SmallGPT, batch, gathered, loss_of, shard, small_gpt, trained, whole, wholes
+from test_tensor_parallel import mesh_of, parallel, stack
+from test_tensor_parallel import shard as shard_stack
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -119,3 +122,39 @@ def test_every_strategy_and_world_size_into_every_other(tmp_path):
     for world, strategies in STRATEGIES.items():
         for strategy in strategies:
             run_ranks(world, read_all, tmp_path, [(source, strategy) for source in sources], timeout=600)
+
+
+def through_tensor_parallelism(folder: Path) -> None:
+    """Saved by 2 x 2 ranks, loaded by as many in other ways, and the other way round."""
+    mesh = mesh_of(2, 2)
+    built = {
+        "2 x 2": lambda: shard_stack(parallel(mesh["tp"], sequence=False), mesh["shard"]),
+        "4": lambda: shard_stack(stack(), init_device_mesh("cpu", (4,)), strategy="zero1"),
+    }
+    expected: dict[str, Any] = {}
+    for name, build_one in built.items():
+        model = build_one()
+        optimizer = torch.optim.AdamW(trained(model), lr=0.1)
+        for param in trained(model):
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        save(folder / name, model=model, optimizer=optimizer, step=1)
+        expected[name] = whole_values(model, optimizer)
+    for saved, (name, build_one) in product(expected, built.items()):
+        model = build_one()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        optimizer = torch.optim.AdamW(trained(model), lr=0.1)
+        load(folder / saved, model=model, optimizer=optimizer)
+        assert_same(whole_values(model, optimizer), expected[saved], name=f"{saved} as {name}")
+
+
+def whole_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    state = sharded_optim_state_dict(model, optimizer)["state"]
+    states = {f"{fqn} {name}": it for fqn, of_fqn in state.items() for name, it in of_fqn.items()}
+    return {name: whole(tensor) for name, tensor in {**model.state_dict(), **states}.items()}
+
+
+def test_tensor_parallelism_is_no_part_of_a_checkpoint(tmp_path):
+    run_ranks(4, through_tensor_parallelism, tmp_path, timeout=120)

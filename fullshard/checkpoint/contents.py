@@ -69,9 +69,10 @@ class Contents:
         Raises:
             CheckpointError: some rank could not; `doing` begins the message.
         """
-        sums = ranks.share(doing, lambda: {path: _checksum(tensor) for path, tensor in self.plain.items()})
+        compared = self.plain if ranks.world > 1 else {}
+        sums = ranks.share(doing, lambda: {path: _checksum(tensor) for path, tensor in compared.items()})
         mine, of_first = sums[ranks.index], sums[0]
-        odd = [path for path in self.plain if mine[path] != of_first.get(path)]
+        odd = [path for path in mine if mine[path] != of_first.get(path)]
         own = {**self.own, "plain": {".".join(path): self.plain[path].detach().cpu() for path in odd}}
         written: dict[Path, Any] = {**self.sharded, (_RANK, str(ranks.index)): as_one_value(own)}
         if ranks.leads:

@@ -48,10 +48,6 @@ class Opened:
         assert isinstance(told, TensorStorageMetadata)
         return told.properties.dtype
 
-    def holds(self, key: str) -> bool:
-        """Whether there is anything under `key`."""
-        return key in self.metadata.state_dict_metadata
-
     def values(self, *keys: str) -> list[Any]:
         """What is no tensor, by key."""
         targets: dict[str, Any] = dict.fromkeys(keys)
@@ -113,11 +109,8 @@ def _verified(path: Path, ranks: Ranks, progress: Progress | None) -> Opened:
     manifest = ranks.once(doing, lambda: _manifest(path))
     if manifest is not None:
         mine = _shares(manifest.files, ranks.world)[ranks.index]
-        damage = [
-            it
-            for of_rank in ranks.share(doing, lambda: list(damage_in(path, mine, progress=progress)))
-            for it in of_rank
-        ]
+        found = ranks.share(doing, lambda: list(damage_in(path, mine, progress=progress)))
+        damage = [wrong for of_rank in found for wrong in of_rank]
         if damage:
             more = f" ({len(damage) - 1} more files are damaged)" if len(damage) > 1 else ""
             raise CheckpointError(f"{doing}: {damage[0]}{more}. Load another checkpoint.")
@@ -127,11 +120,9 @@ def _verified(path: Path, ranks: Ranks, progress: Progress | None) -> Opened:
 
 def _manifest(path: Path) -> Manifest | None:
     """The manifest; None for a checkpoint of another program, which has none."""
-    if (path / MANIFEST).exists() or step_of(path) is not None:
-        return Manifest.read(path)
-    if OURS in container.read_metadata(path).state_dict_metadata:
-        return Manifest.read(path)  # which says that it is missing
-    return None
+    if not (path / MANIFEST).exists() and OURS not in container.read_metadata(path).state_dict_metadata:
+        return None
+    return Manifest.read(path)  # it may be missing, which this says
 
 
 def _shares(files: Mapping[str, StoredFile], world: int) -> list[dict[str, StoredFile]]:
