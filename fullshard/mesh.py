@@ -18,7 +18,7 @@ from fullshard.errors import ConfigError, RankMismatchError, StateError
 from fullshard.layout import Cut, owned
 from fullshard.strategy import Placement, Placements
 
-__all__ = ["Axes", "default_mesh", "join", "own_part", "resolve_axes", "resolve_groups", "subgroup"]
+__all__ = ["Axes", "default_mesh", "join", "own_part", "own_spans", "resolve_axes", "resolve_groups", "subgroup"]
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,20 @@ class Axes:
 
 def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> Tensor:
     """The part of `whole` that is this rank's, cut along one axis of `mesh` after the other: a view."""
+    for dim, span in enumerate(own_spans(whole.shape, mesh, placements)):
+        whole = whole.narrow(dim, span.start, len(span))
+    return whole
+
+
+def own_spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> list[range]:
+    """Along each dim of a tensor of `shape`, the positions that are this rank's, cut as `own_part` does."""
+    spans = [range(size) for size in shape]
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            span = owned(whole.shape[placement.dim], mesh.size(axis), mesh.get_local_rank(axis))
-            whole = whole.narrow(placement.dim, span.start, len(span))
-    return whole
+            span = spans[placement.dim]
+            mine = owned(len(span), mesh.size(axis), mesh.get_local_rank(axis))
+            spans[placement.dim] = span[mine.start : mine.stop]
+    return spans
 
 
 def resolve_axes(mesh: DeviceMesh | None, placements: Placements, device_type: str) -> Axes:

@@ -50,7 +50,17 @@ DOCUMENTED = {
         "share_memory_between_units",
         "summon_full_params",
     ],
-    "fullshard.checkpoint": ["PendingSave", "Restored", "async_save", "latest", "load", "save"],
+    "fullshard.checkpoint": [
+        "PendingSave",
+        "Restored",
+        "Unmatched",
+        "async_save",
+        "export_safetensors",
+        "latest",
+        "load",
+        "load_safetensors",
+        "save",
+    ],
     "fullshard.errors": [
         "CheckpointError",
         "ConfigError",

@@ -7,7 +7,19 @@ step = load("checkpoints", model=model, optimizer=optimizer).step
 """
 
 from fullshard.checkpoint.background import PendingSave
+from fullshard.checkpoint.exporting import export_safetensors
+from fullshard.checkpoint.importing import Unmatched, load_safetensors
 from fullshard.checkpoint.loading import Restored, latest, load
 from fullshard.checkpoint.saving import async_save, save
 
-__all__ = ["PendingSave", "Restored", "async_save", "latest", "load", "save"]
+__all__ = [
+    "PendingSave",
+    "Restored",
+    "Unmatched",
+    "async_save",
+    "export_safetensors",
+    "latest",
+    "load",
+    "load_safetensors",
+    "save",
+]

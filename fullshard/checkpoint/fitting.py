@@ -16,6 +16,7 @@ from fullshard.optim_state import StateTemplate
 __all__ = ["Misfit", "fit_model", "fit_optimizer"]
 
 _LISTED = 20  # FQNs of a kind
+_REMEDY = "Build model and optimizer as when it was saved, and pass only what was saved."
 _EXTRA_STATE = "_extra_state"  # what modules add to their state, in a shape of their choice
 
 
@@ -32,8 +33,8 @@ class Misfit:
     def __add__(self, other: Misfit) -> Misfit:
         return Misfit(*(getattr(self, it.name) + getattr(other, it.name) for it in fields(self)))
 
-    def check(self) -> None:
-        """Raise if there is any.
+    def check(self, what: str = "the checkpoint", remedy: str = _REMEDY) -> None:
+        """Raise if there is any; `what` does not fit, and `remedy` ends the message.
 
         Raises:
             CheckpointError: all that does not fit.
@@ -47,10 +48,7 @@ class Misfit:
         }
         told = [f"{kind} {_listed(names)}" for kind, names in kinds.items() if names]
         if told:
-            raise CheckpointError(
-                f"the checkpoint does not fit; {'; '.join(told)}. Nothing was overwritten. Build model and optimizer "
-                "as when it was saved, and pass only what was saved."
-            )
+            raise CheckpointError(f"{what} does not fit; {'; '.join(told)}. Nothing was overwritten. {remedy}")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fullshard.checkpoint.manifest import MANIFEST, Manifest, damage_in, step_of
+from xxhash import xxh3_128
+
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, damage_in, step_of
 from fullshard.errors import CheckpointError
 
-__all__ = ["Entry", "begin", "clear_up", "commit", "discard", "entries", "keep_newest", "write_synced"]
+__all__ = ["Entry", "begin", "clear_up", "commit", "discard", "entries", "keep_newest", "sync", "write_synced"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,13 +93,13 @@ def commit(partial: Path, manifest: Manifest) -> Path:
             "that all hosts share."
         )
     write_synced(partial / MANIFEST, manifest.dumps().encode())
-    _sync(partial)
+    sync(partial)
     final = partial.with_name(f"step-{manifest.step:09d}")
     replaced = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex}")
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    _sync(final.parent)
+    sync(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
     return final
 
@@ -133,19 +135,20 @@ def keep_newest(folder: Path, count: int) -> None:
         discard(doomed)
 
 
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a file; its contents are on the disk when this returns."""
+def write_synced(path: Path, data: bytes) -> StoredFile:
+    """Write a file; its contents are on the disk when this returns what was written."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+    return StoredFile(len(data), xxh3_128(data).hexdigest())
 
 
 def _inside(folder: Path) -> Iterator[Path]:
     yield from sorted(folder.iterdir()) if folder.is_dir() else ()
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Let the names in `folder` be on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -18,7 +18,7 @@ from fullshard.checkpoint.manifest import MANIFEST, Manifest, Progress, StoredFi
 from fullshard.checkpoint.together import Ranks
 from fullshard.errors import CheckpointError
 
-__all__ = ["Opened", "open_checkpoint"]
+__all__ = ["Opened", "open_checkpoint", "verify"]
 
 logger = logging.getLogger(__name__)
 
@@ -108,14 +108,34 @@ def _verified(path: Path, ranks: Ranks, progress: Progress | None) -> Opened:
     doing = f"loading {path}"
     manifest = ranks.once(doing, lambda: _manifest(path))
     if manifest is not None:
-        mine = _shares(manifest.files, ranks.world)[ranks.index]
-        found = ranks.share(doing, lambda: list(damage_in(path, mine, progress=progress)))
-        damage = [wrong for of_rank in found for wrong in of_rank]
-        if damage:
-            more = f" ({len(damage) - 1} more files are damaged)" if len(damage) > 1 else ""
-            raise CheckpointError(f"{doing}: {damage[0]}{more}. Load another checkpoint.")
+        verify(path, manifest.files, ranks, doing, "Load another checkpoint.", progress)
     metadata = ranks.do(doing, lambda: container.read_metadata(path))
     return Opened(path, manifest, metadata, ranks)
+
+
+def verify(
+    folder: Path,
+    files: Mapping[str, StoredFile],
+    ranks: Ranks,
+    doing: str,
+    remedy: str,
+    progress: Progress | None = None,
+) -> None:
+    """Compare `files` in `folder` with their checksums, each rank some of them.
+
+    Args:
+        doing: begins the message of an error.
+        remedy: ends it.
+
+    Raises:
+        CheckpointError: some are damaged; the same error on every rank.
+    """
+    mine = _shares(files, ranks.world)[ranks.index]
+    by_rank = ranks.share(doing, lambda: list(damage_in(folder, mine, progress=progress)))
+    damage = [it for of_rank in by_rank for it in of_rank]
+    if damage:
+        more = f" ({len(damage) - 1} more files are damaged)" if len(damage) > 1 else ""
+        raise CheckpointError(f"{doing}: {damage[0]}{more}. {remedy}")
 
 
 def _manifest(path: Path) -> Manifest | None:

@@ -1,0 +1,288 @@
+"""Safetensors files: laid out first and filled piece by piece; read by the rows that are wanted.
+
+Both so that nobody needs memory for more than one tensor. The format itself is the library's business.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from torch import Tensor
+from xxhash import xxh3_128
+
+from fullshard.checkpoint.manifest import StoredFile
+from fullshard.errors import CheckpointError
+
+__all__ = [
+    "CHECKSUMS",
+    "INDEX_SUFFIX",
+    "WEIGHTS",
+    "Description",
+    "TensorFile",
+    "TensorFiles",
+    "dumps_checksums",
+    "open_tensor_files",
+]
+
+WEIGHTS = "model.safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+CHECKSUMS = "checksums.json"
+
+
+@dataclass(frozen=True)
+class Description:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+
+
+def _code_of(dtype: torch.dtype) -> str | None:
+    """What a safetensors file calls `dtype`; None where it cannot hold it."""
+    try:
+        return TensorSpec(dtype=str(dtype).removeprefix("torch."), shape=[0], data_ptr=_ZERO, data_len=0).dtype
+    except SafetensorError:
+        return None
+
+
+_nothing = numpy.zeros(1, numpy.uint8)
+_ZERO = _nothing.ctypes.data
+_DTYPES = {_code_of(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+class TensorFile:
+    """A new file whose tensors are still to come: they are written in `order`, and then it is complete.
+
+    The library writes the file first, with zeros, so there is room on the disk for all that comes. The zeros are one
+    stretch of memory that nobody has touched, which takes none.
+
+    Raises:
+        CheckpointError: a tensor has a dtype that the format does not know.
+        OSError, SafetensorError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str]) -> None:
+        odd = [f"{name} ({it.dtype})" for name, it in tensors.items() if _code_of(it.dtype) is None]
+        if odd:
+            raise CheckpointError(f"a safetensors file cannot hold {', '.join(odd)}. Pass dtype=, or leave them out.")
+        zeros = numpy.zeros(max((it.nbytes for it in tensors.values()), default=1), numpy.uint8)
+        specs = {
+            name: TensorSpec(
+                dtype=str(it.dtype).removeprefix("torch."),
+                shape=it.shape,
+                data_ptr=zeros.ctypes.data,
+                data_len=it.nbytes,
+            )
+            for name, it in tensors.items()
+        }
+        serialize_file(specs, path, dict(metadata))
+        with safe_open(path, "pt") as laid_out:
+            self.order: tuple[str, ...] = tuple(laid_out.offset_keys())
+        self._file = path.open("r+b")
+        self._checksum = xxh3_128()
+        header_nbytes = path.stat().st_size - sum(it.nbytes for it in tensors.values())
+        self._checksum.update(self._file.read(header_nbytes))
+        self._nbytes = path.stat().st_size
+
+    def write(self, tensor: Tensor) -> None:
+        """Write the next tensor, which lies on the CPU."""
+        raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        self._file.write(raw)
+        self._checksum.update(raw)
+
+    def close(self) -> StoredFile:
+        """Sync the file: what was written."""
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return StoredFile(self._nbytes, self._checksum.hexdigest())
+
+
+def dumps_checksums(files: Mapping[str, StoredFile]) -> str:
+    """What stands in `checksums.json` beside `files`."""
+    return json.dumps({name: vars(stored) for name, stored in files.items()}, indent=1)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """The tensors of a file, or of a folder of files with an index."""
+
+    path: Path
+    tensors: Mapping[str, Description]
+    places: Mapping[str, Path]  # the file of each tensor
+    metadata: Mapping[str, str]
+    checksums: Mapping[str, StoredFile] | None = None  # by name of file, where fullshard has written them
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are."""
+        return self.path if self.path.is_dir() else self.path.parent
+
+    @property
+    def ties(self) -> dict[str, str]:
+        """Names that are no tensors, with those of the tensors whose values they have too."""
+        return {name: kept for name, kept in self.metadata.items() if kept in self.tensors and name not in self.tensors}
+
+    def read(self, wanted: Mapping[str, tuple[str, Sequence[range] | None]]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors `wanted`, file by file, on the CPU, each by the key under which it is asked for.
+
+        Args:
+            wanted: the name of a tensor, and the positions along each dim, or None for all of it.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        for path in dict.fromkeys(self.places[name] for name, _ in wanted.values()):
+            with _opened(path) as file:
+                for key, (name, spans) in wanted.items():
+                    if self.places[name] == path:
+                        yield key, _read(file, name, self.tensors[name], spans)
+
+
+def _read(file: Any, name: str, there: Description, spans: Sequence[range] | None) -> Tensor:
+    if spans is None or not spans or all(len(span) == size for span, size in zip(spans, there.shape, strict=True)):
+        whole: Tensor = file.get_tensor(name)
+        return whole
+    if not all(map(len, spans)):
+        return torch.empty([len(span) for span in spans], dtype=there.dtype)
+    part: Tensor = file.get_slice(name)[tuple(slice(span.start, span.stop) for span in spans)]
+    return part
+
+
+def open_tensor_files(path: Path) -> TensorFiles:
+    """The tensors of `path`: a file, a folder with an index, or with one file.
+
+    Raises:
+        CheckpointError: there is none, one is damaged, or they are not those that the index tells of.
+    """
+    index = _index_of(path)
+    weight_map = {} if index is None else _weight_map(index)
+    files = [_only_file(path)] if index is None else [index.parent / name for name in sorted(set(weight_map.values()))]
+    tensors: dict[str, Description] = {}
+    places: dict[str, Path] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        found, told = _described(file)
+        twice = [name for name in found if name in tensors]
+        if twice:
+            raise CheckpointError(f"{file}: expected tensors that no other file has, found {twice[0]!r}. {_AGAIN}")
+        tensors |= found
+        places |= dict.fromkeys(found, file)
+        metadata |= told
+    lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in places or places[name].name != file]
+    if lost:
+        raise CheckpointError(f"{index}: expected {', '.join(lost[:5])}, found no such tensor there. {_AGAIN}")
+    listed = [*files, *([] if index is None else [index])]
+    return TensorFiles(path, tensors, places, metadata, _checksums(files[0].parent, [file.name for file in listed]))
+
+
+_AGAIN = "Get the files again, or name another one."
+
+
+def _index_of(path: Path) -> Path | None:
+    """The index that is meant by `path`; None if that is a file or a folder without one."""
+    if path.name.endswith(INDEX_SUFFIX):
+        return path
+    found = sorted(path.glob(f"*{INDEX_SUFFIX}"))
+    if len(found) > 1:
+        raise CheckpointError(f"{path}: expected one index, found {', '.join(it.name for it in found)}. Name one.")
+    return found[0] if found else None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The name of the file of each tensor, as the index says."""
+    told = _json(index, "an index of safetensors files")
+    weight_map = told.get("weight_map") if isinstance(told, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: expected an index of safetensors files, found no 'weight_map'. {_AGAIN}")
+    odd = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
+    if odd:
+        raise CheckpointError(f"{index}: expected names of files beside it, found {odd[0]!r}. {_AGAIN}")
+    return weight_map
+
+
+def _only_file(path: Path) -> Path:
+    """The one safetensors file that is meant by `path`."""
+    if not path.is_dir():
+        return path
+    found = [path / WEIGHTS] if (path / WEIGHTS).exists() else sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        said = f"{len(found)} of them, and no index" if found else "none"
+        raise CheckpointError(f"{path}: expected a safetensors file, found {said}. Name a file, or a folder with one.")
+    return found[0]
+
+
+def _described(path: Path) -> tuple[dict[str, Description], dict[str, str]]:
+    """What a file holds, and its metadata."""
+    found: dict[str, Description] = {}
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118  # it is no dict
+            there = file.get_slice(name)
+            code = there.get_dtype()
+            if code not in _DTYPES:
+                raise CheckpointError(f"{path}: expected a dtype that torch has, found {code} of {name!r}.")
+            found[name] = Description(tuple(there.get_shape()), _DTYPES[code])
+        return found, file.metadata() or {}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The file `path`, in a context whose errors name it. What is read of it is read from the disk, and not mapped."""
+    try:
+        with safe_open(path, "pt", backend="pread") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"{path}: expected a safetensors file, found one that cannot be read ({said}). {_AGAIN}"
+        ) from error
+
+
+def _checksums(folder: Path, names: Sequence[str]) -> dict[str, StoredFile] | None:
+    """The checksums of the files `names`; None if there are none in `folder`."""
+    path = folder / CHECKSUMS
+    if not path.exists():
+        return None
+    told = _json(path, "checksums")
+    try:
+        return {name: StoredFile(**told[name]) for name in names}
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path}: expected the checksums of {', '.join(names)}, found something else ({error}). If the files were "
+            f"changed on purpose, delete {CHECKSUMS}."
+        ) from error
+
+
+def _json(path: Path, expected: str) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: expected {expected}, found none ({error.strerror}). {_AGAIN}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: expected {expected}, found a file that cannot be understood ({error}). {_AGAIN}"
+        ) from error

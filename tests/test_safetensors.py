@@ -1,0 +1,590 @@
+"""Weights go out to other people's tools and come in from them, bit for bit, and nobody ever holds the whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from small_models import Chain, Layer, SmallGPT, batch, chain, loss_of, shard, small_gpt, wholes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fullshard import CheckpointError, ConfigError, FullyShardedDataParallel, fully_shard
+from fullshard.checkpoint import Unmatched, export_safetensors, load_safetensors, tensor_files
+from fullshard.checkpoint.exporting import parse_size
+from fullshard.checkpoint.tensor_files import Description, TensorFile
+from fullshard.plan.ledger import peak_during, storage_bytes
+from fullshard.runtime import turns_in
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
+
+STRATEGIES = {
+    1: ("ddp", "zero1", "zero2", "zero3"),
+    2: ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2"),
+    3: ("ddp", "zero1", "zero2", "zero3"),
+    4: ("ddp", "zero3", "hsdp", "hsdp_zero2"),
+}
+SENTINEL = 7.25
+
+
+def files_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors in the safetensors files of a folder."""
+    found: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= load_file(path)
+    return found
+
+
+def sharded(model: SmallGPT, strategy: str) -> SmallGPT:
+    replicas = 2 if strategy.startswith("hsdp") else 0
+    shape = (replicas, dist.get_world_size() // replicas) if replicas else (dist.get_world_size(),)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return shard(model, tied_in_two_units=strategy == "zero2", mesh=mesh, strategy=strategy)
+
+
+def mark(model: nn.Module) -> nn.Module:
+    """`model` with none of the numbers that it has from its seed."""
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(SENTINEL)
+    return model
+
+
+def once(tensors: dict[str, Any]) -> dict[str, Any]:
+    """What is written: a tied weight by its first name."""
+    return {name: tensor for name, tensor in tensors.items() if name != "head.weight"}
+
+
+# -- there and back ---------------------------------------------------------------------------------------------------
+
+
+def go_there_and_back(folder: Path, strategies: tuple[str, ...]) -> None:
+    expected = small_gpt(2).state_dict()
+    losses = []
+    for strategy in strategies:
+        out = export_safetensors(sharded(small_gpt(2), strategy), folder / strategy, max_shard_size=300_000)
+        assert_same(files_of(out), once(expected), name=strategy)
+        with torch.device("meta"):
+            built = SmallGPT(2)
+        for model in (mark(small_gpt(2)), built):
+            model = sharded(model, strategy)
+            assert load_safetensors(model, out) == Unmatched()
+            assert_same(wholes(model), expected, name=strategy)
+            assert model.head.weight is model.embedding.weight
+            losses.append(loss_of(model, batch(0, sequences=2)).detach())
+    assert_same(losses, losses[:1] * len(losses))
+
+
+@pytest.mark.parametrize("world", STRATEGIES)
+def test_weights_go_out_and_come_back_under_every_strategy(tmp_path, world):
+    """In several files, at every world size; into models that have other numbers, and that have no memory yet."""
+    run_ranks(world, go_there_and_back, tmp_path, STRATEGIES[world])
+    for folder in tmp_path.iterdir():
+        assert len(list(folder.glob("*.safetensors"))) > 1
+
+
+def test_a_model_that_is_not_sharded_needs_no_process_group(tmp_path):
+    model = small_gpt(1)
+    out = export_safetensors(model, tmp_path / "out", metadata={"author": "me"})
+    assert sorted(path.name for path in out.iterdir()) == ["checksums.json", "model.safetensors"]
+    assert_same(load_file(out / "model.safetensors"), once(model.state_dict()))
+    with safe_open(out / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "author": "me", "head.weight": "embedding.weight"}
+    for path in (out, out / "model.safetensors"):
+        other = mark(small_gpt(1))
+        load_safetensors(other, path)
+        assert_same(other.state_dict(), model.state_dict())
+
+
+def test_files_are_as_large_as_was_asked_and_the_index_tells_them(tmp_path):
+    model = chain(lambda module: module)
+    out = export_safetensors(model, tmp_path / "out", max_shard_size="60KB")
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(param.nbytes for param in model.parameters())}
+    files = sorted(out.glob("*.safetensors"))
+    assert [path.name for path in files] == [
+        f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)
+    ]
+    for path in files:
+        tensors = load_file(path)
+        assert {name for name, file in index["weight_map"].items() if file == path.name} == set(tensors)
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= 60_000
+    assert_same(files_of(out), model.state_dict())
+
+
+class Odd(nn.Module):
+    """Tensors of many dtypes and shapes, and a buffer that no state dict has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        for index, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float16)):
+            self.register_parameter(f"weight_{index}", nn.Parameter(torch.randn(5, 3).to(dtype)))
+        self.register_buffer("count", torch.tensor(2**40 + 1))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+        self.register_buffer("phase", torch.randn(4, dtype=torch.complex64))
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def cast(folder: Path) -> None:
+    model = fully_shard(Odd(), strategy="zero3")
+    plain = Odd().state_dict()
+    low = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in plain.items()}
+    assert_same(files_of(export_safetensors(model, folder / "own")), plain)
+    assert_same(files_of(export_safetensors(model, folder / "low", dtype=torch.bfloat16)), low)
+    load_safetensors(model, folder / "low")
+    assert_same(wholes(model), {name: tensor.to(plain[name].dtype) for name, tensor in low.items()})
+    with torch.device("meta"):
+        built = fully_shard(Odd(), strategy="zero3")
+    for other in (fully_shard(Odd(), strategy="zero3"), built):
+        load_safetensors(other, folder / "own", dtype=torch.bfloat16)
+        assert_same(wholes(other), low)
+
+
+def test_dtypes_are_kept_or_cast_as_asked(tmp_path):
+    run_ranks(2, cast, tmp_path)
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def wrapped_on_meta(strategy: str) -> nn.Module:
+    with torch.device("meta"):
+        model = Chain()
+    for layer in model.layers:
+        fully_shard(layer, strategy=strategy)
+    return fully_shard(model, strategy=strategy)
+
+
+def measure(folder: Path) -> None:
+    read: list[int] = []
+    alive: list[weakref.ref[Tensor]] = []
+
+    def noted(*args: Any) -> Tensor:
+        assert [part for part in alive if part() is not None] == []
+        part = plainly(*args)
+        alive.append(weakref.ref(part))
+        read.append(part.untyped_storage().nbytes())
+        return part
+
+    plainly, tensor_files._read = tensor_files._read, noted
+    for strategy in ("zero3", "zero1"):
+        model = chain(lambda module, strategy=strategy: fully_shard(module, strategy=strategy))
+        largest = max(param.nbytes for param in model.parameters())
+        unit = max(sum(4 * param.place.cut.numel for param in turn.unit.params) for turn in turns_in(model))
+        _, peak = peak_during(lambda model=model, strategy=strategy: export_safetensors(model, folder / strategy))
+        assert peak <= unit + 4096
+        assert peak <= 2 * largest + 4096  # of which one part is torch's, where it gathers
+        built = wrapped_on_meta(strategy)
+        read.clear()
+        _, peak = peak_during(lambda built=built, strategy=strategy: load_safetensors(built, folder / strategy))
+        resting = storage_bytes(built.parameters(), [turn.unit.slot.storage for turn in turns_in(built)])
+        mine = max(param.to_local().nbytes for param in built.parameters())
+        assert peak <= resting + unit + 4096
+        assert max(read) == mine
+        assert_same(wholes(built), wholes(model))
+        total = sum(param.nbytes for param in built.parameters())
+        assert sum(read) == sum(param.to_local().nbytes for param in built.parameters())
+        assert strategy == "zero1" or sum(read) < 1.1 * total / dist.get_world_size()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_no_rank_holds_more_than_its_shards_and_one_unit_and_reads_only_what_is_its_own(tmp_path, world):
+    run_ranks(world, measure, tmp_path)
+
+
+def lay_out_much(path: Path) -> int:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    TensorFile(path, {"much": Description((64 << 20,), torch.float32)}, {})
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+
+
+def test_laying_out_a_file_takes_its_room_on_the_disk_and_no_memory(tmp_path):
+    [grown_kib] = run_ranks(1, lay_out_much, tmp_path / "much.safetensors")
+    assert (tmp_path / "much.safetensors").stat().st_size > 256 << 20
+    assert grown_kib < 64 << 10
+
+
+# -- what other programs write and read -------------------------------------------------------------------------------
+
+
+def causal_models() -> dict[str, Callable[[], Any]]:
+    import transformers
+
+    llama = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    gpt2 = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2)
+    return {
+        "llama": lambda: transformers.LlamaForCausalLM(llama),
+        "gpt2": lambda: transformers.GPT2LMHeadModel(gpt2),
+    }
+
+
+def visit_transformers(folder: Path) -> None:
+    import transformers
+
+    tokens = torch.arange(10)[None] * 5 % 64
+    for name, build in causal_models().items():
+        torch.manual_seed(dist.get_rank() * 0)
+        plain = build().eval()
+        expected = plain(tokens).logits.detach()
+        model = build().eval()
+        model.load_state_dict(plain.state_dict())
+        blocks = model.model.layers if name == "llama" else model.transformer.h
+        for block in blocks:
+            fully_shard(block)
+        fully_shard(model)
+        out = export_safetensors(model, folder / name, max_shard_size="20KB")
+        opened = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+        assert type(opened) is type(plain)
+        assert_same(opened.state_dict(), plain.state_dict())
+        assert_same(opened(tokens).logits.detach(), expected)
+        low = export_safetensors(model, folder / f"{name}-low", dtype=torch.bfloat16)
+        assert transformers.AutoModelForCausalLM.from_pretrained(low).dtype == torch.bfloat16
+        if dist.get_rank() == 0:
+            plain.save_pretrained(folder / f"{name}-theirs", max_shard_size="20KB")
+        dist.barrier()
+        wrapped = FullyShardedDataParallel(mark(build()).eval(), auto_wrap_policy=ModuleWrapPolicy({type(blocks[0])}))
+        load_safetensors(wrapped, folder / f"{name}-theirs")
+        again = export_safetensors(wrapped, folder / f"{name}-again")
+        assert json.loads((again / "config.json").read_text()) == json.loads((out / "config.json").read_text())
+        assert_same(files_of(again), files_of(out))
+
+
+def test_from_pretrained_opens_an_export_and_we_open_what_save_pretrained_writes(tmp_path):
+    pytest.importorskip("transformers")
+    run_ranks(2, visit_transformers, tmp_path, timeout=150)
+
+
+def parallel() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(13, 18), nn.ReLU(), nn.Linear(18, 7))
+
+
+def go_beside_tensor_parallelism(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    expected = parallel().state_dict()
+    models = []
+    for made in (parallel(), mark(parallel())):
+        parallelize_module(made, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        models.append(fully_shard(made, mesh=mesh["dp"]))
+    out = export_safetensors(models[0], folder / "out")
+    assert_same(files_of(out), expected)
+    load_safetensors(models[1], out)
+    for name, value in models[1].state_dict().items():
+        assert_same(value.full_tensor(), expected[name], name=name)
+
+
+def test_what_tensor_parallelism_has_placed_goes_out_and_comes_in(tmp_path):
+    run_ranks(4, go_beside_tensor_parallelism, tmp_path)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+class Untied(nn.Module):
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 4)
+        self.head = nn.Linear(4, 6, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+
+def test_ties_come_and_go(tmp_path):
+    tied = Untied(tied=True)
+    out = export_safetensors(tied, tmp_path / "tied")
+    untied = mark(Untied(tied=False))
+    load_safetensors(untied, out)
+    assert_same(untied.state_dict(), tied.state_dict())
+    copies = {name: tensor.clone() for name, tensor in tied.state_dict().items()}
+    save_file(copies, tmp_path / "both.safetensors")
+    save_file({"head.weight": copies["head.weight"]}, tmp_path / "last.safetensors")
+    for name in ("both", "last"):
+        other = mark(Untied(tied=True))
+        load_safetensors(other, tmp_path / f"{name}.safetensors")
+        assert_same(other.state_dict(), tied.state_dict())
+    copies["head.weight"][5, 3] += 1
+    save_file(copies, tmp_path / "apart.safetensors")
+    refuse(other, tmp_path / "apart.safetensors", "tied in the model, but not in it: embedding.weight and head.weight")
+
+
+def test_tensors_are_renamed_and_left_out(tmp_path):
+    plain = Untied(tied=False)
+    stored = {f"model.{name}": tensor for name, tensor in plain.state_dict().items()}
+    save_file({**stored, "model.inv_freq": torch.ones(3)}, tmp_path / "model.safetensors")
+    model = mark(Untied(tied=False))
+    load_safetensors(model, tmp_path, rename=lambda name: None if "freq" in name else name.removeprefix("model."))
+    assert_same(model.state_dict(), plain.state_dict())
+    refuse(
+        model,
+        tmp_path,
+        "rename gives 'model.head.weight' and 'model.inv_freq' the same name, 'x'",
+        rename=lambda name: "x" if "embedding" not in name else name,
+    )
+
+
+def test_what_is_not_there_is_left_as_it_is_if_allowed(tmp_path):
+    plain = Untied(tied=False)
+    save_file({"head.weight": plain.head.weight.detach(), "more": torch.ones(2)}, tmp_path / "some.safetensors")
+    model = mark(Untied(tied=False))
+    told = load_safetensors(model, tmp_path / "some.safetensors", strict=False)
+    assert told == Unmatched(("embedding.weight",), ("more",))
+    assert_same(model.head.weight.detach(), plain.head.weight.detach())
+    assert (model.embedding.weight == SENTINEL).all()
+    with torch.device("meta"):
+        built = Untied(tied=False)
+    with pytest.raises(CheckpointError, match=r"missing in it: embedding.weight \(on the meta device"):
+        load_safetensors(built, tmp_path / "some.safetensors", strict=False)
+    assert built.head.weight.is_meta
+
+
+# -- mistakes and damage ----------------------------------------------------------------------------------------------
+
+
+def refuse(model: nn.Module, path: Path, *said: str, **options: Any) -> str:
+    """What loading says, nothing being overwritten."""
+    before = {name: whole.clone() for name, whole in wholes(model).items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_safetensors(model, path, **options)
+    for words in said:
+        assert words in str(caught.value), caught.value
+    assert_same(wholes(model), before)
+    return str(caught.value)
+
+
+def misfit(folder: Path) -> str:
+    model = chain(fully_shard)
+    tensors = {name: tensor for name, tensor in Chain().state_dict().items() if name != "layers.1.up.bias"}
+    tensors["head.weight"] = torch.zeros(5, 47)
+    tensors["layers.2.norm.bias"] = torch.zeros(48, dtype=torch.complex64)
+    tensors["new"] = torch.zeros(3)
+    if dist.get_rank() == 0:
+        save_file(tensors, folder / "model.safetensors")
+    dist.barrier()
+    return refuse(
+        model,
+        folder,
+        f"loading {folder}: {folder} does not fit; missing in it: layers.1.up.bias; unexpected in it: new; "
+        "of another shape: layers.2.norm.bias (torch.complex64 in it, torch.float32 in the model), "
+        "head.weight ((5, 47) in it, (5, 48) in the model). Nothing was overwritten.",
+        "strict=False",
+    )
+
+
+def test_all_that_does_not_fit_is_one_error_on_every_rank(tmp_path):
+    said = run_ranks(3, misfit, tmp_path)
+    assert said == said[:1] * 3
+
+
+def lose(folder: Path) -> str:
+    model = chain(fully_shard)
+    if dist.get_rank() == 0:
+        export_plainly = chain(lambda module: module)
+        save_file(export_plainly.state_dict(), folder / "model.safetensors")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        folder = folder / "not_here"
+    with pytest.raises(CheckpointError) as caught:
+        load_safetensors(model, folder)
+    return str(caught.value)
+
+
+def test_a_file_that_one_rank_does_not_see_is_an_error_on_every_rank(tmp_path):
+    said = [re.sub("^loading [^:]*: ", "", it) for it in run_ranks(2, lose, tmp_path)]
+    assert said[0] == said[1]
+    assert said[0].startswith("rank 1: ")
+    assert "expected a safetensors file, found one that cannot be read (No such file or directory" in said[0]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of several files. Not to be changed."""
+    return export_safetensors(small(), tmp_path_factory.mktemp("exported") / "out", max_shard_size=7_000)
+
+
+def small() -> Chain:
+    torch.manual_seed(5)
+    model = Chain([Layer()])
+    model.layers[0].up = nn.Linear(48, 32)
+    model.layers[0].down = nn.Linear(32, 48)
+    return model
+
+
+def break_one(path: Path, draw: random.Random) -> str:
+    """Damage a file in some way; which one."""
+    data = bytearray(path.read_bytes())
+    kind = draw.choice(("flip", "overwrite", "cut", "grow", "early"))
+    if kind == "flip":
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    elif kind == "early":  # where the header is
+        data[draw.randrange(min(len(data), 900))] ^= 1 << draw.randrange(8)
+    elif kind == "overwrite":
+        start = draw.randrange(len(data))
+        stop = min(len(data), start + draw.randrange(1, 3000))
+        data[start:stop] = draw.randbytes(stop - start)
+    elif kind == "cut":
+        del data[draw.randrange(len(data)) :]
+    else:
+        data += draw.randbytes(draw.randrange(1, 100))
+    path.write_bytes(data)
+    return kind
+
+
+def fuzz(folder: Path, cases: int, *, verified: bool) -> int:
+    """How many cases were refused. The others were loaded exactly, if the files can be verified."""
+    draw = random.Random(int(verified))
+    expected = small().state_dict()
+    refused = 0
+    if not verified:
+        (folder / "checksums.json").unlink()
+    files = sorted(folder.iterdir())
+    for case in range(cases):
+        path = draw.choice(files)
+        data = path.read_bytes()
+        kind = break_one(path, draw)
+        model = mark(small())
+        try:
+            load_safetensors(model, folder)
+        except CheckpointError as error:
+            refused += 1
+            assert all((tensor == SENTINEL).all() for tensor in model.state_dict().values())
+            assert str(folder) in str(error)
+        else:
+            assert set(model.state_dict()) == set(expected)
+            if verified:
+                assert_same(model.state_dict(), expected, name=f"case {case}: {kind} of {path.name}")
+        path.write_bytes(data)
+    return refused
+
+
+def test_whatever_happens_to_an_export_there_is_an_error_or_an_exact_load(exported, tmp_path):
+    assert fuzz(shutil.copytree(exported, tmp_path / "copy"), 250, verified=True) > 200
+
+
+def test_of_what_cannot_be_verified_a_damaged_header_is_an_error_that_names_it(exported, tmp_path):
+    assert fuzz(shutil.copytree(exported, tmp_path / "copy"), 250, verified=False) > 100
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "model-00002-of-00003.safetensors").unlink(), "model-00002-of-00003.safetensors"),
+        (lambda folder: os.truncate(folder / "model-00001-of-00003.safetensors", 700), "incomplete metadata"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "cannot be understood"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[]"), "found no 'weight_map'"),
+        (lambda folder: point_elsewhere(folder, "../secret"), "expected names of files beside it, found '../secret'"),
+        (lambda folder: point_elsewhere(folder, "model-00001-of-00003.safetensors"), "found no such tensor there"),
+        (lambda folder: (folder / "checksums.json").write_text("{}"), "If the files were changed on purpose, delete"),
+        (lambda folder: (folder / "other.safetensors.index.json").touch(), "expected one index, found model"),
+        (lambda folder: shutil.rmtree(folder), "expected a safetensors file"),
+    ],
+)
+def test_what_is_damaged_is_named(exported, tmp_path, damage, said):
+    folder = shutil.copytree(exported, tmp_path / "copy")
+    damage(folder)
+    refuse(mark(small()), folder, f"loading {folder}: {folder}", said)
+
+
+def point_elsewhere(folder: Path, name: str) -> None:
+    index = folder / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    told["weight_map"]["head.weight"] = name
+    index.write_text(json.dumps(told))
+
+
+def test_a_folder_without_files_or_with_too_many_is_refused(tmp_path):
+    refuse(small(), tmp_path, "expected a safetensors file, found none")
+    for name in ("a", "b"):
+        save_file({"x": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    refuse(small(), tmp_path, "found 2 of them, and no index")
+
+
+# -- wholly, or not at all --------------------------------------------------------------------------------------------
+
+
+def fail_to_write(folder: Path) -> str:
+    def full(self: TensorFile, tensor: Tensor) -> None:
+        raise OSError(28, "No space left on device")
+
+    model = chain(fully_shard)
+    folder.with_name("out.partial-0123").mkdir(exist_ok=True)  # left by a run that was killed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorFile, "write", full)
+        with pytest.raises(CheckpointError) as caught:
+            export_safetensors(model, folder, max_shard_size=30_000)
+    dist.barrier()
+    assert list(folder.parent.iterdir()) == []
+    dist.barrier()
+    export_safetensors(model, folder)
+    with pytest.raises(CheckpointError, match="there is something already"):
+        export_safetensors(model, folder)
+    assert_same(files_of(folder), wholes(model))
+    return str(caught.value)
+
+
+def test_an_export_that_fails_leaves_nothing_and_every_rank_is_told(tmp_path):
+    said = run_ranks(2, fail_to_write, tmp_path / "out")
+    assert said[0] == said[1]
+    assert "out: rank 0: OSError: [Errno 28] No space left on device" in said[0]
+
+
+class Stateful(nn.Linear):
+    def get_extra_state(self) -> str:
+        return "words"
+
+
+def test_what_cannot_be_exported_is_named(tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match=r"holds tensors only, but _extra_state is a str"):
+        export_safetensors(Stateful(2, 2), out)
+    with pytest.raises(CheckpointError, match=r"2 tensors of the model are on the meta device, such as weight"):
+        export_safetensors(nn.Linear(2, 2, device="meta"), out)
+    with pytest.raises(CheckpointError, match=r"cannot hold weight \(torch.complex128\)"):
+        export_safetensors(nn.Linear(2, 2, dtype=torch.complex128, bias=False), out)
+    with pytest.raises(ConfigError, match=r"dtype=torch.int8: weights cannot be cast to that"):
+        export_safetensors(nn.Linear(2, 2), out, dtype=torch.int8)
+    with pytest.raises(ConfigError, match=r"dtype=torch.int8: weights cannot be cast to that"):
+        load_safetensors(nn.Linear(2, 2), out, dtype=torch.int8)
+    with pytest.raises(ConfigError, match=r"metadata has 3: a safetensors file keeps words only"):
+        export_safetensors(nn.Linear(2, 2), out, metadata={"step": 3})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_are_read_from_words():
+    assert [parse_size(size) for size in (7, "7", "7kb", "1.5 MB", "5GB", "2TB")] == [
+        7,
+        7,
+        7000,
+        1500000,
+        5 * 10**9,
+        2 * 10**12,
+    ]
+    for odd in (0, -1, "5 apples", "", "1.2.3GB", "GB", 0.5):
+        with pytest.raises(ConfigError, match="is no size of a file"):
+            parse_size(odd)
