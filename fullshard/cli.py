@@ -30,6 +30,9 @@ SUBCOMMANDS = {
     "parity": Subcommand(
         "fullshard.testing.parity.command", "compare sharded training with plain training, bit for bit"
     ),
+    "checkpoint": Subcommand(
+        "fullshard.checkpoint_command.command", "list, inspect, verify, export and compare checkpoints"
+    ),
 }
 
 

@@ -15,7 +15,7 @@ import tyro
 
 from fullshard.errors import ConfigError
 
-__all__ = ["check_name", "check_value", "near_matches", "option_types", "parse"]
+__all__ = ["check_name", "check_value", "near_matches", "option_types", "parse", "take_words"]
 
 S = TypeVar("S")
 
@@ -37,6 +37,28 @@ def parse(settings: type[S], argv: Sequence[str], *, prog: str, description: str
         description=description,
         config=(tyro.conf.OmitArgPrefixes,),
     )
+
+
+def take_words(settings: type, argv: Sequence[str], names: Sequence[str], *, prog: str) -> tuple[list[str], list[str]]:
+    """What of `argv` is neither an option nor the value of one, a word for each of `names`; and the rest, for `parse`.
+
+    Raises `ConfigError` for too few or too many words; where `--help` is asked for, `parse` answers instead.
+    """
+    types = option_types(settings)
+    words, rest = [], []
+    items = iter(argv)
+    for item in items:
+        if not item.startswith("-"):
+            words.append(item)
+            continue
+        rest.append(item)
+        takes_value = item.startswith("--") and types.get(item[2:].replace("_", "-"), bool) is not bool
+        if takes_value and (value := next(items, None)) is not None:
+            rest.append(value)
+    if len(words) != len(names) and not {"-h", "--help"} & set(rest):
+        found = f"found {' '.join(words)}" if words else "found none"
+        raise ConfigError(f"{prog}: {' and '.join(names)} must be named, but {found}.")
+    return words, rest
 
 
 def option_types(settings: type) -> Mapping[str, type]:

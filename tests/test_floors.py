@@ -51,7 +51,7 @@ FLOORS = [
     # What users import, made of all that is above
     [PUBLIC],
     # 5: edges
-    ["options", "testing", "train", "cli"],
+    ["options", "testing", "train", "checkpoint_command", "cli"],
 ]
 FORBIDDEN = "torch.distributed.fsdp"
 EMPTY_NAMES = {"util", "utils", "common", "helper", "helpers", "misc"}

@@ -561,7 +561,7 @@ class Stateful(nn.Linear):
 
 def test_what_cannot_be_exported_is_named(tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(CheckpointError, match=r"holds tensors only, but _extra_state is a str"):
+    with pytest.raises(CheckpointError, match=r"the model: _extra_state are no tensors, and a safetensors file"):
         export_safetensors(Stateful(2, 2), out)
     with pytest.raises(CheckpointError, match=r"2 tensors of the model are on the meta device, such as weight"):
         export_safetensors(nn.Linear(2, 2, device="meta"), out)

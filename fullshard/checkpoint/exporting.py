@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -22,6 +22,7 @@ from fullshard._compat import dtensor_like
 from fullshard.checkpoint.contents import model_state, tied_names
 from fullshard.checkpoint.folder import discard, sync, write_synced
 from fullshard.checkpoint.manifest import Progress, StoredFile
+from fullshard.checkpoint.stored import Stored
 from fullshard.checkpoint.tensor_files import (
     CHECKSUMS,
     INDEX_SUFFIX,
@@ -35,7 +36,7 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.runtime import unwrapped
 from fullshard.sharded_param import whole_of
 
-__all__ = ["Export", "export_safetensors", "parse_size"]
+__all__ = ["export_safetensors", "export_stored", "parse_size"]
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -70,7 +71,7 @@ def export_safetensors(
             rank cannot write; the same error on every rank.
         ConfigError: an argument cannot be honoured.
     """
-    export = Export(Path(folder), parse_size(max_shard_size), dtype, dict(metadata or {}))
+    export = _Export(Path(folder), parse_size(max_shard_size), dtype, dict(metadata or {}))
     ranks = default_ranks()
     state, ties = ranks.do(export.doing, lambda: _weights(model))
 
@@ -85,14 +86,48 @@ def export_safetensors(
     return export.folder
 
 
+def export_stored(
+    stored: Stored,
+    folder: Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the weights of a checkpoint as `export_safetensors` writes those of a model. For one process.
+
+    No model is built, and no more than one tensor is held.
+
+    Raises:
+        CheckpointError: the folder is there already, the model had what is no tensor, or something cannot be read or
+            written.
+        ConfigError: an argument cannot be honoured.
+    """
+    export = _Export(folder, parse_size(max_shard_size), dtype, {})
+    if stored.values:
+        raise CheckpointError(_no_tensors(stored.path, stored.values))
+    if not stored.weights:
+        raise CheckpointError(f"{stored.path}: expected the weights of a model, found none. Name another checkpoint.")
+    kept = {name: told for name, told in stored.weights.items() if name not in stored.ties}
+    export.write(kept, stored.ties, Ranks(), stored.fetch, dict, progress)
+    return folder
+
+
+def _no_tensors(where: object, names: Iterable[str]) -> str:
+    return (
+        f"{where}: {', '.join(names)} are no tensors, and a safetensors file holds nothing else. Leave them out of "
+        "the state dict."
+    )
+
+
 def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The tensors of `model` by FQN, and the other names of those that have several."""
     state, tied = model_state(model), tied_names(model)
     ties = {name: kept for name, kept in tied.items() if name in state and kept in state}
     weights = {name: value for name, value in state.items() if name not in ties}
-    odd = [f"{name} is a {type(value).__name__}" for name, value in weights.items() if not isinstance(value, Tensor)]
+    odd = [name for name, value in weights.items() if not isinstance(value, Tensor)]
     if odd:
-        raise CheckpointError(f"a safetensors file holds tensors only, but {', '.join(odd)} in the model's state dict.")
+        raise CheckpointError(_no_tensors("the model", odd))
     empty = [name for name, value in weights.items() if value.is_meta]
     if empty:
         raise CheckpointError(
@@ -138,7 +173,7 @@ def parse_size(size: int | str) -> int:
 
 
 @dataclass(frozen=True)
-class Export:
+class _Export:
     """What is to be written where."""
 
     folder: Path

@@ -21,7 +21,18 @@ from xxhash import xxh3_128
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, damage_in, step_of
 from fullshard.errors import CheckpointError
 
-__all__ = ["Entry", "begin", "clear_up", "commit", "discard", "entries", "keep_newest", "sync", "write_synced"]
+__all__ = [
+    "Entry",
+    "begin",
+    "clear_up",
+    "commit",
+    "discard",
+    "entries",
+    "keep_newest",
+    "sync",
+    "unfinished",
+    "write_synced",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +80,12 @@ def entries(folder: Path) -> list[Entry]:
         elif _NAME.fullmatch(path.name):
             found[path.name] = path
     return sorted(map(Entry, found.values()), key=lambda entry: entry.order, reverse=True)
+
+
+def unfinished(folder: Path) -> list[Path]:
+    """What is half-written or half-deleted in `folder`, by a run that goes on or by one that was killed."""
+    complete = {entry.path for entry in entries(folder)}
+    return [path for path in _inside(folder) if _LEFT.fullmatch(path.name) and path not in complete]
 
 
 def begin(folder: Path, step: int) -> Path:

@@ -66,10 +66,13 @@ class Opened:
             )
 
 
-def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None) -> Opened:
+def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None, *, verifies: bool = True) -> Opened:
     """The checkpoint `path`, or the newest intact one in the folder `path`, once all its files have been verified.
 
     Each rank verifies some of the files. Which newer ones are damaged is logged.
+
+    Args:
+        verifies: whether all files are read for that; if not, only what tells of the others.
 
     Raises:
         CheckpointError: there is none, or none is intact; the same error on every rank.
@@ -79,7 +82,7 @@ def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None) 
     refused: list[str] = []
     for candidate in found:
         try:
-            opened = _verified(candidate, ranks, progress)
+            opened = _opened(candidate, ranks, progress, verifies)
         except CheckpointError as error:
             if len(found) == 1:
                 raise
@@ -104,10 +107,10 @@ def _found(path: Path) -> list[Path]:
     return found
 
 
-def _verified(path: Path, ranks: Ranks, progress: Progress | None) -> Opened:
+def _opened(path: Path, ranks: Ranks, progress: Progress | None, verifies: bool) -> Opened:
     doing = f"loading {path}"
     manifest = ranks.once(doing, lambda: _manifest(path))
-    if manifest is not None:
+    if manifest is not None and verifies:
         verify(path, manifest.files, ranks, doing, "Load another checkpoint.", progress)
     metadata = ranks.do(doing, lambda: container.read_metadata(path))
     return Opened(path, manifest, metadata, ranks)

@@ -51,8 +51,13 @@ class Description:
         """Bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def dtype_name(self) -> str:
+        """Such as "float32"."""
+        return str(self.dtype).removeprefix("torch.")
+
     def __str__(self) -> str:
-        return f"{self.shape} {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.shape} {self.dtype_name}"
 
 
 def _code_of(dtype: torch.dtype) -> str | None:
@@ -89,7 +94,7 @@ class TensorFile:
         zeros = numpy.zeros(max((it.nbytes for it in tensors.values()), default=1), numpy.uint8)
         specs = {
             name: TensorSpec(
-                dtype=str(it.dtype).removeprefix("torch."),
+                dtype=it.dtype_name,
                 shape=it.shape,
                 data_ptr=zeros.ctypes.data,
                 data_len=it.nbytes,

@@ -1,0 +1,110 @@
+"""Tensors on the disk without a model that they belong to: those of a checkpoint, or of safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint.contents import MODEL, OURS
+from fullshard.checkpoint.manifest import Manifest, Progress
+from fullshard.checkpoint.opening import Opened, open_checkpoint, verify
+from fullshard.checkpoint.tensor_files import CHECKSUMS, INDEX_SUFFIX, Description, open_tensor_files
+from fullshard.checkpoint.together import Ranks
+
+__all__ = ["Stored", "holds_tensor_files", "open_stored"]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What is there, and how to read it."""
+
+    path: Path
+    weights: Mapping[str, Description]  # of the model, by FQN
+    fetch: Callable[[str], Tensor]
+    """Reads one tensor, by its name in `weights` or `others`."""
+    ties: Mapping[str, str] = field(default_factory=dict)  # names in `weights`, with those that they are tied to
+    others: Mapping[str, Description] = field(default_factory=dict)  # the optimizer's, by key
+    values: tuple[str, ...] = ()  # FQNs of what the model has that is no tensor
+    manifest: Manifest | None = None
+
+    @property
+    def tensors(self) -> dict[str, Description]:
+        """All tensors by name."""
+        return {**self.weights, **self.others}
+
+
+def holds_tensor_files(path: Path) -> bool:
+    """Whether `path` is a safetensors file, an index of some, or a folder that has any."""
+    return path.name.endswith((".safetensors", INDEX_SUFFIX)) or any(path.glob("*.safetensors"))
+
+
+def open_stored(path: Path, progress: Progress | None = None, *, verifies: bool = True) -> Stored:
+    """The safetensors files, the checkpoint, or the newest intact checkpoint in the folder `path`. For one process.
+
+    Args:
+        progress: called while files are verified.
+        verifies: whether files that have checksums are compared with them first.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    if holds_tensor_files(path):
+        return _of_tensor_files(path, progress, verifies)
+    return _of_checkpoint(open_checkpoint(path, Ranks(), progress, verifies=verifies))
+
+
+def _of_tensor_files(path: Path, progress: Progress | None, verifies: bool) -> Stored:
+    files = open_tensor_files(path)
+    if verifies and files.checksums is not None:
+        remedy = f"If it was changed on purpose, delete {CHECKSUMS}."
+        verify(files.folder, files.checksums, Ranks(), f"reading {path}", remedy, progress)
+
+    def fetch(name: str) -> Tensor:
+        [(_, tensor)] = files.read({name: (files.ties.get(name, name), None)})
+        return tensor
+
+    tied = {name: files.tensors[kept] for name, kept in files.ties.items()}
+    return Stored(path, {**files.tensors, **tied}, fetch, files.ties)
+
+
+def _of_checkpoint(opened: Opened) -> Stored:
+    planned = opened.metadata.planner_data or {}
+    weights: dict[str, str] = {}
+    others: dict[str, str] = {}
+    paths = {key: planned.get(key, (key,)) for key in opened.sizes()}
+    has_section = any(MODEL in path[:-1] for path in paths.values())
+    for key, path in paths.items():
+        if has_section and MODEL in path[:-1]:
+            weights[".".join(map(str, path[path.index(MODEL) + 1 :]))] = key
+        elif len(path) == 1 and not has_section:
+            weights[key] = key
+        else:
+            others[key] = key
+    keys = {**weights, **others}
+    described = {name: Description(tuple(opened.sizes()[key]), opened.dtype(key)) for name, key in keys.items()}
+
+    def fetch(name: str) -> Tensor:
+        target = torch.empty(described[name].shape, dtype=described[name].dtype)
+        opened.read({keys[name]: target})
+        return target
+
+    ties: dict[str, str] = {}
+    values: tuple[str, ...] = ()
+    if opened.manifest is not None:
+        [ours] = opened.accounts(OURS)
+        names = {key: name for name, key in weights.items()}
+        ties = {names[tied]: names[key] for tied, key in ours["ties"].items()}
+        values = tuple(ours["model"])
+    return Stored(
+        opened.path,
+        {name: described[name] for name in weights},
+        fetch,
+        ties,
+        {name: described[name] for name in others},
+        values,
+        opened.manifest,
+    )

@@ -1,0 +1,80 @@
+"""What two checkpoints, or exports, do not have in common, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint.manifest import Progress
+from fullshard.checkpoint.stored import Stored
+from fullshard.checkpoint.tensor_files import Description
+
+__all__ = ["Difference", "differences"]
+
+_PIECE = 1 << 20  # elements that are compared at a time, in double precision
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor on both sides; None where it is not there."""
+
+    name: str
+    one: Description | None
+    other: Description | None
+    bit_equal: bool = False
+    largest: float | None = None  # absolute difference, where the shapes are the same
+
+    @property
+    def said(self) -> str:
+        """What differs, in a word or two."""
+        if self.one is None or self.other is None:
+            return "missing in the first" if self.one is None else "missing in the second"
+        if self.one.shape != self.other.shape:
+            return "shape"
+        if self.one.dtype != self.other.dtype:
+            return "dtype"
+        return "nothing" if self.bit_equal else "values"
+
+
+def differences(one: Stored, other: Stored, progress: Progress | None = None) -> Iterator[Difference]:
+    """A row for each tensor of either side, in order. Optimizers are compared where both sides have one."""
+    mine, theirs = (one.tensors, other.tensors) if one.others and other.others else (one.weights, other.weights)
+    names = list(dict.fromkeys([*mine, *theirs]))
+    total = sum(mine[name].nbytes for name in names if name in mine and name in theirs)
+    done = 0
+    for name in names:
+        here, there = mine.get(name), theirs.get(name)
+        if here is None or there is None or here.shape != there.shape:
+            yield Difference(name, here, there)
+        else:
+            bit_equal, largest = _compared(one.fetch(name), other.fetch(name))
+            yield Difference(name, here, there, bit_equal, largest)
+        if here is not None and there is not None and progress is not None:
+            done += here.nbytes
+            progress(done, total)
+
+
+def _compared(one: Tensor, other: Tensor) -> tuple[bool, float]:
+    """Whether two tensors of one shape have the same bits, and their largest difference (NaN where one has a NaN)."""
+    bit_equal = one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
+    if bit_equal:
+        return True, 0.0
+    largest = 0.0
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    for pieces in zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True):
+        mine, theirs = (piece.to(wide) for piece in pieces)
+        same = (mine == theirs) | (mine.isnan() & theirs.isnan())
+        apart = (mine - theirs).abs().masked_fill(same, 0.0)
+        found = apart.max().item() if apart.numel() else 0.0
+        largest = found if math.isnan(found) else max(largest, found)
+        if math.isnan(largest):
+            break
+    return False, largest
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)

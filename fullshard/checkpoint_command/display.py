@@ -1,0 +1,89 @@
+"""What `fullshard checkpoint` shows: tables or JSON on stdout, a bar on stderr for what takes longer than a second."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from time import monotonic
+from typing import Any, Self
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from fullshard.checkpoint.manifest import Progress as Tell
+
+__all__ = ["SlowBar", "in_bytes", "print_json", "print_line", "print_table"]
+
+_WIDTH = 200  # columns, where the output is no terminal
+_BAR_AFTER_S = 1.0
+
+
+def in_bytes(nbytes: int) -> str:
+    """Such as "1.5 MB"."""
+    return decimal(nbytes)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+
+
+def print_line(text: str) -> None:
+    """Print one text as it is."""
+    _console().print(Text(text), soft_wrap=True)
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+    """Print rows under headings, those of `right` flush right."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in headings:
+        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    _console().print(table)
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = _WIDTH
+    return console
+
+
+class SlowBar:
+    """A context with a bar of bytes on a terminal, which comes after the first second."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._began = monotonic()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def telling(self, doing: str) -> Tell:
+        """What is to be called with the bytes done and the bytes to do; `doing` stands beside the bar."""
+        self._stop()
+
+        def tell(done: int, total: int) -> None:
+            if self._bar is None and self._console.is_terminal and monotonic() - self._began > _BAR_AFTER_S:
+                columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=None), DownloadColumn())
+                self._bar = Progress(*columns, console=self._console, transient=True, expand=True)
+                self._bar.add_task(doing, total=total)
+                self._bar.start()
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], completed=done, total=total)
+
+        return tell
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
