@@ -36,8 +36,9 @@ STRATEGIES = {
     1: ("ddp", "zero1", "zero2", "zero3"),
     2: ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2"),
     3: ("ddp", "zero1", "zero2", "zero3"),
-    4: ("ddp", "zero3", "hsdp", "hsdp_zero2"),
+    4: ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2"),
 }
+FEW = {1: ("zero1",), 2: ("ddp", "zero3"), 3: ("zero2",), 4: ("hsdp",)}
 SENTINEL = 7.25
 
 
@@ -89,12 +90,18 @@ def go_there_and_back(folder: Path, strategies: tuple[str, ...]) -> None:
     assert_same(losses, losses[:1] * len(losses))
 
 
-@pytest.mark.parametrize("world", STRATEGIES)
-def test_weights_go_out_and_come_back_under_every_strategy(tmp_path, world):
+@pytest.mark.parametrize("world", FEW)
+def test_weights_go_out_and_come_back(tmp_path, world):
     """In several files, at every world size; into models that have other numbers, and that have no memory yet."""
-    run_ranks(world, go_there_and_back, tmp_path, STRATEGIES[world])
+    run_ranks(world, go_there_and_back, tmp_path, FEW[world])
     for folder in tmp_path.iterdir():
         assert len(list(folder.glob("*.safetensors"))) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", STRATEGIES)
+def test_weights_go_out_and_come_back_under_every_strategy(tmp_path, world):
+    run_ranks(world, go_there_and_back, tmp_path, STRATEGIES[world], timeout=170)
 
 
 def test_a_model_that_is_not_sharded_needs_no_process_group(tmp_path):
@@ -250,7 +257,7 @@ def visit_transformers(folder: Path) -> None:
 
     tokens = torch.arange(10)[None] * 5 % 64
     for name, build in causal_models().items():
-        torch.manual_seed(dist.get_rank() * 0)
+        torch.manual_seed(0)
         plain = build().eval()
         expected = plain(tokens).logits.detach()
         model = build().eval()
@@ -266,13 +273,15 @@ def visit_transformers(folder: Path) -> None:
         assert_same(opened(tokens).logits.detach(), expected)
         low = export_safetensors(model, folder / f"{name}-low", dtype=torch.bfloat16)
         assert transformers.AutoModelForCausalLM.from_pretrained(low).dtype == torch.bfloat16
+        theirs = folder / f"{name}-theirs"
         if dist.get_rank() == 0:
-            plain.save_pretrained(folder / f"{name}-theirs", max_shard_size="20KB")
+            plain.save_pretrained(theirs, max_shard_size="20KB")
         dist.barrier()
         wrapped = FullyShardedDataParallel(mark(build()).eval(), auto_wrap_policy=ModuleWrapPolicy({type(blocks[0])}))
-        load_safetensors(wrapped, folder / f"{name}-theirs")
+        load_safetensors(wrapped, theirs)
         again = export_safetensors(wrapped, folder / f"{name}-again")
-        assert json.loads((again / "config.json").read_text()) == json.loads((out / "config.json").read_text())
+        configs = [json.loads((folder / "config.json").read_text()) for folder in (out, again, theirs)]
+        assert configs[0] == configs[1] == configs[2]
         assert_same(files_of(again), files_of(out))
 
 

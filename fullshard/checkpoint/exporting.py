@@ -10,6 +10,7 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def export_safetensors(
         return whole_of(dtensor_like(value.to_local().to(value.device_mesh.device_type), value))
 
     described = {name: Description(tuple(value.shape), value.dtype) for name, value in state.items()}
-    export.write(described, ties, ranks, fetch, lambda: _configs(model, described, dtype), progress)
+    export.write(described, ties, ranks, fetch, partial(_configs, model), progress)
     return export.folder
 
 
@@ -109,7 +110,7 @@ def export_stored(
     if not stored.weights:
         raise CheckpointError(f"{stored.path}: expected the weights of a model, found none. Name another checkpoint.")
     kept = {name: told for name, told in stored.weights.items() if name not in stored.ties}
-    export.write(kept, stored.ties, Ranks(), stored.fetch, dict, progress)
+    export.write(kept, stored.ties, Ranks(), stored.fetch, lambda _: {}, progress)
     return folder
 
 
@@ -137,7 +138,7 @@ def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return weights, ties
 
 
-def _configs(model: nn.Module, described: Mapping[str, Description], dtype: torch.dtype | None) -> dict[str, Any]:
+def _configs(model: nn.Module, written: Mapping[str, Description]) -> dict[str, Any]:
     """What the transformers library keeps beside the weights of its models, by name of file."""
     inner = unwrapped(model)
     found: dict[str, Any] = {}
@@ -148,9 +149,8 @@ def _configs(model: nn.Module, described: Mapping[str, Description], dtype: torc
     config = found.get("config.json")
     if config is not None:
         config["architectures"] = [type(inner).__name__.removeprefix("FSDP")]
-        dtypes = (it.dtype for it in described.values() if it.dtype.is_floating_point)
-        stored = dtype or next(dtypes, None)
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(stored).removeprefix("torch.")
+        names = [it.dtype_name for it in written.values() if it.dtype.is_floating_point]
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = next(iter(names), None)
     return found
 
 
@@ -199,14 +199,14 @@ class _Export:
         ties: Mapping[str, str],
         ranks: Ranks,
         fetch: Callable[[str], Tensor],
-        configs: Callable[[], Mapping[str, Any]],
+        configs: Callable[[Mapping[str, Description]], Mapping[str, Any]],
         progress: Progress | None = None,
     ) -> None:
         """Write `tensors`, which `fetch` gives by name, on every rank together; the first one writes.
 
         Args:
             ties: other names, with those of the tensors that are written.
-            configs: gives what is written beside them as JSON, by name of file; asked on the first rank.
+            configs: given what is written, tells what goes beside it as JSON, by name of file.
 
         Raises:
             CheckpointError: the first rank cannot write; the same error on every rank.
@@ -215,22 +215,22 @@ class _Export:
         total = sum(told.nbytes for told in tensors.values())
         metadata = {"format": "pt", **ties, **self.metadata}
         files = self._divided(tensors)
-        partial = ranks.once(self.doing, self._begin)
+        unfinished = ranks.once(self.doing, self._begin)
         written: dict[str, StoredFile] = {}
         done = 0
         try:
             for file, names in files.items():
-                writer = _Writer(partial / file, {name: tensors[name] for name in names}, metadata, ranks)
+                writer = _Writer(unfinished / file, {name: tensors[name] for name in names}, metadata)
                 for name in ranks.once(self.doing, writer.begin):
                     writer.write(fetch(name), tensors[name].dtype)
                     done += tensors[name].nbytes
                     if progress is not None:
                         progress(done, total)
                 written[file] = ranks.once(self.doing, writer.close)
-            ranks.once(self.doing, lambda: self._commit(partial, files, total, written, configs()))
+            ranks.once(self.doing, lambda: self._commit(unfinished, files, total, written, configs(tensors)))
         except CheckpointError:
             if ranks.leads:
-                discard(partial)
+                discard(unfinished)
             raise
 
     def _cast(self, told: Description) -> Description:
@@ -256,43 +256,42 @@ class _Export:
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise CheckpointError("there is something already. Name a folder that does not exist, or is empty.")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in self.folder.parent.glob(f"{self.folder.name}.partial-*"):
-            discard(left)
-        partial = self.folder.with_name(f"{self.folder.name}.partial-{uuid.uuid4().hex}")
-        partial.mkdir()
-        return partial
+        beginning = f"{self.folder.name}.partial-"
+        for left in self.folder.parent.iterdir():
+            if left.name.startswith(beginning):
+                discard(left)
+        unfinished = self.folder.with_name(f"{beginning}{uuid.uuid4().hex}")
+        unfinished.mkdir()
+        return unfinished
 
     def _commit(
         self,
-        partial: Path,
+        unfinished: Path,
         files: Mapping[str, list[str]],
         total: int,
         written: dict[str, StoredFile],
         configs: Mapping[str, Any],
     ) -> None:
         for name, config in configs.items():
-            write_synced(partial / name, (json.dumps(config, indent=2) + "\n").encode())
+            write_synced(unfinished / name, (json.dumps(config, indent=2) + "\n").encode())
         if len(files) > 1:
             weight_map = {name: file for file, names in files.items() for name in names}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             name = WEIGHTS.removesuffix(".safetensors") + INDEX_SUFFIX
-            written = written | {name: write_synced(partial / name, (json.dumps(index, indent=2) + "\n").encode())}
-        write_synced(partial / CHECKSUMS, dumps_checksums(written).encode())
-        sync(partial)
-        partial.rename(self.folder)
+            written = written | {name: write_synced(unfinished / name, (json.dumps(index, indent=2) + "\n").encode())}
+        write_synced(unfinished / CHECKSUMS, dumps_checksums(written).encode())
+        sync(unfinished)
+        unfinished.rename(self.folder)
         sync(self.folder.parent)
 
 
 class _Writer:
     """One file on the first rank. What fails there is told when the file is closed: others wait in a gather."""
 
-    def __init__(
-        self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str], ranks: Ranks
-    ) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str]) -> None:
         self._path = path
         self._tensors = tensors
         self._metadata = metadata
-        self._leads = ranks.leads
         self._file: TensorFile | None = None
         self._error: Exception | None = None
 

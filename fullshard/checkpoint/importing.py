@@ -61,7 +61,8 @@ def load_safetensors(
             any of its names; where it is there by several, the values must be alike.
         dtype: what the floating-point parameters and buffers of the model are cast to first; None keeps their own.
         rename: gives the FQN for a name in the files, or None to leave it out.
-        progress: called with the bytes that this rank has read, and all that it will read.
+        progress: called with the bytes that this rank has verified of its share, and all of that; then with those of
+            its shards that it has read, and all that it will read.
 
     Returns:
         what files and model do not have in common; nothing if `strict`.
@@ -78,7 +79,8 @@ def load_safetensors(
     doing = f"loading {path}"
     files = ranks.do(doing, lambda: open_tensor_files(path))
     if files.checksums is not None:
-        verify(files.folder, files.checksums, ranks, doing, f"If it was changed on purpose, delete {CHECKSUMS}.")
+        remedy = f"If it was changed on purpose, delete {CHECKSUMS}."
+        verify(files.folder, files.checksums, ranks, doing, remedy, progress)
     taker = ranks.do(doing, lambda: _Taker(model, files, rename))
     unmatched = ranks.do(doing, lambda: taker.fit(strict))
     ranks.do(doing, lambda: taker.read(dtype, progress))
