@@ -8,6 +8,8 @@ import random
 import re
 import resource
 import shutil
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +31,7 @@ from fullshard.checkpoint.exporting import parse_size
 from fullshard.checkpoint.tensor_files import Description, TensorFile
 from fullshard.plan.ledger import peak_during, storage_bytes
 from fullshard.runtime import turns_in
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import RanksFailed, assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 STRATEGIES = {
@@ -561,6 +563,61 @@ def test_an_export_that_fails_leaves_nothing_and_every_rank_is_told(tmp_path):
     said = run_ranks(2, fail_to_write, tmp_path / "out")
     assert said[0] == said[1]
     assert "out: rank 0: OSError: [Errno 28] No space left on device" in said[0]
+
+
+def export_and_die(folder: Path, operation: int) -> None:
+    """Export, but die before the file operation of that number."""
+    count = 0
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        within = args and isinstance(args[0], str | os.PathLike) and str(args[0]).startswith(str(folder))
+        if within and (event == "open" or event.startswith(("os.", "shutil."))):
+            count += 1
+            if count == operation:
+                os._exit(9)
+
+    sys.addaudithook(hook)
+    export_safetensors(small(), folder / "out", max_shard_size=7_000)
+
+
+def test_an_export_killed_at_any_operation_is_there_wholly_or_not_at_all(tmp_path):
+    expected = small().state_dict()
+    ended, operation = False, 0
+    while not ended:
+        operation += 1
+        folder = tmp_path / str(operation)
+        folder.mkdir()
+        try:
+            run_ranks(1, export_and_die, folder, operation)
+            ended = True
+        except RanksFailed as failed:
+            assert failed.failures[0].kind == "exit", failed
+        if (folder / "out").exists():
+            model = mark(small())
+            load_safetensors(model, folder / "out")
+            assert_same(model.state_dict(), expected)
+        else:
+            assert not ended
+            export_safetensors(small(), folder / "out")
+        assert [path.name for path in folder.iterdir()] == ["out"]
+    assert operation > 8
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path):
+    place = tmp_path / "disk"
+    place.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(place)]
+    mounted = subprocess.run(mount, capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small disk: {mounted.stderr.decode().strip()}")
+    try:
+        with pytest.raises(CheckpointError, match=r"exporting to .*/out: .*No space left on device"):
+            export_safetensors(chain(lambda module: module), place / "out")
+        assert list(place.iterdir()) == []
+        export_safetensors(small(), place / "out")
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 class Stateful(nn.Linear):
