@@ -97,9 +97,10 @@ def processes_of(networks: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_hosts_end_with_the_program_that_made_them(hosts, killed):
+def test_hosts_end_with_the_program_that_made_them(hosts, killed, tmp_path):
+    options = {"cwd": Path(__file__).parent, "env": {**os.environ, "TMPDIR": str(tmp_path)}}
     command = [sys.executable, "-c", MAKES_HOSTS]
-    with subprocess.Popen(command, cwd=Path(__file__).parent, stdin=PIPE, stdout=PIPE, text=True) as program:
+    with subprocess.Popen(command, stdin=PIPE, stdout=PIPE, text=True, **options) as program:
         networks = program.stdout.readline().split()
         assert len(processes_of(networks)) >= 2 * len(networks)
         if killed:
