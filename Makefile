@@ -6,7 +6,7 @@ STAMP  := $(VENV)/.installed
 ARGS   ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train test test-all lint format clean
+.PHONY: help venv train bench test test-all lint format clean
 
 help:  ## list the targets
 	@echo 'fullshard: fully sharded data parallel training for PyTorch'
@@ -17,6 +17,9 @@ venv: $(STAMP)  ## make .venv with the project and its development set (done onc
 
 train: venv  ## train a byte-level GPT, sharded over every core; options: make train ARGS="--steps 100"
 	@$(BIN)/fullshard train $(ARGS)
+
+bench: venv  ## measure training steps beside those of every peer that is installed; make bench ARGS="--size 34m"
+	@$(BIN)/fullshard bench $(ARGS)
 
 test: lint  ## linters, strict types and all tests but the slow ones
 	$(BIN)/python -m pytest $(ARGS)

@@ -18,15 +18,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from step_time import Contender, fsdp2, ours
-from torch import nn
 
 from fullshard import Placement, Placements
+from fullshard.bench import peers
+from fullshard.bench.model import Shape
+from fullshard.bench.ours import ours
+from fullshard.bench.trainer import Build
+from fullshard.bench.workload import Workload
 
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from hosts import sent_bytes, torchrun, two_hosts, wait_for
@@ -40,8 +44,8 @@ SYSTEMS = {
     "hpZ": ours(Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S)),
     "HFSDP": ours(Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S)),
     "hsdp": ours("hsdp"),
-    "torch FSDP2": fsdp2,
-    "torch DDP": nn.parallel.DistributedDataParallel,
+    "torch FSDP2": peers.fsdp2(),
+    "torch DDP": peers.ddp(),
 }
 NO_LIMIT = "unlimited"
 
@@ -69,15 +73,47 @@ def measure_on(hosts: Any, options: argparse.Namespace) -> dict[str, Any]:
         return json.load(result)
 
 
+class Contender:
+    """One system's trainer, and how long its steps took."""
+
+    def __init__(self, workload: Workload, build: Build) -> None:
+        self.trainer = build(workload, workload.model(torch.device("cpu")))
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+
+    def step(self, tokens: torch.Tensor) -> None:
+        """Train on `tokens`, and note the time between two barriers."""
+        dist.barrier()
+        start = time.perf_counter()
+        loss = self.trainer.step(tokens)
+        dist.barrier()
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(loss.item())
+
+
+def workload_of(options: argparse.Namespace) -> Workload:
+    """What all systems train."""
+    shape = Shape(
+        vocab=options.vocab,
+        width=options.width,
+        layers=options.layers,
+        heads=options.heads,
+        mlp_ratio=options.ratio,
+        batch=options.batch,
+        seq=options.seq,
+    )
+    return Workload(shape=shape, world=dist.get_world_size())
+
+
 def measure(options: argparse.Namespace) -> None:
     """On one rank: train with all systems in turn."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    contenders = {name: Contender(options, SYSTEMS[name]) for name in options.systems}
+    workload = workload_of(options)
+    contenders = {name: Contender(workload, SYSTEMS[name]) for name in options.systems}
     sent: dict[str, list[int]] = {name: [] for name in contenders}
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(options.warmup + options.rounds):
-        tokens = torch.randint(0, options.vocab, (options.batch, options.seq + 1), generator=generator)
+    for step in range(options.warmup + options.rounds):
+        tokens = workload.tokens(step, dist.get_rank())
         for name, contender in contenders.items():
             before = sent_bytes()  # a step begins and ends with a barrier, so nobody sends at either count
             contender.step(tokens)
@@ -85,7 +121,7 @@ def measure(options: argparse.Namespace) -> None:
     if dist.get_rank() == 0:
         first = next(iter(contenders.values()))
         found = {
-            "parameter_bytes": sum(p.numel() * p.element_size() for p in first.model.parameters()),
+            "parameter_bytes": 4 * workload.parameter_count(),
             "seconds": {name: it.seconds[options.warmup :] for name, it in contenders.items()},
             "sent_bytes": {name: statistics.median(counts[options.warmup :]) for name, counts in sent.items()},
             "loss_differs": max(

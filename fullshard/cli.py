@@ -33,6 +33,7 @@ SUBCOMMANDS = {
     "checkpoint": Subcommand(
         "fullshard.checkpoint_command.command", "list, inspect, verify, export and compare checkpoints"
     ),
+    "bench": Subcommand("fullshard.bench.command", "measure training steps beside those of other libraries"),
 }
 
 

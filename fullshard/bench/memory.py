@@ -1,0 +1,79 @@
+"""How much memory a process or a device has needed at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["Memory", "PeakMemory", "available_bytes", "process_bytes"]
+
+_PROCESS = Path("/proc/self")
+_RESET_PEAK = "5"  # see proc(5), clear_refs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Peaks of one rank in bytes. None where this machine does not tell."""
+
+    process: int | None  # above what there was at the start
+    allocated: int | None  # of a GPU, by torch's allocator
+    reserved: int | None
+
+
+class PeakMemory:
+    """The most memory that this process needs, above what it has when this object is made.
+
+    What counts is what the process has for itself, and its part of what it shares with other ranks; not the pages of
+    files, such as libraries, which come in at their first use and belong to everybody. The kernel keeps the peak, so
+    nothing is sampled and nothing is missed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = process_bytes()
+
+    def reset(self) -> None:
+        """Forget the peak so far."""
+        try:
+            (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
+        except OSError:  # not Linux, or not allowed: then the peak is not known
+            self._start = None
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> Memory:
+        """The peak since the last `reset`."""
+        peak = process_bytes(at_peak=True)
+        on_gpu = self._device.type == "cuda"
+        return Memory(
+            process=None if peak is None or self._start is None else max(0, peak - self._start),
+            allocated=torch.cuda.max_memory_allocated(self._device) if on_gpu else None,
+            reserved=torch.cuda.max_memory_reserved(self._device) if on_gpu else None,
+        )
+
+
+def process_bytes(*, at_peak: bool = False) -> int | None:
+    """Bytes that this process has for itself and its part of what it shares; None where the kernel does not tell."""
+    try:
+        status = _fields(_PROCESS / "status")
+        shared = _fields(_PROCESS / "smaps_rollup")["Pss_Shmem"]
+        whole = status["VmHWM" if at_peak else "VmRSS"]
+        return whole - status["RssFile"] - status["RssShmem"] + shared
+    except (OSError, KeyError):
+        return None
+
+
+def available_bytes() -> int | None:
+    """What programs can still get of this machine's memory; None where the kernel does not tell."""
+    try:
+        return _fields(Path("/proc/meminfo"))["MemAvailable"]
+    except (OSError, KeyError):
+        return None
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Bytes by name, of the lines `name:  number kB`."""
+    words = (line.split() for line in path.read_text().splitlines())
+    return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in words if len(parts) == 3 and parts[2] == "kB"}

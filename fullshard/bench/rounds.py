@@ -1,0 +1,191 @@
+"""All systems in turn, round by round."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from fullshard.bench.floor import FLOOR, Floor, FloorSeconds
+from fullshard.bench.memory import Memory
+from fullshard.bench.plain import Plain
+from fullshard.bench.report import BenchReport, Failure, SystemResult
+from fullshard.bench.team import Team, TeamFailed
+from fullshard.bench.training import WATCHED_STEPS, Training
+from fullshard.bench.turns import Span
+from fullshard.bench.workload import Workload
+
+__all__ = ["Plan", "Tell", "measure"]
+
+Tell = Callable[[str, str], None]
+"""Is told the stage, and what is done next in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured, and how often."""
+
+    workload: Workload
+    systems: Sequence[str]
+    rounds: int
+    steps: int  # of each system in a round
+    warmup: int  # rounds that do not count
+    timeout: float  # seconds that a system may take for a turn
+
+    @property
+    def turns(self) -> int:
+        """How many times something is told to go."""
+        return 1 + (len(self.systems) + 1) * (1 + self.warmup + self.rounds)
+
+
+def measure(plan: Plan, tell: Tell) -> BenchReport:
+    """Start every system once, and let them train in turn; a system that fails is left out from there on.
+
+    Raises:
+        TeamFailed: the plain process or the floor fails, so that there is nothing to compare with.
+    """
+    bench = _Bench(plan, tell)
+    try:
+        bench.start()
+        for number in range(plan.warmup + plan.rounds):
+            bench.round(number)
+        return bench.report()
+    finally:
+        bench.end()
+
+
+@dataclass
+class _Running:
+    """One system that is under way."""
+
+    team: Team
+    tensor_bytes: int
+    losses: list[Sequence[float]]  # of each rank, by step
+    seconds: list[float] = field(default_factory=list)
+
+
+class _Bench:
+    """The state of one benchmark."""
+
+    def __init__(self, plan: Plan, tell: Tell) -> None:
+        self._plan = plan
+        self._tell = tell
+        self._expected: list[list[float]] = []
+        self._floor: Team | None = None
+        self._floors: list[FloorSeconds] = []
+        self._running: dict[str, _Running] = {}
+        self._failed: dict[str, Failure] = {}
+
+    def start(self) -> None:
+        """Losses of the plain process, and every system ready to train."""
+        plan = self._plan
+        self._tell("starting", "one plain process")
+        plain = Team(Plain, plan.workload, world=1, timeout=plan.timeout)
+        try:
+            self._expected = plain.ask("losses", WATCHED_STEPS + (plan.warmup + plan.rounds) * plan.steps)[0]
+        finally:
+            plain.end()
+        self._tell("starting", FLOOR)
+        self._floor = Team(Floor, plan.workload, timeout=plan.timeout)
+        for name in plan.systems:
+            self._tell("starting", name)
+            self._or_failed(name, partial(self._start, name))
+
+    def round(self, number: int) -> None:
+        """A turn for each system and for the floor, the other way round in every other round."""
+        plan = self._plan
+        stage = f"round {number - plan.warmup + 1} of {plan.rounds}" if number >= plan.warmup else "warming up"
+        counts = number >= plan.warmup
+        first = WATCHED_STEPS + number * plan.steps
+        order = [FLOOR, *self._running]
+        for name in order if number % 2 == 0 else reversed(order):
+            self._tell(stage, name)
+            if name == FLOOR:
+                self._floor_turn(first, counts)
+            else:
+                self._or_failed(name, partial(self._turn, name, first, counts, number == plan.warmup))
+
+    def report(self) -> BenchReport:
+        """What it all came to."""
+        results: list[SystemResult] = []
+        for name in list(self._running):
+            self._or_failed(name, lambda name=name: results.append(self._result(name)))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+        return BenchReport(
+            workload=self._plan.workload,
+            steps=self._plan.steps,
+            floor=self._floors,
+            systems=results,
+            failed=self._failed,
+        )
+
+    def end(self) -> None:
+        """Stop all processes."""
+        for running in self._running.values():
+            running.team.end()
+        if self._floor is not None:
+            self._floor.end()
+
+    def _start(self, name: str) -> None:
+        plan = self._plan
+        team = Team(partial(Training, name=name), plan.workload, timeout=plan.timeout)
+        try:
+            prepared = team.ask("prepare")
+        except BaseException:
+            team.end()
+            raise
+        losses = list(zip(*(rank.losses for rank in prepared), strict=True))
+        self._running[name] = _Running(team, max(rank.tensor_bytes for rank in prepared), list(losses))
+
+    def _floor_turn(self, first: int, counts: bool) -> None:
+        assert self._floor is not None
+        seconds = FloorSeconds.of(self._floor.ask("run", first, self._plan.steps))
+        if counts:
+            self._floors.append(seconds)
+
+    def _turn(self, name: str, first: int, counts: bool, counts_first: bool) -> None:
+        running, steps = self._running[name], self._plan.steps
+        if counts_first:
+            running.team.ask("forget_peak")
+        turns = running.team.ask("run", first, steps)
+        running.losses += zip(*(turn.losses for turn in turns), strict=True)
+        if counts:
+            running.seconds.append(Span.seconds(turn.span for turn in turns) / steps)
+
+    def _result(self, name: str) -> SystemResult:
+        running = self._running[name]
+        memory: list[Memory] = running.team.ask("memory")
+        return SystemResult(
+            name=name,
+            seconds=running.seconds,
+            loss_difference=largest_difference(running.losses, self._expected),
+            tensor_bytes=running.tensor_bytes,
+            process_bytes=_largest(rank.process for rank in memory),
+            allocated_bytes=_largest(rank.allocated for rank in memory),
+            reserved_bytes=_largest(rank.reserved for rank in memory),
+        )
+
+    def _or_failed(self, name: str, run: Callable[[], None]) -> None:
+        """Do what may fail; if it does, the system is out."""
+        try:
+            run()
+        except TeamFailed as failed:
+            self._failed[name] = Failure(reason=str(failed), details=failed.details)
+            if name in self._running:
+                self._running.pop(name).team.end()
+
+
+def largest_difference(losses: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> float:
+    """The largest between two sets of losses by step and rank; infinite where one is not a number."""
+    differences = [
+        abs(loss - other)
+        for step, others in zip(losses, expected, strict=True)
+        for loss, other in zip(step, others, strict=True)
+    ]
+    return max(differences) if all(math.isfinite(it) for it in differences) else math.inf
+
+
+def _largest(counts: Iterable[int | None]) -> int | None:
+    """The largest of all ranks'; None where a rank does not know."""
+    known = list(counts)
+    return None if None in known else max(count for count in known if count is not None)

@@ -1,0 +1,31 @@
+"""What many rounds come to: pure arithmetic on numbers that are in the order of the rounds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Spread", "ratios"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """The middle of some numbers, and where their middle half lies."""
+
+    median: float
+    low: float  # the first quartile
+    high: float  # the third
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """That of `values`, at least one."""
+        if len(values) == 1:
+            return cls(median=values[0], low=values[0], high=values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median=median, low=low, high=high)
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Round by round, so that a machine which is slow for a while is slow for both."""
+    return [value / other for value, other in zip(values, others, strict=True)]

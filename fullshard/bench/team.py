@@ -1,0 +1,188 @@
+"""A set of rank processes that is started once and does what it is told in between: nothing, asleep."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fullshard.bench.workload import Workload
+from fullshard.errors import FullshardError
+
+__all__ = ["Team", "TeamFailed"]
+
+_LOOPBACK = "127.0.0.1"
+# What the fork server imports once, so that no rank has to: the first DTensor that is made imports torch._dynamo.
+_PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.optim", "torch._dynamo", "fullshard.bench.training")
+
+
+class TeamFailed(FullshardError):  # noqa: N818  # says what happened
+    """A rank of a team raised, died, or did not answer in time; `details` has its traceback, if there is one."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What a rank says that cannot go on."""
+
+    said: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What all ranks of a team are told at the start."""
+
+    make: Callable[[Workload], Any]
+    workload: Workload
+    world: int
+    port: int
+    timeout: float
+
+
+class Team:
+    """`world` rank processes with a process group of their own, each of which has made a `make(workload)`.
+
+    Args:
+        make: makes, on each rank, the object whose methods are asked for; it must be importable.
+        workload: what is trained.
+        world: how many ranks; those of the workload, if None.
+        timeout: seconds within which a question must be answered.
+
+    Raises:
+        TeamFailed: a rank cannot be made, or does not answer.
+    """
+
+    def __init__(
+        self, make: Callable[[Workload], Any], workload: Workload, *, world: int | None = None, timeout: float = 600.0
+    ) -> None:
+        self._timeout = timeout
+        world = workload.world if world is None else world
+        # The store lives here, so that no rank that ends takes it along.
+        self._store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        job = _Job(make, workload, world, self._store.port, timeout)
+        self._ranks: list[tuple[ForkServerProcess, Connection]] = []
+        try:
+            for rank in range(world):
+                self._ranks.append(_started(job, rank))
+            self._answers()
+        except BaseException:
+            self.end()
+            raise
+
+    def ask(self, method: str, *arguments: Any) -> list[Any]:
+        """What `method(*arguments)` of each rank's object returns, in rank order.
+
+        Raises:
+            TeamFailed: a rank raised, died, or did not answer in time.
+        """
+        for _, connection in self._ranks:
+            with suppress(BrokenPipeError):  # a rank that is gone is found when it should answer
+                connection.send((method, arguments))
+        return self._answers()
+
+    def end(self) -> None:
+        """Stop all processes, whatever they do."""
+        for process, connection in self._ranks:
+            process.kill()
+            process.join()
+            process.close()
+            connection.close()
+        self._ranks.clear()
+
+    def _answers(self) -> list[Any]:
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + self._timeout
+        while waiting:
+            ready = wait_for_any(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                late = ", ".join(str(rank) for rank in waiting.values())
+                raise TeamFailed(f"rank {late} did not answer within {self._timeout:g} s.")
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = waiting.pop(connection)
+                answers[rank] = self._answer(rank)
+        return [answers[rank] for rank in range(len(self._ranks))]
+
+    def _answer(self, rank: int) -> Any:
+        process, connection = self._ranks[rank]
+        try:
+            answer = connection.recv()
+        except (EOFError, ConnectionResetError):
+            process.join(timeout=1.0)
+            raise TeamFailed(f"rank {rank} ended with exit code {process.exitcode}.") from None
+        if isinstance(answer, _Failure):
+            raise TeamFailed(f"rank {rank}: {answer.said}", answer.traceback)
+        return answer
+
+
+def _started(job: _Job, rank: int) -> tuple[ForkServerProcess, Connection]:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOAD))
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(job, rank, theirs), name=f"rank {rank}", daemon=True)
+    process.start()
+    theirs.close()  # the rank holds the only other end now, so its death reads as an end of file here
+    return process, ours
+
+
+# ------------------------------------------------------------------------------------------------- the rank's side
+
+
+def _serve(job: _Job, rank: int, connection: Connection) -> None:
+    """The life of one rank: make the object, then call its methods as asked, until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
+    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        try:
+            _begin(job, rank)
+            subject = job.make(job.workload)
+            connection.send(None)
+            while True:
+                method, arguments = connection.recv()
+                connection.send(getattr(subject, method)(*arguments))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except BaseException as error:
+            lines = str(error).strip().splitlines()
+            said = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            connection.send(_Failure(said, "".join(traceback.format_exception(error))))
+            connection.recv()  # leaving now would break connections that slower ranks still use
+    os._exit(0)
+
+
+def _begin(job: _Job, rank: int) -> None:
+    """Threads, device and process group of this rank, and silence: what peers warn of is not the user's to mend."""
+    warnings.simplefilter("ignore")
+    logging.captureWarnings(True)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
+    torch.set_num_threads(job.workload.threads)
+    limit = timedelta(seconds=2 * job.timeout)  # the limit of a question comes first, with a better message
+    store = dist.TCPStore(_LOOPBACK, job.port, is_master=False, timeout=limit)
+    device = job.workload.device(rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=job.world, timeout=limit, device_id=device)
+        return
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world, timeout=limit)

@@ -1,0 +1,55 @@
+"""One system's model and optimizer, and its training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.bench.model import Model
+from fullshard.bench.workload import Workload
+
+__all__ = ["Build", "Trainer"]
+
+
+class Trainer:
+    """A step of training as torch's users write it: forward, backward, step, zero.
+
+    Args:
+        workload: what is trained.
+        model: the model, made into what the system makes of it.
+        optimizer: over the parameters of `model`.
+        autocast: compute in the workload's dtype by torch's autocast, for a system that has no way of its own.
+    """
+
+    def __init__(
+        self, workload: Workload, model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: bool = False
+    ) -> None:
+        self.workload = workload
+        self.model = model
+        self.optimizer = optimizer
+        self.autocast = autocast and workload.casts
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Train on `tokens`; the loss before that."""
+        with self._computing():
+            loss = self.workload.loss(self.model, tokens)
+        self.update(loss)
+        return loss.detach()
+
+    def update(self, loss: Tensor) -> None:
+        """Let the parameters follow the gradients of `loss`."""
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _computing(self) -> AbstractContextManager[object]:
+        if not self.autocast:
+            return nullcontext()
+        return torch.autocast(self.workload.device_type, dtype=self.workload.compute_dtype)
+
+
+Build = Callable[[Workload, Model], Trainer]
+"""Makes a system of the whole model with its first weights, on a rank whose process group is there."""
