@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fullshard.bench.model import Block, Model
 from fullshard.bench.trainer import Build, Trainer
@@ -35,6 +34,8 @@ def ddp(*, bucket_views: bool = False) -> Build:
 
 def zero1(workload: Workload, model: Model) -> Trainer:
     """`DistributedDataParallel` with `ZeroRedundancyOptimizer`."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     wrapped = _ddp(workload, model, bucket_views=True)
     call = OPTIMIZERS[workload.optimizer]
     optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=call.kind, **call.arguments)

@@ -59,7 +59,7 @@ class TrainingSettings:
     dtype: str = "fp32"
     """What computes: fp32 or bf16. Parameters at rest, sums of gradients and the optimizer stay in float32."""
     optimizer: str = "adamw"
-    """The call that all systems make: adamw (fused), adamw-default (without that), sgd (momentum, fused)."""
+    """The call that all systems make: adamw (fused), adamw-default (without that), sgd (with momentum)."""
     seed: int = 0
     """Fixes the first weights and the data."""
 

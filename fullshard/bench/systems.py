@@ -50,7 +50,11 @@ SYSTEMS = {
     "torch-ddp-views": System(
         "DistributedDataParallel, gradient_as_bucket_view", peers.ddp(bucket_views=True), replicates=True, variant=True
     ),
-    "torch-zero1": System("DistributedDataParallel, gradient_as_bucket_view; ZeroRedundancyOptimizer", peers.zero1),
+    "torch-zero1": System(
+        "DistributedDataParallel, gradient_as_bucket_view; ZeroRedundancyOptimizer",
+        peers.zero1,
+        needs="torch.distributed.optim",
+    ),
     "torch-fsdp1": System("FullyShardedDataParallel, FULL_SHARD, use_orig_params", peers.fsdp1, needs=_FSDP),
     "torch-fsdp2": System("fully_shard", peers.fsdp2(), needs=_FSDP),
     "torch-fsdp2-whole": System(

@@ -33,7 +33,7 @@ class OptimizerCall:
 OPTIMIZERS = {
     "adamw": OptimizerCall(torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
     "adamw-default": OptimizerCall(torch.optim.AdamW, {"lr": 1e-3}),
-    "sgd": OptimizerCall(torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "fused": True}),
+    "sgd": OptimizerCall(torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9}),
 }
 
 
