@@ -87,18 +87,28 @@ def fsdp2(*, reshard_after_forward: bool | None = None, prefetch: bool = False) 
 
 
 def deepspeed(stage: int) -> Build:
-    """DeepSpeed's ZeRO of that stage, with the same optimizer of torch's."""
+    """DeepSpeed's ZeRO of that stage, with the same optimizer of torch's. Its defaults clip gradients, and make buckets
+    of 2 GB whatever the model; here nothing is clipped, and a bucket holds a block.
+    """
 
     def build(workload: Workload, model: Model) -> Trainer:
         logging.disable(logging.WARNING)  # it tells its settings at length
         library = importlib.import_module("deepspeed")
+        block = sum(param.numel() for param in model.blocks[0].parameters())
         engine, optimizer, _, _ = library.initialize(
             model=model,
             optimizer=workload.make_optimizer(model.parameters()),
             dist_init_required=False,
             config={
                 "train_micro_batch_size_per_gpu": workload.shape.batch,
-                "zero_optimization": {"stage": stage},
+                "zero_optimization": {
+                    "stage": stage,
+                    "reduce_bucket_size": block,
+                    "allgather_bucket_size": block,
+                    "stage3_prefetch_bucket_size": block,
+                },
+                "gradient_clipping": 0.0,
+                "communication_data_type": "fp32",
                 "zero_allow_untested_optimizer": True,
                 "bf16": {"enabled": workload.casts},
                 "steps_per_print": None,

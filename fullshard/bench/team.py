@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -10,13 +10,14 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -152,15 +153,19 @@ def _started(job: _Job, rank: int) -> tuple[ForkServerProcess, Connection]:
 def _serve(job: _Job, rank: int, connection: Connection) -> None:
     """The life of one rank: make the object, then call its methods as asked, until nobody asks any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
-    with suppress(EOFError, BrokenPipeError, ConnectionResetError):
+    gone = (EOFError, BrokenPipeError, ConnectionResetError)
+    with suppress(*gone), Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):
         try:
-            _begin(job, rank)
-            subject = job.make(job.workload)
+            with _limit(job):
+                _begin(job, rank)
+                subject = job.make(job.workload)
             connection.send(None)
             while True:
                 method, arguments = connection.recv()
-                connection.send(getattr(subject, method)(*arguments))
-        except (EOFError, BrokenPipeError, ConnectionResetError):
+                with _limit(job):
+                    answer = getattr(subject, method)(*arguments)
+                connection.send(answer)
+        except gone:
             raise
         except BaseException as error:
             lines = str(error).strip().splitlines()
@@ -170,10 +175,19 @@ def _serve(job: _Job, rank: int, connection: Connection) -> None:
     os._exit(0)
 
 
+@contextmanager
+def _limit(job: _Job) -> Iterator[None]:
+    """Let this process end itself if the block hangs: nobody is left to do so if the caller was killed."""
+    faulthandler.dump_traceback_later(2 * job.timeout, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def _begin(job: _Job, rank: int) -> None:
     """Threads, device and process group of this rank, and silence: what peers warn of is not the user's to mend."""
     warnings.simplefilter("ignore")
-    logging.captureWarnings(True)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
     torch.set_num_threads(job.workload.threads)
     limit = timedelta(seconds=2 * job.timeout)  # the limit of a question comes first, with a better message
