@@ -4,6 +4,7 @@ that sleep, fail and end as they should. Nothing here depends on how fast anythi
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import mmap
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
+from test_docs import page, rows, section
 
 import fullshard.bench.command
 import fullshard.bench.settings
@@ -27,6 +30,7 @@ from fullshard.bench.floor import FloorSeconds, FloorTurn
 from fullshard.bench.memory import PeakMemory, process_bytes
 from fullshard.bench.model import SIZES
 from fullshard.bench.picture import draw
+from fullshard.bench.progress import shown
 from fullshard.bench.report import BenchReport, Failure, SystemResult
 from fullshard.bench.rounds import Plan, largest_difference, measure
 from fullshard.bench.spread import Spread, ratios
@@ -205,6 +209,19 @@ def test_failures_are_told_below_the_table_and_in_json():
     assert "torch-fsdp1 failed: no" in report.said
     assert report.as_dict()["failed"] == {"torch-fsdp1": {"reason": "no", "details": "Traceback"}}
     assert len(report.tables()) == 1  # nothing of ours to compare with the peer
+
+
+def test_on_a_terminal_there_is_a_bar_and_elsewhere_a_line_for_each_stage():
+    def said(*, terminal: bool) -> str:
+        console = Console(file=io.StringIO(), force_terminal=terminal, color_system=None, width=80)
+        with shown(console, 3) as tell:
+            for what in ("floor", "torch-ddp"):
+                tell("starting", what)
+            tell("round 1 of 1", "floor")
+        return console.file.getvalue()
+
+    assert said(terminal=False) == "starting\nround 1 of 1\n"
+    assert "2/3 round 1 of 1: floor" in said(terminal=True)
 
 
 def test_the_picture_is_drawn(tmp_path):
@@ -443,6 +460,11 @@ def test_a_failure_is_exit_code_1(monkeypatch, capsys):
     monkeypatch.setattr(fullshard.bench.command, "measure", fail)
     assert main(["bench", "--size", "tiny"]) == 1
     assert capsys.readouterr().err == "fullshard: there is nothing to compare with: rank 0: ValueError: no\nTraceback\n"
+
+
+def test_the_page_names_every_system():
+    named = [name.strip() for row in rows(section(page("docs/benchmarks.md"), "Systems")) for name in row[0].split(",")]
+    assert named == list(SYSTEMS)
 
 
 def test_help_explains_every_option(capsys):

@@ -27,6 +27,7 @@ _MaybeStr = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hin
 _MaybePath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 
 _DEVICES = ("cpu", "cuda")
+_RANKS_ON_CPU = 2
 _BYTES_OF_A_PARAMETER = 16  # itself, its gradient and two moments, in float32
 
 
@@ -72,7 +73,7 @@ class MeasureSettings:
     """Names of systems, separated by commas; all: every one that is installed, without variants of the same.
     A wrong name is answered by the list of them."""
     ranks: _MaybeInt = None
-    """Processes of each system. Left out: one for each GPU, or for each core where there is none."""
+    """Processes of each system, all of which are there at once. Left out: one for each GPU, or two without GPUs."""
     device: _MaybeStr = None
     """cpu or cuda. Left out: cuda where there is a GPU."""
     rounds: int = 10
@@ -136,7 +137,8 @@ class BenchSettings:
         """
         device_type = _device_type(self.measure.device)
         ranks = self.measure.ranks
-        world = (torch.cuda.device_count() if device_type == "cuda" else cores_of_machine()) if ranks is None else ranks
+        usual = torch.cuda.device_count() if device_type == "cuda" else _RANKS_ON_CPU
+        world = usual if ranks is None else ranks
         _check_least("ranks", world, 1)
         if device_type == "cuda" and world > torch.cuda.device_count():
             raise ConfigError(
