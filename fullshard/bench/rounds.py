@@ -110,7 +110,7 @@ class _Bench:
         """What it all came to."""
         results: list[SystemResult] = []
         for name in list(self._running):
-            self._or_failed(name, lambda name=name: results.append(self._result(name)))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
+            self._or_failed(name, partial(self._collect, name, results))
         return BenchReport(
             workload=self._plan.workload,
             steps=self._plan.steps,
@@ -152,17 +152,19 @@ class _Bench:
         if counts:
             running.seconds.append(Span.seconds(turn.span for turn in turns) / steps)
 
-    def _result(self, name: str) -> SystemResult:
+    def _collect(self, name: str, results: list[SystemResult]) -> None:
         running = self._running[name]
         memory: list[Memory] = running.team.ask("memory")
-        return SystemResult(
-            name=name,
-            seconds=running.seconds,
-            loss_difference=largest_difference(running.losses, self._expected),
-            tensor_bytes=running.tensor_bytes,
-            process_bytes=_largest(rank.process for rank in memory),
-            allocated_bytes=_largest(rank.allocated for rank in memory),
-            reserved_bytes=_largest(rank.reserved for rank in memory),
+        results.append(
+            SystemResult(
+                name=name,
+                seconds=running.seconds,
+                loss_difference=largest_difference(running.losses, self._expected),
+                tensor_bytes=running.tensor_bytes,
+                process_bytes=_largest(rank.process for rank in memory),
+                allocated_bytes=_largest(rank.allocated for rank in memory),
+                reserved_bytes=_largest(rank.reserved for rank in memory),
+            )
         )
 
     def _or_failed(self, name: str, run: Callable[[], None]) -> None:

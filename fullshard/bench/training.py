@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -19,12 +20,12 @@ __all__ = ["WATCHED_STEPS", "Prepared", "Training"]
 WATCHED_STEPS = 2  # the first makes the optimizer's state, so the second is like all that follow
 
 
+@dataclass(frozen=True)
 class Prepared:
-    """What is known of a rank once its system stands: the most bytes of tensors, and the first losses."""
+    """What is known of a rank once its system stands."""
 
-    def __init__(self, tensor_bytes: int, losses: Sequence[float]) -> None:
-        self.tensor_bytes = tensor_bytes
-        self.losses = losses
+    tensor_bytes: int  # the most that were alive at once in a step
+    losses: Sequence[float]  # of the watched steps
 
 
 class Training:
