@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 from fullshard.errors import LayoutError
@@ -92,7 +93,7 @@ class Cut:
                 f"Choose a dim from 0 to {len(self.shape) - 1}."
             )
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole tensor."""
         return prod(self.shape)
@@ -113,7 +114,7 @@ class Cut:
         """Elements of `rank`'s shard."""
         return prod(self.shard_shape(rank))
 
-    @property
+    @cached_property
     def part_numel(self) -> int:
         """Elements of the largest shard, which is rank 0's."""
         return self.shard_numel(0)
@@ -179,10 +180,16 @@ class SectionLayout:
         """The stretch of the shard buffer that is the pack."""
         return slice(self.pack_offset, self.shard_numel)
 
-    @property
+    @cached_property
     def in_place(self) -> tuple[Place, ...]:
         """The places that need no copy, in order."""
         return tuple(place for place in self.places if place.in_place)
+
+    @cached_property
+    def packed(self) -> tuple[int, ...]:
+        """The indices of the parameters that are packed, as they lie in the pack."""
+        packed = [i for i, place in enumerate(self.places) if not place.in_place]
+        return tuple(sorted(packed, key=lambda i: self.places[i].shard_offset))
 
     @property
     def wire_numel(self) -> int:

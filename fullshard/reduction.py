@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fullshard._compat import grad_hooks, shares_memory
@@ -142,34 +143,49 @@ class Reduction:
     def _sums(self) -> list[Tensor]:
         """Where this rank's sums go, of each of the terms."""
         section, layout = self._section, self._section.layout
-        sums = [section.shard_view(layout.places[i], self._shards) for i in self._in_place]
+        sums = [section.shard_view(i, self._shards) for i in self._in_place]
         return [*sums, self._shards[layout.pack]] if self._packs else sums
 
     def _packed_by_rank(self) -> Tensor:
         """The gradients of packed parameters, each rank's parts side by side: the one copy, of little."""
-        section, layout = self._section, self._section.layout
-        wire = self._take(layout.world * layout.pack_numel).zero_().view(layout.world, layout.pack_numel)
-        for i, grad in self._grads.items():
+        layout = self._section.layout
+        wire = self._take(layout.world * layout.pack_numel).view(layout.world, layout.pack_numel)
+        pieces, end = [], layout.pack_offset
+        for i in layout.packed:
             place = layout.places[i]
-            if place.in_place:
-                continue
-            if place.cut.dim is None:
-                start = place.shard_offset - layout.pack_offset
-                wire[:, start : start + grad.numel()].copy_(grad.view(1, -1).expand(layout.world, -1))
-            else:
-                for part, stretch in section.pack_pairs(place, grad.view(place.cut.shape), wire):
-                    stretch.copy_(part)
+            if place.shard_offset > end:
+                pieces.append(wire.new_zeros(layout.world, place.shard_offset - end))
+            pieces.append(self._by_rank(i))
+            end = place.part.stop
+        if end < layout.shard_numel:
+            pieces.append(wire.new_zeros(layout.world, layout.shard_numel - end))
+        torch.cat(pieces, dim=1, out=wire)
         return wire.view(-1)
 
+    def _by_rank(self, i: int) -> Tensor:
+        """The gradient of parameter `i`, packed, with a row a rank. Of one that is missing, zeros."""
+        section, cut = self._section, self._section.layout.places[i].cut
+        grad, shape = self._grads.get(i), (cut.world, cut.part_numel)
+        if grad is None:
+            return torch.zeros(shape, dtype=section.contract.reduce, device=section.device)
+        if cut.dim is None:
+            return grad.view(1, -1).expand(shape)
+        if cut.dim == 0:  # parts follow one another
+            flat = grad.view(-1)
+            return (F.pad(flat, (0, cut.padding)) if cut.padding else flat).view(shape)
+        rows = grad.new_zeros(shape)
+        for part, row in section.row_pairs(cut, grad.view(cut.shape), rows):
+            row.copy_(part)
+        return rows
+
     def _deliver_shards(self) -> None:
-        section, layout = self._section, self._section.layout
+        section = self._section
         shards, fresh = self._shards, [i for i in self._grads if section.params[i].grad is None]
         if shards is not section.grads and len(fresh) == len(self._grads):
             shards = section.new_grad_shards()
             shards.copy_(self._shards, non_blocking=True)
         for i in self._grads:
-            place = layout.places[i]
-            shard = section.shard_view(place, shards).view(place.cut.shard_shape(section.rank))
+            shard = section.shard_view(i, shards).view(section.own_shapes[i])
             if shards is self._shards and shards is not section.grads:  # scratch: must not outlive this call
                 _add_grad(section.params[i], shard.to(section.home.device, section.contract.stored, copy=i in fresh))
             else:
@@ -202,7 +218,7 @@ class Reduction:
     def _first_sum(self, i: int) -> Tensor:
         """The first sum of parameter `i`: a view."""
         if self._section.cuts_optimizer:
-            return self._section.shard_view(self._section.layout.places[i], self._shards)
+            return self._section.shard_view(i, self._shards)
         return self._grads[i].view(-1)
 
     def _keep_partial(self) -> None:

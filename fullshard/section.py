@@ -23,7 +23,7 @@ from torch import Tensor
 from fullshard._compat import storage_references
 from fullshard.buffers import Pool, typed_view
 from fullshard.collectives import Collectives, Pending, collectives_for
-from fullshard.layout import Place, SectionLayout, lay_out
+from fullshard.layout import Cut, Place, SectionLayout, lay_out
 from fullshard.mesh import Axes, own_part, subgroup
 from fullshard.precision import DtypeContract
 from fullshard.record import Origin
@@ -98,8 +98,8 @@ class Section:
     ) -> None:
         self.contract = contract
         self.rank = axes.shard_rank
-        self.layout: SectionLayout = lay_out(
-            [s.moved.shape for s in sources], axes.shard_world, contract.itemsize, [s.dim for s in sources]
+        self._settle(
+            lay_out([s.moved.shape for s in sources], axes.shard_world, contract.itemsize, [s.dim for s in sources])
         )
         self.device = device
         self.home = home
@@ -132,6 +132,15 @@ class Section:
         self._held: dict[int, Tensor] = {}  # whole gradients of microbatches that were not reduced, in the reduce dtype
         self.partial: dict[int, Tensor] = {}  # sums over the shard axis, or the group, that miss the other level
         self._sources = list(sources)
+
+    def _settle(self, layout: SectionLayout) -> None:
+        """Lie so from now on. What every step needs of it is computed once."""
+        self.layout = layout
+        self.own_shapes = [place.cut.shard_shape(self.rank) for place in layout.places]
+        starts = [place.shard_offset for place in layout.places]
+        self._own_slices = [
+            slice(start, start + prod(shape)) for start, shape in zip(starts, self.own_shapes, strict=True)
+        ]
 
     # -- buffers ------------------------------------------------------------------------------------------------------
 
@@ -180,7 +189,7 @@ class Section:
             pair
             for place, whole in zip(layout.places, wholes, strict=True)
             if not place.in_place
-            for pair in self.pack_pairs(place, whole, wire)
+            for pair in self.row_pairs(place.cut, whole, self._columns(place, wire))
         ]
 
     def unbind(self) -> None:
@@ -226,7 +235,7 @@ class Section:
         self.contract, self.home, self.device = contract, home, device
         cuts = [param.place.cut for param in self.params]
         dims = [cut.dim for cut in cuts]
-        self.layout = lay_out([cut.shape for cut in cuts], self.layout.world, contract.itemsize, dims)
+        self._settle(lay_out([cut.shape for cut in cuts], self.layout.world, contract.itemsize, dims))
         for param, place in zip(self.params, self.layout.places, strict=True):
             param.place = place
         self.grads = None
@@ -264,36 +273,38 @@ class Section:
         start = place.whole_offset + self.rank * cut.part_numel
         return self.whole[start : start + prod(shape)].view(shape)
 
-    def pack_pairs(self, place: Place, whole: Tensor, wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs (stretch of the parameter, stretch of the pack) that hold the same values; `wire` has a row a rank."""
-        cut = place.cut
+    def _columns(self, place: Place, wire: Tensor) -> Tensor:
+        """The columns of the pack, which has a row a rank, that hold one parameter."""
         start = place.shard_offset - self.layout.pack_offset
-        columns = wire[:, start : start + cut.part_numel]
+        return wire[:, start : start + place.cut.part_numel]
+
+    def row_pairs(self, cut: Cut, whole: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Pairs (stretch of the parameter, stretch of `rows`) that hold the same values; `rows` has one a rank."""
         if cut.dim is None:
-            yield whole.reshape(1, -1), columns[self.rank : self.rank + 1]
+            yield whole.reshape(1, -1), rows[self.rank : self.rank + 1]
         elif cut.dim == 0 and cut.part_numel:
             full = cut.numel // cut.part_numel
             flat = whole.reshape(-1)
-            yield flat[: full * cut.part_numel].view(full, -1), columns[:full]
+            yield flat[: full * cut.part_numel].view(full, -1), rows[:full]
             rest = cut.numel - full * cut.part_numel
             if rest:
-                yield flat[full * cut.part_numel :], columns[full, :rest]
+                yield flat[full * cut.part_numel :], rows[full, :rest]
         elif cut.part_numel:
             for rank in range(cut.world):
                 span = cut.span(rank)
                 if span:
                     part = whole.narrow(cut.dim, span.start, len(span))
-                    yield part, columns[rank, : part.numel()].view(part.shape)
+                    yield part, rows[rank, : part.numel()].view(part.shape)
 
     # -- gather -------------------------------------------------------------------------------------------------------
 
     @property
     def is_gathered(self) -> bool:
         """Whether the whole buffer, having been kept, still has every rank's present values."""
-        return self._gathered_version == self._version()
+        return self._gathered_version >= 0 and self._gathered_version == self._version()
 
     def _version(self) -> int:
-        return sum(param.version for param in self.params)
+        return sum(param.sharded._version for param in self.params)
 
     def forget(self) -> None:
         """Gather anew when whole parameters are needed next."""
@@ -458,6 +469,6 @@ class Section:
             self._grads_own_references = storage_references(grads.untyped_storage())
         return grads
 
-    def shard_view(self, place: Place, buffer: Tensor) -> Tensor:
-        """This rank's stretch of a shard buffer for one parameter, 1-D, without padding."""
-        return buffer[place.shard_offset : place.shard_offset + place.cut.shard_numel(self.rank)]
+    def shard_view(self, i: int, buffer: Tensor) -> Tensor:
+        """This rank's stretch of a shard buffer for parameter `i`, 1-D, without padding."""
+        return buffer[self._own_slices[i]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -135,21 +136,19 @@ class ShardedParam:
         assert current is not None
         return current
 
-    def check_in_place(self) -> None:
-        """Raise if a module has been given something else in place of the sharded parameter.
+    def refuse_replacement(self, owner: Owner) -> NoReturn:
+        """Raise, since `owner` has something else in place of the sharded parameter.
 
         Raises:
-            StateError: it has.
+            StateError: always.
         """
-        for owner in self.owners:
-            found = owner.module._parameters.get(owner.name)
-            if found is not self.sharded:
-                raise StateError(
-                    f"{owner.name} of {type(owner.module).__name__} ({self.fqn}) was replaced by "
-                    f"{'nothing' if found is None else f'another parameter, {tuple(found.shape)}'} after it was "
-                    "sharded, which would be ignored. Replace, tie or reparametrise it before sharding; to change its "
-                    "values, use load_state_dict or summon_full_params."
-                )
+        found = owner.module._parameters.get(owner.name)
+        raise StateError(
+            f"{owner.name} of {type(owner.module).__name__} ({self.fqn}) was replaced by "
+            f"{'nothing' if found is None else f'another parameter, {tuple(found.shape)}'} after it was "
+            "sharded, which would be ignored. Replace, tie or reparametrise it before sharding; to change its "
+            "values, use load_state_dict or summon_full_params."
+        )
 
     def adopt(self) -> bool:
         """Take over the parameter that the module has now, which `Module.to` and its like may have replaced or moved.

@@ -206,10 +206,13 @@ class Unit:
         if self.form is not Form.SHARDED:
             return
         for param in self.params:
-            param.check_in_place()
+            for owner in param.owners:
+                if owner.module._parameters.get(owner.name) is not param.sharded:
+                    param.refuse_replacement(owner)
         if not all(section.is_at_home for section in self.sections):
             self.adopt()  # a part of the module was moved or cast alone
-        self.check_materialized()
+        if self.is_meta:
+            self.check_materialized()
         self._fill(phase)
         stale = [section for section in self.sections if not section.is_gathered]
         group_nbytes = self._group_nbytes
