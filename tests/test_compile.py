@@ -9,9 +9,11 @@ import torch
 from small_models import (
     ONE_AXIS,
     Chain,
+    Layer,
     Shard,
     agree_with_plain,
     chain,
+    initialise,
     inputs,
     leave,
     memory_is_shared,
@@ -24,8 +26,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
 
 # The compiler itself looks at the gradients of what it is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -73,7 +76,9 @@ class Steps(Chain):
 
 
 def whole_model(shard: Shard, **options: Any) -> Any:
-    return torch.compile(chain(shard, Steps()), **options)
+    model = Steps()
+    initialise(model)
+    return torch.compile(shard(model, auto_wrap_policy=ModuleWrapPolicy({Layer})), **options)
 
 
 def whole_loop(shard: Shard, **options: Any) -> Any:
@@ -87,7 +92,7 @@ def learn(model: Any) -> list[Any]:
         with torch._dynamo.config.patch(error_on_recompile=step > 1):
             loss = model(inputs(step)).square().mean()
             loss.backward()
-            left += [loss.detach(), whole_grads(model)]
+            left += [loss.detach(), list(whole_grads(model).values())]
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
@@ -109,6 +114,15 @@ def test_compiled_models_learn_the_bits_of_plain_ones_compiled_in_the_same_way(b
     options = {"backend": "aot_eager", "fullgraph": build in BLOCKS}
     strategies = ONE_AXIS if build is blocks_by_method else ("zero3",)
     run_ranks(2, agree_with_plain, partial(compiled, build, options), *strategies, timeout=170)
+
+
+def compare_in_the_wrapper() -> None:
+    in_wrapper, plain = (compiled(whole_model, {"backend": "eager"}, way) for way in (FullyShardedDataParallel, leave))
+    assert_same(in_wrapper, plain)
+
+
+def test_the_wrapper_can_be_compiled():
+    run_ranks(2, compare_in_the_wrapper, timeout=170)
 
 
 def compare_in_low_precision() -> None:
