@@ -154,11 +154,12 @@ class Collectives(ABC):
 
     def broadcast(self, tensors: Sequence[Tensor], source: int, *, origin: Origin) -> None:
         """Rank `source`'s (of this group) values in every tensor, before this returns."""
-        sent = _nbytes(tensors) if self.rank == source else 0
-        event = self._record("broadcast", origin, sent, len(tensors))
+        nbytes = _nbytes(tensors) if self.rank == source else 0
+        event = self._record("broadcast", origin, nbytes, len(tensors))
         with here.waiting("broadcast", origin):
             for tensor in tensors:
-                dist.broadcast(tensor, group=self.group, group_src=source)
+                sent = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # gloo knows no 8-bit floats
+                dist.broadcast(sent, group=self.group, group_src=source)
         if event is not None:
             event.finish()
 

@@ -16,6 +16,7 @@ from fullshard.collectives import collectives_for
 from fullshard.errors import ConfigError
 from fullshard.guise import guise_of
 from fullshard.mesh import Axes
+from fullshard.precision import is_castable
 from fullshard.record import Origin, Phase
 from fullshard.runtime import changing_shards, clean_fqn, is_unit, turns_in
 from fullshard.sharded_param import Owner, Source
@@ -190,7 +191,7 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torc
     for _, module in own_modules(modules):
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
+                cast = dtype if dtype is not None and is_castable(buffer.dtype) else buffer.dtype
                 module._buffers[name] = buffer.to(device, cast)
 
 

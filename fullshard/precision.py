@@ -10,7 +10,15 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 
-__all__ = ["DtypeContract", "MixedPrecision", "MixedPrecisionPolicy"]
+__all__ = ["DtypeContract", "MixedPrecision", "MixedPrecisionPolicy", "is_castable"]
+
+
+def is_castable(dtype: torch.dtype) -> bool:
+    """Whether a dtype policy concerns what is of `dtype`: floating-point numbers, but for those of 8 bits.
+
+    The latter are quantised weights, which mean something beside their scale only, as integers do.
+    """
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +43,8 @@ class DtypeContract:
 class MixedPrecisionPolicy:
     """Which dtype computes, sums gradients and leaves a module. None keeps what is there.
 
-    The parameters that the optimizer updates keep the dtype they came in; gathers already move `param_dtype`.
+    The parameters that the optimizer updates keep the dtype they came in; gathers already move `param_dtype`. Integers
+    and floats of 8 bits, which hold quantised weights, are never cast.
 
     Args:
         param_dtype: of the unsharded floating-point parameters, and so of the gather and of compute.
@@ -53,8 +62,8 @@ class MixedPrecisionPolicy:
         _check_floating(self, ("param_dtype", "reduce_dtype", "output_dtype"))
 
     def contract(self, stored: torch.dtype) -> DtypeContract:
-        """The dtypes of parameters that are stored as `stored`. Integers and the like are never cast."""
-        if not stored.is_floating_point:
+        """The dtypes of parameters that are stored as `stored`. Integers and 8-bit floats are never cast."""
+        if not is_castable(stored):
             return DtypeContract(stored=stored, compute=stored, reduce=stored)
         compute = self.param_dtype or stored
         return DtypeContract(stored=stored, compute=compute, reduce=self.reduce_dtype or compute)
@@ -97,8 +106,8 @@ class MixedPrecision:
 def _check_floating(policy: object, names: Sequence[str]) -> None:
     for name in names:
         dtype = getattr(policy, name)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and is_castable(dtype)):
             raise ConfigError(
-                f"{type(policy).__name__}({name}={dtype!r}): a floating-point torch.dtype is needed, such as "
-                "torch.bfloat16, or None to keep the dtype that is there."
+                f"{type(policy).__name__}({name}={dtype!r}): a floating-point torch.dtype is needed, of 16 bits or "
+                "more, such as torch.bfloat16, or None to keep the dtype that is there."
             )

@@ -37,6 +37,7 @@ from fullshard.errors import RankMismatchError, StateError
 from fullshard.finite import Tally, checks_finite, raise_on_every_rank, tally
 from fullshard.nested import map_tensors, tensors_in
 from fullshard.order import Follower, Interval, assign_slots
+from fullshard.precision import is_castable
 from fullshard.record import Origin, Phase
 from fullshard.sharded_param import ShardedParam
 from fullshard.strategy import Placement
@@ -220,7 +221,7 @@ class Runtime:
         call = self._stack.pop()[1]
         dtype = turn.unit.settings.precision.output_dtype
         if dtype is not None:
-            output = map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+            output = map_tensors(lambda t: t.to(dtype) if is_castable(t.dtype) else t, output)
         if call is not None:
             call.watch_outputs(output, self._tick())
         turn.left.add(id(module))
@@ -283,7 +284,7 @@ class Runtime:
         def prepare(tensor: Tensor) -> Tensor:
             if moves:
                 tensor = tensor.to(self._device, non_blocking=True)
-            return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+            return tensor.to(dtype) if dtype is not None and is_castable(tensor.dtype) else tensor
 
         prepared: tuple[Any, Any] = map_tensors(prepare, (args, kwargs))
         return prepared

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard._compat import dtensor_like, set_local_tensor
+from fullshard._compat import dtensor_like, make_dtensor, set_local_tensor
 from fullshard.errors import StateError
 from fullshard.guise import Guise
 from fullshard.layout import Place
@@ -202,9 +202,12 @@ def _dtensor(tensor: Tensor) -> DTensor:
 def whole_of(tensor: DTensor) -> Tensor:
     """The whole values of `tensor`, in memory of their own: a collective, if it is sharded."""
     gathered, placements = tensor, list(tensor.placements)
+    if tensor.dtype.itemsize == 1:  # gloo knows no 8-bit floats
+        local = tensor._local_tensor.view(torch.uint8)
+        gathered = make_dtensor(local, tensor.device_mesh, tensor.placements, tuple(tensor.shape))
     for axis in range(1, len(placements))[::-1]:  # one after the other, or torch warns that it cannot do all at once
         placements[axis] = Replicate()
         gathered = gathered.redistribute(placements=placements)
-    whole = gathered.full_tensor()
+    whole = gathered.full_tensor().view(tensor.dtype)
     own = whole.untyped_storage().data_ptr() != tensor._local_tensor.untyped_storage().data_ptr()
     return whole if own else whole.clone()

@@ -289,5 +289,5 @@ def shard_of(value: Tensor, unit: Unit, sharded: ShardedParam) -> Tensor:
     if isinstance(value, DTensor):
         if value.device_mesh == target.device_mesh and value.placements == target.placements:
             return value if value._local_tensor.device == device else dtensor_like(value.to_local().to(device), target)
-        value = value.full_tensor()
+        value = whole_of(value)
     return dtensor_like(sharded.take_own(value.detach()).to(device), target)

@@ -127,12 +127,17 @@ def gathered(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     result = {name: None if t is None else t.detach().clone() for name, t in local.items()}
     if sharded:
         mesh = next(iter(sharded.values())).device_mesh
-        mine = {name: result[name] for name in sharded}
+        mine = {name: as_bytes(result[name]) for name in sharded}
         parts: list[dict[str, Tensor]] = [{} for _ in range(mesh.size(mesh.ndim - 1))]
         dist.all_gather_object(parts, mine, group=mesh.get_group(mesh.ndim - 1))
         for name, tensor in sharded.items():
-            result[name] = torch.cat([part[name] for part in parts], dim=tensor.placements[-1].dim)
+            result[name] = torch.cat([part[name] for part in parts], dim=tensor.placements[-1].dim).view(tensor.dtype)
     return result
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """What can be pickled and concatenated, as 8-bit floats cannot; anything else is left as it is."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

@@ -24,8 +24,8 @@ def test_none_keeps_the_dtype_that_is_there(policy, stored, compute, reduce):
     assert policy.contract(stored) == DtypeContract(stored=stored, compute=compute, reduce=reduce)
 
 
-@pytest.mark.parametrize("stored", [torch.int64, torch.int8, torch.bool])
-def test_integers_are_never_cast(stored):
+@pytest.mark.parametrize("stored", [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn])
+def test_integers_and_quantised_weights_are_never_cast(stored):
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     assert policy.contract(stored) == DtypeContract(stored=stored, compute=stored, reduce=stored)
 
@@ -41,7 +41,7 @@ def test_a_contract_reads_as_a_sentence():
     assert str(contract) == "stored float32, computed and gathered bfloat16, reduced float32"
 
 
-@pytest.mark.parametrize("wrong", [torch.int32, torch.bool, "bfloat16", 16])
+@pytest.mark.parametrize("wrong", [torch.int32, torch.bool, torch.float8_e5m2, "bfloat16", 16])
 @pytest.mark.parametrize(
     ("policy", "name"),
     [
