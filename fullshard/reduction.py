@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fullshard._compat import grad_hooks, shares_memory
@@ -148,35 +147,23 @@ class Reduction:
 
     def _packed_by_rank(self) -> Tensor:
         """The gradients of packed parameters, each rank's parts side by side: the one copy, of little."""
-        layout = self._section.layout
-        wire = self._take(layout.world * layout.pack_numel).view(layout.world, layout.pack_numel)
-        pieces, end = [], layout.pack_offset
+        section, layout = self._section, self._section.layout
+        wire = self._take(layout.world * layout.pack_numel).zero_().view(layout.world, layout.pack_numel)
+        rows, parts = [], []
         for i in layout.packed:
-            place = layout.places[i]
-            if place.shard_offset > end:
-                pieces.append(wire.new_zeros(layout.world, place.shard_offset - end))
-            pieces.append(self._by_rank(i))
-            end = place.part.stop
-        if end < layout.shard_numel:
-            pieces.append(wire.new_zeros(layout.world, layout.shard_numel - end))
-        torch.cat(pieces, dim=1, out=wire)
+            if i not in self._grads:
+                continue
+            place, grad = layout.places[i], self._grads[i]
+            columns = section.columns(place, wire)
+            if place.cut.dim is None:
+                rows.append(columns)
+                parts.append(grad.view(1, -1).expand_as(columns))
+            else:
+                for part, row in section.row_pairs(place.cut, grad.view(place.cut.shape), columns):
+                    rows.append(row)
+                    parts.append(part)
+        torch._foreach_copy_(rows, parts)
         return wire.view(-1)
-
-    def _by_rank(self, i: int) -> Tensor:
-        """The gradient of parameter `i`, packed, with a row a rank. Of one that is missing, zeros."""
-        section, cut = self._section, self._section.layout.places[i].cut
-        grad, shape = self._grads.get(i), (cut.world, cut.part_numel)
-        if grad is None:
-            return torch.zeros(shape, dtype=section.contract.reduce, device=section.device)
-        if cut.dim is None:
-            return grad.view(1, -1).expand(shape)
-        if cut.dim == 0:  # parts follow one another
-            flat = grad.view(-1)
-            return (F.pad(flat, (0, cut.padding)) if cut.padding else flat).view(shape)
-        rows = grad.new_zeros(shape)
-        for part, row in section.row_pairs(cut, grad.view(cut.shape), rows):
-            row.copy_(part)
-        return rows
 
     def _deliver_shards(self) -> None:
         section = self._section

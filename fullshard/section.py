@@ -189,7 +189,7 @@ class Section:
             pair
             for place, whole in zip(layout.places, wholes, strict=True)
             if not place.in_place
-            for pair in self.row_pairs(place.cut, whole, self._columns(place, wire))
+            for pair in self.row_pairs(place.cut, whole, self.columns(place, wire))
         ]
 
     def unbind(self) -> None:
@@ -273,7 +273,7 @@ class Section:
         start = place.whole_offset + self.rank * cut.part_numel
         return self.whole[start : start + prod(shape)].view(shape)
 
-    def _columns(self, place: Place, wire: Tensor) -> Tensor:
+    def columns(self, place: Place, wire: Tensor) -> Tensor:
         """The columns of the pack, which has a row a rank, that hold one parameter."""
         start = place.shard_offset - self.layout.pack_offset
         return wire[:, start : start + place.cut.part_numel]
