@@ -6,16 +6,40 @@ What the parser would refuse at length is refused here in one line.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args, get_type_hints
 
 import tyro
 
 from fullshard.errors import ConfigError
 
-__all__ = ["check_name", "check_value", "near_matches", "option_types", "parse", "take_words"]
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+__all__ = [
+    "MaybeFloat",
+    "MaybeInt",
+    "MaybePath",
+    "MaybeStr",
+    "check_name",
+    "check_value",
+    "check_writable",
+    "dumps_with_options",
+    "near_matches",
+    "option_types",
+    "parse",
+    "take_words",
+]
+
+# Options that may be left out, which their explanation says in words: so --help shows them without a default.
+MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
+MaybeStr = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")]
+MaybePath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 
 S = TypeVar("S")
 
@@ -86,6 +110,20 @@ def check_value(settings: type, name: str, value: str, where: str) -> None:
         raise ConfigError(f"{where} is {value!r}, but must be {_KINDS[kind]}.") from None
     if not math.isfinite(number):
         raise ConfigError(f"{where} is {value!r}, but must be a finite number.")
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Refuse the value of an option if it is no file that can be written: before hours of work, not after them."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--{name} {path}: cannot be written ({error.strerror}). Name another file.") from error
+
+
+def dumps_with_options(settings: DataclassInstance, report: Mapping[str, Any]) -> str:
+    """`report` as JSON, with the options that led to it."""
+    options = {name: value for group in asdict(settings).values() for name, value in group.items()}
+    return json.dumps({"options": options, **report}, indent=2, default=str, allow_nan=False) + "\n"
 
 
 def near_matches(word: str, known: Iterable[str]) -> str:

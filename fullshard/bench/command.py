@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 
 from fullshard.bench.picture import check_picture, draw
 from fullshard.bench.progress import shown
-from fullshard.bench.report import WIDTH, BenchReport
+from fullshard.bench.report import WIDTH
 from fullshard.bench.rounds import measure
 from fullshard.bench.settings import BenchSettings, OutputSettings
 from fullshard.bench.team import TeamFailed
-from fullshard.errors import ConfigError
-from fullshard.options import parse
+from fullshard.options import check_writable, dumps_with_options, parse
 
 __all__ = ["run"]
 
@@ -54,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
         console.print(table)
     console.print(report.said, markup=False, highlight=False, soft_wrap=True)
     if output.json is not None:
-        output.json.write_text(_as_json(settings, report))
+        output.json.write_text(dumps_with_options(settings, report.as_dict()))
     if output.picture is not None and report.systems:
         draw(report, output.picture)
     return FAILED if report.failed else MEASURED
@@ -66,16 +62,4 @@ def _check_output(output: OutputSettings) -> None:
         check_picture(output.picture)
     for name, path in (("json", output.json), ("picture", output.picture)):
         if path is not None:
-            _check_writable(name, path)
-
-
-def _check_writable(option: str, path: Path) -> None:
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--{option} {path}: cannot be written ({error.strerror}). Name another file.") from error
-
-
-def _as_json(settings: BenchSettings, report: BenchReport) -> str:
-    options = {name: value for group in asdict(settings).values() for name, value in group.items()}
-    return json.dumps({"options": options, **report.as_dict()}, indent=2, default=str, allow_nan=False) + "\n"
+            check_writable(name, path)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 
 from fullshard.bench.memory import available_bytes
 from fullshard.bench.model import SIZES, Shape
@@ -16,15 +13,12 @@ from fullshard.bench.rounds import Plan
 from fullshard.bench.systems import ALL, SYSTEMS, chosen_systems
 from fullshard.bench.workload import DTYPES, OPTIMIZERS, Workload
 from fullshard.errors import ConfigError
+from fullshard.options import MaybeInt, MaybePath, MaybeStr
 from fullshard.train.bytes_table import in_bytes
 from fullshard.train.ranks import cores_of_machine
 
 __all__ = ["BenchSettings"]
 
-# Options that may be left out, which their explanation says in words: so --help shows them without a default.
-_MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
-_MaybeStr = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")]
-_MaybePath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 
 _DEVICES = ("cpu", "cuda")
 _RANKS_ON_CPU = 2
@@ -37,19 +31,19 @@ class ModelSettings:
 
     size: str = "34m"
     """One of the named sizes: tiny, 34m, wide86m, 124m."""
-    vocab: _MaybeInt = None
+    vocab: MaybeInt = None
     """Different tokens."""
-    width: _MaybeInt = None
+    width: MaybeInt = None
     """Numbers that describe one token between blocks."""
-    layers: _MaybeInt = None
+    layers: MaybeInt = None
     """Transformer blocks. Each is one unit of sharding."""
-    heads: _MaybeInt = None
+    heads: MaybeInt = None
     """Attention heads in a block. They divide the width."""
-    mlp_ratio: _MaybeInt = None
+    mlp_ratio: MaybeInt = None
     """Width of a block's MLP as a multiple of the width."""
-    batch: _MaybeInt = None
+    batch: MaybeInt = None
     """Sequences that one rank trains on in a step."""
-    seq: _MaybeInt = None
+    seq: MaybeInt = None
     """Tokens in a sequence."""
 
 
@@ -72,9 +66,9 @@ class MeasureSettings:
     systems: str = ALL
     """Names of systems, separated by commas; all: every one that is installed, without variants of the same.
     A wrong name is answered by the list of them."""
-    ranks: _MaybeInt = None
+    ranks: MaybeInt = None
     """Processes of each system, all of which are there at once. Left out: one for each GPU, or two without GPUs."""
-    device: _MaybeStr = None
+    device: MaybeStr = None
     """cpu or cuda. Left out: cuda where there is a GPU."""
     rounds: int = 10
     """Turns of each system that count."""
@@ -90,9 +84,9 @@ class MeasureSettings:
 class OutputSettings:
     """What is left behind."""
 
-    json: _MaybePath = None
+    json: MaybePath = None
     """A file for everything that was measured, as JSON."""
-    picture: _MaybePath = None
+    picture: MaybePath = None
     """A file for bars of time and memory, with the floor as a line: .png, .svg or .pdf. Needs matplotlib."""
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
 import torch
-import tyro
 
 from fullshard.errors import ConfigError
+from fullshard.options import MaybeStr
 
 __all__ = ["ExportSettings", "OutputSettings", "ShowSettings"]
 
-_MaybeStr = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -37,7 +35,7 @@ class FileSettings:
 
     max_shard_size: str = "5GB"
     """Bytes of tensors in one file, in words such as 500MB. A larger tensor has a file of its own."""
-    dtype: _MaybeStr = None
+    dtype: MaybeStr = None
     """Cast floating-point tensors to float32, bfloat16, float16 or float64. Left out: they keep their own."""
 
 

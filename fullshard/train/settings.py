@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
-# Options that may be left out, which their explanation says in words: so --help shows them without a default.
-_MaybeInt = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
-_MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
-_MaybeStr = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")]
-_MaybePath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+from fullshard.options import MaybeFloat, MaybeInt, MaybePath, MaybeStr
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings:
     """What the model reads and learns to continue, byte by byte."""
 
-    text: _MaybePath = None
+    text: MaybePath = None
     """A file, or a folder whose text files are read in sorted order. Left out: the Python sources of the standard
     library of this interpreter."""
     seq: int = 128
@@ -32,13 +25,13 @@ class ModelSettings:
 
     size: str = "small"
     """One of the named sizes: nano, small, medium, large, xl."""
-    layers: _MaybeInt = None
+    layers: MaybeInt = None
     """Transformer blocks. Each is one unit of sharding."""
-    heads: _MaybeInt = None
+    heads: MaybeInt = None
     """Attention heads in a block. They divide the width into even parts."""
-    width: _MaybeInt = None
+    width: MaybeInt = None
     """Numbers that describe one byte between blocks."""
-    mlp_ratio: _MaybeInt = None
+    mlp_ratio: MaybeInt = None
     """Width of a block's MLP as a multiple of the width."""
 
 
@@ -48,10 +41,10 @@ class ParallelSettings:
 
     strategy: str = "zero3"
     """One of ddp, zero1, zero2, zero3, hsdp, hsdp_zero2. They give the same numbers, and differ in memory and time."""
-    ranks: _MaybeInt = None
+    ranks: MaybeInt = None
     """Processes to start on this machine. Left out: one for each GPU, or for each core where there is none. Under
     torchrun its own count holds."""
-    replicas: _MaybeInt = None
+    replicas: MaybeInt = None
     """For hsdp and hsdp_zero2: how many copies of the sharded model there are. It divides the ranks. Left out: one
     for each machine; on a single machine two."""
 
@@ -60,14 +53,14 @@ class ParallelSettings:
 class OptimizationSettings:
     """How it learns: AdamW, linear warm-up, cosine decay."""
 
-    batch: _MaybeInt = None
+    batch: MaybeInt = None
     """Sequences in one microbatch, over all ranks together; a multiple of the ranks. Left out: 16, or the next number
     that the ranks can share."""
     accumulate: int = 1
     """Microbatches in one step. Gradients travel once a step, after the last of them."""
     steps: int = 1000
     """Optimizer steps."""
-    lr: _MaybeFloat = None
+    lr: MaybeFloat = None
     """Peak learning rate. Left out: the one that suits the size."""
     min_lr: float = 0.05
     """Where the cosine ends, as a part of the peak."""
@@ -83,7 +76,7 @@ class OptimizationSettings:
 class MemorySettings:
     """Precision, and what is kept or computed again."""
 
-    dtype: _MaybeStr = None
+    dtype: MaybeStr = None
     """What computes: float32 or bfloat16. Parameters at rest and optimizer state stay float32. Left out: bfloat16 on
     GPUs, float32 on CPUs."""
     reduce_dtype: str = "float32"
@@ -101,7 +94,7 @@ class CheckpointSettings:
     run ends with exit code 75. 0 for none."""
     keep: int = 2
     """Checkpoints to keep: older ones are deleted once a newer one is there."""
-    resume: _MaybeStr = None
+    resume: MaybeStr = None
     """auto: go on from the newest intact checkpoint of the run in --out, or start it where there is none. Or a path:
     begin a run of its own with what a checkpoint holds. Left out: begin anew."""
 
@@ -112,7 +105,7 @@ class RunSettings:
 
     seed: int = 0
     """Fixes the first weights, the order of the text and the samples."""
-    out: _MaybePath = None
+    out: MaybePath = None
     """Folder of this run; it must not hold another one. Left out: the next free name under runs/."""
     log_every: int = 10
     """Steps between two lines of loss in metrics.jsonl; 0 for none."""
@@ -126,9 +119,9 @@ class RunSettings:
     """Bytes in one sample."""
     temperature: float = 0.7
     """How freely samples are drawn: near 0 the likeliest byte, 1 as the model believes."""
-    prompt: _MaybeStr = None
+    prompt: MaybeStr = None
     """What samples continue. Left out: a line break."""
-    config: _MaybePath = None
+    config: MaybePath = None
     """A YAML or TOML file that holds options: names without dashes in front, and values. What stands on the command
     line wins over it."""
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 
-from fullshard.errors import ConfigError
-from fullshard.options import parse
+from fullshard.options import check_writable, dumps_with_options, parse
 from fullshard.testing.parity.check import rows_of
 from fullshard.testing.parity.progress import shown
 from fullshard.testing.parity.report import WIDTH, ParityReport
@@ -38,7 +34,7 @@ def run(argv: Sequence[str]) -> int:
     settings = parse(ParitySettings, argv, prog="fullshard parity", description=_DESCRIPTION)
     recipe, cases, tolerance = settings.recipe(), settings.cases(), settings.tolerance()
     if settings.verdict.json is not None:
-        _check_writable(settings.verdict.json)
+        check_writable("json", settings.verdict.json)
     console = Console()
     if not console.is_terminal:
         console.width = WIDTH
@@ -53,18 +49,5 @@ def run(argv: Sequence[str]) -> int:
     console.print(report.table())
     console.print(report.said, markup=False, highlight=False, soft_wrap=True)
     if settings.verdict.json is not None:
-        settings.verdict.json.write_text(_as_json(settings, report))
+        settings.verdict.json.write_text(dumps_with_options(settings, report.as_dict()))
     return EQUAL if report.is_equal else DIFFERENT
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a file that cannot be written before any training starts."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"--json {path}: cannot be written ({error.strerror}). Name another file.") from error
-
-
-def _as_json(settings: ParitySettings, report: ParityReport) -> str:
-    options = {name: value for group in asdict(settings).values() for name, value in group.items()}
-    return json.dumps({"options": options, **report.as_dict()}, indent=2, default=str, allow_nan=False) + "\n"

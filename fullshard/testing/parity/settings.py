@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Annotated
 
 import torch
-import tyro
 
 from fullshard.errors import ConfigError
+from fullshard.options import MaybeFloat, MaybePath, MaybeStr
 from fullshard.testing.parity.cases import Case, cases_of
 from fullshard.testing.parity.difference import Tolerance
 from fullshard.testing.parity.named import function_named
@@ -19,10 +17,6 @@ from fullshard.wrap import AutoWrapPolicy, size_based_auto_wrap_policy
 
 __all__ = ["ParitySettings"]
 
-# Options that may be left out, which their explanation says in words: so --help shows them without a default.
-_MaybeFloat = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
-_MaybeStr = Annotated[str | None, tyro.conf.arg(metavar="STR", help_behavior_hint="")]
-_MaybePath = Annotated[Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -31,14 +25,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class SubjectSettings:
     """What is trained. Functions are named as package.module:function or file.py:function."""
 
-    model: _MaybeStr = None
+    model: MaybeStr = None
     """A function without arguments that returns the model. Needed."""
-    batch: _MaybeStr = None
+    batch: MaybeStr = None
     """A function that returns microbatch number 0, 1, 2, ...: a dict or tuple of what the model takes, or its only
     argument. Needed."""
-    loss: _MaybeStr = None
+    loss: MaybeStr = None
     """A function loss(model, batch) that returns one number. Left out: what the model returns, or its .loss."""
-    wrap: _MaybeStr = None
+    wrap: MaybeStr = None
     """Which submodules become units: names of classes, such as Block,Head; or the least number of parameters that a
     unit has; or a wrap policy, named like a function. Left out: units of a tenth of the parameters or more."""
 
@@ -67,13 +61,13 @@ class TrainingSettings:
     """Reduce gradients after each microbatch, instead of after the last one of a step."""
     optimizer: str = "adamw"
     """adamw, sgd (with momentum), or a function that makes an optimizer of the model."""
-    lr: _MaybeFloat = None
+    lr: MaybeFloat = None
     """Learning rate of adamw or sgd. Left out: one that suits it."""
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 turns clipping off."""
-    dtype: _MaybeStr = None
+    dtype: MaybeStr = None
     """What computes: float32, bfloat16 or float16. Left out: the dtype of each parameter."""
-    reduce_dtype: _MaybeStr = None
+    reduce_dtype: MaybeStr = None
     """What gradients are summed in. Left out: float32 where --dtype is given, else the dtype of each parameter."""
     seed: int = 0
     """Fixes all random numbers: first weights, batches, dropout."""
@@ -89,7 +83,7 @@ class VerdictSettings:
     """By what part of itself a number may differ."""
     timeout: float = 600.0
     """Seconds that a strategy may take."""
-    json: _MaybePath = None
+    json: MaybePath = None
     """A file for the result as JSON."""
 
 
