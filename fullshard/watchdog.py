@@ -30,7 +30,7 @@ from fullshard.whereabouts import here
 
 __all__ = ["EXIT_CODE", "lost", "set_collective_timeout", "watch"]
 
-EXIT_CODE = 75
+EXIT_CODE = os.EX_TEMPFAIL  # 75: start it again, and it goes on
 """Of a process that the watchdog ends: what could be done again may succeed then (`EX_TEMPFAIL`)."""
 
 _LOOK_S = 1.0  # between two looks at the store; longer in large worlds, where it has many to answer

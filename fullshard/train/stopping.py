@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 __all__ = ["PREEMPTED", "StopRequest", "heeding_sigterm"]
 
-PREEMPTED = 75  # exit code; EX_TEMPFAIL of sysexits.h: start it again, and it goes on
+PREEMPTED = os.EX_TEMPFAIL  # exit code 75: start it again, and it goes on
 
 
 class StopRequest:
