@@ -9,11 +9,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from fullshard.checkpoint.exporting import write_safetensors
 from fullshard.errors import ConfigError
 from fullshard.train.evaluate import sample
 from fullshard.train.model import GPT, SIZES, Shape, byte_losses, initialize, rotate, rotation, shape_of
 from fullshard.train.settings import ModelSettings, RunSettings, TrainSettings
-from fullshard.train.weights import write_weights
 
 TINY = Shape(layers=2, heads=2, width=16, table_rows=64, lr=1e-3)
 
@@ -105,7 +105,7 @@ def test_written_weights_are_read_by_safetensors(tmp_path: Path) -> None:
         "empty": torch.zeros(0, 4),
         "turned": torch.arange(6.0).view(2, 3).T,
     }
-    write_weights(state, tmp_path / "model.safetensors", writes=True, metadata={"made by": "a test"})
+    write_safetensors(state, tmp_path / "model.safetensors", {"made by": "a test"})
     loaded = load_file(tmp_path / "model.safetensors")
     assert loaded.keys() == state.keys()
     for name, tensor in state.items():
@@ -113,8 +113,3 @@ def test_written_weights_are_read_by_safetensors(tmp_path: Path) -> None:
         assert torch.equal(loaded[name], tensor)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert file.metadata() == {"made by": "a test"}
-
-
-def test_a_rank_that_does_not_write_leaves_no_file(tmp_path: Path) -> None:
-    write_weights(gpt().state_dict(), tmp_path / "model.safetensors", writes=False)
-    assert list(tmp_path.iterdir()) == []

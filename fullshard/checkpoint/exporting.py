@@ -37,7 +37,7 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.runtime import unwrapped
 from fullshard.sharded_param import whole_of
 
-__all__ = ["export_safetensors", "export_stored", "parse_size"]
+__all__ = ["export_safetensors", "export_stored", "parse_size", "write_safetensors"]
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -82,9 +82,36 @@ def export_safetensors(
             return value
         return whole_of(dtensor_like(value.to_local().to(value.device_mesh.device_type), value))
 
-    described = {name: Description(tuple(value.shape), value.dtype) for name, value in state.items()}
-    export.write(described, ties, ranks, fetch, partial(_configs, model), progress)
+    export.write(_described(state), ties, ranks, fetch, partial(_configs, model), progress)
     return export.folder
+
+
+def write_safetensors(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write `state`, sharded or not, to the one file `path`: one tensor is made whole at a time.
+
+    Every rank calls it, and the first one writes.
+
+    Args:
+        state: tensors by FQN, the same names in the same order on every rank.
+        path: file to write, or to replace once the new one is complete.
+        metadata: words to keep in the file's header.
+
+    Raises:
+        CheckpointError: the first rank cannot write; the same error on every rank.
+    """
+    ranks = default_ranks()
+    doing = f"writing {path}"
+    unfinished = path.with_name(f"{path.name}.tmp")
+    writer = _Writer(unfinished, _described(state), metadata or {})
+    for name in ranks.once(doing, writer.begin):
+        value = state[name]
+        writer.write(whole_of(value) if isinstance(value, DTensor) else value, value.dtype)
+    ranks.once(doing, writer.close)
+    ranks.once(doing, lambda: unfinished.replace(path))
+
+
+def _described(state: Mapping[str, Tensor]) -> dict[str, Description]:
+    return {name: Description(tuple(value.shape), value.dtype) for name, value in state.items()}
 
 
 def export_stored(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fullshard import CheckpointError, ConfigError, clip_grad_norm_
 from fullshard.checkpoint import PendingSave, Restored, async_save, latest, load
+from fullshard.checkpoint.exporting import write_safetensors
 from fullshard.train.bytes_table import RunLedgers
 from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
@@ -29,7 +30,6 @@ from fullshard.train.sharding import ShardedGPT, dtype_of, optimizer_of, sharded
 from fullshard.train.stopping import PREEMPTED, StopRequest, heeding_sigterm
 from fullshard.train.stopwatch import Stopwatch
 from fullshard.train.text import Text, TextSource, training_batch, write_text
-from fullshard.train.weights import write_weights
 from fullshard.versions import versions
 
 __all__ = ["Trained", "Trainer", "train"]
@@ -290,7 +290,7 @@ class Trainer:
         steps = self.settings.optimization.steps
         bits_per_byte = self.validate(steps)
         content = self.write_sample(steps)
-        write_weights(self.model.state_dict(), self.folder.weights, writes=self.rank.leads)
+        write_safetensors(self.model.state_dict(), self.folder.weights)
         self.settle()
         seconds = self.stopwatch.since_start_s()
         self.folder.write_line(
