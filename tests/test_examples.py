@@ -164,6 +164,7 @@ def test_parity_sees_what_is_careless(capsys):
     assert "zero3, 2 ranks: differs: gradient of embedding.weight, step 1, rank 0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_parity_as_a_script():
     command = [sys.executable, EXAMPLES / "7_parity.py"]
     done = subprocess.run(command, env=TORCHRUN_ENV, capture_output=True, text=True, timeout=120)

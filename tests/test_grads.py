@@ -43,7 +43,7 @@ def clip_in_every_way(world: int) -> None:
         assert all(torch.equal(other, bits[0]) for other in bits), f"norm {norm_type} differs between strategies"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_ours_and_torch_s_clipping_are_that_of_one_process(world):
     run_ranks(world, clip_in_every_way, world)
 

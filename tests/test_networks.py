@@ -27,6 +27,8 @@ from fullshard import Placement, Placements, ShardingStrategy, clip_grad_norm_, 
 from fullshard.mesh import default_mesh
 from fullshard.testing import assert_same, run_ranks
 
+pytestmark = pytest.mark.slow  # two hosts take their time to start
+
 HOSTS, RANKS = 2, 2  # hosts, and ranks of each
 S, G = Placement.SHARDED, Placement.GROUPED
 HPZ = Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S)
@@ -150,7 +152,6 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.slow
 def test_the_train_command_gives_the_bits_of_one_host_and_needs_no_folder_that_hosts_share(hosts, tmp_path):
     text = ROOT / "docs"  # a folder: hosts make a file of it, each its own
     with (tmp_path / "output").open("w") as output:
@@ -229,7 +230,6 @@ while True:
 """
 
 
-@pytest.mark.slow
 def test_when_hosts_do_not_reach_each_other_any_more_every_rank_ends_and_says_why(hosts, tmp_path):
     """Also those that do not reach the store. Started without torchrun, whose agent on that host ends minutes later."""
     ranks = range(HOSTS * RANKS)

@@ -48,6 +48,7 @@ MOMENTUM = Recipe("momentum, tied across two units", "momentum", False, True)
 # Several ranks combine the norm of each part, `DistributedDataParallel` has that of the whole: other bits, both true.
 UNCLIPPED = Recipe("adamw, tied within a unit", "adamw", False, False)
 EACH_RECIPE = pytest.mark.parametrize("recipe", [CLIPPED, MOMENTUM], ids=lambda recipe: recipe.name)
+FOUR, ON_FOUR = (pytest.param(world, marks=pytest.mark.slow) for world in (4, (4,)))
 Traces = dict[tuple[Recipe, str], Trace]  # by recipe and strategy
 
 
@@ -115,7 +116,7 @@ def test_two_ranks_give_the_bits_of_distributed_data_parallel(recipe):
 
 
 @EACH_RECIPE
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, FOUR])
 def test_strategies_give_one_another_s_bits(recipe, world):
     assert_all_same((world,), recipe, ("zero1", "zero2", "zero3"), "ddp")
 
@@ -127,7 +128,7 @@ def test_strategies_give_one_another_s_bits_on_two_axes(recipe):
 
 
 @EACH_RECIPE
-@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)])
+@pytest.mark.parametrize("shape", [(2,), (3,), ON_FOUR, (2, 2)])
 def test_ranks_agree_on_everything_but_their_own_losses(recipe, shape):
     first, *others = (of_rank[recipe, "zero3"] for of_rank in traces(*shape))
     for other in others:
@@ -136,7 +137,7 @@ def test_ranks_agree_on_everything_but_their_own_losses(recipe, shape):
 
 
 @EACH_RECIPE
-@pytest.mark.parametrize("shape", [(2,), (3,), (4,), (2, 2)])
+@pytest.mark.parametrize("shape", [(2,), (3,), ON_FOUR, (2, 2)])
 def test_many_ranks_learn_what_one_process_learns_from_the_whole_batch(recipe, shape):
     alone = traces(1)[0][recipe, "plain"]
     together = [of_rank[recipe, "zero3"] for of_rank in traces(*shape)]
@@ -149,7 +150,7 @@ def places_of_parameters() -> list[tuple[str, bool]]:
     return [(p.fqn, p.place.in_place) for turn in turns_in(shard(small_gpt())) for p in turn.unit.params]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, FOUR])
 def test_the_small_model_has_parameters_in_place_and_packed(world):
     """Or the laws above would hold of one kind only."""
     found = run_ranks(world, places_of_parameters)[0]

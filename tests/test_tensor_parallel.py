@@ -224,7 +224,11 @@ def train_in_each_way(cases: tuple[Case, ...]) -> None:
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    [(2, ON_TWO_RANKS), (4, ON_FOUR_RANKS), pytest.param(8, ON_EIGHT_RANKS, marks=pytest.mark.slow)],
+    [
+        (2, ON_TWO_RANKS),
+        pytest.param(4, ON_FOUR_RANKS, marks=pytest.mark.slow),
+        pytest.param(8, ON_EIGHT_RANKS, marks=pytest.mark.slow),
+    ],
     ids=["two ranks", "four ranks", "eight ranks"],
 )
 def test_shards_have_the_bits_of_tensor_parallelism_with_gradients_averaged_by_hand(world, cases):
@@ -481,6 +485,7 @@ def save_and_go_on(folder: str) -> None:
         assert_same(train(other, data, optimizer=again, steps=range(1, 2)), expected)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_state_dicts_and_from_checkpoints(tmp_path):
     run_ranks(4, save_and_go_on, str(tmp_path))
 

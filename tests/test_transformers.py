@@ -199,7 +199,7 @@ def traces(world: int) -> list[Traces]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_sharded_model_learns_the_bits_of_the_plain_one(name, world):
     """Those of plain PyTorch on one rank, of `DistributedDataParallel` on two."""
     for rank, of_rank in enumerate(traces(world)):
@@ -224,6 +224,7 @@ def train_all_on_three() -> dict[str, tuple[Trace, Trace, Trace]]:
     return {name: train_on_three(name) for name in RECIPES}
 
 
+@pytest.mark.slow
 def test_three_ranks_learn_what_one_learns_in_their_place():
     """Three cannot share all rows evenly, and have sums of an order of their own: the strategies' bits are the same."""
     for of_rank in run_ranks(3, train_all_on_three, timeout=170):

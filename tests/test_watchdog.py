@@ -102,7 +102,7 @@ def run(action: str, timeout_s: float = 60, elsewhere: bool = False) -> list[End
     ("action", "code", "how"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", -KILLED, "its process ended without a word (killed"),
-        ("raise ValueError('a bad batch')", 1, "it raised ValueError: a bad batch"),
+        pytest.param("raise ValueError('a bad batch')", 1, "it raised ValueError: a bad batch", marks=pytest.mark.slow),
         pytest.param("break", 0, "its process ended, when others still waited for it", marks=pytest.mark.slow),
     ],
     ids=["killed", "raised", "ended"],
@@ -119,6 +119,7 @@ def test_ranks_that_wait_for_a_lost_one_say_which_and_where(action, code, how):
         assert end.at - lost.at < 10  # a bound that is promised, not a measurement
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_notice_a_loss_are_ended():
     first, lost, last = run("os.kill(os.getpid(), signal.SIGKILL)", elsewhere=True)
     for rank, end in ((0, first), (2, last)):
