@@ -25,6 +25,7 @@ from fullshard.plan.explain import explain
 from fullshard.precision import MixedPrecision, MixedPrecisionPolicy
 from fullshard.record import recording
 from fullshard.runtime import share_memory_between_units
+from fullshard.shared_memory import share_memory_between_ranks
 from fullshard.state_dict import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -82,6 +83,7 @@ __all__ = [
     "recording",
     "register_fsdp_forward_method",
     "set_collective_timeout",
+    "share_memory_between_ranks",
     "share_memory_between_units",
     "summon_full_params",
 ]

@@ -33,6 +33,7 @@ __all__ = [
     "dtensor_like",
     "fake_tensors",
     "grad_hooks",
+    "group_timeout_s",
     "in_backward",
     "joined_mesh",
     "make_dtensor",
@@ -83,6 +84,12 @@ def shares_memory(tensor: Tensor) -> bool:
 def coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
     """A context in which collectives of one kind on `group` are launched as one."""
     return dist.distributed_c10d._coalescing_manager(group, device=device)
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """How many seconds a collective of `group` on the CPU may take."""
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    return float(timeout.total_seconds())
 
 
 def default_store() -> dist.Store:

@@ -4,31 +4,50 @@ A call moves several tensors as one. All tensors are 1-D and contiguous, and are
 Sums are taken in rank order 0..N-1 and divided once, so that a sum has the same bits whichever collective carried it.
 
     Collectives
-    ├── PairwiseCollectives   grouped isend/irecv straight into place: gloo
-    └── NativeCollectives     the backend's own, coalesced: NCCL, and the fake backend
+    ├── PairwiseCollectives              grouped isend/irecv straight into place: gloo
+    │   └── SharedMemoryCollectives      through memory that all ranks see, where they are on one host
+    └── NativeCollectives                the backend's own, coalesced: NCCL, and the fake backend
 """
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard._compat import all_gather_single, coalesced, reduce_scatter_single
-from fullshard.agreement import CLAIM_NBYTES, claim, compares_ranks, mismatch
+from fullshard._compat import all_gather_single, coalesced, group_timeout_s, reduce_scatter_single
+from fullshard.agreement import claim, compares_ranks, mismatch
 from fullshard.buffers import Pool
 from fullshard.errors import RankLostError, RankMismatchError
 from fullshard.layout import owned
-from fullshard.record import Event, Origin, active_recorder
-from fullshard.watchdog import lost
+from fullshard.record import Event, Origin, Phase, active_recorder
+from fullshard.shared_memory import (
+    CannotShareError,
+    Key,
+    Neighbours,
+    connect,
+    nbytes_end_to_end,
+)
+from fullshard.watchdog import PeerGoneError, lost
 from fullshard.whereabouts import here
 
-__all__ = ["Collectives", "NativeCollectives", "PairwiseCollectives", "Pending", "collectives_for"]
+__all__ = [
+    "Collectives",
+    "NativeCollectives",
+    "PairwiseCollectives",
+    "Pending",
+    "SharedMemoryCollectives",
+    "collectives_for",
+]
+
+_log = logging.getLogger(__name__)
 
 _FIRST_TAG = 1 << 24  # far from the small numbers that users give their own messages
 _CLAIM_TAGS = 1 << 16  # more than there are collectives under way at once
@@ -61,6 +80,18 @@ class Pending:
         if self._event is not None:
             self._event.finish()
             self._event = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A collective that is being started."""
+
+    name: str
+    origin: Origin
+    tensors: int
+    nbytes: int  # as all ranks count them
+    sent_nbytes: int  # by this rank, to all others together
+    messages: int  # of this rank
 
 
 class Collectives(ABC):
@@ -99,9 +130,10 @@ class Collectives(ABC):
             origin: for the record.
         """
         others = self.world - 1
-        agree = self._compare("all_gather", origin, len(wholes), _nbytes(wholes))
-        event = self._record("all_gather", origin, _nbytes(parts) * others, len(parts) * others)
-        return self._start(lambda: self._all_gather(wholes, parts, tag), "all_gather", origin, event, agree)
+        return self._start(
+            _Call("all_gather", origin, len(wholes), _nbytes(wholes), _nbytes(parts) * others, len(parts) * others),
+            lambda: self._all_gather(wholes, parts, tag),
+        )
 
     def reduce_scatter(
         self,
@@ -118,19 +150,20 @@ class Collectives(ABC):
         Rank r's part of a whole is `whole[r * n : (r + 1) * n]` for its `n` of `part_numels`: the last parts may be
         short or empty. The wholes must stay unchanged until `wait()` returns.
         """
-        sent = _nbytes(wholes) - _nbytes(sums)
-        agree = self._compare("reduce_scatter", origin, len(wholes), _nbytes(wholes))
-        event = self._record("reduce_scatter", origin, sent, len(sums) * (self.world - 1))
-        start = partial(self._reduce_scatter, sums, wholes, part_numels, divisor, tag)
-        return self._start(start, "reduce_scatter", origin, event, agree)
+        nbytes, messages = _nbytes(wholes), len(sums) * (self.world - 1)
+        return self._start(
+            _Call("reduce_scatter", origin, len(wholes), nbytes, nbytes - _nbytes(sums), messages),
+            lambda: self._reduce_scatter(sums, wholes, part_numels, divisor, tag),
+        )
 
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, *, tag: int, origin: Origin) -> Pending:
         """The sum over ranks of each tensor, divided by `divisor`, in its place. Uses two tags a tensor."""
-        others = self.world - 1
-        sent = _nbytes(tensors) * 2 * others // self.world
-        agree = self._compare("all_reduce", origin, len(tensors), _nbytes(tensors))
-        event = self._record("all_reduce", origin, sent, 2 * len(tensors) * others)
-        return self._start(lambda: self._all_reduce(tensors, divisor, tag), "all_reduce", origin, event, agree)
+        nbytes, others = _nbytes(tensors), self.world - 1
+        sent_nbytes = nbytes * 2 * others // self.world
+        return self._start(
+            _Call("all_reduce", origin, len(tensors), nbytes, sent_nbytes, 2 * len(tensors) * others),
+            lambda: self._all_reduce(tensors, divisor, tag),
+        )
 
     def all_to_all(
         self, rooms: Sequence[Tensor], parts: Sequence[Tensor], *, common_nbytes: int, tag: int, origin: Origin
@@ -145,17 +178,16 @@ class Collectives(ABC):
             origin: for the record.
         """
         sent = [part for rank, part in enumerate(parts) if rank != self.rank and part.numel()]
-        agree = self._compare("all_to_all", origin, len(parts), common_nbytes)
-        event = self._record("all_to_all", origin, _nbytes(sent), len(sent))
-        room, own = rooms[self.rank], parts[self.rank]
-        if room.data_ptr() != own.data_ptr():
-            room.copy_(own)
-        return self._start(lambda: self._all_to_all(rooms, parts, tag), "all_to_all", origin, event, agree)
+        _keep_own([rooms[self.rank]], [parts[self.rank]])
+        return self._start(
+            _Call("all_to_all", origin, len(parts), common_nbytes, _nbytes(sent), len(sent)),
+            lambda: self._all_to_all(rooms, parts, tag),
+        )
 
     def broadcast(self, tensors: Sequence[Tensor], source: int, *, origin: Origin) -> None:
         """Rank `source`'s (of this group) values in every tensor, before this returns."""
         nbytes = _nbytes(tensors) if self.rank == source else 0
-        event = self._record("broadcast", origin, nbytes, len(tensors))
+        event = self._record(_Call("broadcast", origin, len(tensors), nbytes, nbytes, len(tensors)))
         with here.waiting("broadcast", origin):
             for tensor in tensors:
                 sent = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # gloo knows no 8-bit floats
@@ -163,13 +195,42 @@ class Collectives(ABC):
         if event is not None:
             event.finish()
 
-    def _compare(self, name: str, origin: Origin, tensors: int, nbytes: int) -> Callable[[], None] | None:
-        """Tell the other ranks what is being started. What is returned waits for what they tell."""
+    def _start(self, call: _Call, start: Callable[[], Callable[[], None]]) -> Pending:
+        """What `start()` has begun. It is waited for once all ranks agree on `call`; a peer that is gone is named."""
         if self.broken is not None:
             raise self.broken
+        try:
+            event = self._record(call)
+            agree = self._compare(call)
+            finish = start()
+        except PeerGoneError as gone:
+            raise self._lost(gone, call) from gone
+        if self.is_queued:
+            here.queue(call.name, call.origin)
+            return Pending(finish, event)
+
+        def agree_and_finish() -> None:
+            here.enter(call.name, call.origin)
+            try:
+                if agree is not None:
+                    agree()
+                finish()
+            except RankMismatchError:
+                _never_finished.append(finish)
+                raise
+            except PeerGoneError as gone:
+                _never_finished.append(finish)
+                raise self._lost(gone, call) from gone
+            finally:
+                here.leave()
+
+        return Pending(agree_and_finish, event)
+
+    def _compare(self, call: _Call) -> Callable[[], None] | None:
+        """Tell the other ranks what is being started. What is returned waits for what they tell."""
         if self.world == 1 or not compares_ranks():
             return None
-        received = self._exchange_claims(claim(name, origin, tensors, nbytes))
+        received = self._exchange_claims(claim(call.name, call.origin, call.tensors, call.nbytes))
         if received is None:
             return None
         self._claimed.append(received)
@@ -182,42 +243,8 @@ class Collectives(ABC):
         if self.broken is not None:
             raise self.broken
 
-    def _start(
-        self,
-        start: Callable[[], Callable[[], None]],
-        name: str,
-        origin: Origin,
-        event: Event | None,
-        agree: Callable[[], None] | None,
-    ) -> Pending:
-        """What `start()` has begun. It is waited for once all ranks `agree`; a peer that is gone is named."""
-        try:
-            finish = start()
-        except _PeerGoneError as gone:
-            raise self._lost(gone, name, origin) from gone
-        if self.is_queued:
-            here.queue(name, origin)
-            return Pending(finish, event)
-
-        def agree_and_finish() -> None:
-            here.enter(name, origin)
-            try:
-                if agree is not None:
-                    agree()
-                finish()
-            except RankMismatchError:
-                _never_finished.append(finish)
-                raise
-            except _PeerGoneError as gone:
-                _never_finished.append(finish)
-                raise self._lost(gone, name, origin) from gone
-            finally:
-                here.leave()
-
-        return Pending(agree_and_finish, event)
-
-    def _lost(self, gone: _PeerGoneError, name: str, origin: Origin) -> RankLostError:
-        with here.waiting(name, origin):
+    def _lost(self, gone: PeerGoneError, call: _Call) -> RankLostError:
+        with here.waiting(call.name, call.origin):
             self.broken = lost(self._ranks[gone.peer], here.now()[0])
         return self.broken
 
@@ -228,12 +255,15 @@ class Collectives(ABC):
         """
         return None
 
-    def _record(self, name: str, origin: Origin, sent_bytes: int, messages: int) -> Event | None:
+    def _record(self, call: _Call) -> Event | None:
         recorder = active_recorder()
         if recorder is None:
             return None
-        lane = "gather" if name == "all_gather" else "reduce"
-        return recorder.add(Event(name, origin, lane, sent_bytes=sent_bytes, messages=messages, ranks=self._ranks))
+        lane = "gather" if call.name == "all_gather" else "reduce"
+        event = Event(
+            call.name, call.origin, lane, sent_bytes=call.sent_nbytes, messages=call.messages, ranks=self._ranks
+        )
+        return recorder.add(event)
 
     @abstractmethod
     def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]: ...
@@ -270,7 +300,11 @@ class PairwiseCollectives(Collectives):
     def _exchange_claims(self, mine: Tensor) -> Callable[[], list[Tensor]]:
         tag = self._claim_tag + self._claims % _CLAIM_TAGS
         self._claims += 1
-        rooms = list(torch.empty(self.world, CLAIM_NBYTES, dtype=torch.uint8))
+        return self._exchange(mine, tag)
+
+    def _exchange(self, mine: Tensor, tag: int) -> Callable[[], list[Tensor]]:
+        """Send `mine`, of the same size on all ranks, to all. What is returned waits for those of all ranks."""
+        rooms = list(torch.empty(self.world, mine.numel(), dtype=mine.dtype))
         rooms[self.rank] = mine
         works: _Works = [work for peer in self._peers() for work in self._receive(rooms[peer], peer, tag)]
         works += [work for peer in self._peers() for work in self._send(mine, peer, tag)]
@@ -306,10 +340,7 @@ class PairwiseCollectives(Collectives):
         for peer in self._peers():
             for i, part in enumerate(parts):
                 works += self._send(part, peer, tag + i)
-        for place, part in zip(places, parts, strict=True):
-            mine = place[self.rank]
-            if mine.data_ptr() != part.data_ptr():
-                mine.copy_(part)
+        _keep_own([place[self.rank] for place in places], parts)
         return lambda: _wait_all(works)
 
     def _reduce_scatter(
@@ -365,6 +396,153 @@ class PairwiseCollectives(Collectives):
         return lambda: _wait_all(works)
 
 
+class SharedMemoryCollectives(PairwiseCollectives):
+    """Every rank puts what others need where they see it, and they take it from there; claims go along.
+
+    If not all ranks are on one host, it is pairwise after all. This turns out in the first collective, since only there
+    all ranks of the group are sure to meet.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._meeting_tag = self.reserve_tags(2)
+        self._claim = b""  # goes with the collective that is being started
+        self._started = 0  # collectives, which all ranks count alike: nothing is taken for what came before or after
+
+    @cached_property
+    def neighbours(self) -> Neighbours | None:
+        """The other ranks, if all are on this host. Asked first, it is a collective."""
+        if self.world == 1:
+            return None
+        tags = iter(range(self._meeting_tag, self._meeting_tag + 2))
+
+        def exchange(mine: bytes) -> list[bytes]:
+            told = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            return [bytes(theirs.numpy()) for theirs in self._exchange(told, next(tags))()]
+
+        with here.waiting("meeting of the ranks on a host", Origin("", Phase.IDLE)):
+            try:
+                return connect(self.rank, exchange, group_timeout_s(self.group))
+            except CannotShareError as obstacle:
+                _log.info("ranks %s exchange messages by gloo and share no memory: %s", self._ranks, obstacle)
+                return None
+
+    def _exchange_claims(self, mine: Tensor) -> Callable[[], list[Tensor]]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return super()._exchange_claims(mine)
+        told = self._claim = mine.numpy().tobytes()
+
+        def received() -> list[Tensor]:
+            claims = {**neighbours.next_claims(), self.rank: told}
+            return [torch.frombuffer(bytearray(claims[rank]), dtype=torch.uint8) for rank in range(self.world)]
+
+        return received
+
+    def _record(self, call: _Call) -> Event | None:
+        if self.neighbours is not None and call.name != "broadcast":
+            messages = (2 if call.name == "all_reduce" else 1) * (self.world - 1)
+            call = replace(call, messages=messages)
+        return super()._record(call)
+
+    def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return super()._all_gather(wholes, parts, tag)
+        key = self._next_key(tag)
+        self._show(neighbours, key, dict.fromkeys(self._peers(), parts))
+        places = [whole.view(self.world, -1) for whole in wholes]
+        _keep_own([place[self.rank] for place in places], parts)
+
+        def finish() -> None:
+            self._take(neighbours, key, {rank: [place[rank] for place in places] for rank in range(self.world)})
+
+        return finish
+
+    def _reduce_scatter(
+        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
+    ) -> Callable[[], None]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return super()._reduce_scatter(sums, wholes, part_numels, divisor, tag)
+        key = self._next_key(tag)
+        parts = self._parts_by_rank(wholes, part_numels)
+        self._show(neighbours, key, parts)
+        return lambda: self._sum(neighbours, key, sums, parts[self.rank], divisor)
+
+    def _all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return super()._all_reduce(tensors, divisor, tag)
+        first = self._next_key(tag)
+        second = (first[0], tag + len(tensors))
+        parts = self._parts_by_rank(tensors, [len(owned(tensor.numel(), self.world, 0)) for tensor in tensors])
+        mine = parts[self.rank]
+        self._show(neighbours, first, parts)
+
+        def finish() -> None:
+            block = neighbours.take(nbytes_end_to_end(mine))
+            sums = block.memory.tensors_like(mine)
+            self._sum(neighbours, first, sums, mine, divisor)
+            neighbours.tell(second, block)
+            _copy_each(mine, sums)
+            self._take(neighbours, second, parts)
+
+        return finish
+
+    def _all_to_all(self, rooms: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return super()._all_to_all(rooms, parts, tag)
+        key = self._next_key(tag)
+        self._show(neighbours, key, {rank: [part] for rank, part in enumerate(parts)})
+        return lambda: self._take(neighbours, key, {rank: [room] for rank, room in enumerate(rooms)})
+
+    def _next_key(self, tag: int) -> Key:
+        self._started += 1
+        return self._started, tag
+
+    def _parts_by_rank(self, wholes: Sequence[Tensor], part_numels: Sequence[int]) -> dict[int, list[Tensor]]:
+        """Every rank's part of each whole."""
+        pairs = list(zip(wholes, part_numels, strict=True))
+        return {rank: [_part(whole, n, rank) for whole, n in pairs] for rank in range(self.world)}
+
+    def _show(self, neighbours: Neighbours, key: Key, parts: Mapping[int, Sequence[Tensor]]) -> None:
+        """Put every other rank's `parts` where it can take them from, and tell. The same for several lie there once."""
+        starts: dict[int, int] = {}
+        shown: dict[tuple[int, ...], tuple[int, Sequence[Tensor]]] = {}
+        end = 0
+        for peer in self._peers():
+            tensors = parts[peer]
+            which = tuple(map(id, tensors))
+            if which not in shown:
+                shown[which] = (end, tensors)
+                end += nbytes_end_to_end(tensors)
+            starts[peer], _ = shown[which]
+        block = neighbours.take(end)
+        for start, tensors in shown.values():
+            _copy_each(block.memory.tensors_like(tensors, start), tensors)
+        told, self._claim = self._claim, b""
+        neighbours.tell(key, block, starts, told)
+
+    def _take(self, neighbours: Neighbours, key: Key, rooms: Mapping[int, Sequence[Tensor]]) -> None:
+        """Wait for what the others show of `key`, and copy it to their `rooms`."""
+        told = neighbours.told(key)
+        for one in told:
+            _copy_each(rooms[one.rank], one.tensors_like(rooms[one.rank]))
+        neighbours.have_read(told)
+
+    def _sum(
+        self, neighbours: Neighbours, key: Key, sums: Sequence[Tensor], mine: Sequence[Tensor], divisor: float
+    ) -> None:
+        """Wait for what the others show of `key`, and add it to what is `mine`."""
+        told = neighbours.told(key)
+        terms = {**{one.rank: one.tensors_like(mine) for one in told}, self.rank: mine}
+        for i, out in enumerate(sums):
+            _sum_in_rank_order(out, [terms[rank][i] for rank in range(self.world)], divisor)
+        neighbours.have_read(told)
+
+
 class NativeCollectives(Collectives):
     """The backend's own collectives, one launch for all tensors of a call, queued on the current stream."""
 
@@ -417,7 +595,7 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
     key = (group, device.type)
     if key not in _of_group:
         pairwise = device.type == "cpu" and "gloo" in dist.get_backend_config(group)
-        _of_group[key] = (PairwiseCollectives if pairwise else NativeCollectives)(group)
+        _of_group[key] = (SharedMemoryCollectives if pairwise else NativeCollectives)(group)
     return _of_group[key]
 
 
@@ -438,18 +616,22 @@ def _wait_all(works: _Works) -> None:
             raise
 
 
-class _PeerGoneError(Exception):
-    """The connection to `peer`, numbered as in the group, is broken."""
-
-    def __init__(self, peer: int) -> None:
-        super().__init__(peer)
-        self.peer = peer
-
-
 def _raise_if_gone(peer: int, error: RuntimeError) -> None:
     """Say that `error`, of a message to or from `peer`, means that `peer` is gone, unless it was a time-out."""
     if "Timed out" not in str(error):
-        raise _PeerGoneError(peer) from error
+        raise PeerGoneError(peer) from error
+
+
+def _keep_own(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    """Copy this rank's own parts to their places, unless that is where they lie."""
+    for place, part in zip(places, parts, strict=True):
+        if place.data_ptr() != part.data_ptr():
+            place.copy_(part)
+
+
+def _copy_each(places: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    for place, tensor in zip(places, sent, strict=True):
+        place.copy_(tensor)
 
 
 def _part(whole: Tensor, part_numel: int, rank: int) -> Tensor:

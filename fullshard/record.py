@@ -49,7 +49,8 @@ class Event:
 
     `name` is a collective ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), "fill" or "empty"
     of a unit's whole storage, or "orthogonalise" of a matrix. `sent_bytes` counts what this rank sends in `messages` to
-    the others of `ranks`; `nbytes` what the storage or the matrix holds. Times are seconds of `time.perf_counter`;
+    the others of `ranks`; through shared memory too, where a message says what lies there for the other to read.
+    `nbytes` is what the storage or the matrix holds. Times are seconds of `time.perf_counter`;
     `end` is None while it is under way.
     """
 

@@ -28,7 +28,7 @@ from fullshard.patient_store import PatientStore
 from fullshard.ring import Ring
 from fullshard.whereabouts import here
 
-__all__ = ["EXIT_CODE", "lost", "set_collective_timeout", "watch"]
+__all__ = ["EXIT_CODE", "PeerGoneError", "lost", "set_collective_timeout", "watch"]
 
 EXIT_CODE = os.EX_TEMPFAIL  # 75: start it again, and it goes on
 """Of a process that the watchdog ends: what could be done again may succeed then (`EX_TEMPFAIL`)."""
@@ -77,6 +77,14 @@ def watch() -> None:
     if group is not None and dist.get_world_size() > 1 and dist.get_backend() != "fake":
         _watchdog = _Watchdog(group)
         _watchdog.start()
+
+
+class PeerGoneError(Exception):
+    """The connection to `peer`, numbered as in its group, is broken. Not for users, who get what `lost` returns."""
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(peer)
+        self.peer = peer
 
 
 def lost(rank: int, where: str) -> RankLostError:

@@ -7,12 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard.collectives import Collectives, PairwiseCollectives, Pending, collectives_for
+from fullshard import share_memory_between_ranks
+from fullshard.collectives import Collectives, Pending, SharedMemoryCollectives, collectives_for
 from fullshard.layout import owned
 from fullshard.record import Origin, Phase, Recorder, recording
 from fullshard.testing import assert_same, run_ranks
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+WAYS = pytest.mark.parametrize("shares", [True, False], ids=["shared memory", "pairwise"])
 NUMELS = (64, 7, 1, 5, 0, 1000)  # even, uneven, fewer than ranks, none
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 ORIGIN = Origin("block", Phase.FORWARD)
@@ -20,6 +22,14 @@ ORIGIN = Origin("block", Phase.FORWARD)
 
 def wires() -> Collectives:
     return collectives_for(dist.group.WORLD, torch.device("cpu"))
+
+
+def choose(shares: bool) -> None:
+    """Exchange through shared memory or pairwise, from the first collective on."""
+    share_memory_between_ranks(shares)
+    wire = wires()
+    assert isinstance(wire, SharedMemoryCollectives)
+    assert (wire.neighbours is not None) == (shares and wire.world > 1)
 
 
 def numbers(rank: int, numel: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -127,9 +137,9 @@ class Exchange:
         assert_same(self.parts, self.kept)
 
 
-def call_each() -> None:
+def call_each(shares: bool) -> None:
+    choose(shares)
     world = dist.get_world_size()
-    assert isinstance(wires(), PairwiseCollectives)
     for dtype in DTYPES:
         calls = [Gather(dtype), Gather(dtype, in_place=True), Scatter(dtype), Scatter(dtype, divisor=world)]
         calls += [AllReduce(dtype), AllReduce(dtype, divisor=world), Scatter(dtype, divisor=0.7)]
@@ -141,13 +151,15 @@ def call_each() -> None:
             call.check()
 
 
+@WAYS
 @WORLDS
-def test_every_collective_brings_what_was_sent_or_its_sum_in_rank_order_divided_once(world):
+def test_every_collective_brings_what_was_sent_or_its_sum_in_rank_order_divided_once(world, shares):
     """Sums have the same bits whichever collective carried them: what makes strategies agree."""
-    run_ranks(world, call_each)
+    run_ranks(world, call_each, shares)
 
 
-def call_many_at_once() -> None:
+def call_many_at_once(shares: bool) -> None:
+    choose(shares)
     rank = dist.get_rank()
     for round_ in range(3):  # later rounds use the scratch memory of those before
         calls: list[Gather | Scatter | Exchange] = []
@@ -162,13 +174,15 @@ def call_many_at_once() -> None:
             calls[i].check()
 
 
+@WAYS
 @WORLDS
-def test_messages_of_many_calls_do_not_meet(world):
+def test_messages_of_many_calls_do_not_meet(world, shares):
     """Each rank may wait in an order of its own: tags tell the messages apart."""
-    run_ranks(world, call_many_at_once)
+    run_ranks(world, call_many_at_once, shares)
 
 
-def reduce_many_at_once() -> None:
+def reduce_many_at_once(shares: bool) -> None:
+    choose(shares)
     calls = [AllReduce(torch.float32, seed, divisor=2) for seed in range(4)]
     pending = [call.start() for call in calls]
     for i in (2, 0, 3, 1):  # the same on all ranks: an all-reduce has a second half, which begins with the wait
@@ -176,12 +190,14 @@ def reduce_many_at_once() -> None:
         calls[i].check()
 
 
+@WAYS
 @WORLDS
-def test_all_reduces_end_in_any_order_that_ranks_agree_on(world):
-    run_ranks(world, reduce_many_at_once)
+def test_all_reduces_end_in_any_order_that_ranks_agree_on(world, shares):
+    run_ranks(world, reduce_many_at_once, shares)
 
 
-def record_each() -> tuple[int, Recorder]:
+def record_each(shares: bool) -> tuple[int, Recorder]:
+    choose(shares)
     with recording() as record:
         for call in (Gather(torch.float32), Scatter(torch.float32), AllReduce(torch.float32), Exchange(torch.float32)):
             pending = call.start()
@@ -193,10 +209,11 @@ def record_each() -> tuple[int, Recorder]:
     return dist.get_rank(), record
 
 
+@WAYS
 @WORLDS
-def test_the_record_tells_what_each_rank_sent(world):
+def test_the_record_tells_what_each_rank_sent(world, shares):
     elements = sum(NUMELS)
-    for rank, record in run_ranks(world, record_each):
+    for rank, record in run_ranks(world, record_each, shares):
         gather, scatter, reduce, exchange, broadcast = record.events
         assert record.names() == ["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"]
         assert [event.lane for event in record.events] == ["gather", *["reduce"] * 4]
@@ -205,9 +222,14 @@ def test_the_record_tells_what_each_rank_sent(world):
         assert scatter.sent_bytes == 4 * (elements - sum(len(owned(n, world, rank)) for n in NUMELS))
         assert reduce.sent_bytes == 2 * 4 * elements * (world - 1) // world
         sent = [NUMELS[(2 * rank + other) % len(NUMELS)] for other in range(world) if other != rank]
-        assert (exchange.sent_bytes, exchange.messages) == (4 * sum(sent), sum(numel > 0 for numel in sent))
+        assert exchange.sent_bytes == 4 * sum(sent)
         assert broadcast.sent_bytes == (4 * 13 if rank == 0 else 0)
-        assert [event.messages for event in (gather, scatter)] == [len(NUMELS) * (world - 1)] * 2
+        messages = [event.messages for event in (gather, scatter, reduce, exchange)]
+        if shares:  # one says where all of it lies
+            assert messages == [world - 1, world - 1, 2 * (world - 1), world - 1]
+        else:
+            of_each = len(NUMELS) * (world - 1)
+            assert messages == [of_each, of_each, 2 * of_each, sum(numel > 0 for numel in sent)]
         assert record.sent_bytes() == sum(event.sent_bytes for event in record.events)
         assert record.sent_bytes("all_gather") == gather.sent_bytes
 

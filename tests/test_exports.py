@@ -47,6 +47,7 @@ DOCUMENTED = {
         "recording",
         "register_fsdp_forward_method",
         "set_collective_timeout",
+        "share_memory_between_ranks",
         "share_memory_between_units",
         "summon_full_params",
     ],

@@ -26,6 +26,7 @@ FLOORS = [
         "patient_store",
         "ring",
         "watchdog",
+        "shared_memory",
         "collectives",
         "two_level",
         "streams",

@@ -1,0 +1,364 @@
+"""Ranks on one host share memory: bounded, asleep while they wait, closed to strangers, and gone when they are."""
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Barrier, Thread
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import chain, inputs, sgd
+from torch import Tensor
+
+from fullshard import fully_shard, share_memory_between_ranks, shared_memory
+from fullshard.collectives import Collectives, SharedMemoryCollectives, collectives_for
+from fullshard.record import Origin, Phase
+from fullshard.shared_memory import ADDRESS_NBYTES, CannotShareError, Neighbours, connect
+from fullshard.testing import run_ranks
+from fullshard.watchdog import PeerGoneError
+
+ORIGIN = Origin("block", Phase.FORWARD)
+
+
+def wire(group: dist.ProcessGroup | None = None) -> SharedMemoryCollectives:
+    found = collectives_for(group or dist.group.WORLD, torch.device("cpu"))
+    assert isinstance(found, SharedMemoryCollectives)
+    return found
+
+
+def gather(wire: Collectives, numel: int = 1000) -> Tensor:
+    whole = torch.empty(wire.world * numel)
+    part = torch.full((numel,), float(wire.rank))
+    wire.all_gather([whole], [part], tag=wire.tags_of("test", 1), origin=ORIGIN).wait()
+    return whole.view(wire.world, numel)[:, -1]
+
+
+# -- threads for ranks, without a process group -----------------------------------------------------------------------
+
+
+class Ranks:
+    """Ranks that exchange their addresses over a list."""
+
+    def __init__(self, world: int, timeout_s: float = 60) -> None:
+        self.world, self.timeout_s = world, timeout_s
+        self.told = [b""] * world
+        self.barrier = Barrier(world)
+        self.results: list[Any] = [None] * world
+
+    def exchange(self, rank: int, mine: bytes) -> list[bytes]:
+        assert len(mine) == ADDRESS_NBYTES
+        self.told[rank] = mine
+        self.barrier.wait()
+        told = list(self.told)
+        self.barrier.wait()
+        return told
+
+    def connect(self, rank: int) -> None:
+        try:
+            self.results[rank] = connect(rank, lambda mine: self.exchange(rank, mine), self.timeout_s)
+        except CannotShareError as error:
+            self.results[rank] = str(error)
+
+    def meet(self) -> list[Any]:
+        threads = [Thread(target=self.connect, args=(rank,)) for rank in range(self.world)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return self.results
+
+
+@pytest.fixture
+def meet() -> Iterator[Callable[[Ranks], list[Any]]]:
+    """What ranks got that have met; their connections are closed in the end."""
+    met: list[Any] = []
+
+    def meet_(ranks: Ranks) -> list[Any]:
+        met.extend(ranks.meet())
+        return met
+
+    yield meet_
+    for result in met:
+        if isinstance(result, Neighbours):
+            result.close()
+
+
+def test_data_lies_where_the_teller_says_until_it_was_read(meet):
+    first, second = meet(Ranks(2))
+    sent = torch.arange(5.0)
+    block = first.take(sent.nbytes)
+    block.memory.tensors_like([sent])[0].copy_(sent)
+    first.tell((1, 7), block)
+    assert first.take(8) is not block  # it is not read yet
+    [told] = second.told((1, 7))
+    assert torch.equal(told.tensors_like([sent])[0], sent)
+    second.have_read([told])
+    assert first.take(sent.nbytes) is block
+
+
+def test_blocks_are_used_again_and_replaced_by_larger_ones(meet):
+    first, second = meet(Ranks(2))
+    for collective in range(1, 50):
+        block = first.take(collective * 1000)
+        first.tell((collective, 0), block)
+        second.have_read(second.told((collective, 0)))
+    assert len(first.blocks) == 1
+    second.take(1)  # has it look at its messages
+    assert [len(other.blocks) for other in second._others.values()] == [1]
+
+
+def test_what_is_told_of_one_collective_is_not_taken_for_another(meet):
+    first, second = meet(Ranks(2))
+    for collective in (1, 2):  # the first is never asked for, as after an exception
+        block = first.take(8)
+        block.memory.tensors_like([torch.empty(1)])[0].fill_(collective)
+        first.tell((collective, 0), block, claim=bytes([collective]))
+    [told] = second.told((2, 0))
+    assert told.tensors_like([torch.empty(1)])[0].item() == 2
+    assert [second.next_claims() for _ in range(2)] == [{0: b"\1"}, {0: b"\2"}]
+
+
+def test_one_that_does_not_come_is_waited_for_as_long_as_the_group_says(meet):
+    first, _ = meet(Ranks(2, timeout_s=0.2))
+    with pytest.raises(dist.DistError, match=r"Timed out: rank 0 .* rank 1 for 0.2 s"):
+        first.told((1, 0))
+
+
+def test_one_that_has_ended_is_an_error_once_its_last_message_is_read(meet):
+    first, second = meet(Ranks(2))
+    second.tell((1, 0), second.take(8))
+    second.close()
+    assert len(first.told((1, 0))) == 1
+    with pytest.raises(PeerGoneError):
+        first.told((2, 0))
+
+
+def test_a_full_socket_is_emptied_by_the_one_that_waits(meet):
+    """Both may have more to say than the system keeps, before either listens."""
+    first, second = meet(Ranks(2))
+    count = 2000
+
+    def talk(me: Neighbours) -> None:
+        for collective in range(count):
+            me.have_read([])
+            me.tell((collective, 0), blocks[me.rank], claim=bytes(192))
+        for collective in range(count):
+            assert len(me.told((collective, 0))) == 1
+
+    blocks = [first.take(8), second.take(8)]
+    threads = [Thread(target=talk, args=(me,), daemon=True) for me in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_stranger_is_not_taken_for_a_rank(meet):
+    class Visited(Ranks):
+        def exchange(self, rank: int, mine: bytes) -> list[bytes]:
+            addresses = super().exchange(rank, mine)
+            if rank == 1 and not strangers:
+                name = shared_memory.json.loads(addresses[0])["name"]
+                for greeting in (b"x" * 20, b"short"):
+                    strangers.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                    strangers[-1].connect(name)
+                    strangers[-1].sendall(greeting)
+            return addresses
+
+    strangers: list[socket.socket] = []
+    first, second = meet(Visited(2))
+    for stranger in strangers:
+        assert stranger.recv(1) == b""
+        stranger.close()
+    second.tell((1, 0), second.take(8))
+    assert len(first.told((1, 0))) == 1
+
+
+def test_ranks_on_several_hosts_share_nothing_and_agree_on_that(meet, monkeypatch):
+    hosts = iter("abb")
+    monkeypatch.setattr(shared_memory, "_host", lambda: next(hosts))
+    assert meet(Ranks(3)) == ["they are on 2 hosts"] * 3
+
+
+def test_one_that_cannot_connect_is_enough(meet, monkeypatch):
+    connect_all = shared_memory._meet
+
+    def fail(sockets: Any, listener: Any, addresses: Any, rank: int) -> None:
+        connect_all(sockets, listener, addresses, rank)
+        if rank == 1:
+            raise OSError("out of sockets")
+
+    monkeypatch.setattr(shared_memory, "_meet", fail)
+    assert meet(Ranks(3)) == ["rank 1 could not connect: out of sockets"] * 3
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def gather_on_hosts(host: str) -> tuple[bool, Tensor]:
+    shared_memory._host = lambda: host.format(rank=dist.get_rank())
+    return wire().neighbours is None, gather(wire())
+
+
+@pytest.mark.parametrize(("host", "falls_back"), [("{rank}", True), ("one", False)])
+def test_ranks_on_several_hosts_send_messages(host, falls_back):
+    expected = torch.tensor([0.0, 1.0])
+    for fell_back, gathered in run_ranks(2, gather_on_hosts, host):
+        assert fell_back == falls_back
+        assert torch.equal(gathered, expected)
+
+
+def switched_off_on_one_rank() -> bool:
+    share_memory_between_ranks(dist.get_rank() == 0)
+    return wire().neighbours is None
+
+
+def test_one_rank_that_has_it_switched_off_is_enough():
+    assert run_ranks(2, switched_off_on_one_rank) == [True, True]
+
+
+@pytest.mark.parametrize(("value", "shares"), [("0", False), ("1", True)])
+def test_the_environment_switches_it_off(value, shares):
+    told = subprocess.run(
+        [sys.executable, "-c", "from fullshard import shared_memory; print(shared_memory._shares)"],
+        env={**os.environ, "FULLSHARD_SHARED_MEMORY": value},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert told.stdout.split() == [str(shares)]
+
+
+def train_and_count() -> tuple[int, int]:
+    """How many blocks there are after few steps, and after many."""
+    model = chain(fully_shard)
+    optimizer = sgd(model)
+    counts = []
+    for steps in (4, 20):
+        for step in range(steps):
+            model(inputs(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert wire().neighbours is not None
+        counts.append(len(wire().neighbours.blocks))
+    return counts[0], counts[1]
+
+
+def test_training_needs_few_blocks_and_not_more_with_time():
+    for few, many in run_ranks(2, train_and_count):
+        assert max(few, many) <= 5  # gathers and reductions under way, and those that the other has not read yet
+
+
+def wait_long() -> float:
+    """Seconds of processor time that rank 0 takes while it waits for rank 1."""
+    gather(wire())
+    before = resource.getrusage(resource.RUSAGE_THREAD)
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    gather(wire())
+    after = resource.getrusage(resource.RUSAGE_THREAD)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_a_rank_that_waits_sleeps():
+    assert run_ranks(2, wait_long)[0] < 0.5
+
+
+def shared_descriptors(pid: int) -> int:
+    """How many descriptors of shared blocks a process has, beyond those that are mapped."""
+    links = [link for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    return sum("memfd:fullshard" in str(link.readlink()) for link in links)
+
+
+SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+from fullshard.collectives import collectives_for
+from fullshard.record import Origin, Phase
+dist.init_process_group("gloo")
+wire = collectives_for(dist.group.WORLD, torch.device("cpu"))
+part, whole = torch.ones(1 << 20), torch.empty(2 << 20)
+for _ in range(3):
+    wire.all_gather([whole], [part], tag=wire.tags_of("test", 1), origin=Origin("unit", Phase.FORWARD)).wait()
+if wire.rank == 1 and sys.argv[1] == "fork" and os.fork() == 0:
+    time.sleep(20)  # as a data loader's worker, which outlives its parent a little
+    os._exit(0)
+print("ready", os.getpid(), flush=True)
+if wire.rank == 1:
+    time.sleep(100)
+try:
+    wire.all_gather([whole], [part], tag=wire.tags_of("test", 1), origin=Origin("unit", Phase.FORWARD)).wait()
+except Exception as error:
+    print(type(error).__name__, error, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "fork"])
+def test_nothing_is_left_behind_when_a_rank_is_killed(how):
+    """Neither files nor memory; the other rank gets an error at once, even while a child of the dead one lives."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    before = set(Path("/dev/shm").iterdir())
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, how],
+            env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": str(Path(__file__).parents[1])},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.stdout.readline().split() for rank in ranks]
+        assert [words[0] for words in said] == ["ready", "ready"]
+        assert shared_descriptors(int(said[0][1])) > 0  # else this test would look for the wrong thing
+        ranks[1].kill()
+        ranks[1].wait()
+        started = time.monotonic()
+        told = ranks[0].stdout.readline()
+        assert "RankLostError rank 1 was lost" in told
+        assert time.monotonic() - started < 15  # the child sleeps for longer
+        ranks[0].wait()
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            rank.stdout.close()
+    new = [path.name for path in set(Path("/dev/shm").iterdir()) - before]
+    assert [name for name in new if "fullshard" in name] == []
+    assert "fullshard" not in Path("/proc/net/unix").read_text()
+
+
+def two_groups() -> tuple[Tensor, Tensor]:
+    """Gathers of two groups under way at once, ended in another order on each rank."""
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    rank = dist.get_rank()
+    wires = [wire(rows[rank // 2]), wire(columns[rank % 2])]
+    wholes = [torch.empty(2), torch.empty(2)]
+    for _ in range(3):
+        pending = [
+            each.all_gather([whole], [torch.tensor([float(rank)])], tag=each.tags_of("test", 1), origin=ORIGIN)
+            for each, whole in zip(wires, wholes, strict=True)
+        ]
+        for one in pending if rank % 2 else reversed(pending):
+            one.wait()
+    assert all(each.neighbours is not None for each in wires)
+    return wholes[0], wholes[1]
+
+
+def test_two_groups_share_memory_each_of_its_own():
+    for rank, (row, column) in enumerate(run_ranks(4, two_groups)):
+        assert row.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert column.tolist() == [rank % 2, rank % 2 + 2]
