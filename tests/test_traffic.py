@@ -13,7 +13,14 @@ from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard import BackwardPrefetch, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, recording
+from fullshard import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    fully_shard,
+    recording,
+    share_memory_between_ranks,
+)
 from fullshard.record import Phase, Recorder
 from fullshard.runtime import turns_in
 from fullshard.testing import run_ranks
@@ -173,8 +180,12 @@ def copies_of_a_step(model: Any, x: Tensor) -> CountCopies:
     return copies
 
 
-def count_copies(strategy: str) -> tuple[int, int, int, int]:
+SHARES = pytest.mark.parametrize("shares", [False, True], ids=["pairwise", "shared memory"])
+
+
+def count_copies(strategy: str, shares: bool) -> tuple[int, int, int, int]:
     """Bytes copied by the engine in one step, of matrices and of the rest; a rank's shards of matrices and the rest."""
+    share_memory_between_ranks(shares)
     model = chain(partial(fully_shard, strategy=strategy))
     copies = copies_of_a_step(model, inputs())
     sections = [section for turn in turns_in(model) for section in turn.unit.sections]
@@ -182,20 +193,26 @@ def count_copies(strategy: str) -> tuple[int, int, int, int]:
     return copies.large, copies.small, matrices * 4, sum(section.layout.pack_numel for section in sections) * 4
 
 
-@pytest.mark.parametrize(("strategy", "gathers"), [("zero1", 0), ("zero2", 1), ("zero3", 2)])
-def test_nothing_is_copied_between_shards_and_the_wire(strategy, gathers):
-    """A gather puts this rank's own rows beside the others', who do not send them; a reduction copies no matrix."""
-    for large, small, matrices, packed in run_ranks(2, count_copies, strategy):
-        assert large == gathers * matrices
+@SHARES
+@pytest.mark.parametrize(("strategy", "gathers", "own"), [("zero1", 1, 0), ("zero2", 1, 1), ("zero3", 2, 2)])
+def test_nothing_is_copied_between_shards_and_the_wire(strategy, gathers, own, shares):
+    """A gather puts this rank's own rows beside the others', who do not send them; a reduction copies no matrix.
+
+    Where shared memory is the wire, what goes over it is copied there and, if it is gathered, copied back.
+    """
+    wire = 2 * gathers + 1 if shares else 0
+    for large, small, matrices, packed in run_ranks(2, count_copies, strategy, shares):
+        assert large == (own + wire) * matrices
         # Packed: both ranks' parts out of the pack, this rank's own among them; gradients of both into the pack.
-        assert small <= (3 * max(gathers, 1) + 2) * packed
+        assert small <= (3 * max(own, 1) + 2 + wire) * packed
 
 
 WIDTH = 256
 PART = WIDTH * WIDTH // 2
 
 
-def count_copies_in_low_precision() -> int:
+def count_copies_in_low_precision(shares: bool) -> int:
+    share_memory_between_ranks(shares)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     model = nn.Sequential(
         *(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)), nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False))
@@ -205,10 +222,12 @@ def count_copies_in_low_precision() -> int:
     return copies_of_a_step(fully_shard(model, mp_policy=policy), torch.ones(4, WIDTH, dtype=torch.bfloat16)).large
 
 
-def test_in_low_precision_shards_are_cast_once_a_gather_and_sums_once():
+@SHARES
+def test_in_low_precision_shards_are_cast_once_a_gather_and_sums_once(shares):
     gathers = 3 + 1 + 3  # the root stays whole
     cast, own_rows, to_masters = gathers * PART * 2, gathers * PART * 2, 4 * PART * 4
-    assert run_ranks(2, count_copies_in_low_precision) == [cast + own_rows + to_masters] * 2
+    wire = (2 * gathers + 4) * PART * 2 if shares else 0
+    assert run_ranks(2, count_copies_in_low_precision, shares) == [cast + own_rows + to_masters + wire] * 2
 
 
 def halved_bytes() -> list[int]:
