@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import compare_ranks
+from fullshard.buffers import typed_view
 from fullshard.collectives import PairwiseCollectives, SharedMemoryCollectives
 from fullshard.record import Origin, Phase
 
@@ -48,9 +49,20 @@ def calls(options: argparse.Namespace) -> dict[str, dict[str, Call]]:
         scatters[name] = lambda wire=wire, tag=scatter: wire.reduce_scatter(
             parts, wholes, numels, world, tag=tag, origin=ORIGIN
         ).wait()
+        if isinstance(wire, SharedMemoryCollectives):
+            gathers["in common"] = gather_in_common(wire, parts)
     gathers["gloo's own"] = lambda: [gloo_gather(w, p) for w, p in zip(wholes, parts, strict=True)]
     scatters["gloo's own"] = lambda: [gloo_scatter(p, w) for w, p in zip(wholes, parts, strict=True)]
     return {"all_gather": gathers, "reduce_scatter": scatters}
+
+
+def gather_in_common(wire: SharedMemoryCollectives, parts: list[Tensor]) -> Call:
+    """A gather into wholes that all ranks have in common, to which each copies its own parts."""
+    numels = [wire.world * part.numel() for part in parts]
+    storages = wire.common_storages([4 * numel for numel in numels], "benchmark")
+    wholes = [typed_view(storage, torch.float32, 0, (n,)) for storage, n in zip(storages, numels, strict=True)]
+    tag = wire.reserve_tags(len(parts))
+    return lambda: wire.all_gather(wholes, parts, tag=tag, origin=ORIGIN, in_common=True).wait()
 
 
 def gloo_gather(whole: Tensor, part: Tensor) -> None:

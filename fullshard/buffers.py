@@ -43,11 +43,15 @@ class Slot:
         device: where it lies.
         shared: units take turns on it: it keeps its memory when emptied. Otherwise its memory goes back to the
             allocator.
+        common: memory that the ranks of a group have in common, large enough for all units that take turns on it.
     """
 
-    def __init__(self, device: torch.device, *, shared: bool = False) -> None:
-        self.storage = torch.UntypedStorage(0, device=device)
+    def __init__(
+        self, device: torch.device, *, shared: bool = False, common: torch.UntypedStorage | None = None
+    ) -> None:
+        self.storage = torch.UntypedStorage(0, device=device) if common is None else common
         self.shared = shared
+        self.is_common = common is not None
         self.occupant: object | None = None
         self._own_references = 0
 

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from hashlib import sha256
 
 import torch
 import torch.distributed as dist
@@ -92,6 +93,13 @@ class _Call:
     nbytes: int  # as all ranks count them
     sent_nbytes: int  # by this rank, to all others together
     messages: int  # of this rank
+    how: str = ""  # where ranks could differ in it
+
+    @property
+    def claimed_origin(self) -> Origin:
+        """The origin, with a note of how it is done, for others to compare."""
+        notes = filter(None, (self.how, self.origin.note))
+        return replace(self.origin, note=", ".join(notes)) if self.how else self.origin
 
 
 class Collectives(ABC):
@@ -120,7 +128,16 @@ class Collectives(ABC):
             self._tags_of[purpose] = self.reserve_tags(count)
         return self._tags_of[purpose]
 
-    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], *, tag: int, origin: Origin) -> Pending:
+    def common_storages(self, sizes: Sequence[int], plan: str) -> list[torch.UntypedStorage]:
+        """Storages that all ranks write and read, of `sizes` in bytes; none if ranks cannot share memory.
+
+        A collective, unless they cannot. Nor are there any if `plan`, what they are for, is not the same on all ranks.
+        """
+        return []
+
+    def all_gather(
+        self, wholes: Sequence[Tensor], parts: Sequence[Tensor], *, tag: int, origin: Origin, in_common: bool = False
+    ) -> Pending:
         """Every rank's part of each tensor, end to end in rank order, in the corresponding whole.
 
         Args:
@@ -128,11 +145,14 @@ class Collectives(ABC):
             parts: this rank's.
             tag: the first of `len(parts)` reserved tags.
             origin: for the record.
+            in_common: the wholes lie in `common_storages`, at the same place on every rank, and this rank does not need
+                any more what lies there now.
         """
-        others = self.world - 1
+        others, nbytes = self.world - 1, _nbytes(wholes)
+        how, start = ("in common", self._gather_in_common) if in_common else ("", self._all_gather)
         return self._start(
-            _Call("all_gather", origin, len(wholes), _nbytes(wholes), _nbytes(parts) * others, len(parts) * others),
-            lambda: self._all_gather(wholes, parts, tag),
+            _Call("all_gather", origin, len(wholes), nbytes, _nbytes(parts) * others, len(parts) * others, how),
+            lambda: start(wholes, parts, tag),
         )
 
     def reduce_scatter(
@@ -230,7 +250,7 @@ class Collectives(ABC):
         """Tell the other ranks what is being started. What is returned waits for what they tell."""
         if self.world == 1 or not compares_ranks():
             return None
-        received = self._exchange_claims(claim(call.name, call.origin, call.tensors, call.nbytes))
+        received = self._exchange_claims(claim(call.name, call.claimed_origin, call.tensors, call.nbytes))
         if received is None:
             return None
         self._claimed.append(received)
@@ -264,6 +284,9 @@ class Collectives(ABC):
             call.name, call.origin, lane, sent_bytes=call.sent_nbytes, messages=call.messages, ranks=self._ranks
         )
         return recorder.add(event)
+
+    def _gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        return self._all_gather(wholes, parts, tag)
 
     @abstractmethod
     def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]: ...
@@ -406,6 +429,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self._meeting_tag = self.reserve_tags(2)
+        self._plan_tag = self.reserve_tags(1)
         self._claim = b""  # goes with the collective that is being started
         self._started = 0  # collectives, which all ranks count alike: nothing is taken for what came before or after
 
@@ -427,6 +451,44 @@ class SharedMemoryCollectives(PairwiseCollectives):
                 _log.info("ranks %s exchange messages by gloo and share no memory: %s", self._ranks, obstacle)
                 return None
 
+    def common_storages(self, sizes: Sequence[int], plan: str) -> list[torch.UntypedStorage]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return []
+        call = _Call("agreement on memory in common", Origin("", Phase.IDLE), len(sizes), sum(sizes), 0, 0)
+        digest = torch.frombuffer(bytearray(sha256(f"{plan}{list(sizes)}".encode()).digest()), dtype=torch.uint8)
+        with here.waiting(call.name, call.origin):
+            try:
+                plans = self._exchange(digest, self._plan_tag)()
+                if not sizes or any(not torch.equal(other, digest) for other in plans):
+                    return []
+                collective, _ = self._next_key(0)
+                return [memory.storage for memory in neighbours.common(sizes, collective)]
+            except PeerGoneError as gone:
+                raise self._lost(gone, call) from gone
+
+    def _gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        neighbours = self.neighbours
+        assert neighbours is not None, "memory in common is for neighbours"
+        collective, _ = self._next_key(tag)
+        free, written = (collective, tag), (collective, tag + 1)
+        mine = [whole.view(self.world, -1)[self.rank] for whole in wholes]
+
+        def write() -> None:
+            with torch.no_grad():
+                _copy_each(mine, parts)
+            neighbours.sign(written)
+
+        neighbours.sign(free, self._take_claim())
+        neighbours.when_signed(written, _nothing)
+        neighbours.when_signed(free, write)  # when nobody needs any more what lies there
+
+        def finish() -> None:
+            neighbours.await_signs(free)
+            neighbours.await_signs(written)
+
+        return finish
+
     def _exchange_claims(self, mine: Tensor) -> Callable[[], list[Tensor]]:
         neighbours = self.neighbours
         if neighbours is None:
@@ -441,7 +503,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
     def _record(self, call: _Call) -> Event | None:
         if self.neighbours is not None and call.name != "broadcast":
-            messages = (2 if call.name == "all_reduce" else 1) * (self.world - 1)
+            messages = (2 if call.name == "all_reduce" or call.how else 1) * (self.world - 1)
             call = replace(call, messages=messages)
         return super()._record(call)
 
@@ -522,8 +584,11 @@ class SharedMemoryCollectives(PairwiseCollectives):
         block = neighbours.take(end)
         for start, tensors in shown.values():
             _copy_each(block.memory.tensors_like(tensors, start), tensors)
-        told, self._claim = self._claim, b""
-        neighbours.tell(key, block, starts, told)
+        neighbours.tell(key, block, starts, self._take_claim())
+
+    def _take_claim(self) -> bytes:
+        claim, self._claim = self._claim, b""
+        return claim
 
     def _take(self, neighbours: Neighbours, key: Key, rooms: Mapping[int, Sequence[Tensor]]) -> None:
         """Wait for what the others show of `key`, and copy it to their `rooms`."""

@@ -491,17 +491,32 @@ class Runtime:
         """Give units that are never whole at once the same memory, where memory that is given back is dear."""
         self._planned = True
         turns = [t for t in self.turns if not t.unit.keeps_whole and t.unit.whole_nbytes]
-        if self._device.type != "cpu" or not self.shares_memory or any(t.unit.slot.is_referenced for t in turns):
+        if self._device.type != "cpu" or not turns:
             return
         nbytes = {turn.number: turn.unit.whole_nbytes for turn in turns}
-        mine = [interval for interval in self._intervals if interval.unit in nbytes]
+        may_move = self.shares_memory and not any(turn.unit.slot.is_referenced for turn in turns)
+        mine = [interval for interval in self._intervals if interval.unit in nbytes and may_move]
         assigned = assign_slots(mine, nbytes)
-        slots: dict[int, Slot] = {}
+        sizes = [max(nbytes[unit] for unit in assigned if assigned[unit] == slot) for slot in set(assigned.values())]
+        storages = self._common_storages(turns, sizes, f"{assigned} {nbytes}") or [None] * len(sizes)
+        slots = [Slot(self._device, shared=True, common=storage) for storage in storages]
         for number in sorted(assigned, key=lambda number: -nbytes[number]):  # the largest sizes the slot
-            slot = slots.setdefault(assigned[number], Slot(self._device, shared=True))
-            self.turns[number].unit.move(slot)
-        for slot in slots.values():
+            self.turns[number].unit.move(slots[assigned[number]])
+        for slot in slots:
             slot.settle()
+
+    def _common_storages(
+        self, turns: Sequence[Turn], sizes: Sequence[int], plan: str
+    ) -> Sequence[torch.UntypedStorage | None]:
+        """Memory for slots that ranks on one host have in common, so that each writes its part for all; if possible.
+
+        A rank on which units cannot move now asks too, for nothing, so that none waits for it and none gets any.
+        """
+        sections = [section for turn in turns for section in turn.unit.sections]
+        wires = {section.wires.shard for section in sections}
+        if len(wires) != 1 or not all(section.gathers_from_all for section in sections):
+            return []
+        return wires.pop().common_storages(sizes, plan)
 
 
 # -- who belongs to which root ----------------------------------------------------------------------------------------

@@ -322,8 +322,18 @@ class Section:
             self._group_version = -1
         return self._may_have_stepped or self.is_partial
 
-    def start_gather(self, origin: Origin) -> Pending:
-        """Begin to fill the whole buffer from every rank's home. The sections of a unit gather side by side."""
+    @property
+    def gathers_from_all(self) -> bool:
+        """Whether a gather fills the whole buffer with every rank's part in one go."""
+        return self.cuts_optimizer and not self._gathers_by_groups
+
+    def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
+        """Begin to fill the whole buffer from every rank's home. The sections of a unit gather side by side.
+
+        Args:
+            origin: for the record.
+            in_common: the whole buffer is one that all ranks of the shard axis fill and read.
+        """
         if not self.cuts_optimizer:
             if not self.lives_in_whole:
                 self.whole.copy_(self._masters, non_blocking=True)
@@ -331,7 +341,9 @@ class Section:
         if self._gathers_by_groups:
             return self._start_gather_by_groups(origin)
         parts = self._parts_to_send()
-        return self.wires.shard.all_gather(self._gather_places, parts, tag=self._gather_tag, origin=origin)
+        return self.wires.shard.all_gather(
+            self._gather_places, parts, tag=self._gather_tag, origin=origin, in_common=in_common
+        )
 
     def _start_gather_by_groups(self, origin: Origin) -> Pending:
         two_level = self.wires.two_level

@@ -64,7 +64,7 @@ _DESCRIPTOR = struct.Struct("i")
 _POLL_S = 3600.0  # epoll takes no more than some weeks
 _FULL_MS = 10  # how long to wait for room in a socket before looking for messages again
 
-_BLOCK, _DROP, _TELL, _READ = range(4)  # kinds of messages: a new block; one that is gone; look here; I have
+_BLOCK, _DROP, _TELL, _READ, _SIGN = range(5)  # a new block; one that is gone; look here; I have; I am as far as that
 
 _shares = os.environ.get(_SWITCH) != "0"
 
@@ -101,6 +101,11 @@ class Memory:
             views.append(self._of_dtype(tensor.dtype)[start : start + tensor.numel()])
             byte_offset += align(tensor.nbytes, _ALIGNMENT)
         return views
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """All of it."""
+        return self._typed[torch.uint8].untyped_storage()
 
     def _of_dtype(self, dtype: torch.dtype) -> Tensor:
         if dtype not in self._typed:
@@ -143,6 +148,7 @@ class _Neighbour:
     ended: bool = False
     blocks: dict[int, Memory] = field(default_factory=dict)
     told: dict[Key, Told] = field(default_factory=dict)
+    signs: set[Key] = field(default_factory=set)
     claims: deque[bytes] = field(default_factory=deque)
 
 
@@ -166,6 +172,7 @@ class Neighbours:
             self._epoll.register(descriptor, select.EPOLLIN)
         self._blocks: dict[int, Block] = {}
         self._made = 0
+        self._acts: dict[Key, Callable[[], None]] = {}
         _open.add(self)
 
     # -- this rank's blocks -------------------------------------------------------------------------------------------
@@ -187,6 +194,7 @@ class Neighbours:
             if free:  # grow rather than keep what is too small
                 self._drop(min(free, key=lambda candidate: candidate.memory.nbytes))
             block = self._new_block(nbytes)
+            self._blocks[block.number] = block
         block.readers = len(self._others)
         return block
 
@@ -196,12 +204,12 @@ class Neighbours:
         descriptor = os.memfd_create("fullshard")
         try:
             os.ftruncate(descriptor, nbytes)
-            self._blocks[number] = Block(number, Memory(descriptor, nbytes))
+            block = Block(number, Memory(descriptor, nbytes))
             for other in self._others.values():
                 self._send(other, _HEAD.pack(_BLOCK, number, 0, 0, nbytes), _DESCRIPTOR.pack(descriptor))
         finally:
             os.close(descriptor)
-        return self._blocks[number]
+        return block
 
     def _drop(self, block: Block) -> None:
         del self._blocks[block.number]
@@ -234,6 +242,53 @@ class Neighbours:
         """Let those who told know that their blocks are theirs again."""
         for one in told:
             self._send(self._others[one.rank], _HEAD.pack(_READ, one.block, 0, 0, 0))
+
+    def sign(self, key: Key, claim: bytes = b"") -> None:
+        """Let every neighbour know that this rank is as far as `key` stands for.
+
+        Args:
+            claim: goes along; the others take it with `next_claims`.
+        """
+        for other in self._others.values():
+            self._send(other, _HEAD.pack(_SIGN, 0, *key, 0) + claim)
+
+    def when_signed(self, key: Key, act: Callable[[], None]) -> None:
+        """Call `act` as soon as it is known here that every neighbour is as far as `key` stands for."""
+        while self._receive(0):
+            pass
+        self._acts[key] = act
+        self._act(key)
+
+    def _act(self, key: Key) -> None:
+        if key in self._acts and all(key in other.signs for other in self._others.values()):
+            for other in self._others.values():
+                other.signs.remove(key)
+            self._acts.pop(key)()
+
+    def await_signs(self, key: Key) -> None:
+        """Return when every neighbour is as far as `key` stands for, and what was to be done then is done.
+
+        Raises:
+            PeerGoneError: one has ended.
+            DistError: one does not come within the time-out.
+        """
+        self._wait_for_all(lambda other: key not in self._acts or key in other.signs)
+
+    def common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
+        """Memory that all ranks write and read, one for each of `sizes` (bytes): a collective, whose number is given.
+
+        It is freed when no rank has it any more.
+        """
+        if self.rank == 0:
+            blocks = [self._new_block(nbytes) for nbytes in sizes]
+            for i, block in enumerate(blocks):
+                self.tell((collective, i), block)
+            return [block.memory for block in blocks]
+        first = self._others[0]
+        keys = [(collective, i) for i in range(len(sizes))]
+        self._wait_for_all(lambda other: other is not first or all(key in first.told for key in keys))
+        told = [first.told.pop(key) for key in keys]
+        return [first.blocks.pop(one.block) for one in told]
 
     def next_claims(self) -> dict[int, bytes]:
         """What came along with every neighbour's next `tell` that had a claim, by rank.
@@ -272,6 +327,8 @@ class Neighbours:
     def _take_message(self, other: _Neighbour) -> None:
         try:
             message, ancillary, _, _ = other.socket.recvmsg(_MESSAGE_NBYTES, socket.CMSG_SPACE(_DESCRIPTOR.size))
+        except BlockingIOError:  # it was taken while there was no room to send
+            return
         except ConnectionError:
             message, ancillary = b"", []
         if not message:
@@ -291,6 +348,11 @@ class Neighbours:
             other.told[collective, tag] = Told(other.rank, number, other.blocks[number], value)
             if len(message) > _HEAD.size:
                 other.claims.append(message[_HEAD.size :])
+        elif kind == _SIGN:
+            other.signs.add((collective, tag))
+            if len(message) > _HEAD.size:
+                other.claims.append(message[_HEAD.size :])
+            self._act((collective, tag))
         else:
             self._blocks[number].readers -= 1
 

@@ -217,7 +217,8 @@ class Unit:
         stale = [section for section in self.sections if not section.is_gathered]
         group_nbytes = self._group_nbytes
         with torch.no_grad(), lane.after_compute():
-            self._pending = [section.start_gather(self.origin(phase)) for section in stale]
+            origin, in_common = self.origin(phase), self.slot.is_common
+            self._pending = [section.start_gather(origin, in_common=in_common) for section in stale]
             self._gathered = lane.mark()
         if self._group_nbytes > group_nbytes and self.settings.placements.parameters is not Placement.GROUPED:
             self._note("fill", phase, self._group_nbytes - group_nbytes)

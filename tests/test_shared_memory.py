@@ -1,12 +1,14 @@
 """Ranks on one host share memory: bounded, asleep while they wait, closed to strangers, and gone when they are."""
 
+import gc
 import os
 import resource
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -16,12 +18,24 @@ import torch
 import torch.distributed as dist
 from small_models import chain, inputs, sgd
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import fully_shard, share_memory_between_ranks, shared_memory
+from fullshard import (
+    MixedPrecisionPolicy,
+    Placement,
+    Placements,
+    RankMismatchError,
+    fully_shard,
+    share_memory_between_ranks,
+    share_memory_between_units,
+    shared_memory,
+)
+from fullshard.buffers import Slot
 from fullshard.collectives import Collectives, SharedMemoryCollectives, collectives_for
 from fullshard.record import Origin, Phase
+from fullshard.runtime import turns_in
 from fullshard.shared_memory import ADDRESS_NBYTES, CannotShareError, Neighbours, connect
-from fullshard.testing import run_ranks
+from fullshard.testing import assert_same, run_ranks
 from fullshard.watchdog import PeerGoneError
 
 ORIGIN = Origin("block", Phase.FORWARD)
@@ -140,6 +154,39 @@ def test_one_that_has_ended_is_an_error_once_its_last_message_is_read(meet):
         first.told((2, 0))
 
 
+def test_memory_in_common_is_seen_by_all_and_freed_with_the_last(meet):
+    first, second = meet(Ranks(2))
+    memories = [first.common([100, 5000], 1), second.common([100, 5000], 1)]
+    like = [torch.empty(25)]
+    memories[0][1].tensors_like(like)[0].fill_(3)
+    assert memories[1][1].tensors_like(like)[0].tolist() == [3.0] * 25
+    mapped = mapped_blocks()
+    del memories
+    assert mapped_blocks() == mapped - 4
+
+
+def mapped_blocks() -> int:
+    return Path("/proc/self/maps").read_text().count("memfd:fullshard")
+
+
+def test_what_is_to_be_done_when_all_are_as_far_is_done_once_and_by_whoever_waits(meet):
+    first, second = meet(Ranks(2))
+    done: list[str] = []
+    first.when_signed((1, 0), lambda: done.append("one"))
+    first.when_signed((2, 0), lambda: done.append("two"))
+    second.sign((1, 0), claim=b"x")
+    second.sign((2, 0))
+    first.await_signs((2, 0))  # though the other is not asked for
+    assert done == ["one", "two"]
+    first.await_signs((1, 0))
+    assert first.next_claims() == {1: b"x"}
+    first.when_signed((3, 0), lambda: done.append("three"))
+    second.close()
+    with pytest.raises(PeerGoneError):
+        first.await_signs((3, 0))
+    assert done == ["one", "two"]
+
+
 def test_a_full_socket_is_emptied_by_the_one_that_waits(meet):
     """Both may have more to say than the system keeps, before either listens."""
     first, second = meet(Ranks(2))
@@ -240,13 +287,9 @@ def test_the_environment_switches_it_off(value, shares):
 def train_and_count() -> tuple[int, int]:
     """How many blocks there are after few steps, and after many."""
     model = chain(fully_shard)
-    optimizer = sgd(model)
     counts = []
-    for steps in (4, 20):
-        for step in range(steps):
-            model(inputs(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for count in (4, 20):
+        steps(model, range(count))
         assert wire().neighbours is not None
         counts.append(len(wire().neighbours.blocks))
     return counts[0], counts[1]
@@ -255,6 +298,104 @@ def train_and_count() -> tuple[int, int]:
 def test_training_needs_few_blocks_and_not_more_with_time():
     for few, many in run_ranks(2, train_and_count):
         assert max(few, many) <= 5  # gathers and reductions under way, and those that the other has not read yet
+
+
+def steps(model: Any, numbers: Iterable[int]) -> None:
+    optimizer = sgd(model)
+    for number in numbers:
+        model(inputs(number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def common_slots(strategy: Any, shares_units: bool = True) -> list[bool]:
+    """Whether the memory that units take turns on is what all ranks have."""
+    share_memory_between_units(shares_units or dist.get_rank() == 0)
+    model = chain(partial(fully_shard, strategy=strategy))
+    steps(model, range(3))
+    units = [turn.unit for turn in turns_in(model)]
+    return [unit.slot.is_common for unit in units if not unit.keeps_whole and unit.whole_nbytes]
+
+
+GROUPED = Placements(
+    parameters=Placement.SHARDED,
+    parameters_in_step=Placement.GROUPED,
+    gradients=Placement.SHARDED,
+    optimizer=Placement.SHARDED,
+    group=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "expected"),
+    [("zero3", 2, True), ("zero2", 2, True), ("zero1", 2, None), ("ddp", 2, None), (GROUPED, 4, False)],
+    ids=["zero3", "zero2", "zero1", "ddp", "grouped"],
+)
+def test_units_that_take_turns_on_memory_have_it_in_common_with_other_ranks(strategy, ranks, expected):
+    """A gathered whole is once on a host. What is whole between steps has a home in it, and is each rank's own."""
+    for slots in run_ranks(ranks, common_slots, strategy):
+        assert set(slots) == (set() if expected is None else {expected})
+
+
+def test_one_rank_whose_units_do_not_take_turns_is_enough_to_have_none_in_common():
+    for slots in run_ranks(2, common_slots, "zero3", False):
+        assert set(slots) == {False}
+
+
+def drop_a_model() -> tuple[int, int, int]:
+    before = mapped_blocks()
+    model = chain(fully_shard)
+    steps(model, range(3))
+    between = mapped_blocks()
+    del model
+    for _ in range(3):
+        gc.collect()
+    return before, between, mapped_blocks()
+
+
+def test_memory_in_common_is_freed_with_the_model():
+    for before, between, after in run_ranks(2, drop_a_model):
+        assert before < after < between  # blocks stay, for other models
+
+
+def leave_on_one_rank() -> str:
+    model = chain(fully_shard)
+    steps(model, range(3))
+    if dist.get_rank() == 1:
+        turns_in(model)[2].unit.move(Slot(torch.device("cpu")))
+    with pytest.raises(RankMismatchError) as raised:
+        steps(model, range(2))
+    return str(raised.value)
+
+
+def test_a_unit_that_leaves_the_memory_in_common_on_one_rank_only_is_an_error_on_all():
+    messages = run_ranks(2, leave_on_one_rank)
+    assert messages[0] == messages[1]
+    assert "rank 0 started all_gather of layers.1" in messages[0]
+    assert messages[0].count("bytes, in common)") == 1
+
+
+def trained(shares: bool, axes: tuple[int, ...], precision: MixedPrecisionPolicy) -> dict[str, Tensor]:
+    share_memory_between_ranks(shares)
+    mesh = init_device_mesh("cpu", axes, mesh_dim_names=("replicate", "shard")[-len(axes) :])
+    model = chain(partial(fully_shard, mesh=mesh, mp_policy=precision))
+    optimizer = sgd(model)
+    for number in range(6):
+        for _ in range(2):
+            model(inputs(10 * number + dist.get_rank())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(inputs(number))
+    return {name: param.full_tensor() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("axes", [(2,), (4,), (2, 2)])
+def test_training_gives_the_same_bits_with_and_without(axes):
+    ranks = 2 if axes == (2,) else 4
+    for precision in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
+        shared, sent = (run_ranks(ranks, trained, shares, axes, precision) for shares in (True, False))
+        assert_same(shared, sent)
 
 
 def wait_long() -> float:

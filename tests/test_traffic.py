@@ -198,9 +198,10 @@ def count_copies(strategy: str, shares: bool) -> tuple[int, int, int, int]:
 def test_nothing_is_copied_between_shards_and_the_wire(strategy, gathers, own, shares):
     """A gather puts this rank's own rows beside the others', who do not send them; a reduction copies no matrix.
 
-    Where shared memory is the wire, what goes over it is copied there and, if it is gathered, copied back.
+    Where shared memory is the wire, gradients are copied there, and so is what is gathered, and back. But where units
+    take turns on memory, ranks have that in common, and nothing is copied beyond this rank's own rows.
     """
-    wire = 2 * gathers + 1 if shares else 0
+    wire = (2 * gathers if own == 0 else 0) + 1 if shares else 0
     for large, small, matrices, packed in run_ranks(2, count_copies, strategy, shares):
         assert large == (own + wire) * matrices
         # Packed: both ranks' parts out of the pack, this rank's own among them; gradients of both into the pack.
@@ -226,7 +227,7 @@ def count_copies_in_low_precision(shares: bool) -> int:
 def test_in_low_precision_shards_are_cast_once_a_gather_and_sums_once(shares):
     gathers = 3 + 1 + 3  # the root stays whole
     cast, own_rows, to_masters = gathers * PART * 2, gathers * PART * 2, 4 * PART * 4
-    wire = (2 * gathers + 4) * PART * 2 if shares else 0
+    wire = 4 * PART * 2 if shares else 0
     assert run_ranks(2, count_copies_in_low_precision, shares) == [cast + own_rows + to_masters + wire] * 2
 
 
