@@ -512,11 +512,19 @@ class Runtime:
 
         A rank on which units cannot move now asks too, for nothing, so that none waits for it and none gets any.
         """
+        if any(_writes_to_parameters(turn.unit.module) for turn in turns):
+            return []
         sections = [section for turn in turns for section in turn.unit.sections]
         wires = {section.wires.shard for section in sections}
         if len(wires) != 1 or not all(section.gathers_from_all for section in sections):
             return []
         return wires.pop().common_storages(sizes, plan)
+
+
+def _writes_to_parameters(module: nn.Module) -> bool:
+    """Whether a forward within `module` is known to change whole parameters: other ranks must not see it."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return any(isinstance(inner, kinds) and inner.max_norm is not None for inner in module.modules())
 
 
 # -- who belongs to which root ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_models import chain, inputs, sgd
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import (
@@ -340,6 +340,37 @@ def test_units_that_take_turns_on_memory_have_it_in_common_with_other_ranks(stra
 def test_one_rank_whose_units_do_not_take_turns_is_enough_to_have_none_in_common():
     for slots in run_ranks(2, common_slots, "zero3", False):
         assert set(slots) == {False}
+
+
+class Renormalised(nn.Module):
+    """Its forward shortens the rows that it looks up, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8, max_norm=0.5)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(rows))
+        return out
+
+
+def look_up(shares: bool) -> tuple[list[bool], list[Tensor]]:
+    share_memory_between_ranks(shares)
+    torch.manual_seed(0)
+    model = fully_shard(Renormalised())
+    outputs = []
+    for number in range(4):
+        rows = torch.arange(4) * (dist.get_rank() + 1) + number
+        outputs.append(model(rows).detach())
+        model(rows).square().mean().backward()
+    return [turn.unit.slot.is_common for turn in turns_in(model)], outputs
+
+
+def test_what_a_forward_is_known_to_write_to_is_each_rank_s_own():
+    shared, sent = (run_ranks(2, look_up, shares) for shares in (True, False))
+    assert [slots for slots, _ in shared] == [[False]] * 2
+    assert_same(shared, sent)
 
 
 def drop_a_model() -> tuple[int, int, int]:
