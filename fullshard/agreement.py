@@ -11,9 +11,6 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
-import torch
-from torch import Tensor
-
 from fullshard.errors import RankMismatchError
 from fullshard.record import Origin
 
@@ -42,18 +39,18 @@ def compares_ranks() -> bool:
 
 
 @lru_cache(maxsize=4096)
-def claim(collective: str, origin: Origin, tensors: int, nbytes: int) -> Tensor:
-    """That `collective` of so many tensors and bytes was started on behalf of `origin`. Not to be written to."""
+def claim(collective: str, origin: Origin, tensors: int, nbytes: int) -> bytes:
+    """That `collective` of so many tensors and bytes was started on behalf of `origin`."""
     texts = [collective.encode(), origin.phase.value.encode(), origin.note.encode()[:_NOTE_NBYTES]]
     room = CLAIM_NBYTES - _HEAD.size - sum(map(len, texts))
     texts.append(origin.unit.encode()[-room:])  # the end of a long name tells more than its beginning
     head = _HEAD.pack(origin.microbatch, tensors, nbytes, *map(len, texts))
-    return torch.frombuffer(bytearray((head + b"".join(texts)).ljust(CLAIM_NBYTES, b"\0")), dtype=torch.uint8)
+    return (head + b"".join(texts)).ljust(CLAIM_NBYTES, b"\0")
 
 
-def mismatch(claims: Sequence[Tensor], ranks: Sequence[int]) -> RankMismatchError | None:
+def mismatch(claims: Sequence[bytes], ranks: Sequence[int]) -> RankMismatchError | None:
     """The error that every rank raises if `claims`, one for each of `ranks`, are not all alike."""
-    if all(torch.equal(other, claims[0]) for other in claims[1:]):
+    if claims.count(claims[0]) == len(claims):
         return None
     sides: dict[str, list[int]] = {}
     for rank, told in zip(ranks, claims, strict=True):
@@ -67,12 +64,11 @@ def mismatch(claims: Sequence[Tensor], ranks: Sequence[int]) -> RankMismatchErro
     )
 
 
-def _read(told: Tensor) -> str:
-    data = bytes(told.tolist())
-    microbatch, tensors, nbytes, *lengths = _HEAD.unpack_from(data)
+def _read(told: bytes) -> str:
+    microbatch, tensors, nbytes, *lengths = _HEAD.unpack_from(told)
     texts, start = [], _HEAD.size
     for length in lengths:
-        texts.append(data[start : start + length].decode(errors="replace"))
+        texts.append(told[start : start + length].decode(errors="replace"))
         start += length
     collective, phase, note, unit = texts
     details = [f"{tensors} tensor{'s' if tensors > 1 else ''}", f"{nbytes} bytes", *([note] if note else [])]

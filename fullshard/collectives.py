@@ -114,7 +114,7 @@ class Collectives(ABC):
         self._ranks = tuple(dist.get_process_group_ranks(group))
         self._next_tag = _FIRST_TAG
         self._tags_of: dict[str, int] = {}
-        self._claimed: deque[Callable[[], list[Tensor]]] = deque()  # not compared yet, in the order of the collectives
+        self._claimed: deque[Callable[[], list[bytes]]] = deque()  # not compared yet, in the order of the collectives
         self.broken: RankMismatchError | RankLostError | None = None  # why the group cannot be used any more
 
     def reserve_tags(self, count: int) -> int:
@@ -256,7 +256,7 @@ class Collectives(ABC):
         self._claimed.append(received)
         return partial(self._agree, received)
 
-    def _agree(self, received: Callable[[], list[Tensor]]) -> None:
+    def _agree(self, received: Callable[[], list[bytes]]) -> None:
         """Compare claims up to `received`, oldest first: all ranks find the same difference, whatever they wait for."""
         while self.broken is None and received in self._claimed:
             self.broken = mismatch(self._claimed.popleft()(), self._ranks)
@@ -268,7 +268,7 @@ class Collectives(ABC):
             self.broken = lost(self._ranks[gone.peer], here.now()[0])
         return self.broken
 
-    def _exchange_claims(self, mine: Tensor) -> Callable[[], list[Tensor]] | None:
+    def _exchange_claims(self, mine: bytes) -> Callable[[], list[bytes]] | None:
         """Send this rank's claim to all. What is returned waits for those of all ranks, and gives them in rank order.
 
         None where the backend has no way to do so: a mismatch is then for a time-out to find.
@@ -320,21 +320,21 @@ class PairwiseCollectives(Collectives):
         """The other ranks, nearest above first, so that not all ranks send to the same one at once."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
-    def _exchange_claims(self, mine: Tensor) -> Callable[[], list[Tensor]]:
+    def _exchange_claims(self, mine: bytes) -> Callable[[], list[bytes]]:
         tag = self._claim_tag + self._claims % _CLAIM_TAGS
         self._claims += 1
         return self._exchange(mine, tag)
 
-    def _exchange(self, mine: Tensor, tag: int) -> Callable[[], list[Tensor]]:
+    def _exchange(self, mine: bytes, tag: int) -> Callable[[], list[bytes]]:
         """Send `mine`, of the same size on all ranks, to all. What is returned waits for those of all ranks."""
-        rooms = list(torch.empty(self.world, mine.numel(), dtype=mine.dtype))
-        rooms[self.rank] = mine
+        rooms = torch.empty(self.world, len(mine), dtype=torch.uint8)
+        rooms[self.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         works: _Works = [work for peer in self._peers() for work in self._receive(rooms[peer], peer, tag)]
-        works += [work for peer in self._peers() for work in self._send(mine, peer, tag)]
+        works += [work for peer in self._peers() for work in self._send(rooms[self.rank], peer, tag)]
 
-        def received() -> list[Tensor]:
+        def received() -> list[bytes]:
             _wait_all(works)
-            return rooms
+            return [bytes(room) for room in rooms.numpy()]
 
         return received
 
@@ -441,8 +441,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         tags = iter(range(self._meeting_tag, self._meeting_tag + 2))
 
         def exchange(mine: bytes) -> list[bytes]:
-            told = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-            return [bytes(theirs.numpy()) for theirs in self._exchange(told, next(tags))()]
+            return self._exchange(mine, next(tags))()
 
         with here.waiting("meeting of the ranks on a host", Origin("", Phase.IDLE)):
             try:
@@ -456,11 +455,11 @@ class SharedMemoryCollectives(PairwiseCollectives):
         if neighbours is None:
             return []
         call = _Call("agreement on memory in common", Origin("", Phase.IDLE), len(sizes), sum(sizes), 0, 0)
-        digest = torch.frombuffer(bytearray(sha256(f"{plan}{list(sizes)}".encode()).digest()), dtype=torch.uint8)
+        digest = sha256(f"{plan}{list(sizes)}".encode()).digest()
         with here.waiting(call.name, call.origin):
             try:
                 plans = self._exchange(digest, self._plan_tag)()
-                if not sizes or any(not torch.equal(other, digest) for other in plans):
+                if not sizes or any(other != digest for other in plans):
                     return []
                 collective, _ = self._next_key(0)
                 return [memory.storage for memory in neighbours.common(sizes, collective)]
@@ -489,15 +488,15 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
         return finish
 
-    def _exchange_claims(self, mine: Tensor) -> Callable[[], list[Tensor]]:
+    def _exchange_claims(self, mine: bytes) -> Callable[[], list[bytes]]:
         neighbours = self.neighbours
         if neighbours is None:
             return super()._exchange_claims(mine)
-        told = self._claim = mine.numpy().tobytes()
+        self._claim = mine
 
-        def received() -> list[Tensor]:
-            claims = {**neighbours.next_claims(), self.rank: told}
-            return [torch.frombuffer(bytearray(claims[rank]), dtype=torch.uint8) for rank in range(self.world)]
+        def received() -> list[bytes]:
+            claims = {**neighbours.next_claims(), self.rank: mine}
+            return [claims[rank] for rank in range(self.world)]
 
         return received
 
