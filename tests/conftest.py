@@ -1,7 +1,21 @@
-"""Settings for all tests."""
+"""Settings for all tests, and what several of them need."""
 
+from collections.abc import Iterator
+
+import pytest
+from hosts import Host, NoHosts, two_hosts
 from hypothesis import settings
 
 # A shared machine is slow at times; what takes too long is pytest-timeout's to say.
 settings.register_profile("fullshard", deadline=None)
 settings.load_profile("fullshard")
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[Host, Host]]:
+    """Two hosts with a cable between them, where the system allows it."""
+    try:
+        with two_hosts() as made:
+            yield made
+    except NoHosts as reason:
+        pytest.skip(str(reason))

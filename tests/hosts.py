@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,21 +134,38 @@ def _host(address: str, folder: Path, *unshare: str) -> Host:
 # --------------------------------------------------------------------------------------------------- ranks on hosts
 
 
-def torchrun(hosts: Sequence[Host], *argv: str, ranks: int = 2, **options: Any) -> list[subprocess.Popen[Any]]:
+def torchrun(
+    hosts: Sequence[Host],
+    *argv: str,
+    ranks: int = 2,
+    nodes: str = "",
+    environ: Mapping[str, str] | None = None,
+    rendezvous: str = "",
+    first: Host | None = None,
+    **options: Any,
+) -> list[subprocess.Popen[Any]]:
     """torchrun on every host, started with so many ranks each; `argv` is its script and the script's arguments.
 
     The commands are those of two real machines, but for their addresses.
+
+    Args:
+        nodes: how many hosts the job may have, as in "1:2"; as many as `hosts`, if it says nothing.
+        environ: variables of the environment besides.
+        rendezvous: what `--rdzv-conf` says besides, as in "last_call_timeout=2".
+        first: the host where hosts find one another; the first of `hosts` if None.
     """
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    first = first or hosts[0]
+    more = f",{rendezvous}" if rendezvous else ""
+    common = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
     return [
         host.start(
             *(sys.executable, "-m", "torch.distributed.run"),
-            *(f"--nnodes={len(hosts)}", f"--nproc-per-node={ranks}"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={hosts[0].address}:{_PORT}"),
+            *(f"--nnodes={nodes or len(hosts)}", f"--nproc-per-node={ranks}"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:{_PORT}"),
             # Without a name service, torchrun cannot tell which address is its own.
-            *(f"--rdzv-conf=is_host={int(host is hosts[0])}", f"--local-addr={host.address}"),
+            *(f"--rdzv-conf=is_host={int(host is first)}{more}", f"--local-addr={host.address}"),
             *argv,
-            **{"env": environ, **options},
+            **{"env": {**os.environ, **common, **(environ or {})}, **options},
         )
         for host in hosts
     ]

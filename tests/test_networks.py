@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import INTERFACE, Host, NoHosts, run_on_hosts, sent_bytes, torchrun, two_hosts, wait_for
+from hosts import INTERFACE, Host, run_on_hosts, sent_bytes, torchrun, wait_for
 from small_models import adamw, shard, small_gpt, train
 from test_docs import ROOT, page, rows, section
 from torch import nn
@@ -34,15 +33,6 @@ S, G = Placement.SHARDED, Placement.GROUPED
 HPZ = Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S)
 HFSDP = Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S)
 STRATEGIES = {**{strategy.value: strategy for strategy in ShardingStrategy}, "hpZ": HPZ, "HFSDP": HFSDP}
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[tuple[Host, Host]]:
-    try:
-        with two_hosts() as made:
-            yield made
-    except NoHosts as reason:
-        pytest.skip(str(reason))
 
 
 @dataclass(frozen=True)

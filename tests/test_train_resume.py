@@ -24,7 +24,9 @@ from fullshard.testing import assert_same, run_ranks
 from fullshard.train.check import check
 from fullshard.train.loop import Trainer, train
 from fullshard.train.options import parse_settings
-from fullshard.train.resuming import going_on, shared_anew
+from fullshard.train.parallelism import part_of, rows_of, shared_anew
+from fullshard.train.resuming import going_on
+from fullshard.train.settings import OptimizationSettings
 from fullshard.train.stopping import PREEMPTED
 
 SAVING = ["--checkpoint-every", "1", "--steps", "4"]
@@ -106,7 +108,7 @@ def test_a_finished_run_comes_to_the_same_end(whole, tmp_path):
     assert told(tmp_path) == told(whole)
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_run_goes_on_at_another_world_size_with_the_same_steps(whole, world, tmp_path):
     ran(2, tmp_path, stop_at=2)
     ran(world, tmp_path, "--resume", "auto", "--strategy", "zero2")
@@ -184,19 +186,23 @@ def test_bad_options_are_refused_before_anything_starts(argv, words):
         check(parse_settings(argv), 2)
 
 
-def test_other_ranks_share_a_step_without_more_memory():
-    for before, world, rows, accumulate in product(range(1, 9), range(1, 13), (1, 3, 4), (1, 2, 6)):
-        batch = before * rows
-        try:
-            shared = shared_anew(batch, accumulate, before=before, world=world)
-        except ConfigError as error:
-            assert (batch * accumulate) % world, error
-            continue
-        assert shared.batch * shared.accumulate == batch * accumulate
-        assert shared.batch % world == 0
-        assert shared.batch // world <= rows
-        if world == before:
-            assert (shared.batch, shared.accumulate) == (batch, accumulate)
+def test_any_number_of_ranks_learns_from_the_same_sequences_without_more_memory():
+    """However often ranks come and go: each sequence of a step counts once, in the order in which losses are told."""
+    for first, then, last, rows, accumulate in product(range(1, 5), range(1, 10), range(1, 6), (1, 3, 4), (1, 2, 6)):
+        was = OptimizationSettings(batch=first * rows, accumulate=accumulate)
+        shared = shared_anew(was, before=first, world=then)
+        for world, settings in ((then, shared), (last, shared_anew(shared, before=then, world=last))):
+            places = product(range(settings.accumulate), range(world))
+            parts = [part_of(settings, microbatch=microbatch, rank=rank, world=world) for microbatch, rank in places]
+            counted = [part.first + row for part in parts for row in range(part.counted)]
+            assert counted == list(range(first * rows * accumulate))
+            assert all(part.rows <= rows for part in parts)
+            assert settings.accumulate == 1 or rows_of(settings, world) * (settings.accumulate - 1) < len(counted)
+
+
+def test_as_many_ranks_share_a_step_as_before():
+    was = OptimizationSettings(batch=8, accumulate=2, sequences=9)
+    assert shared_anew(was, before=2, world=2) == was
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

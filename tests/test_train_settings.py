@@ -11,7 +11,7 @@ import pytest
 from fullshard.errors import ConfigError
 from fullshard.options import option_types
 from fullshard.train.options import parse_settings
-from fullshard.train.parallelism import replicas_of, rows_of
+from fullshard.train.parallelism import replicas_of, rows_of, sequences_of
 from fullshard.train.run_folder import RunFolder
 from fullshard.train.schedule import learning_rate, peak_lr
 from fullshard.train.settings import OptimizationSettings, ParallelSettings, RunSettings, TrainSettings
@@ -146,13 +146,25 @@ def test_a_batch_that_ranks_cannot_share_names_the_ones_they_can() -> None:
             rows_of(OptimizationSettings(batch=batch), world)
 
 
+def test_a_step_may_learn_from_fewer_sequences_than_its_microbatches_have_room_for() -> None:
+    settings = OptimizationSettings(batch=4, accumulate=3)
+    assert sequences_of(settings, 2) == 12
+    for sequences in range(9, 13):
+        assert sequences_of(replace(settings, sequences=sequences), 2) == sequences
+    for sequences, words in ((8, "Take --accumulate 2, or"), (13, "Take --accumulate 4, or"), (0, "Take more, or")):
+        with pytest.raises(ConfigError, match=f"3 microbatches of 4 are for 9 to 12 sequences. {words}"):
+            sequences_of(replace(settings, sequences=sequences), 2)
+
+
 def test_replicas_are_one_a_machine_or_two_and_only_for_hybrid_strategies() -> None:
     hybrid = ParallelSettings(strategy="hsdp")
     assert replicas_of(hybrid, world=4) == 2
     assert replicas_of(hybrid, world=16, machines=4) == 4
-    assert replicas_of(replace(hybrid, replicas=1), world=3) == 1
+    assert replicas_of(replace(hybrid, replicas=1), world=4) == 1
+    assert replicas_of(hybrid, world=3) == replicas_of(hybrid, world=1) == 1
+    assert replicas_of(hybrid, world=3, machines=3) == 3
     assert replicas_of(ParallelSettings(strategy="zero3"), world=4) is None
     with pytest.raises(ConfigError, match="Take one of 1, 3"):
-        replicas_of(hybrid, world=3)
+        replicas_of(replace(hybrid, replicas=2), world=3)
     with pytest.raises(ConfigError, match="has no replicas"):
         replicas_of(ParallelSettings(strategy="zero2", replicas=2), world=4)

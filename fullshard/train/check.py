@@ -13,7 +13,7 @@ from fullshard.errors import ConfigError
 from fullshard.options import near_matches
 from fullshard.strategy import ShardingStrategy
 from fullshard.train.model import shape_of
-from fullshard.train.parallelism import replicas_of, rows_of
+from fullshard.train.parallelism import replicas_of, sequences_of
 from fullshard.train.resuming import AUTO
 from fullshard.train.run_folder import check_out
 from fullshard.train.settings import (
@@ -72,7 +72,7 @@ def _check_optimization(settings: OptimizationSettings, world: int) -> None:
         raise ConfigError(f"--lr {settings.lr}: must be greater than 0.")
     if settings.min_lr > 1:
         raise ConfigError(f"--min-lr {settings.min_lr}: is a part of the peak learning rate, so at most 1.")
-    rows_of(settings, world)
+    sequences_of(settings, world)
 
 
 def _check_memory(settings: MemorySettings) -> None:

@@ -10,7 +10,13 @@ from rich.console import Console
 from fullshard.train.check import check, check_ranks
 from fullshard.train.options import parse_settings
 from fullshard.train.progress import restore_terminal
-from fullshard.train.ranks import process_group, rank_from_environment, ranks_of_machine, runs_under_torchrun
+from fullshard.train.ranks import (
+    check_restarts,
+    process_group,
+    rank_from_environment,
+    ranks_of_machine,
+    runs_under_torchrun,
+)
 from fullshard.train.resuming import going_on
 from fullshard.train.run_folder import free_folder, has_stopped
 from fullshard.train.stopping import PREEMPTED
@@ -52,6 +58,7 @@ def _train_on_this_rank(argv: Sequence[str]) -> int:
     # Ctrl-C ends a rank at once and in silence: it may be waiting for a rank that is already gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings = parse_settings(argv)
+    check_restarts()
     rank = rank_from_environment()
     check_ranks(settings.parallelism.ranks, rank.world)
     settings = going_on(settings, rank.world)

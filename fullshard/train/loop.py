@@ -19,7 +19,7 @@ from fullshard.train.bytes_table import RunLedgers
 from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
 from fullshard.train.model import byte_losses
-from fullshard.train.parallelism import replicas_of, rows_of
+from fullshard.train.parallelism import part_of, replicas_of, rows_of, sequences_of
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
 from fullshard.train.ranks import Rank, gather_in_rank_order
 from fullshard.train.resuming import AUTO
@@ -125,19 +125,19 @@ class Trainer:
 
     def train_microbatch(self, step: int, microbatch: int) -> Tensor:
         """Add the gradients of one microbatch; they travel with the last one of the step. Returns the rows' losses."""
-        accumulate = self.settings.optimization.accumulate
-        self.model.set_requires_gradient_sync(microbatch == accumulate - 1)
+        optimization, world = self.settings.optimization, self.rank.world
+        self.model.set_requires_gradient_sync(microbatch == optimization.accumulate - 1)
+        part = part_of(optimization, microbatch=microbatch, rank=self.rank.index, world=world)
         batch = training_batch(
             self.text,
             seed=self.settings.run.seed,
-            index=step * accumulate + microbatch,
-            rows=rows_of(self.settings.optimization, self.rank.world),
+            first=step * self.sequences + part.first,
+            rows=part.rows,
             seq=self.settings.text.seq,
-            rank=self.rank.index,
-            world=self.rank.world,
         )
         losses = byte_losses(self.model(batch.inputs.to(self.rank.device)), batch.targets.to(self.rank.device))
-        (losses.mean() / accumulate).backward()
+        mean = losses[: part.counted].sum() / (self.sequences / world)  # since gradients are averaged over the ranks
+        mean.backward()
         return losses.detach()
 
     def begin(self) -> int:
@@ -241,7 +241,7 @@ class Trainer:
         if not is_due(step, self.settings.run.log_every, self.settings.optimization.steps) and step != 1:
             return
         with self.stopwatch.running():  # waits for the device, so it belongs to the time of the steps
-            loss = mean_in_row_order(trained.losses, self.rank)
+            loss = mean_in_row_order(trained.losses, self.sequences, self.rank)
         seconds_a_step = self.stopwatch.lap(step)
         report = StepReport(
             step=step,
@@ -318,8 +318,12 @@ class Trainer:
     @property
     def tokens_a_step(self) -> int:
         """Bytes that one step learns from, over all ranks."""
-        optimization = self.settings.optimization
-        return rows_of(optimization, self.rank.world) * optimization.accumulate * self.settings.text.seq
+        return self.sequences * self.settings.text.seq
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that one step learns from, over all ranks."""
+        return sequences_of(self.settings.optimization, self.rank.world)
 
 
 def resolved(settings: TrainSettings, rank: Rank) -> TrainSettings:
@@ -370,10 +374,12 @@ def agreed_text(source: TextSource, out: Path, rank: Rank) -> Text:
     return write_text(source, cache)
 
 
-def mean_in_row_order(losses: Tensor, rank: Rank) -> float:
-    """The mean over all ranks of `losses`, shape (accumulate, rows a rank), in float64 and in the order of the rows."""
+def mean_in_row_order(losses: Tensor, sequences: int, rank: Rank) -> float:
+    """The mean over all ranks of `losses`, shape (accumulate, rows a rank), in float64 and in the order of the rows, of
+    which the first `sequences` count.
+    """
     by_rank = gather_in_rank_order(losses[None].double(), rank)
-    return float(by_rank.transpose(0, 1).flatten().cpu().mean())
+    return float(by_rank.transpose(0, 1).flatten()[:sequences].cpu().mean())
 
 
 def is_due(step: int, every: int, last: int | None = None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from fullshard.errors import ConfigError
 from fullshard.strategy import resolve_placements
 from fullshard.train.settings import OptimizationSettings, ParallelSettings
@@ -12,7 +14,8 @@ DEFAULT_ROWS = 16
 def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> int | None:
     """How many copies of the sharded model there are; None for a strategy without a replicate axis.
 
-    Left to itself, a hybrid strategy keeps one copy on each machine, and two on a single machine.
+    Left to itself, a hybrid strategy keeps one copy on each machine; on a single machine two, or one where its ranks
+    cannot form two: a run goes on with what is left of its machines.
 
     Raises:
         ConfigError: replicas for a strategy that has none, or as many as cannot divide the ranks.
@@ -24,7 +27,9 @@ def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> in
                 "or leave --replicas out."
             )
         return None
-    replicas = settings.replicas or max(2, machines)
+    replicas = settings.replicas
+    if replicas is None:
+        replicas = machines if machines > 1 else 2 - world % 2
     if replicas < 1 or world % replicas:
         fitting = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(
@@ -49,3 +54,53 @@ def rows_of(settings: OptimizationSettings, world: int) -> int:
             f"--batch {settings.batch}: {world} ranks cannot share {settings.batch} sequences evenly. Take {near}."
         )
     return settings.batch
+
+
+def sequences_of(settings: OptimizationSettings, world: int) -> int:
+    """Sequences that one step learns from, over all ranks and microbatches.
+
+    Raises:
+        ConfigError: the last microbatch would have none of them, or they are more than fit.
+    """
+    batch = rows_of(settings, world)
+    most = batch * settings.accumulate
+    if settings.sequences is None:
+        return most
+    if not most - batch < settings.sequences <= most:
+        advice = f"Take --accumulate {-(-settings.sequences // batch)}" if settings.sequences > 0 else "Take more"
+        raise ConfigError(
+            f"--sequences {settings.sequences}: {settings.accumulate} microbatches of {batch} are for "
+            f"{most - batch + 1} to {most} sequences. {advice}, or leave --sequences out."
+        )
+    return settings.sequences
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank does in one microbatch of a step."""
+
+    first: int  # number, within the step, of the first sequence that it computes
+    rows: int  # sequences that it computes: as many on every rank, since ranks work together
+    counted: int  # the first of them, that the step learns from; the others are behind its last sequence
+
+
+def part_of(settings: OptimizationSettings, *, microbatch: int, rank: int, world: int) -> Part:
+    """The part of rank `rank` in microbatch `microbatch`; the first is 0."""
+    rows = rows_of(settings, world) // world
+    first = (microbatch * world + rank) * rows
+    return Part(first, rows, counted=min(rows, max(0, sequences_of(settings, world) - first)))
+
+
+def shared_anew(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:
+    """The same steps for `world` ranks that `before` ranks took: from as many sequences, with no more of them in one
+    microbatch of a rank, in as few microbatches as that allows.
+
+    The last microbatch may have room for more sequences than are left.
+    """
+    if world == before:
+        return settings
+    sequences, most = sequences_of(settings, before), rows_of(settings, before) // before
+    accumulate = -(-sequences // (world * most))
+    batch = world * -(-sequences // (world * accumulate))
+    fills = batch * accumulate == sequences
+    return replace(settings, batch=batch, accumulate=accumulate, sequences=None if fills else sequences)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fullshard.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,21 @@ def rank_from_environment() -> Rank:
         machines=int(os.environ.get("GROUP_WORLD_SIZE", world // local_world)),
         device=device,
     )
+
+
+def check_restarts(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a torchrun that is to start lost ranks anew, and could not.
+
+    Raises:
+        ConfigError: ranks that are started anew would meet the addresses of those before them.
+    """
+    restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts > 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ConfigError(
+            f"torchrun --max-restarts {restarts}: lost ranks could not be started anew, since torchrun keeps the "
+            "addresses of those before them in a store that it shares with all. Set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every host."
+        )
 
 
 def ranks_of_machine() -> int:

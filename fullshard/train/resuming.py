@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fullshard.errors import ConfigError
+from fullshard.train.parallelism import sequences_of, shared_anew
 from fullshard.train.run_folder import lines_of
 from fullshard.train.schedule import peak_lr
 from fullshard.train.settings import OptimizationSettings, TrainSettings
 
-__all__ = ["AUTO", "going_on", "shared_anew"]
+__all__ = ["AUTO", "going_on"]
 
 AUTO = "auto"
 # What decides the numbers of a run, beside what a step is made of.
@@ -20,11 +21,10 @@ _FIXED = (
 
 
 def going_on(settings: TrainSettings, world: int) -> TrainSettings:
-    """The settings for `world` ranks; if the run in --out goes on, a step learns from as many sequences as before.
+    """The settings for `world` ranks; if the run in --out goes on, a step learns from the same sequences as before.
 
     Raises:
-        ConfigError: --resume auto without --out, or the run that is there had other numbers, or its steps cannot be
-            shared by the ranks.
+        ConfigError: --resume auto without --out, or the run that is there had other numbers.
     """
     if settings.checkpoints.resume != AUTO:
         return settings
@@ -44,34 +44,17 @@ def going_on(settings: TrainSettings, world: int) -> TrainSettings:
             f"{now.get(name, '(left out)')}. Start with the options that it had; or begin a run of its own by --resume "
             f"{out}/checkpoints and another --out."
         )
-    sequences = was["batch"] * was["accumulate"]
+    before = header["world"]
+    taken = OptimizationSettings(**{name: was[name] for name in ("batch", "accumulate", "sequences") if name in was})
     asked = settings.optimization
-    if asked.batch is not None and asked.batch * asked.accumulate != sequences:
+    wanted = asked.sequences or (asked.batch and asked.batch * asked.accumulate)
+    if wanted not in (None, sequences_of(taken, before)):
         raise ConfigError(
-            f"--resume auto: a step of the run in {out} learns from {sequences} sequences, not from "
-            f"{asked.batch * asked.accumulate}. Leave --batch and --accumulate as they were."
+            f"--resume auto: a step of the run in {out} learns from {sequences_of(taken, before)} sequences, not from "
+            f"{wanted}. Leave --batch, --accumulate and --sequences as they were."
         )
-    shared = shared_anew(was["batch"], was["accumulate"], before=header["world"], world=world)
-    return replace(settings, optimization=replace(asked, batch=shared.batch, accumulate=shared.accumulate))
-
-
-def shared_anew(batch: int, accumulate: int, *, before: int, world: int) -> OptimizationSettings:
-    """The batch and the microbatches by which `world` ranks take a step as `before` ranks did.
-
-    From as many sequences, with no more in one microbatch of a rank, in as few microbatches as that allows.
-
-    Raises:
-        ConfigError: the ranks cannot share the sequences of a step evenly.
-    """
-    if world == before:
-        return OptimizationSettings(batch=batch, accumulate=accumulate)
-    sequences, most = batch * accumulate, batch // before
-    if sequences % world:
-        fitting = [str(n) for n in range(1, sequences + 1) if sequences % n == 0]
-        raise ConfigError(
-            f"--resume auto: {world} ranks cannot share the {sequences} sequences of a step evenly. Start "
-            f"{', '.join(fitting)} ranks."
-        )
-    of_rank = sequences // world
-    rows = max(rows for rows in range(1, most + 1) if of_rank % rows == 0)
-    return OptimizationSettings(batch=rows * world, accumulate=of_rank // rows)
+    shared = shared_anew(taken, before=before, world=world)
+    return replace(
+        settings,
+        optimization=replace(asked, batch=shared.batch, accumulate=shared.accumulate, sequences=shared.sequences),
+    )

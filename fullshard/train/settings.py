@@ -46,7 +46,7 @@ class ParallelSettings:
     torchrun its own count holds."""
     replicas: MaybeInt = None
     """For hsdp and hsdp_zero2: how many copies of the sharded model there are. It divides the ranks. Left out: one
-    for each machine; on a single machine two."""
+    for each machine; on a single machine two, or one where its ranks cannot form two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,9 @@ class OptimizationSettings:
     that the ranks can share."""
     accumulate: int = 1
     """Microbatches in one step. Gradients travel once a step, after the last of them."""
+    sequences: MaybeInt = None
+    """Sequences that one step learns from, where they do not fill its last microbatch. Left out: batch times
+    accumulate."""
     steps: int = 1000
     """Optimizer steps."""
     lr: MaybeFloat = None

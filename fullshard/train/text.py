@@ -128,14 +128,9 @@ def write_text(source: TextSource, cache: Path) -> Text:
     return text
 
 
-def training_batch(text: Text, *, seed: int, index: int, rows: int, seq: int, rank: int = 0, world: int = 1) -> Batch:
-    """The rows of one rank in microbatch `index` of the run: a pure function of the seed and the index.
-
-    The `rows` rows of a microbatch are the same at every world size; rank r takes the r-th of `world` equal parts.
-    """
-    share = rows // world
-    first = index * rows + rank * share
-    starts = [window_start(seed, first + row, text.training_bytes, seq) for row in range(share)]
+def training_batch(text: Text, *, seed: int, first: int, rows: int, seq: int) -> Batch:
+    """The sequences `first` to `first + rows - 1` of the run: a pure function of the seed and their numbers."""
+    starts = [window_start(seed, first + row, text.training_bytes, seq) for row in range(rows)]
     return _windows(text.training, starts, seq)
 
 

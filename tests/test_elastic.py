@@ -1,0 +1,133 @@
+"""Hosts that are lost and come back: the run goes on with what there is, and every step learns what it would have."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import Host, torchrun, wait_for
+from test_train_loop import metrics
+from test_train_resume import wait_for_step, weights
+
+from fullshard.errors import ConfigError
+from fullshard.testing import assert_same
+from fullshard.train.ranks import check_restarts
+
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+TRAIN = [
+    *("train", "--text", __file__, "--size", "nano", "--seq", "128", "--batch", "6", "--log-every", "1"),
+    *("--validate-every", "0", "--validate-bytes", "300", "--sample-every", "0", "--sample-bytes", "8"),
+    *("--lr", "0.001", "--checkpoint-every", "5", "--resume", "auto"),
+]
+
+
+def options(steps: int, out: Path) -> list[str]:
+    return [*TRAIN, "--steps", str(steps), "--out", str(out)]
+
+
+def reference(steps: int, out: Path) -> Path:
+    """A run on two ranks that nobody disturbs."""
+    command = [sys.executable, "-m", "fullshard.cli", *options(steps, out), "--ranks", "2"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return out
+
+
+def start(hosts: list[Host], steps: int, out: Path, first: Host) -> list[subprocess.Popen[Any]]:
+    """The same command on every host, one rank each; it goes on with one or two hosts."""
+    with (out.parent / "said").open("a") as said:
+        return torchrun(
+            hosts,
+            *("--max-restarts=9", "-m", "fullshard.cli", *options(steps, out)),
+            ranks=1,
+            nodes="1:2",
+            environ=OWN_STORE,
+            rendezvous="last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+            first=first,
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+        )
+
+
+def kill_ranks(launcher: subprocess.Popen[Any]) -> None:
+    """Kill the ranks of a launcher, which lives."""
+    for pid in ranks_of(launcher.pid):
+        os.kill(pid, signal.SIGKILL)
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that a launcher, or what has entered a host for it, has started as ranks."""
+    below = [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+    is_rank = {pid: b"RANK=" in Path(f"/proc/{pid}/environ").read_bytes() for pid in below}
+    return [rank for pid in below for rank in ([pid] if is_rank[pid] else ranks_of(pid))]
+
+
+def resumed(out: Path) -> list[dict[str, Any]]:
+    return [line for line in metrics(out) if line["kind"] == "resume"]
+
+
+def losses(out: Path) -> dict[int, float]:
+    found = [(line["step"], line["loss"]) for line in metrics(out) if line["kind"] == "step"]
+    assert len(found) == len(dict(found)), "a step is told once"
+    return dict(found)
+
+
+def wait_for_resume(out: Path, world: int) -> None:
+    deadline = time.monotonic() + 100
+    while not (resumed(out) and resumed(out)[-1]["world"] == world):
+        assert time.monotonic() < deadline, metrics(out)[-1]
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_that_are_killed_cost_no_number(hosts, tmp_path):
+    steps = 40
+    out = tmp_path / "out"
+    launchers = start(list(hosts), steps, out, hosts[0])
+    wait_for_step(out, 12)
+    kill_ranks(launchers[1])
+    assert wait_for(launchers, 200) == [0, 0], (tmp_path / "said").read_text()
+    assert [line["world"] for line in resumed(out)] == [2]
+    calm = reference(steps, tmp_path / "calm")
+    assert losses(out) == losses(calm)
+    assert_same(weights(out), weights(calm))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_without_a_lost_host_and_with_one_that_comes(hosts, tmp_path):
+    """One host loses its power in mid-run, and is started again later on."""
+    steps = 300
+    out = tmp_path / "out"
+    first, second = hosts
+    launched = start([first, second], steps, out, first)
+    wait_for_step(out, 20)
+    second.stop_all()
+    wait_for_resume(out, 1)
+    alone = resumed(out)[-1]["step"]
+    wait_for_step(out, alone + 10)
+    launched[1].wait()
+    [launched[1]] = start([second], steps, out, first)
+    wait_for_resume(out, 2)
+    assert wait_for(launched, 300) == [0, 0], (tmp_path / "said").read_text()
+    calm = losses(reference(steps, tmp_path / "calm"))
+    found = losses(out)
+    assert found.keys() == calm.keys()
+    assert {step: loss for step, loss in found.items() if step <= alone} == {
+        step: loss for step, loss in calm.items() if step <= alone
+    }
+    assert found == pytest.approx(calm, rel=1e-4)
+
+
+def test_a_launcher_that_could_not_start_ranks_anew_is_refused():
+    shared = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    with pytest.raises(ConfigError, match=r"--max-restarts 3: .* Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+        check_restarts(shared)
+    check_restarts({**shared, "TORCHELASTIC_MAX_RESTARTS": "0"})
+    check_restarts({**shared, "TORCHELASTIC_USE_AGENT_STORE": "False"})
