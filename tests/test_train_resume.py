@@ -24,7 +24,7 @@ from fullshard.testing import assert_same, run_ranks
 from fullshard.train.check import check
 from fullshard.train.loop import Trainer, train
 from fullshard.train.options import parse_settings
-from fullshard.train.parallelism import part_of, rows_of, shared_anew
+from fullshard.train.parallelism import part_of, rows_of, sequences_of, shared_anew
 from fullshard.train.resuming import going_on
 from fullshard.train.settings import OptimizationSettings
 from fullshard.train.stopping import PREEMPTED
@@ -197,7 +197,20 @@ def test_any_number_of_ranks_learns_from_the_same_sequences_without_more_memory(
             counted = [part.first + row for part in parts for row in range(part.counted)]
             assert counted == list(range(first * rows * accumulate))
             assert all(part.rows <= rows for part in parts)
+            places = settings.batch * settings.accumulate
+            assert places < len(counted) + world * settings.accumulate
             assert settings.accumulate == 1 or rows_of(settings, world) * (settings.accumulate - 1) < len(counted)
+
+
+def test_a_run_may_begin_with_any_number_of_ranks(tmp_path):
+    """A batch that was meant for other ranks is kept, a step learns from as many sequences."""
+    for world, batch, accumulate in product(range(1, 9), (1, 4, 6, 16), (1, 3)):
+        argv = ["--batch", str(batch), "--accumulate", str(accumulate), "--resume", "auto", "--out", str(tmp_path)]
+        settings = going_on(parse_settings(argv), world).optimization
+        assert sequences_of(settings, world) == batch * accumulate
+        assert rows_of(settings, world) // world <= -(-batch // world)
+        if batch % world == 0:
+            assert (settings.batch, settings.accumulate) == (batch, accumulate)
 
 
 def test_as_many_ranks_share_a_step_as_before():

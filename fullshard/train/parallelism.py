@@ -62,7 +62,10 @@ def sequences_of(settings: OptimizationSettings, world: int) -> int:
     Raises:
         ConfigError: the last microbatch would have none of them, or they are more than fit.
     """
-    batch = rows_of(settings, world)
+    return _sequences_in(settings, rows_of(settings, world))
+
+
+def _sequences_in(settings: OptimizationSettings, batch: int) -> int:
     most = batch * settings.accumulate
     if settings.sequences is None:
         return most
@@ -93,14 +96,27 @@ def part_of(settings: OptimizationSettings, *, microbatch: int, rank: int, world
 
 def shared_anew(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:
     """The same steps for `world` ranks that `before` ranks took: from as many sequences, with no more of them in one
-    microbatch of a rank, in as few microbatches as that allows.
-
-    The last microbatch may have room for more sequences than are left.
+    microbatch of a rank.
     """
     if world == before:
         return settings
-    sequences, most = sequences_of(settings, before), rows_of(settings, before) // before
-    accumulate = -(-sequences // (world * most))
-    batch = world * -(-sequences // (world * accumulate))
-    fills = batch * accumulate == sequences
-    return replace(settings, batch=batch, accumulate=accumulate, sequences=None if fills else sequences)
+    return _shared(settings, world, sequences_of(settings, before), most=rows_of(settings, before) // before)
+
+
+def shared_by_any(settings: OptimizationSettings, world: int) -> OptimizationSettings:
+    """`settings` so that `world` ranks can share them, though their batch cannot be divided evenly."""
+    batch = settings.batch
+    if batch is None or batch < 1 or settings.accumulate < 1 or batch % world == 0:
+        return settings
+    return _shared(settings, world, _sequences_in(settings, batch), most=-(-batch // world))
+
+
+def _shared(settings: OptimizationSettings, world: int, sequences: int, most: int) -> OptimizationSettings:
+    """Microbatches of at most `most` sequences a rank: as few as that allows, or up to twice as many where less room is
+    left empty then. The last one may have room for more sequences than are left.
+    """
+    least = -(-sequences // (world * most))
+    choices = [(-(-sequences // (world * count)), count) for count in range(least, 2 * least + 1)]
+    rows, accumulate = min(choices, key=lambda choice: (choice[0] * choice[1], choice[1]))
+    fills = world * rows * accumulate == sequences
+    return replace(settings, batch=world * rows, accumulate=accumulate, sequences=None if fills else sequences)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fullshard.errors import ConfigError
-from fullshard.train.parallelism import sequences_of, shared_anew
+from fullshard.train.parallelism import sequences_of, shared_anew, shared_by_any
 from fullshard.train.run_folder import lines_of
 from fullshard.train.schedule import peak_lr
 from fullshard.train.settings import OptimizationSettings, TrainSettings
@@ -21,7 +21,8 @@ _FIXED = (
 
 
 def going_on(settings: TrainSettings, world: int) -> TrainSettings:
-    """The settings for `world` ranks; if the run in --out goes on, a step learns from the same sequences as before.
+    """The settings for `world` ranks: if the run in --out goes on, a step learns from the same sequences as before; if
+    it begins, any number of ranks can share a step, since fewer may be there than was meant.
 
     Raises:
         ConfigError: --resume auto without --out, or the run that is there had other numbers.
@@ -33,7 +34,7 @@ def going_on(settings: TrainSettings, world: int) -> TrainSettings:
         raise ConfigError("--resume auto needs --out: the folder of the run that is to go on, or to start.")
     header = next(lines_of(out), None)
     if header is None:
-        return settings
+        return replace(settings, optimization=shared_by_any(settings.optimization, world))
     was, now = header["settings"], {**settings.as_options(), "lr": peak_lr(settings)}
     now.setdefault("dtype", was["dtype"])
     changed = [name for name in _FIXED if was.get(name) != now.get(name)]
