@@ -72,6 +72,13 @@ DOCUMENTED = {
         "RankMismatchError",
         "StateError",
     ],
+    "fullshard.integrations.deepspeed": [
+        "Engine",
+        "add_config_arguments",
+        "explain_config",
+        "init_distributed",
+        "initialize",
+    ],
     "fullshard.optim": ["Muon"],
     "fullshard.testing": [
         "ParityReport",

@@ -52,7 +52,7 @@ FLOORS = [
     # What users import, made of all that is above
     [PUBLIC],
     # 5: edges
-    ["options", "testing", "train", "checkpoint_command", "bench", "cli"],
+    ["options", "testing", "train", "integrations", "checkpoint_command", "bench", "cli"],
 ]
 FORBIDDEN = "torch.distributed.fsdp"
 # `fullshard bench` measures torch's sharding as a peer. That one file may import it, and only inside the functions that

@@ -1,0 +1,77 @@
+"""The scale of fp16 losses as DeepSpeed adapts it: with some overflows' patience before it is halved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from fullshard.errors import StateError
+
+__all__ = ["LossScale"]
+
+
+@dataclass
+class LossScale:
+    """What losses are multiplied by; 1 for ever, unless told otherwise.
+
+    Args:
+        scale: the present factor.
+        adapts: whether it follows overflows. The rest concerns one that does.
+        window: steps without an overflow until it doubles.
+        hysteresis: overflows until it is halved, the halving one included.
+        restores_hysteresis: whether each step without an overflow gives back the patience that earlier ones used up;
+            otherwise a doubling does.
+        smallest: it is never below.
+    """
+
+    scale: float = 1.0
+    adapts: bool = False
+    window: int = 1000
+    hysteresis: int = 2
+    restores_hysteresis: bool = False
+    smallest: float = 1.0
+    _patience: int = field(init=False)
+    _since_overflow: int = field(init=False, default=0)  # steps
+
+    def __post_init__(self) -> None:
+        self._patience = self.hysteresis
+
+    def update(self, overflowed: bool) -> None:
+        """Take in whether the gradients of a step overflowed.
+
+        Raises:
+            StateError: they did, and the scale is the smallest already.
+        """
+        if not self.adapts:
+            return
+        if overflowed:
+            self._since_overflow = 0
+            self._lower()
+            return
+        if self.restores_hysteresis:
+            self._patience = self.hysteresis
+        if self._since_overflow > 0 and self._since_overflow % self.window == 0:
+            self._patience = self.hysteresis
+            self.scale *= 2
+        self._since_overflow += 1
+
+    def _lower(self) -> None:
+        if self._patience > 1:
+            self._patience -= 1
+        elif self.scale == self.smallest:
+            raise StateError(
+                f"the gradients overflowed in float16 with the smallest loss scale, {self.smallest:g}: training has "
+                "diverged, or the model needs bf16. Lower the learning rate, or set bf16.enabled."
+            )
+        else:
+            self.scale = max(self.scale / 2, self.smallest)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state."""
+        return {"scale": self.scale, "patience": self._patience, "since_overflow": self._since_overflow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state."""
+        self.scale = state["scale"]
+        self._patience = state["patience"]
+        self._since_overflow = state["since_overflow"]
