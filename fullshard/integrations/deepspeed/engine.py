@@ -167,8 +167,8 @@ class Engine(nn.Module):
         else:
             self._norm = None
             return True
-        self._norm = float(norm)
         overflowed = settings.skips_overflows and not bool(torch.isfinite(norm))
+        self._norm = float("inf") if overflowed else float(norm)
         self._loss_scale.update(overflowed)
         return not overflowed
 

@@ -1,0 +1,535 @@
+"""A script for DeepSpeed trains here with the numbers that DeepSpeed gives it, and each key of its configuration counts.
+
+What DeepSpeed does is recorded in `tests/data/deepspeed` by `tests/deepspeed_runs.py`.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard import ConfigError, StateError, recording
+from fullshard.checkpoint import save
+from fullshard.errors import CheckpointError
+from fullshard.integrations import deepspeed
+from fullshard.integrations.deepspeed.configuration import BatchSizes, read
+from fullshard.integrations.deepspeed.keys import KEYS, Fate
+from fullshard.integrations.deepspeed.loss_scale import LossScale
+from fullshard.integrations.deepspeed.schedules import SCHEDULES as OURS
+from fullshard.integrations.placing import repeated_layers
+from fullshard.runtime import turns_in
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import wrapped_modules
+from tests.deepspeed_runs import (
+    CASES,
+    MICROBATCHES,
+    PATTERN,
+    RECORDED,
+    SAVED_AT,
+    SCALES,
+    SCHEDULES,
+    STEPS,
+    Block,
+    Small,
+    adam_of_two_groups,
+    config,
+    groups_of,
+    rates,
+    scales,
+    small,
+    start,
+    tokens_of,
+    train,
+)
+from tests.small_models import whole, wholes
+
+
+@cache
+def recorded() -> dict[str, Any]:
+    return json.loads((RECORDED / "recorded.json").read_text())
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def train_every_case() -> dict[str, list[dict[str, float]]]:
+    return {name: list(train(start(deepspeed, its), range(STEPS))) for name, its in CASES.items()}
+
+
+@cache
+def ours() -> list[dict[str, list[dict[str, float]]]]:
+    return run_ranks(2, train_every_case)
+
+
+def assert_close(ours: Any, theirs: Any, name: str) -> None:
+    """Rounding: of float32, or of 16 bits after some steps."""
+    tolerance = 2e-5 if name in ("unclipped", "clipped_hard") or "_" not in name else 2e-2
+    for rank, (mine, its) in enumerate(zip(ours, theirs, strict=True)):
+        for step, (one, other) in enumerate(zip(mine, its, strict=True)):
+            for what in ("loss", "norm", "rate") if "0" not in name else ("loss", "rate"):
+                assert one[what] == pytest.approx(other[what], rel=tolerance), (name, rank, step, what)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_are_those_that_deepspeed_gave(name):
+    assert_close([rank[name] for rank in ours()], recorded()["runs"][name], name)
+
+
+def test_stages_that_reduce_alike_agree_bit_for_bit():
+    for rank in ours():
+        assert rank["stage0"] == rank["stage1"]
+        assert rank["stage2"] == rank["stage3"]
+        assert rank["stage2_bf16"] == rank["stage3_bf16"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed itself is not installed")
+def test_the_record_is_what_deepspeed_does_today(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    script = Path(__file__).parent / "deepspeed_runs.py"
+    subprocess.run([*command, script, tmp_path], env=environment, check=True, capture_output=True, timeout=170)
+    theirs = json.loads((tmp_path / "recorded.json").read_text())
+    for name in CASES:
+        assert_close([rank[name] for rank in ours()], theirs["runs"][name], name)
+    assert theirs["rates"] == recorded()["rates"]
+    assert theirs["scales"] == recorded()["scales"]
+
+
+def train_plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same loop in plain PyTorch, over the batches of both ranks, without clipping."""
+    model = small()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.05, betas=(0.9, 0.99))
+    losses = []
+    for step in range(STEPS):
+        for microbatch in range(MICROBATCHES):
+            loss = model(tokens_of(step, microbatch, 0))
+            (loss / MICROBATCHES).backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, wholes(model)
+
+
+def train_alike(stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Both ranks with the first one's batches, so that their mean is exact."""
+    its = {key: value for key, value in config(stage, gradient_clipping=0.0).items() if key != "scheduler"}
+    engine = start(deepspeed, its)
+    losses = []
+    for step in range(STEPS):
+        for microbatch in range(MICROBATCHES):
+            loss = engine(tokens_of(step, microbatch, 0))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+    return losses, wholes(engine.module)
+
+
+def train_alike_in_all() -> list[Any]:
+    return [train_plainly(), *(train_alike(stage) for stage in (0, 1, 2, 3))]
+
+
+def test_numbers_are_those_of_a_plain_loop_bit_for_bit():
+    for plain, *sharded in run_ranks(2, train_alike_in_all):
+        for stage, it in enumerate(sharded):
+            assert_same(it, plain, name=f"stage {stage}")
+
+
+# -- schedules and loss scale -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_rates_are_deepspeeds(name):
+    cls, arguments = SCHEDULES[name]
+    optimizer = adam_of_two_groups()
+    found = rates(OURS[cls](optimizer, **arguments), optimizer)
+    for mine, its in zip(found, recorded()["rates"][name], strict=True):
+        assert mine == pytest.approx(its, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_from_its_state(name):
+    cls, arguments = SCHEDULES[name]
+    optimizer, again = adam_of_two_groups(), adam_of_two_groups()
+    whole_way = OURS[cls](optimizer, **arguments)
+    rates(whole_way, optimizer, 5)
+    later = OURS[cls](again, **arguments)
+    later.load_state_dict(whole_way.state_dict())
+    again.load_state_dict(optimizer.state_dict())
+    assert rates(later, again) == rates(whole_way, optimizer)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_loss_scales_are_deepspeeds(name):
+    it = SCALES[name]
+    scale = LossScale(
+        scale=it["scale"],
+        adapts=True,
+        window=it["window"],
+        hysteresis=it["hysteresis"],
+        restores_hysteresis=it["restores"],
+    )
+
+    def update(overflowed: bool | None = None) -> float:
+        if overflowed is not None:
+            scale.update(overflowed)
+        return scale.scale
+
+    assert scales(update, PATTERN) == recorded()["scales"][name]
+
+
+def test_a_loss_scale_that_cannot_fall_says_so():
+    scale = LossScale(scale=1.0, adapts=True, hysteresis=1)
+    with pytest.raises(StateError, match=r"smallest loss scale, 1: training has diverged"):
+        scale.update(True)
+
+
+# -- the engine -------------------------------------------------------------------------------------------------------
+
+
+def drive() -> dict[str, Any]:
+    """What an engine tells and refuses."""
+    said: dict[str, Any] = {}
+    engine, optimizer, loader, scheduler = deepspeed.initialize(
+        model=small(), config=config(3, steps_per_print=1), training_data=[tokens_of(0, 0, 0)[0]] * 8
+    )
+    said["batch"] = next(iter(loader)).shape
+    said["boundaries"], said["applied"] = [], []
+    for microbatch in range(2 * MICROBATCHES):
+        said["boundaries"].append(engine.is_gradient_accumulation_boundary())
+        loss = engine(tokens_of(0, microbatch, 0))
+        said["returned"] = (engine.backward(loss) / loss).item()
+        engine.step()
+        said["applied"].append(engine.was_step_applied())
+    said["counts"] = (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps)
+    said["sizes"] = engine.get_batch_info()
+    said["units"] = [turn.unit.name for turn in turns_in(engine.module)]
+    said["same"] = (engine.optimizer is optimizer, engine.lr_scheduler is scheduler, engine.module.scale is engine.scale)
+    for call in (engine.step, lambda: engine.no_such_thing):
+        try:
+            call()
+        except (StateError, AttributeError) as error:
+            said.setdefault("errors", []).append(str(error))
+    return said
+
+
+def test_an_engine_counts_and_tells():
+    for said in run_ranks(2, drive):
+        assert said["batch"] == (2, 6)
+        assert said["boundaries"] == said["applied"] == [False, True] * 2
+        assert said["returned"] == pytest.approx(1 / MICROBATCHES)
+        assert said["counts"] == (2, 4, 16, 0)
+        assert said["sizes"] == (8, 2, 2)
+        assert said["units"] == ["", "blocks.0", "blocks.1"]
+        assert said["same"] == (True, True, True)
+        without_backward, unknown = said["errors"]
+        assert "engine.step() without engine.backward(loss)" in without_backward
+        assert "no_such_thing" in unknown
+
+
+def count_reductions(stage: int) -> int:
+    engine = start(deepspeed, config(stage))
+    list(train(engine, range(1)))
+    with recording() as record:
+        list(train(engine, range(1, 2)))
+    return sum(event.name in ("reduce_scatter", "all_reduce") for event in record.events if event.origin.unit == "blocks.0")
+
+
+def count_all() -> list[int]:
+    return [count_reductions(stage) for stage in (0, 1, 2, 3)]
+
+
+def test_stages_without_sharded_gradients_reduce_once_a_step():
+    for counts in run_ranks(2, count_all):
+        assert counts[0] == counts[1] == counts[2] // MICROBATCHES == counts[3] // MICROBATCHES > 0
+
+
+def differ_by_rank() -> dict[str, torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    with torch.device("meta"):
+        on_meta = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    for model in (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), on_meta):
+        deepspeed.initialize(model=model, config={"train_batch_size": 2})
+    return {name: whole(value) for name, value in on_meta.state_dict().items()}
+
+
+def test_every_rank_has_the_first_ones_values():
+    one, other = run_ranks(2, differ_by_rank)
+    assert_same(one, other)
+    assert all(value.isfinite().all() and value.any() for value in one.values())
+
+
+def sum_gradients() -> list[torch.Tensor]:
+    grads = []
+    for operation in ("mean", "sum"):
+        model = nn.Linear(2, 2, bias=False)
+        nn.init.ones_(model.weight)
+        its = {"train_batch_size": 2, "gradient_allreduce_op": operation, "zero_optimization": {"stage": 2}}
+        engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.0), config=its)
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        grads.append(whole(model.weight.grad))
+    return grads
+
+
+def test_gradients_are_summed_where_asked():
+    for mean, total in run_ranks(2, sum_gradients):
+        assert_same(total, 2 * mean)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save_halfway(folder: str, stage: int) -> list[dict[str, float]]:
+    """The numbers after a checkpoint."""
+    engine = start(deepspeed, config(stage, fp16={"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}))
+    list(train(engine, range(SAVED_AT)))
+    engine.save_checkpoint(folder, client_state={"epoch": 7})
+    return list(train(engine, range(SAVED_AT, STEPS)))
+
+
+def go_on(folder: str, stage: int) -> tuple[list[dict[str, float]], str, dict[str, Any], int]:
+    engine = start(deepspeed, config(stage, fp16={"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}))
+    path, client_state = engine.load_checkpoint(folder)
+    return list(train(engine, range(SAVED_AT, STEPS))), path, client_state, engine.global_steps
+
+
+def save_and_go_on(folder: str, saved: int, loaded: int) -> Any:
+    return save_halfway(folder, saved), go_on(folder, loaded)
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(3, 3), (3, 2), (1, 1)])
+def test_a_run_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path, saved, loaded):
+    for expected, (numbers, path, client_state, steps) in run_ranks(2, save_and_go_on, str(tmp_path), saved, loaded):
+        assert numbers == expected
+        assert client_state == {"epoch": 7}
+        assert Path(path).parent.parent == tmp_path
+        assert steps == STEPS
+    assert (tmp_path / "latest").read_text() == f"global_step{SAVED_AT}"
+    for numbers, *_ in run_ranks(1, go_on, str(tmp_path), 3):  # with another number of ranks
+        assert len(numbers) == STEPS - SAVED_AT
+
+
+def find_nothing(folder: str) -> Any:
+    engine = start(deepspeed, config(2))
+    found = engine.load_checkpoint(folder)
+    (Path(folder) / "tag").mkdir(exist_ok=True)
+    (Path(folder) / "tag" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    errors = []
+    for tag in ("tag", "other"):
+        with pytest.raises(CheckpointError) as raised:
+            engine.load_checkpoint(folder, tag=tag)
+        errors.append(str(raised.value))
+    with pytest.raises(CheckpointError) as raised:
+        engine.save_checkpoint(folder, tag=f"rank{dist.get_rank()}")
+    return found, [*errors, str(raised.value)]
+
+
+def test_what_is_no_checkpoint_is_told(tmp_path):
+    for found, errors in run_ranks(2, find_nothing, str(tmp_path)):
+        assert found == (None, None)
+        for error, said in zip(errors, ("import-deepspeed", "no checkpoint", "tags rank0, rank1"), strict=True):
+            assert said in error
+
+
+def save_weights(folder: str) -> dict[str, torch.Tensor]:
+    engine = start(deepspeed, config(3, bf16={"enabled": True}))
+    engine.save_16bit_model(folder, exclude_frozen_parameters=True)
+    return wholes(engine.module)
+
+
+def test_weights_are_saved_whole_in_16_bits(tmp_path):
+    wanted, _ = run_ranks(2, save_weights, str(tmp_path))
+    found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert found.keys() == {name for name in wanted if not name.startswith("frozen")}
+    for name, value in found.items():
+        assert_same(value, wanted[name].bfloat16() if name != "scale" else wanted[name])
+
+
+# -- the configuration ------------------------------------------------------------------------------------------------
+
+PLAIN = {"train_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("added", "said"),
+    [
+        ({"gradient_cliping": 1.0}, "'gradient_cliping', which is not known. Did you mean gradient_clipping"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4"),
+        ({"zero_optimization": {"stages": 2}}, "'zero_optimization.stages', which is not known"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device='nvme'"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "Set bf16.enabled: gathers move bfloat16"),
+        ({"gradient_clipping": "auto"}, "which a trainer around DeepSpeed fills in"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params has the value 'auto'"),
+        ({"wall_clock_breakdown": True}, "Use torch.profiler"),
+        ({"tensorboard": {"enabled": True}}, "Log what you want to see from the script"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both set"),
+        ({"train_micro_batch_size_per_gpu": 3}, "4 is not 3 x 0 x 2 ranks"),
+        ({"gradient_clipping": -1}, "a number from 0 on"),
+        ({"communication_data_type": "fp8"}, "'fp8' in the DeepSpeed configuration is no dtype"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 2, "stage": 2}}, "stage 3. Leave it out"),
+        ({"gradient_allreduce_op": "max"}, "choose mean or sum"),
+        ({"pipeline": {"stages": 2}}, "Pipeline parallelism is not offered"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error_that_names_it(added, said):
+    with pytest.raises(ConfigError) as raised:
+        read({**PLAIN, **added}, world=2)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS.values() if key.fate is Fate.REFUSED], ids=lambda key: key.path)
+def test_refused_keys_may_ask_for_nothing_and_for_nothing_else(key):
+    for value in key.idle:
+        read(nested(key.path, value), world=2)
+    with pytest.raises(ConfigError) as raised:
+        read(nested(key.path, "something"), world=2)
+    assert key.path in str(raised.value)
+    assert key.said in str(raised.value)
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS.values() if key.fate is Fate.NEEDLESS], ids=lambda key: key.path)
+def test_needless_keys_change_nothing(key):
+    assert read(nested(key.path.replace("*", "anything"), 12345), world=2) == read(PLAIN, world=2)
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    for name in reversed(path.split(".")):
+        value = {name: value}
+    return {**PLAIN, **value}
+
+
+def test_honoured_keys_are_read():
+    found = read(
+        {
+            **PLAIN,
+            "bfloat16": {"enabled": True, "check_grad_overflow": False},
+            "communication_data_type": "fp32",
+            "gradient_clipping": 0,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "cpu", "pin_memory": False},
+                "offload_optimizer": None,
+                "zero_hpz_partition_size": 2,
+                "prefetch_bucket_size": 5,
+            },
+            "wandb": {"enabled": False, "project": "mine"},
+            "steps_per_print": 10,
+        },
+        world=2,
+    )
+    assert (found.strategy, found.dtype, found.communication) == ("zero3", torch.bfloat16, torch.float32)
+    assert (found.clips_to, found.together, found.steps_per_print) == (0.0, 2, 10)
+    assert not found.skips_overflows
+    assert found.offload.pin_memory is False
+    assert read(PLAIN, world=2).clips_to == 1.0  # as DeepSpeed does
+
+
+def test_a_file_is_read_like_a_dict(tmp_path):
+    path = tmp_path / "ds_config.json"
+    path.write_text(json.dumps(CASES["stage2_bf16"]))
+    assert read(path, world=2) == read(CASES["stage2_bf16"], world=2)
+    path.write_text("{ stage: 2 }")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read(path, world=2)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read(tmp_path / "none.json", world=2)
+
+
+def test_batch_sizes_follow_from_one_another():
+    for given in ((8, 2, 2), (8, 2, None), (8, None, 2), (None, 2, 2)):
+        assert BatchSizes.resolve(*given, world=2) == BatchSizes(8, 2, 2)
+    assert BatchSizes.resolve(8, None, None, world=2) == BatchSizes(8, 4, 1)
+    for wrong in ((None, None, 2), (0, 1, 1), (True, 1, 1)):
+        with pytest.raises(ConfigError):
+            BatchSizes.resolve(*wrong, world=2)
+
+
+def test_what_keys_become_is_told():
+    told = deepspeed.explain_config(CASES["stage2"]).splitlines()
+    assert told[0].startswith("train_micro_batch_size_per_gpu = 2: honoured. ")
+    assert any(line.startswith("zero_optimization.stage3_param_persistence_threshold = 0: needless. ") for line in told)
+    assert told[-1].startswith("gradient_clipping = 1.0, since it is left out")
+
+
+def make(part: dict[str, Any], **arguments: Any) -> str:
+    engine, optimizer, *_ = deepspeed.initialize(model=small(), config={**PLAIN, **part}, **arguments)
+    return repr(optimizer)
+
+
+def make_several() -> list[str]:
+    made = [
+        make({"optimizer": {"type": "Adam", "params": {"lr": 0.1}}}),  # decoupled, and without decay
+        make({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False, "weight_decay": 0.5}}}),
+        make({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
+        make({}, optimizer=partial(torch.optim.RMSprop, lr=0.5)),
+        make({"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}}),
+    ]
+    for part in (
+        {"optimizer": {"type": "Lamb"}},
+        {"optimizer": {"type": "NoSuch"}},
+        {"optimizer": {"type": "SGD", "params": {"beta": 1}}},
+        {"optimizer": {"type": "SGD", "params": {"lr": 1}}, "scheduler": {"type": "NoSuch"}},
+        {"scheduler": {"type": "WarmupLR"}},
+    ):
+        with pytest.raises(ConfigError) as raised:
+            make(part)
+        made.append(str(raised.value))
+    return made
+
+
+def test_optimizers_and_schedulers_are_made_as_asked():
+    (made,) = run_ranks(1, make_several)
+    for found, said in zip(
+        made,
+        [
+            "AdamW",
+            "Adam (",
+            "momentum: 0.9",
+            "RMSprop",
+            "Adagrad",
+            "Pass one of yours",
+            "'NoSuch' is unknown",
+            "optimizer.params of SGD",
+            "scheduler.type='NoSuch'",
+            "there is no optimizer",
+        ],
+        strict=True,
+    ):
+        assert said in found
+    assert "weight_decay: 0.0" in made[0]
+    assert "weight_decay: 0.5" in made[1]
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+def units(model: nn.Module) -> list[str]:
+    chosen = wrapped_modules(model, repeated_layers(model))
+    return [name for name, module in model.named_modules() if module in chosen]
+
+
+def test_layers_become_units():
+    assert units(Small()) == ["blocks.0", "blocks.1"]
+    stages = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Block(), Block()), nn.ModuleList([Block()]))
+    assert units(stages) == ["1.0", "1.1"]
+    assert units(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == ["0", "2"]
+    named = nn.Sequential(nn.Sequential(Block(), nn.Linear(2, 2)))
+    named._no_split_modules = ["Block"]
+    assert units(named) == ["0.0"]
+
+
+def test_arguments_without_a_counterpart_are_refused():
+    for arguments in ({"mpu": 1}, {"model": None}, {"distributed_port": 5}):
+        with pytest.raises(ConfigError):
+            deepspeed.initialize(**{"model": small(), "config": PLAIN, **arguments})
+    with pytest.raises(ConfigError, match="only dist_backend and timeout"):
+        deepspeed.init_distributed(auto_mpi_discovery=True)
