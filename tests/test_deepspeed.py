@@ -1,4 +1,4 @@
-"""A script for DeepSpeed trains here with the numbers that DeepSpeed gives it, and each key of its configuration counts.
+"""A script for DeepSpeed trains with the numbers that DeepSpeed gives it, and each key of its configuration counts.
 
 What DeepSpeed does is recorded in `tests/data/deepspeed` by `tests/deepspeed_runs.py`.
 """
@@ -6,6 +6,7 @@ What DeepSpeed does is recorded in `tests/data/deepspeed` by `tests/deepspeed_ru
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache, partial
@@ -18,10 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard import ConfigError, StateError, recording
-from fullshard.checkpoint import save
+from fullshard.cli import main
 from fullshard.errors import CheckpointError
 from fullshard.integrations import deepspeed
 from fullshard.integrations.deepspeed.configuration import BatchSizes, read
+from fullshard.integrations.deepspeed.importing import _knowing_deepspeeds_classes
 from fullshard.integrations.deepspeed.keys import KEYS, Fate
 from fullshard.integrations.deepspeed.loss_scale import LossScale
 from fullshard.integrations.deepspeed.schedules import SCHEDULES as OURS
@@ -213,7 +215,11 @@ def drive() -> dict[str, Any]:
     said["counts"] = (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps)
     said["sizes"] = engine.get_batch_info()
     said["units"] = [turn.unit.name for turn in turns_in(engine.module)]
-    said["same"] = (engine.optimizer is optimizer, engine.lr_scheduler is scheduler, engine.module.scale is engine.scale)
+    said["same"] = (
+        engine.optimizer is optimizer,
+        engine.lr_scheduler is scheduler,
+        engine.module.scale is engine.scale,
+    )
     for call in (engine.step, lambda: engine.no_such_thing):
         try:
             call()
@@ -241,7 +247,9 @@ def count_reductions(stage: int) -> int:
     list(train(engine, range(1)))
     with recording() as record:
         list(train(engine, range(1, 2)))
-    return sum(event.name in ("reduce_scatter", "all_reduce") for event in record.events if event.origin.unit == "blocks.0")
+    return sum(
+        event.name in ("reduce_scatter", "all_reduce") for event in record.events if event.origin.unit == "blocks.0"
+    )
 
 
 def count_all() -> list[int]:
@@ -316,6 +324,97 @@ def test_a_run_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path, 
     assert (tmp_path / "latest").read_text() == f"global_step{SAVED_AT}"
     for numbers, *_ in run_ranks(1, go_on, str(tmp_path), 3):  # with another number of ranks
         assert len(numbers) == STEPS - SAVED_AT
+
+
+IMPORTED = [name for name in CASES if name[-1:] in "123" or "bf16" in name]
+
+
+def go_on_from_deepspeeds(folder: str, case: str, stage: int) -> Any:
+    options = {"bf16": {"enabled": True}} if "bf16" in case else {}
+    engine = start(deepspeed, config(stage, **options))
+    _, client_state = engine.load_checkpoint(folder)
+    weights = wholes(engine.module)
+    return list(train(engine, range(SAVED_AT, STEPS))), (client_state, engine.global_samples), weights
+
+
+def go_on_at_two_stages(folder: str) -> Any:
+    """Of each recorded run: at its own stage, and at another."""
+    runs = {}
+    for case in IMPORTED:
+        stage = int(case[len("stage")])
+        other = 1 if stage == 3 else 3
+        runs[case] = [go_on_from_deepspeeds(f"{folder}/{case}", case, it) for it in (stage, other)]
+    return runs
+
+
+def test_deepspeeds_runs_go_on_here(tmp_path, capsys):
+    """With the numbers that DeepSpeed itself had; and the same run under another stage."""
+    for case in IMPORTED:
+        out = tmp_path / case
+        assert main(["checkpoint", "import-deepspeed", str(RECORDED / case), str(out)]) == 0
+        assert str(out / "step-000000003") in capsys.readouterr().out
+    ranks = run_ranks(2, go_on_at_two_stages, str(tmp_path))
+    for case in IMPORTED:
+        for which in (0, 1):
+            numbers = [rank[case][which][0] for rank in ranks]
+            assert_close(numbers, [it[SAVED_AT:] for it in recorded()["runs"][case]], case)
+        for rank in ranks:
+            (_, told, weights), (_, _, others) = rank[case]
+            assert told == ({"epoch": 7}, 8 * STEPS)
+            assert_same(others, weights)
+
+
+@pytest.mark.parametrize("file", [f"zero_pp_rank_1_mp_rank_00_{which}_states.pt" for which in ("model", "optim")])
+def test_no_code_of_a_deepspeed_checkpoint_is_executed(tmp_path, file, capsys):
+    shutil.copytree(RECORDED / "stage3", tmp_path / "in")
+    torch.save({"optimizer_state_dict": Mischief()}, tmp_path / "in" / file)
+    assert main(["checkpoint", "import-deepspeed", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert file in said
+    assert "mkdir" in said
+    assert "Nothing in it was executed" in said
+    assert not Path("mischief").exists()
+    assert not (tmp_path / "out").exists()
+
+
+class Mischief:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("mischief",)
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("*_optim_states.pt", "no *_optim_states.pt"),
+        ("zero_pp_rank_1*_optim*", "2 ranks have saved it"),
+        ("*", "found no"),
+    ],
+)
+def test_an_incomplete_deepspeed_checkpoint_is_told(tmp_path, missing, said, capsys):
+    shutil.copytree(RECORDED / "stage2", tmp_path / "in")
+    for path in (tmp_path / "in").glob(missing):
+        path.unlink()
+    assert main(["checkpoint", "import-deepspeed", str(tmp_path / "in"), str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_counters_of_deepspeeds_own_adam_are_of_each_parameter(tmp_path, capsys):
+    """Its kernel counts steps for a group of parameters, torch's for each."""
+    shutil.copytree(RECORDED / "stage1", tmp_path / "in")
+    for path in (tmp_path / "in").glob("*_optim_states.pt"):
+        with _knowing_deepspeeds_classes():
+            inner = torch.load(path, weights_only=True)["optimizer_state_dict"]
+        for values in inner["base_optimizer_state"]["state"].values():
+            del values["step"]
+        for group in inner["base_optimizer_state"]["param_groups"]:
+            group |= {"step": 3, "bias_correction": True}
+        left_out = ("loss_scaler", "zero_stage", "param_slice_mappings")  # which have objects of DeepSpeed's
+        kept = {name: it for name, it in inner.items() if name not in left_out}
+        torch.save({"optimizer_state_dict": {**kept, "zero_stage": 1}}, path)
+    for name, folder in (("a", tmp_path / "in"), ("b", RECORDED / "stage1")):
+        assert main(["checkpoint", "import-deepspeed", str(folder), str(tmp_path / name)]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
 
 
 def find_nothing(folder: str) -> Any:
@@ -461,7 +560,7 @@ def test_what_keys_become_is_told():
 
 
 def make(part: dict[str, Any], **arguments: Any) -> str:
-    engine, optimizer, *_ = deepspeed.initialize(model=small(), config={**PLAIN, **part}, **arguments)
+    _, optimizer, *_ = deepspeed.initialize(model=small(), config={**PLAIN, **part}, **arguments)
     return repr(optimizer)
 
 

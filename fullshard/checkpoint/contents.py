@@ -22,7 +22,18 @@ from fullshard.runtime import clean_fqn, turns_in
 from fullshard.state_dict import StateDictType, state_dict_type
 from fullshard.strategy import Placements, ShardingStrategy
 
-__all__ = ["MODEL", "OPTIMIZER", "OURS", "Contents", "HasState", "collect", "key_of_rank", "model_state", "tied_names"]
+__all__ = [
+    "MODEL",
+    "OPTIMIZER",
+    "OURS",
+    "Contents",
+    "HasState",
+    "collect",
+    "key_of_rank",
+    "model_state",
+    "put_optimizer",
+    "tied_names",
+]
 
 MODEL, OPTIMIZER = "model", "optimizer"  # sections of a checkpoint that torch's own scripts read too
 OURS = "fullshard"  # what all ranks have alike and is no tensor of the model or the optimizer
@@ -106,14 +117,7 @@ def collect(
             values[fqn] = value
     ours = {"ties": contents.ties, "extra": extra, "model": values}
     if optimizer is not None:
-        named = sharded_optim_state_dict(model, optimizer)
-        ours["optimizer"] = {
-            "state": outline(named["state"], (OPTIMIZER, "state"), contents.put),
-            "param_groups": [
-                outline(group, (OPTIMIZER, "param_groups", str(index)), contents.put)
-                for index, group in enumerate(named["param_groups"])
-            ],
-        }
+        ours["optimizer"] = put_optimizer(contents, sharded_optim_state_dict(model, optimizer))
     if scheduler is not None:
         ours["scheduler"] = scheduler.state_dict()
     contents.ours = plain_copy(ours, "the checkpoint's ")
@@ -121,6 +125,17 @@ def collect(
     own = {"random": random_states(), **({} if data is None else {"data": data.state_dict()})}
     contents.own = plain_copy(own, "the checkpoint's ")
     return contents
+
+
+def put_optimizer(contents: Contents, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the state of an optimizer, by FQN, into `contents`; what is left of it without its tensors."""
+    return {
+        "state": outline(named["state"], (OPTIMIZER, "state"), contents.put),
+        "param_groups": [
+            outline(group, (OPTIMIZER, "param_groups", str(index)), contents.put)
+            for index, group in enumerate(named["param_groups"])
+        ],
+    }
 
 
 def as_one_value(value: Any) -> tuple[Any]:

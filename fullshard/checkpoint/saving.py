@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from os import PathLike
@@ -22,7 +23,7 @@ from fullshard.checkpoint.together import Ranks, default_ranks
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.versions import versions
 
-__all__ = ["async_save", "save"]
+__all__ = ["async_save", "save", "save_contents"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,15 @@ def save(
     ranks = default_ranks()
     contents = ranks.do(order.doing, lambda: collect(model, optimizer, scheduler, data, extra))
     return order.write(contents, ranks, progress)
+
+
+def save_contents(
+    folder: Path, step: int, collect_contents: Callable[[], Contents], progress: Progress | None = None
+) -> Path:
+    """Save what `collect_contents` gives, as `save` does; the path of the checkpoint. For one process."""
+    order = _Order(folder, step, None)
+    ranks = Ranks()
+    return order.write(ranks.do(order.doing, collect_contents), ranks, progress)
 
 
 def async_save(

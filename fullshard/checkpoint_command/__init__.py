@@ -1,1 +1,1 @@
-"""`fullshard checkpoint`: what is in checkpoints and safetensors files, whether it is intact, and what differs."""
+"""`fullshard checkpoint`: what is in checkpoints and exports, whether it is intact, what differs; and imports."""

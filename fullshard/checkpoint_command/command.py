@@ -1,4 +1,4 @@
-"""`fullshard checkpoint ls|inspect|verify|export|diff`."""
+"""`fullshard checkpoint ls|inspect|verify|export|diff|import-deepspeed`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from fullshard.checkpoint_command.differences import Difference, differences
 from fullshard.checkpoint_command.display import SlowBar, in_bytes, print_json, print_line, print_table
 from fullshard.checkpoint_command.settings import ExportSettings, ShowSettings
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.integrations.deepspeed.importing import import_deepspeed
 from fullshard.options import near_matches, parse, take_words
 
 __all__ = ["run"]
@@ -237,7 +238,7 @@ def _accounts(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str
     return found
 
 
-# -- export and diff --------------------------------------------------------------------------------------------------
+# -- export, import and diff ------------------------------------------------------------------------------------------
 
 
 def _export(checkpoint: Path, out: Path, settings: ExportSettings) -> int:
@@ -256,6 +257,16 @@ def _export(checkpoint: Path, out: Path, settings: ExportSettings) -> int:
         print_json({"from": str(stored.path), "to": str(out), "files": files})
     else:
         print_line(f"{stored.path} -> {out}: {len(files)} files, {in_bytes(sum(files.values()))}")
+    return GOOD
+
+
+def _import_deepspeed(folder: Path, out: Path, settings: ShowSettings) -> int:
+    with SlowBar() as bar:
+        written = import_deepspeed(folder, out, bar.telling("importing"))
+    if settings.output.json:
+        print_json({"from": str(folder), "to": str(written)})
+    else:
+        print_line(f"{folder} -> {written}")
     return GOOD
 
 
@@ -306,4 +317,7 @@ _ACTIONS = {
     "verify": _Action(("PATH",), "compare every checksum; the exit code is 1 if anything is damaged", _verify),
     "export": _Action(("PATH", "OUT"), "write the weights of a checkpoint as safetensors", _export, ExportSettings),
     "diff": _Action(("ONE", "OTHER"), "compare tensor by tensor; the exit code is 1 if any differs", _diff),
+    "import-deepspeed": _Action(
+        ("FOLDER", "OUT"), "turn a ZeRO checkpoint of DeepSpeed's into one of ours", _import_deepspeed
+    ),
 }

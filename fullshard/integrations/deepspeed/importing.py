@@ -1,0 +1,361 @@
+"""DeepSpeed's ZeRO checkpoints, stages 1 to 3, as checkpoints of ours.
+
+DeepSpeed cuts a list of parameters, one after another, into flat partitions. Stages 1 and 2 cut the whole list into one
+partition a rank; stage 3 cuts each parameter into one a rank, and a rank keeps its parts one after another. Moments are
+cut as the float32 weights are. Names and shapes, in the order of the list, are in the files of the model's states.
+
+The files are pickles that name classes of DeepSpeed's. They are read with `weights_only=True`, with stand-ins for those
+few classes: no code from a file is executed, and DeepSpeed is not needed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard.checkpoint.contents import MODEL, Contents, put_optimizer
+from fullshard.checkpoint.manifest import Progress
+from fullshard.checkpoint.plain import plain_copy
+from fullshard.checkpoint.random_states import random_states
+from fullshard.checkpoint.saving import save_contents
+from fullshard.errors import CheckpointError
+
+__all__ = ["import_deepspeed"]
+
+# What a states file of the model has of DeepSpeed's own; all else is the client's.
+_OWN = {
+    "module",
+    "buffer_names",
+    "optimizer",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "lr_scheduler",
+    "data_sampler",
+    "random_ltd",
+    "skipped_steps",
+    "global_steps",
+    "global_samples",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "ds_config",
+    "ds_version",
+    "num_experts",
+    "csr_tensor_module",
+    "sparse_tensor_module_names",
+    "universal_checkpoint_info",
+    "autoep_layers",
+}
+
+
+def import_deepspeed(folder: Path, out: Path, progress: Progress | None = None) -> Path:
+    """Save what a checkpoint folder of DeepSpeed's holds as a checkpoint of ours in `out`; the path of that.
+
+    For one process, which holds weights and moments once. DeepSpeed saves no random states.
+
+    Args:
+        folder: the folder of a tag, or the one above it that has the file `latest`.
+        out: where checkpoints of ours are to be.
+        progress: see `fullshard.checkpoint.save`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is incomplete, or it holds what cannot be imported.
+    """
+    files = _Files.find(folder)
+    read = files.read()
+    steps = read.models[0]["global_steps"]
+    return save_contents(out, steps, lambda: _contents(read), progress)
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What the files hold."""
+
+    folder: Path
+    models: Sequence[Mapping[str, Any]]  # of each rank under stage 3, else one
+    optimizers: Sequence[Mapping[str, Any]]  # of each rank
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage."""
+        return int(self.optimizers[0].get("zero_stage", 1))  # one optimizer of stage 1 does not tell
+
+
+@dataclass(frozen=True)
+class _Files:
+    folder: Path
+    models: tuple[Path, ...]
+    optimizers: tuple[Path, ...]
+
+    @classmethod
+    def find(cls, folder: Path) -> _Files:
+        if (folder / "latest").is_file():
+            folder = folder / (folder / "latest").read_text().strip()
+        models, optimizers = _by_rank(folder, "_model_states.pt"), _by_rank(folder, "_optim_states.pt")
+        if not models or not optimizers:
+            found = "no" if not models else f"{len(models)} *_model_states.pt and no *_optim_states.pt"
+            raise CheckpointError(
+                f"{folder}: expected the files of a ZeRO checkpoint of DeepSpeed, found {found}. Name the folder that "
+                "was given to save_checkpoint, or the tag in it. Stage 0 has weights alone: load_state_dict takes them."
+            )
+        odd = [path.name for path in (*models, *optimizers) if "mp_rank_00" not in path.name]
+        if odd or any(folder.glob("layer_*")) or any(folder.glob("expert_*")):
+            raise CheckpointError(
+                f"{folder}: it is of tensor, pipeline or expert parallelism, which cannot be imported "
+                f"({', '.join(odd) or 'files of layers or experts'}). Consolidate it with DeepSpeed's own tools."
+            )
+        return cls(folder, models, optimizers)
+
+    def read(self) -> _Read:
+        read = _Read(
+            self.folder,
+            [_load(path) for path in self.models],
+            [_load(path).get("optimizer_state_dict", {}) for path in self.optimizers],
+        )
+        count = read.optimizers[0].get("partition_count")
+        ranks = max(count) if isinstance(count, list) else count
+        if ranks != len(self.optimizers) or len(self.models) not in (1, ranks):
+            raise CheckpointError(
+                f"{self.folder}: {ranks} ranks have saved it, but it holds {len(self.optimizers)} *_optim_states.pt "
+                f"and {len(self.models)} *_model_states.pt. Copy all of its files."
+            )
+        return read
+
+
+def _by_rank(folder: Path, ending: str) -> tuple[Path, ...]:
+    def rank(path: Path) -> int:
+        found = re.search(r"zero_pp_rank_(\d+)", path.name)
+        return int(found[1]) if found else 0
+
+    return tuple(sorted(folder.glob(f"*{ending}"), key=rank))
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        with _knowing_deepspeeds_classes():
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # whatever bytes can make torch raise
+        raise CheckpointError(
+            f"{path}: it cannot be read without executing code ({_said_by(error)}). Nothing in it was executed. Save "
+            "it with plain values in client_state."
+        ) from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{path}: expected a dict of states, found a {type(loaded).__name__}.")
+    return loaded
+
+
+def _said_by(error: Exception) -> str:
+    """The class that torch does not make, or the first line of what it says."""
+    named = re.search(r"GLOBAL (\S+)", str(error))
+    return f"it names {named[1]}" if named else str(error).partition("\n")[0]
+
+
+class _StandIn:
+    """In place of an object of DeepSpeed's: what it was made with, and what it had."""
+
+    def __init__(self, *made_with: Any) -> None:
+        self.made_with = made_with
+        self.had: Mapping[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        self.had = state if isinstance(state, dict) else {}
+
+    def __int__(self) -> int:
+        return int(self.made_with[0])
+
+
+_CLASSES = (
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+
+
+@contextmanager
+def _knowing_deepspeeds_classes() -> Iterator[None]:
+    """A context in which torch reads those classes as stand-ins, each of which must be a class of its own."""
+    stand_ins: list[Any] = [(type(name.rpartition(".")[2], (_StandIn,), {}), name) for name in _CLASSES]
+    with torch.serialization.safe_globals(stand_ins):
+        yield
+
+
+# -- contents ---------------------------------------------------------------------------------------------------------
+
+
+def _contents(read: _Read) -> Contents:
+    """What is to be saved."""
+    first = read.models[0]
+    layout = _Layout(read.stage, len(read.optimizers), first["param_shapes"], _alignments(read))
+    contents = Contents(strategy=f"zero{read.stage}")
+    weights = {**_plain_weights(read), **layout.whole(_masters(read))}
+    for alias, name in (first.get("shared_params") or {}).items():
+        weights.pop(alias, None)
+        contents.ties[f"{MODEL}.{alias}"] = f"{MODEL}.{name}"
+    for name, value in weights.items():
+        contents.put((MODEL, name), value)
+    ours: dict[str, Any] = {"ties": contents.ties, "model": {}, "extra": _extra(read)}
+    ours["optimizer"] = put_optimizer(contents, _optimizer(read, layout))
+    if first.get("lr_scheduler") is not None:
+        ours["scheduler"] = first["lr_scheduler"]
+    contents.ours = plain_copy(ours, "the checkpoint's ")
+    contents.own = {"random": random_states()}
+    return contents
+
+
+def _plain_weights(read: _Read) -> dict[str, Tensor]:
+    """Buffers as they are, and frozen weights in float32."""
+    first = read.models[0]
+    buffers = set(first["buffer_names"])
+    found = {}
+    for name, value in first["module"].items():
+        if name in buffers or value.numel():  # stage 3 has nothing in the place of a parameter
+            found[name] = value if name in buffers else _float(value)
+    if read.stage == 3:
+        for name, shape in (first.get("frozen_param_shapes") or {}).items():
+            parts = [model["frozen_param_fragments"][name].flatten() for model in read.models]
+            found[name] = _float(torch.cat(parts)[: math.prod(shape)].view(shape))
+    return found
+
+
+def _float(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def _masters(read: _Read) -> list[list[Tensor]]:
+    """Each rank's float32 weights, by group."""
+    key = "fp32_flat_groups" if read.stage == 3 else "single_partition_of_fp32_groups"
+    return [list(optimizer[key]) for optimizer in read.optimizers]
+
+
+def _alignments(read: _Read) -> list[list[int]] | None:
+    found: list[list[int]] | None = read.optimizers[0].get("param_alignment_paddings")
+    return found
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where parameters lie in flat partitions."""
+
+    stage: int
+    ranks: int
+    shapes: Sequence[Mapping[str, Sequence[int]]]  # by group, in order
+    paddings: Sequence[Sequence[int]] | None  # elements after each parameter, by group
+
+    def whole(self, partitions: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Every parameter, or what has its shape, of each rank's partitions by group."""
+        if self.stage == 3:
+            return dict(self._of_parts([torch.cat([it.flatten() for it in groups]) for groups in partitions]))
+        found: dict[str, Tensor] = {}
+        for group in range(len(self.shapes)):
+            found |= self._of_list(group, torch.cat([groups[group].flatten() for groups in partitions]))
+        return found
+
+    def _of_list(self, group: int, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        start = 0
+        for index, (name, shape) in enumerate(self.shapes[group].items()):
+            count = math.prod(shape)
+            yield name, self._cut(flat, start, count, name).view(tuple(shape))
+            start += count + (self.paddings[group][index] if self.paddings else 0)
+
+    def _of_parts(self, flats: Sequence[Tensor]) -> Iterator[tuple[str, Tensor]]:
+        start = 0
+        for name, shape in ((name, shape) for group in self.shapes for name, shape in group.items()):
+            count = math.prod(shape)
+            part = -(-count // self.ranks)
+            parts = [self._cut(flat, start, part, name) for flat in flats]
+            yield name, torch.cat(parts)[:count].view(tuple(shape))
+            start += part
+
+    def _cut(self, flat: Tensor, start: int, count: int, name: str) -> Tensor:
+        if start + count > flat.numel():
+            raise CheckpointError(
+                f"{name} ends at element {start + count} of a partition, which has {flat.numel()}. The files do not "
+                "belong together: copy those of one checkpoint."
+            )
+        return flat[start : start + count].clone()
+
+
+def _optimizer(read: _Read, layout: _Layout) -> dict[str, Any]:
+    """The optimizer's state by FQN, as `optim_state_dict` gives it."""
+    key = "optimizer_state_dict" if read.stage == 3 else "base_optimizer_state"
+    states = [optimizer[key] for optimizer in read.optimizers]
+    if not all(isinstance(state, Mapping) and "param_groups" in state for state in states):
+        raise CheckpointError(
+            f"{read.folder}: its optimizer was saved with elastic_checkpoint, which has another form. Load it with "
+            "DeepSpeed, and save it without."
+        )
+    named: dict[str, dict[str, Any]] = {name: {} for group in layout.shapes for name in group}
+    groups = []
+    for options in states[0]["param_groups"]:
+        kept = {name: value for name, value in options.items() if name not in ("params", "step", "bias_correction")}
+        fqns = [name for number in options["params"] for name in layout.shapes[number]]
+        groups.append({**kept, "params": fqns})
+        if "step" in options:  # DeepSpeed's own Adam counts for the group
+            for fqn in fqns:
+                named[fqn]["step"] = _counter(options["step"])
+    present = states[0]["state"]
+    for name in dict.fromkeys(name for values in present.values() for name in values):
+        values = [[state["state"][number][name] for number in range(len(layout.shapes))] for state in states]
+        if _is_flat(values[0][0]):
+            for fqn, whole in _moments(read, layout, values).items():
+                named[fqn][name] = whole
+        else:
+            for number, group in enumerate(layout.shapes):
+                for fqn in group:
+                    named[fqn][name] = _counter(values[0][number]) if name == "step" else values[0][number]
+    return {"state": {fqn: values for fqn, values in named.items() if values}, "param_groups": groups}
+
+
+def _moments(read: _Read, layout: _Layout, values: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+    """States that are cut as the weights are, whole. Those of the last rank go on where weights were left out."""
+    masters = _masters(read)
+    for rank, of_rank in enumerate(values):
+        for number, value in enumerate(of_rank):
+            if value.numel() < masters[rank][number].numel():
+                raise CheckpointError(
+                    f"{read.folder}: rank {rank} has a state of {value.numel()} elements for "
+                    f"{masters[rank][number].numel()} weights. Only states of the weights' size can be imported."
+                )
+    return layout.whole(values)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0
+
+
+def _counter(step: Any) -> Tensor:
+    return torch.tensor(float(step))
+
+
+def _extra(read: _Read) -> dict[str, Any]:
+    """Counters of the engine and the client's own state, as `Engine.save_checkpoint` has them."""
+    first = read.models[0]
+    microbatches = first.get("ds_config", {}).get("gradient_accumulation_steps", 1)
+    engine = {
+        "global_steps": first["global_steps"],
+        "micro_steps": first["global_steps"] * (microbatches if isinstance(microbatches, int) else 1),
+        "global_samples": first.get("global_samples", 0),
+        "skipped_steps": first.get("skipped_steps", 0),
+    }
+    scaler = read.optimizers[0].get("loss_scaler", _StandIn()).had
+    if scaler.get("dynamic"):
+        engine["loss_scale"] = {
+            "scale": float(scaler["cur_scale"]),
+            "patience": scaler["cur_hysteresis"],
+            "since_overflow": scaler["cur_iter"] - scaler["last_overflow_iter"] - 1,
+        }
+    return {"engine": engine, "client_state": {name: it for name, it in first.items() if name not in _OWN}}
