@@ -10,7 +10,8 @@ every rank alike and before the first collective, so that no rank is left waitin
     ├── StateError          a call that is not allowed in the present phase
     ├── RankMismatchError   ranks that do not agree on the model, on the order of its units or on hosts
     ├── RankLostError       another rank's process is gone
-    └── CheckpointError     a checkpoint that cannot be written, is damaged, or is of another model
+    ├── CheckpointError     a checkpoint that cannot be written, is damaged, or is of another model
+    └── MissingLibraryError a library that an integration needs, and that is missing or too old
 """
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ConfigError",
     "FullshardError",
     "LayoutError",
+    "MissingLibraryError",
     "NonFiniteError",
     "RankLostError",
     "RankMismatchError",
@@ -55,3 +57,7 @@ class RankLostError(FullshardError, RuntimeError):
 
 class CheckpointError(FullshardError, RuntimeError):
     """A checkpoint that cannot be written, cannot be read, is damaged, or is of another model."""
+
+
+class MissingLibraryError(FullshardError, ImportError):
+    """A library that an integration needs is not installed, or older than what was tested."""

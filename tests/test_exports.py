@@ -21,6 +21,7 @@ DOCUMENTED = {
         "FullyShardedDataParallel",
         "LayoutError",
         "LocalStateDictConfig",
+        "MissingLibraryError",
         "MixedPrecision",
         "MixedPrecisionPolicy",
         "NonFiniteError",
@@ -67,6 +68,7 @@ DOCUMENTED = {
         "ConfigError",
         "FullshardError",
         "LayoutError",
+        "MissingLibraryError",
         "NonFiniteError",
         "RankLostError",
         "RankMismatchError",
@@ -79,6 +81,7 @@ DOCUMENTED = {
         "init_distributed",
         "initialize",
     ],
+    "fullshard.integrations.lightning": ["FabricFullShardStrategy", "FullShardStrategy"],
     "fullshard.optim": ["Muon"],
     "fullshard.testing": [
         "ParityReport",

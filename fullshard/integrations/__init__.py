@@ -1,1 +1,1 @@
-"""Other libraries' training loops on this engine: each integration is a module of its own, imported when asked for."""
+"""Other libraries train with this engine: each in a module of its own, imported only when asked for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fullshard.materialize import initialise, own_modules
 from fullshard.runtime import is_unit
 from fullshard.wrap import AutoWrapPolicy, CustomPolicy, wrapped_modules
 
-__all__ = ["repeated_layers", "shard_model"]
+__all__ = ["layers_and_children", "repeated_layers", "shard_model"]
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -58,10 +59,24 @@ def repeated_layers(model: nn.Module) -> AutoWrapPolicy:
     Containers are `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`; layers within a layer stay whole with it. Where
     a model names its layers as models of the transformers library do (`_no_split_modules`), those are units.
     """
-    named = set(getattr(model, "_no_split_modules", None) or ())
-    by_name = {child for child in model.modules() if type(child).__name__ in named}
-    layers = by_name or set(_repeated(model))
+    layers = _layers(model)
     return CustomPolicy(lambda module: module in layers)
+
+
+def layers_and_children(model: nn.Module) -> AutoWrapPolicy:
+    """A policy that makes units of the layers of `model`, and of each module that it has itself.
+
+    For models that call these, rather than be called: whichever of them is called first is whole in time.
+    """
+    layers = set(chain.from_iterable(map(_layers, model.children())))
+    children = {child for child in model.children() if not isinstance(child, _WITHOUT_FORWARD)}
+    children = {child for child in children if any(True for _ in child.parameters())}
+    return CustomPolicy(lambda module: module in layers or module in children)
+
+
+def _layers(model: nn.Module) -> set[nn.Module]:
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    return {child for child in model.modules() if type(child).__name__ in named} or set(_repeated(model))
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:

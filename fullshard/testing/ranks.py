@@ -39,7 +39,7 @@ _LOOPBACK = "127.0.0.1"
 # What the fork server imports once, so that no rank has to (the first DTensor that is made imports torch._dynamo, which
 # takes most of a second). The second group costs time too, and is common in tests.
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "fullshard", "fullshard.testing")
-_PRELOAD_IF_USED = ("numpy", "pytest", "hypothesis", "sklearn", "transformers.modeling_utils")
+_PRELOAD_IF_USED = ("numpy", "pytest", "hypothesis", "sklearn", "transformers.modeling_utils", "lightning.pytorch")
 _GRACE_S = 0.5  # after the first failure, how long the other ranks have to report theirs
 _TRACE_S = 2.0  # after a time-out, how long the ranks have to write down where they are
 

@@ -1,0 +1,74 @@
+"""Several optimizers of one model, seen as one: a checkpoint has one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, cast
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fullshard.errors import ConfigError
+
+__all__ = ["joined"]
+
+
+def joined(optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    """One that stands for all of `optimizers`; None if there are none.
+
+    Raises:
+        ConfigError: two of them step the same parameter.
+    """
+    if len(optimizers) < 2:
+        return optimizers[0] if optimizers else None
+    return cast(Optimizer, _Joined(optimizers))
+
+
+class _Joined:
+    """As much of an optimizer as saving and loading asks for."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        params = [id(param) for group in self.param_groups for param in group["params"]]
+        if len(params) > len(set(params)):
+            raise ConfigError(
+                "two optimizers step the same parameter, and a checkpoint has one state for each. Give every "
+                "parameter to one optimizer, or save weights only."
+            )
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all, one optimizer's after the other's."""
+        return list(chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers))
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        """The states of all, by parameter."""
+        return {param: values for optimizer in self._optimizers for param, values in optimizer.state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all, their parameters numbered through."""
+        state: dict[int, Any] = {}
+        groups: list[dict[str, Any]] = []
+        for start, optimizer in self._numbered():
+            its = optimizer.state_dict()
+            state |= {start + number: values for number, values in its["state"].items()}
+            groups += [{**group, "params": [start + it for it in group["params"]]} for group in its["param_groups"]]
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Give each its part of what `state_dict` gave."""
+        groups = iter(state_dict["param_groups"])
+        for start, optimizer in self._numbered():
+            own = [next(groups) for _ in optimizer.param_groups]
+            numbers = {number for group in own for number in group["params"]}
+            state = {number - start: it for number, it in state_dict["state"].items() if number in numbers}
+            own = [{**group, "params": [it - start for it in group["params"]]} for group in own]
+            optimizer.load_state_dict({"state": state, "param_groups": own})
+
+    def _numbered(self) -> Iterator[tuple[int, Optimizer]]:
+        start = 0
+        for optimizer in self._optimizers:
+            yield start, optimizer
+            start += sum(len(group["params"]) for group in optimizer.param_groups)

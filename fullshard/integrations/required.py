@@ -1,0 +1,41 @@
+"""The other library is there, and new enough: asked before anything of it is imported."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from fullshard.errors import MissingLibraryError
+
+__all__ = ["require"]
+
+
+def require(library: str, oldest: str, *, extra: str) -> None:
+    """Raise unless `library` is installed, as `oldest` or newer.
+
+    Args:
+        library: its name in the package registry.
+        oldest: the oldest version that this integration is tested with.
+        extra: the optional extra of fullshard that brings it.
+
+    Raises:
+        MissingLibraryError: it is missing, or older.
+    """
+    remedy = f"Install it by pip install 'fullshard[{extra}]'."
+    try:
+        found = version(library)
+    except PackageNotFoundError:
+        raise MissingLibraryError(
+            f"fullshard.integrations.{extra} needs {library} {oldest} or newer, and found none. {remedy}"
+        ) from None
+    if _numbers(found) < _numbers(oldest):
+        raise MissingLibraryError(
+            f"fullshard.integrations.{extra} needs {library} {oldest} or newer, which it is tested with, and found "
+            f"{found}. {remedy}"
+        )
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The numbers that a version begins with."""
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()

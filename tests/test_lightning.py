@@ -1,0 +1,410 @@
+"""A LightningModule trains sharded as Lightning's own DDP strategy trains it: step by step, and after a resume."""
+
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fullshard import CheckpointError, ConfigError, MixedPrecisionPolicy, ShardedGradScaler, recording
+from fullshard.errors import MissingLibraryError
+from fullshard.integrations.lightning import FabricFullShardStrategy, FullShardStrategy, _share_overflows
+from fullshard.integrations.required import require
+from fullshard.runtime import turns_in
+from fullshard.testing import assert_same, run_ranks
+from tests.small_models import Chain, initialise, whole, wholes
+
+TESTED_WITH = "2.6.6"
+
+
+class Module(L.LightningModule):
+    """Layers in a network, a parameter and a matrix of its own, and dropout."""
+
+    def __init__(self, rate: float = 0.02, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = Chain()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.mix = nn.Linear(5, 5)
+        initialise(self)
+        self.losses: list[float] = []
+        self.validated: list[float] = []
+
+    def loss_of(self, batch: list[Tensor]) -> Tensor:
+        inputs, target = batch
+        hidden = nn.functional.dropout(inputs, self.hparams["dropout"], self.training)
+        return nn.functional.cross_entropy(self.mix(self.net(hidden)) * self.scale, target)
+
+    def training_step(self, batch: list[Tensor], index: int) -> dict[str, Any]:
+        loss = self.loss_of(batch)
+        self.losses.append(loss.item())
+        self.log("loss", loss)
+        return {"loss": loss, "index": index}
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        loss = self.loss_of(batch)
+        self.validated.append(loss.item())
+        self.log("val_loss", loss, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["rate"])
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def data(count: int = 32) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(count, 48, generator=generator)
+    return DataLoader(TensorDataset(inputs, torch.randint(5, (count,), generator=generator)), batch_size=4)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Lightning gives advice on loaders and loggers at every start."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        yield
+
+
+def trainer(strategy: Any, **options: Any) -> L.Trainer:
+    return L.Trainer(
+        **{
+            "strategy": strategy,
+            "accelerator": "cpu",
+            "devices": dist.get_world_size(),
+            "max_epochs": 2,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            **options,
+        }
+    )
+
+
+def fit(strategy: Any, module: L.LightningModule | None = None, ckpt_path: str | None = None, **options: Any) -> Any:
+    """Losses and validation losses of this rank, and the whole parameters."""
+    with quiet():
+        torch.manual_seed(0)
+        module = Module() if module is None else module
+        trainer(strategy, **options).fit(module, data(), data(8), ckpt_path=ckpt_path)
+    return module.losses, module.validated, {name: whole(param) for name, param in module.named_parameters()}
+
+
+def half_on_cpu() -> MixedPrecision:
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**20))
+
+
+# Options of the trainer, and how far losses may be apart: nothing, but where a norm is taken of shards.
+CASES: dict[str, tuple[dict[str, Any], float]] = {
+    "plain": ({}, 0),
+    "accumulated": ({"accumulate_grad_batches": 2}, 0),
+    "bf16-mixed": ({"precision": "bf16-mixed"}, 0),
+    "bf16-true": ({"precision": "bf16-true"}, 0),
+    "16-mixed": ({"plugins": half_on_cpu}, 0),
+    "clipped by norm": ({"gradient_clip_val": 0.1}, 1e-5),
+    "clipped by value": ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 0),
+}
+
+
+QUICK = ("plain", "accumulated", "bf16-mixed")
+
+
+def fit_cases(cases: tuple[str, ...]) -> dict[str, list[Any]]:
+    """Of each, DDP's numbers and those of strategies."""
+    found = {}
+    for case in cases:
+        options = CASES[case][0]
+        made = {name: it() if callable(it) else it for name, it in options.items()}
+        found[case] = [fit(DDPStrategy(), **made)]
+        for name in ("zero1", "zero2", "zero3") if case == "plain" else ("zero3",):
+            again = {option: it() if callable(it) else it for option, it in options.items()}
+            found[case].append(fit(FullShardStrategy(name), **again))
+    return found
+
+
+@cache
+def fitted() -> list[dict[str, list[Any]]]:
+    return run_ranks(2, fit_cases, QUICK, timeout=150.0)
+
+
+@pytest.mark.parametrize("case", [it if it in QUICK else pytest.param(it, marks=pytest.mark.slow) for it in CASES])
+def test_losses_are_those_of_ddp(case):
+    for rank in fitted() if case in QUICK else run_ranks(2, fit_cases, (case,)):
+        expected, *sharded = rank[case]
+        assert len(expected[0]) == 8
+        assert len(expected[1]) == 2
+        for found in sharded:
+            if CASES[case][1]:
+                assert found[0] == pytest.approx(expected[0], rel=CASES[case][1])
+            else:
+                assert_same(list(found), list(expected))
+
+
+# -- what is sharded, and what is sent --------------------------------------------------------------------------------
+
+
+class OnMeta(Module):
+    """Builds its network late, without memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            with torch.device("meta"):
+                self.net = Chain()
+
+
+def look_inside() -> dict[str, Any]:
+    """Units, reductions of a step with two microbatches, and what a module on the meta device becomes."""
+    module, said = Module(), {}
+    with recording() as record:
+        fit(FullShardStrategy(), module, accumulate_grad_batches=2, max_epochs=1, limit_val_batches=0)
+    said["units"] = sorted(turn.unit.name for turn in turns_in(module))
+    names = [event.name for event in record.events if event.origin.unit == "net.layers.0"]
+    said["reductions"] = names.count("reduce_scatter")
+    late = OnMeta()
+    said["parameters"] = fit(FullShardStrategy(), late, max_epochs=1)[2]
+    again = trainer(FullShardStrategy(), max_epochs=1)
+    with quiet():
+        said["metrics"] = [again.validate(late, data(8), verbose=False) for _ in range(2)]
+        said["predicted"] = isinstance(late.net, nn.Module)
+    low = Module()
+    fit(FullShardStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), low, max_epochs=1)
+    said["contract"] = {str(turn.unit.settings.precision.param_dtype) for turn in turns_in(low)}
+    return said
+
+
+def test_modules_are_units_and_microbatches_are_reduced_once():
+    one, other = run_ranks(2, look_inside)
+    assert one["units"] == ["", "mix", "net", *(f"net.layers.{i}" for i in range(4))]
+    assert one["reductions"] == 2  # four microbatches
+    assert_same(one["parameters"], other["parameters"])
+    assert all(value.isfinite().all() for value in one["parameters"].values())
+    assert one["metrics"][0] == one["metrics"][1] == other["metrics"][0]
+    assert one["contract"] == {"torch.bfloat16"}
+
+
+class Alternating(L.LightningModule):
+    """Two networks with an optimizer each, driven by hand, as in adversarial training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = Chain(), Chain()
+        initialise(self)
+        self.losses: list[float] = []
+        self.validated: list[float] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> None:
+        inputs, target = batch
+        for net, optimizer in zip((self.first, self.second), self.optimizers(), strict=True):
+            loss = nn.functional.cross_entropy(net(inputs), target)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.losses.append(loss.item())
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.validated.append(self.first(batch[0]).sum().item())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(net.parameters(), 0.01, momentum=0.9) for net in (self.first, self.second)]
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def stop_and_go_on(folder: str, make: Callable[[], Any], strategies: tuple[str, str]) -> Any:
+    """A fit of two epochs, and one that is stopped after the first and goes on."""
+    whole_way = fit(FullShardStrategy(strategies[0]), make())
+    stopped = make()
+    saved = {"enable_checkpointing": True, "default_root_dir": folder}
+    callbacks = [ModelCheckpoint(folder, filename="{epoch}", save_last=True), EarlyStopping("val_loss", strict=False)]
+    if not stopped.automatic_optimization:
+        callbacks.pop()
+    fit(FullShardStrategy(strategies[0]), stopped, max_epochs=1, callbacks=callbacks, **saved)
+    later = make()
+    found = fit(FullShardStrategy(strategies[1]), later, ckpt_path=f"{folder}/last.ckpt")
+    return whole_way, stopped.losses, found
+
+
+def stop_all(folder: str) -> Any:
+    return [
+        stop_and_go_on(f"{folder}/0", partial(Module, dropout=0.1), ("zero3", "zero1")),
+        stop_and_go_on(f"{folder}/1", Alternating, ("zero2", "zero2")),
+    ]
+
+
+def resume_alone(folder: str) -> int:
+    return len(fit(FullShardStrategy(), Module(), ckpt_path=f"{folder}/0/last.ckpt")[0])
+
+
+def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
+    for rank in run_ranks(2, stop_all, str(tmp_path), timeout=150.0):
+        for (losses, _, weights), before, (after, _, resumed) in rank:
+            assert before + after == losses
+            assert_same(resumed, weights)
+    assert (tmp_path / "0" / "epoch=0.ckpt").is_dir()
+    assert run_ranks(1, resume_alone, str(tmp_path)) == [8]  # with another number of ranks: all batches of an epoch
+
+
+def come_from_ddp(folder: str) -> Any:
+    """A file of DDP's, gone on with here and by DDP itself."""
+    options = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 1}
+    fit(DDPStrategy(), **options, callbacks=[ModelCheckpoint(folder, filename="ddp")])
+    path = f"{folder}/ddp.ckpt"
+    return fit(DDPStrategy(), ckpt_path=path), fit(FullShardStrategy(), ckpt_path=path)
+
+
+def test_a_file_of_another_strategy_is_loaded(tmp_path):
+    for theirs, ours in run_ranks(2, come_from_ddp, str(tmp_path)):
+        assert_same(list(ours), list(theirs))
+
+
+class Meddling(Module):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: it for name, it in checkpoint["state_dict"].items() if "mix" not in name}
+
+
+class Secretive(Module):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["secret"] = Module
+
+
+def refuse(folder: str) -> list[str]:
+    said = []
+    cases: list[tuple[type[Exception], Callable[[], Any]]] = [
+        (ConfigError, lambda: FullShardStrategy(find_unused_parameters=True)),
+        (ConfigError, lambda: fit(FullShardStrategy(), sync_batchnorm=True)),
+        (ConfigError, lambda: save_once(folder, Meddling())),
+        (CheckpointError, lambda: save_once(folder, Secretive())),
+    ]
+    for kind, call in cases:
+        with pytest.raises(kind) as raised:
+            call()
+        said.append(str(raised.value))
+    return said
+
+
+def save_once(folder: str, module: Module) -> None:
+    options = {"enable_checkpointing": True, "default_root_dir": folder, "max_epochs": 1}
+    fit(FullShardStrategy(), module, **options)
+
+
+def test_what_cannot_be_honoured_is_an_error(tmp_path):
+    for errors in run_ranks(2, refuse, str(tmp_path)):
+        for error, said in zip(
+            errors,
+            ["find_unused_parameters", "sync_batchnorm", "on_save_checkpoint has changed", "secret"],
+            strict=True,
+        ):
+            assert said in error
+
+
+# -- Fabric -----------------------------------------------------------------------------------------------------------
+
+
+def run_fabric(strategy: Any, folder: str | None = None, resume: bool = False, **options: Any) -> list[float]:
+    """Losses of six steps of two microbatches; with a folder, saved after the third, or gone on from there."""
+    with quiet():
+        fabric = L.Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, **options)
+        fabric.launch()
+        with fabric.init_module(empty_init=False):
+            model = Chain()
+        initialise(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        model, optimizer = fabric.setup(model, optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1, 0.9)
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+        if resume:
+            assert fabric.load(f"{folder}/run", state) == {}
+        losses = []
+        for step in range(state["step"], 6):
+            for microbatch in range(2):
+                generator = torch.Generator().manual_seed(10 * step + 2 * microbatch + fabric.global_rank)
+                inputs = torch.randn(4, 48, generator=generator)
+                with fabric.no_backward_sync(model, enabled=microbatch == 0):
+                    loss = model(inputs).square().mean()
+                    fabric.backward(loss)
+                losses.append(loss.item())
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            if folder is not None and not resume and step == 2:
+                fabric.save(f"{folder}/run", {**state, "step": step + 1})
+    return losses
+
+
+def run_fabrics(folder: str) -> Any:
+    found = {
+        "ddp": run_fabric(FabricDDPStrategy()),
+        "ours": run_fabric(FabricFullShardStrategy(), folder),
+        "resumed": run_fabric(FabricFullShardStrategy("zero2"), folder, resume=True),
+        "bf16": [run_fabric(it(), precision="bf16-mixed") for it in (FabricDDPStrategy, FabricFullShardStrategy)],
+    }
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricFullShardStrategy())
+    fabric.launch()
+    with fabric.init_module(empty_init=True):
+        late = Chain()
+    found["meta"] = next(late.parameters()).is_meta
+    found["made"] = wholes(fabric.setup_module(late).module)
+    return found
+
+
+def test_fabric_trains_like_ddp_and_goes_on(tmp_path):
+    one, other = run_ranks(2, run_fabrics, str(tmp_path), timeout=120.0)
+    for rank in (one, other):
+        assert rank["ours"] == pytest.approx(rank["ddp"], rel=1e-5)
+        assert rank["resumed"] == pytest.approx(rank["ours"][6:], rel=1e-5)
+        assert rank["bf16"][1] == pytest.approx(rank["bf16"][0], rel=1e-2)
+        assert rank["meta"]
+    assert_same(one["made"], other["made"])
+    assert all(value.isfinite().all() for value in one["made"].values())
+
+
+# -- versions ---------------------------------------------------------------------------------------------------------
+
+
+def test_private_hooks_are_there():
+    """What Lightning does not document: `_layer_sync` of a strategy, and `_backward_sync_control` of a Fabric's."""
+    assert FullShardStrategy()._layer_sync is None
+    control = FabricDDPStrategy()._backward_sync_control
+    assert list(inspect.signature(control.no_backward_sync).parameters) == ["module", "enabled"]
+    assert TESTED_WITH == L.__version__, "see that all of this file passes, then say so here"
+
+
+def test_a_missing_or_old_library_is_told():
+    for library, oldest, said in (
+        ("no-such-library", "1", "found none"),
+        ("lightning", "99.1", f"found {L.__version__}"),
+    ):
+        with pytest.raises(MissingLibraryError, match=said):
+            require(library, oldest, extra="lightning")
+
+
+def test_overflows_are_shared_with_the_same_settings():
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7))
+    _share_overflows(plugin)
+    assert isinstance(plugin.scaler, ShardedGradScaler)
+    assert (plugin.scaler.get_scale(), plugin.scaler.get_growth_interval()) == (8.0, 7)
