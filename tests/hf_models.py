@@ -1,0 +1,60 @@
+"""Small models of transformers with random weights, and made-up data, for the tests of integrations."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+
+VOCABULARY = 64
+
+
+def llama(**options: Any) -> LlamaForCausalLM:
+    """Two layers; the same weights each time. Its embeddings are not tied unless asked for."""
+    torch.manual_seed(0)
+    config = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    return LlamaForCausalLM(LlamaConfig(**{**config, **options}))
+
+
+def t5() -> T5ForConditionalGeneration:
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        dropout_rate=0.0,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+class Sentences(Dataset):
+    """Made-up token ids, and themselves as labels."""
+
+    def __init__(self, count: int = 32, length: int = 8) -> None:
+        made = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(1, VOCABULARY, (count, length), generator=made)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def names_in(folder: str | Path) -> set[str]:
+    return {path.name for path in Path(folder).iterdir()}

@@ -1,0 +1,399 @@
+"""A loop of accelerate's, with the one changed import: losses of DDP, checkpoints, settings that are meant."""
+
+import importlib.metadata
+import inspect
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
+from hf_models import Sentences, llama, names_in
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM
+
+from fullshard import ConfigError, MissingLibraryError, recording
+from fullshard.integrations import required
+from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ShardingPlugin
+from fullshard.runtime import turns_in
+from fullshard.testing import assert_same, run_ranks
+
+# transformers looks at storages by a name that torch is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """What a launcher sets; accelerate would choose a number of threads itself."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+class Run:
+    """A training as accelerate's documentation writes it, of as many microbatches as are asked for."""
+
+    def __init__(
+        self, make: Callable[..., Any], model: nn.Module | None = None, batch: int = 2, **options: Any
+    ) -> None:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        self.accelerator = make(gradient_accumulation_steps=2, **options)
+        model = model or llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=16)
+        loader = DataLoader(Sentences(), batch_size=batch, shuffle=True, generator=torch.Generator().manual_seed(3))
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
+
+    def train(self, start: int = 0, stop: int = 8, max_norm: float = 0.0, epoch: int = 0) -> list[float]:
+        accelerator, losses = self.accelerator, []
+        self.loader.set_epoch(epoch)
+        for number, batch in enumerate(self.loader):
+            if not start <= number < stop:
+                continue
+            with accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                accelerator.backward(loss)
+                if max_norm and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            losses.append(accelerator.gather(loss.detach()).mean().item())
+        return losses
+
+
+def ddp(**options: Any) -> Any:
+    return accelerate.Accelerator(cpu=True, **options)
+
+
+def sharded(strategy: str = "zero3", **fields: Any) -> Callable[..., Any]:
+    plugin = ShardingPlugin(strategy=strategy, **fields)
+    return lambda **options: Accelerator(fsdp_plugin=plugin, **options)
+
+
+def losses_of_each_way(max_norm: float) -> dict[str, list[float]]:
+    ways = {"DDP": ddp, **{strategy: sharded(strategy) for strategy in STRATEGIES}}
+    return {name: Run(way).train(max_norm=max_norm) for name, way in ways.items()}
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.1])
+def test_losses_are_those_of_ddp(max_norm):
+    for losses in run_ranks(2, losses_of_each_way, max_norm):
+        expected = losses.pop("DDP")
+        assert len(set(expected)) == len(expected)
+        for strategy, actual in losses.items():
+            # The norm is added up part by part, and so rounded in another way than where every gradient is whole.
+            assert actual == (pytest.approx(expected, rel=1e-6) if max_norm else expected), strategy
+
+
+def losses_in_bf16() -> tuple[list[float], ...]:
+    in_bf16 = {"mixed_precision": "bf16"}
+    expected = Run(ddp, **in_bf16).train()
+    exact = Run(sharded(param_dtype=torch.float32), **in_bf16).train()
+    half = Run(sharded(), **in_bf16)
+    with recording() as record:
+        close = half.train()
+    gathered = sum(record.sent_bytes(name) for name in ("all_gather",))
+    assert {param.dtype for param in half.model.parameters()} == {torch.float32}
+    other = Run(sharded(param_dtype=torch.float32), **in_bf16)
+    with recording() as record:
+        other.train()
+    assert 1.9 * gathered < record.sent_bytes("all_gather") < 2.1 * gathered
+    return expected, exact, close
+
+
+def test_bf16_moves_half_the_bytes_or_has_the_bits_of_ddp():
+    for expected, exact, close in run_ranks(2, losses_in_bf16):
+        assert exact == expected
+        assert close == pytest.approx(expected, rel=2e-2)
+        assert close != expected
+
+
+def stopped_and_resumed(folder: str) -> tuple[list[float], list[float], list[str]]:
+    whole = Run(sharded())
+    expected = whole.train()
+    run = Run(sharded(state_dict_type="FULL_STATE_DICT"))
+    run.train(stop=4)
+    run.accelerator.save_state(folder)
+    resumed = Run(sharded("zero2"), model=llama(num_hidden_layers=2))
+    for param in resumed.model.parameters():
+        param.data.zero_()
+    resumed.accelerator.load_state(folder)
+    return expected[4:], resumed.train(start=4), sorted(names_in(folder))
+
+
+def resumed_elsewhere(folder: str) -> list[float]:
+    resumed = Run(sharded("zero1"), batch=4)
+    resumed.accelerator.load_state(folder)
+    return resumed.train(start=4)
+
+
+def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path):
+    for expected, actual, names in run_ranks(2, stopped_and_resumed, str(tmp_path)):
+        assert actual == expected
+        assert {"fullshard_0", "model_0", "scheduler.bin", "random_states_1.pkl"} <= set(names)
+        assert not {"optimizer.bin", "model.safetensors"} & set(names)
+    for one_rank in run_ranks(1, resumed_elsewhere, str(tmp_path)):
+        assert one_rank == pytest.approx(expected, rel=1e-5)
+
+
+def killed_while_saving(folder: str) -> str:
+    options = {"project_config": ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)}
+    run = Run(sharded(), **options)
+    run.train(stop=2)
+    run.accelerator.save_state()
+    run.train(start=2, stop=4)
+    place = Path(run.accelerator.save_state())
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:  # as a kill leaves it before the last is written
+        (found,) = (place / "fullshard_0").iterdir()
+        found.rename(f"{found}.partial-0")
+    run.accelerator.wait_for_everyone()
+    resumed = Run(sharded(), **options)
+    resumed.accelerator.load_state()
+    with pytest.raises(Exception, match=r"checkpoint_1"):
+        resumed.accelerator.load_state(str(place))
+    resumed.accelerator.load_state()
+    return str(resumed.train(start=2, stop=4) == Run(sharded()).train()[2:4])
+
+
+def test_an_unfinished_checkpoint_is_passed_over(tmp_path):
+    assert run_ranks(2, killed_while_saving, str(tmp_path)) == ["True", "True"]
+
+
+def saved_for_others(folder: str) -> dict[str, Any]:
+    run = Run(sharded(), model=llama(tie_word_embeddings=True))
+    run.train(stop=2)
+    state = run.accelerator.get_state_dict(run.model)
+    names = set(state)
+    unwrapped = run.accelerator.unwrap_model(run.model)
+    unwrapped.save_pretrained(
+        folder,
+        is_main_process=run.accelerator.is_main_process,
+        save_function=run.accelerator.save,
+        state_dict=state,
+    )
+    run.accelerator.save_model(run.model, f"{folder}/by_accelerate")
+    run.accelerator.wait_for_everyone()
+    ids = Sentences(4).ids
+    with torch.no_grad():
+        logits = run.model(ids).logits
+    opened = LlamaForCausalLM.from_pretrained(folder)
+    assert opened.lm_head.weight is opened.model.embed_tokens.weight
+    assert type(opened) is LlamaForCausalLM
+    assert names_in(f"{folder}/by_accelerate") == {"model.safetensors"}
+    assert names == (set() if run.accelerator.process_index else set(opened.state_dict()))
+    with torch.no_grad():
+        return {"sharded": logits, "opened": opened(ids).logits}
+
+
+def test_what_is_saved_opens_with_the_same_logits(tmp_path):
+    for logits in run_ranks(2, saved_for_others, str(tmp_path)):
+        assert_same(logits["sharded"], logits["opened"])
+
+
+def differently_made() -> bool:
+    """Each rank makes other weights, as scripts do that set no seed; DDP takes rank 0's."""
+
+    def model() -> nn.Module:
+        made = llama()
+        with torch.no_grad():
+            for param in made.parameters():
+                param.add_(0.1 * int(os.environ["RANK"]))
+        return made
+
+    return Run(ddp, model=model()).train() == Run(sharded(), model=model()).train()
+
+
+def test_every_rank_starts_from_rank_0():
+    assert run_ranks(2, differently_made) == [True, True]
+
+
+def only_rank_0_has_weights() -> bool:
+    """As `from_pretrained` leaves the others under cpu_ram_efficient_loading."""
+    expected = Run(ddp, model=llama(tie_word_embeddings=True)).train()
+    model = llama(tie_word_embeddings=True)
+    if os.environ["RANK"] != "0":
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.to("meta")
+        model.tie_weights()
+        for name, buffer in buffers.items():
+            owner, _, last = name.rpartition(".")
+            model.get_submodule(owner)._buffers[last] = buffer
+    run = Run(sharded(cpu_ram_efficient_loading=True), model=model)
+    assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+    return run.train() == expected
+
+
+def test_weights_of_rank_0_alone_reach_all():
+    assert run_ranks(2, only_rank_0_has_weights) == [True, True]
+
+
+def units(accelerator_of: Callable[..., Any], **options: Any) -> list[str]:
+    run = Run(accelerator_of, **options)
+    return [type(turn.modules[0]).__name__ for turn in turns_in(run.model)]
+
+
+def settings_by_every_way(config: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"plugin": units(sharded())}
+    theirs = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=3000)
+    found["accelerate's plugin"] = units(lambda **options: Accelerator(fsdp_plugin=theirs, **options))
+    found["one unit"] = units(sharded(auto_wrap_policy="NO_WRAP"))
+    os.environ.update(
+        ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+        FSDP_TRANSFORMER_CLS_TO_WRAP="LlamaMLP", FSDP_RESHARD_AFTER_FORWARD="false", FSDP_MIN_NUM_PARAMS="100000000",
+        FSDP_SHARDING_STRATEGY="FULL_SHARD", FSDP_FORWARD_PREFETCH="false",
+    )  # fmt: skip
+    run = Run(Accelerator)
+    found["environment"] = [type(turn.modules[0]).__name__ for turn in turns_in(run.model)]
+    found["environment's strategy"] = run.accelerator.sharding.strategy
+    assert os.environ.pop("ACCELERATE_USE_FSDP") == "true"
+    ignoring = Run(sharded(ignored_modules=r".*embed_tokens"))
+    found["ignored"] = [name for name, it in ignoring.model.named_parameters() if type(it) is nn.Parameter]
+    prefetching = turns_in(Run(sharded(backward_prefetch="BACKWARD_POST", limit_all_gathers=False)).model)
+    found["prefetch"] = {(turn.prefetch_backward, turn.ahead) for turn in prefetching}
+    return found
+
+
+def test_every_way_of_setting_says_what_becomes_a_unit():
+    layers = ["FSDPLlamaForCausalLM", "FSDPLlamaDecoderLayer", "FSDPLlamaDecoderLayer"]
+    for found in run_ranks(2, settings_by_every_way, ""):
+        assert found["plugin"] == layers
+        assert found["accelerate's plugin"].count("FSDPLlamaMLP") == 2
+        assert found["one unit"] == layers[:1]
+        assert found["environment"] == ["FSDPLlamaForCausalLM", "FSDPLlamaMLP", "FSDPLlamaMLP"]
+        assert found["environment's strategy"] == "zero2"
+        assert found["ignored"] == ["model.embed_tokens.weight"]
+        assert found["prefetch"] == {("post", 2)}
+
+
+class Plain(nn.Module):
+    """A model that is not of transformers, with a block that may be checkpointed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.head = nn.Linear(16, 64)
+        self.calls = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return type("Output", (), {"loss": loss})
+
+
+def checkpointed() -> tuple[int, int, bool]:
+    counts = []
+    losses = []
+    for way in (
+        ddp,
+        sharded(transformer_layer_cls_to_wrap=("Sequential",)),
+        sharded(transformer_layer_cls_to_wrap=("Sequential",), activation_checkpointing=True),
+    ):
+        model = Plain()
+        calls: list[int] = []
+        model.blocks[0][1].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        losses.append(Run(way, model=model).train())
+        counts.append(len(calls))
+    return counts[1], counts[2], losses[0] == losses[1] == losses[2]
+
+
+def test_units_of_any_model_run_again_in_backward():
+    for once, twice, same in run_ranks(2, checkpointed):
+        assert twice == 2 * once == 16
+        assert same
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"shard_everything": True}, "no key shard_everything"),
+        ({"xla": True}, "xla=True cannot be honoured: .*XLA"),
+        ({"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "xla_fsdp_settings"),
+        ({"fsdp_use_orig_params": False}, "never flattened"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "no flattened shards"),
+        ({"strategy": "zero4"}, "zero4"),
+        ({"strategy": "zero1", "reshard_after_forward": True}, "Leave one of them out"),
+        ({"auto_wrap_policy": "SIZE_BASED_WRAP"}, "from how many elements"),
+        ({"min_num_params": 100}, "means something with auto_wrap_policy=SIZE_BASED_WRAP"),
+        ({"auto_wrap_policy": "NO_WRAP", "transformer_layer_cls_to_wrap": "A"}, "TRANSFORMER_BASED_WRAP only"),
+        ({"auto_wrap_policy": "WRAP"}, "choose one of"),
+        ({"cpu_offload": "perhaps"}, "true or false is needed"),
+        ({"backward_prefetch": "SOON"}, "choose one of BACKWARD_PRE"),
+        ({"version": 3}, "there are 1 and 2"),
+        ({"sharding_strategy": "MOST"}, "choose one of FULL_SHARD"),
+        ({"param_dtype": "int8"}, "choose one of float32"),
+        ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "Set sync_module_states"),
+        ({"activation_checkpointing_offload": True}, "needs activation_checkpointing"),
+        ({"param_init_fn": print}, "param_init_fn"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(config, said):
+    with pytest.raises(ConfigError, match=said):
+        ShardingPlugin.from_config(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "value"),
+    [
+        ({"fsdp_reshard_after_forward": "true"}, "strategy", "zero3"),
+        ({"reshard_after_forward": False}, "strategy", "zero2"),
+        ({"version": 1, "reshard_after_forward": "hybrid_shard"}, "strategy", "hsdp"),
+        ({"reshard_after_forward": 8}, "reshard_after_forward", 8),
+        ({"sharding_strategy": 3}, "strategy", "ddp"),
+        ({"strategy": "zero1"}, "strategy", "zero1"),
+        ({"fsdp_offload_params": "true"}, "cpu_offload", True),
+        ({"transformer_layer_cls_to_wrap": "A, B"}, "transformer_layer_cls_to_wrap", ("A", "B")),
+        ({"param_dtype": "bf16"}, "param_dtype", torch.bfloat16),
+        ({"xla": False, "xla_fsdp_grad_ckpt": False}, "strategy", "zero3"),
+        ({"state_dict_type": "full_state_dict"}, "state_dict_type", "FULL_STATE_DICT"),
+    ],
+)
+def test_keys_mean_what_they_say(config, field, value):
+    assert getattr(ShardingPlugin.from_config(config), field) == value
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"mixed_precision": "fp8"}, "fp8"),
+        ({"parallelism_config": object()}, "parallelism_config"),
+    ],
+)
+def test_what_excludes_sharding_is_refused(options, said):
+    with pytest.raises(ConfigError, match=said):
+        Accelerator(fsdp_plugin=ShardingPlugin(), **options)
+
+
+def test_the_private_names_are_those_of_the_version_that_was_checked():
+    """What `Accelerator` uses without accelerate documenting it, at the version it was checked with."""
+    assert importlib.metadata.version("accelerate").startswith(f"{TESTED_ACCELERATE}.")
+    assert {"_models", "_optimizers"} <= set(vars(accelerate.Accelerator(cpu=True)))
+    assert list(inspect.signature(accelerate.Accelerator.prepare_model).parameters)[1:] == [
+        "model",
+        "device_placement",
+        "evaluation_mode",
+    ]
+
+
+def test_a_library_that_is_missing_or_older_is_told(monkeypatch):
+    with pytest.raises(MissingLibraryError, match=r"nowhere 1.0 or newer, and found none. .*fullshard\[nowhere\]"):
+        required.require("nowhere", "1.0", extra="nowhere")
+    monkeypatch.setattr(required, "version", lambda library: "1.9.3rc1")
+    required.require("anything", "1.9", extra="anything")
+    with pytest.raises(MissingLibraryError, match=r"1.10 or newer, which it is tested with, and found 1.9.3rc1"):
+        required.require("anything", "1.10", extra="anything")
