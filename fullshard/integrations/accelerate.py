@@ -87,8 +87,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             super().__init__(**given)
         if int(os.environ.get("WORLD_SIZE", "1")) != self.num_processes:
             raise StateError(
-                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but accelerate counts {self.num_processes} processes, as "
-                "a PartialState was made before this Accelerator, for a GPU. Make the Accelerator first."
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but accelerate counts {self.num_processes}. It was "
+                "set up for GPUs before. On CPUs set TrainingArguments(use_cpu=True), or the environment "
+                "variable ACCELERATE_USE_CPU=true."
             )
         if self.sharding.cpu_ram_efficient_loading:
             os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")

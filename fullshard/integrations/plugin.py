@@ -144,7 +144,7 @@ class ShardingPlugin:
             if spoken:
                 raise ConfigError(
                     f"fsdp_config: strategy={said['strategy']!r} and {spoken[0]}={said[spoken[0]]!r} both say what is "
-                    "sharded. Leave one of them out."
+                    "sharded. Leave one of them out; fsdp='full_shard' and 'shard_grad_op' set the latter."
                 )
             given["strategy"] = said["strategy"]
         return cls(**given)

@@ -1,0 +1,368 @@
+"""A script of the Trainer's, with the one changed import: the losses of DDP, whatever its arguments ask for."""
+
+import importlib.metadata
+import inspect
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import transformers.trainer
+from accelerate.state import AcceleratorState, GradientState
+from hf_models import Sentences, llama, names_in, t5
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from fullshard import StateError
+from fullshard.integrations.transformers import TESTED_TRANSFORMERS, Seq2SeqTrainer, Trainer
+from fullshard.testing import RanksFailed, assert_same, run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Passing `fsdp` as a:FutureWarning"),
+]
+
+SHARDED = {"fsdp": True}
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """What a launcher sets; accelerate would choose a number of threads itself."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+class Watch(TrainerCallback):
+    """A callback that keeps what is logged, and counts what it was called for."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.evaluated: list[dict[str, float]] = []
+        self.steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        assert others["model"] is not None
+        self.steps += 1
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **others: Any) -> None:
+        exact = {name: value for name, value in metrics.items() if "runtime" not in name and "per_second" not in name}
+        self.evaluated.append(exact)
+
+
+@dataclass
+class Script:
+    """A script of four steps, of which tests change what they are about."""
+
+    folder: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    trainer_arguments: dict[str, Any] = field(default_factory=dict)
+    model: Any = None
+    trainer: type[Any] = transformers.Trainer
+    resume: str | bool | None = None
+
+    def run(self) -> tuple[Watch, Any]:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        seq2seq = issubclass(self.trainer, transformers.Seq2SeqTrainer)
+        given = {
+            "output_dir": self.folder,
+            "max_steps": 4,
+            "per_device_train_batch_size": 2,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "use_cpu": True,
+            "report_to": [],
+            "disable_tqdm": True,
+            "ddp_find_unused_parameters": False,
+        }
+        args = (Seq2SeqTrainingArguments if seq2seq else TrainingArguments)(**{**given, **self.arguments})
+        watch = Watch()
+        others = {"train_dataset": Sentences(), "callbacks": [watch], **self.trainer_arguments}
+        trainer = self.trainer(model=self.model or llama(), args=args, **others)
+        trainer.train(resume_from_checkpoint=self.resume)
+        return watch, trainer
+
+
+class Stream(IterableDataset):
+    """Sentences that come one after another, without a length."""
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        sentences = Sentences()
+        return (sentences[index] for index in range(len(sentences)))
+
+
+def hits(prediction: Any) -> dict[str, float]:
+    """A metric of the user's."""
+    chosen = torch.as_tensor(prediction.predictions).argmax(-1)
+    return {"hits": (chosen == torch.as_tensor(prediction.label_ids)).float().mean().item()}
+
+
+def padded(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A collator of the user's: every second row is cut, so that ranks count other numbers of tokens."""
+    ids = torch.stack([row["input_ids"] for row in rows])
+    labels = ids.clone()
+    labels[::2, 5:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A loss of the user's."""
+    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten())
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 3}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it comes": {},
+    "accumulating": {"arguments": {"gradient_accumulation_steps": 3}, "trainer_arguments": {"data_collator": padded}},
+    "clipped": {"arguments": {"max_grad_norm": 0.05}},
+    "not clipped": {"arguments": {"max_grad_norm": 0.0}},
+    "bf16": {"arguments": {"bf16": True}, "config": {"param_dtype": "float32"}},
+    "checkpointed": {"arguments": {"gradient_checkpointing": True}},
+    "smoothed": {"arguments": {"label_smoothing_factor": 0.1}},
+    "evaluated": {
+        "arguments": EVALUATED,
+        "trainer_arguments": {"eval_dataset": Sentences(10), "compute_metrics": hits},
+    },
+    "streamed": {"trainer_arguments": {"train_dataset": Stream()}},
+    "own loss": {"trainer_arguments": {"compute_loss_func": mean_loss}},
+    "other optimizer": {"arguments": {"optim": "adamw_torch_fused", "lr_scheduler_type": "cosine"}},
+    "zero1": {"config": {"strategy": "zero1"}, "arguments": {"gradient_accumulation_steps": 2}},
+    "zero2": {"config": {"strategy": "zero2"}, "arguments": {"gradient_accumulation_steps": 2}},
+    "own checkpointing": {"config": {"activation_checkpointing": True}},
+}
+
+
+def both_ways(folder: str, names: list[str]) -> dict[str, list[Any]]:
+    """What a script logs and evaluates, under DDP and sharded, for each variant."""
+    found = {}
+    for name in names:
+        variant = dict(VARIANTS[name])
+        config = variant.pop("config", {})
+        arguments = variant.pop("arguments", {})
+        seen = []
+        for trainer, fsdp in ((transformers.Trainer, {}), (Trainer, {**SHARDED, "fsdp_config": config})):
+            watch, made = Script(folder, {**arguments, **fsdp}, trainer=trainer, **variant).run()
+            assert watch.steps == 4
+            assert ("FSDP" in type(made.model).__name__) == (trainer is Trainer)
+            seen.append((watch.losses, watch.evaluated))
+        found[name] = seen
+    return found
+
+
+def assert_alike(by_variant: dict[str, list[Any]]) -> None:
+    for name, (expected, actual) in by_variant.items():
+        losses, evaluated = expected
+        assert len(set(losses)) == 4, name
+        assert actual[0] == pytest.approx(losses, rel=1e-6), name
+        assert actual[1] == [pytest.approx(metrics, rel=1e-6) for metrics in evaluated], name
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_losses_and_metrics_are_those_of_ddp(tmp_path, half):
+    for found in run_ranks(2, both_ways, str(tmp_path), list(VARIANTS)[half::2], timeout=120):
+        assert_alike(found)
+
+
+def predicted(folder: str) -> list[list[Any]]:
+    """A sequence-to-sequence training that generates within: ranks end their sentences at different lengths."""
+    seen = []
+    generation = GenerationConfig(max_new_tokens=6, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    arguments = {**EVALUATED, "predict_with_generate": True, "generation_config": generation}
+    for trainer, fsdp in ((transformers.Seq2SeqTrainer, {}), (Seq2SeqTrainer, SHARDED)):
+        others = {"eval_dataset": Sentences(10), "compute_metrics": count_words}
+        watch, _ = Script(folder, {**arguments, **fsdp}, others, model=t5(), trainer=trainer).run()
+        seen.append([watch.losses, watch.evaluated])
+    return seen
+
+
+def count_words(prediction: Any) -> dict[str, float]:
+    return {"sum": float(prediction.predictions[prediction.predictions > 0].sum())}
+
+
+def test_what_is_generated_within_training_is_that_of_ddp(tmp_path):
+    for expected, actual in run_ranks(2, predicted, str(tmp_path)):
+        assert_alike({"generated": [expected, actual]})
+        assert all(metrics["eval_sum"] > 0 for metrics in actual[1])
+
+
+SAVED = {"save_strategy": "steps", "save_steps": 2}
+
+
+def stopped_and_resumed(folder: str) -> dict[str, Any]:
+    config = {"state_dict_type": "SHARDED_STATE_DICT"}
+    saved = {**SHARDED, **SAVED, "gradient_accumulation_steps": 2}
+    whole, trainer = Script(folder, {**saved, "fsdp_config": config}, trainer=Trainer).run()
+    second = f"{folder}/checkpoint-2"
+    names = names_in(second)
+    trainer.accelerator.wait_for_everyone()
+    if trainer.accelerator.is_main_process:  # as a kill leaves the last one, before all of it is there
+        Path(f"{folder}/checkpoint-4/trainer_state.json").write_text('{"best_met')
+    trainer.accelerator.wait_for_everyone()
+    resumed, _ = Script(folder, {**saved, "fsdp_config": {"strategy": "zero2"}}, trainer=Trainer, resume=True).run()
+    return {"whole": whole.losses, "resumed": resumed.losses, "names": names}
+
+
+def resumed_elsewhere(folder: str, batch: int) -> list[float]:
+    arguments = {**SHARDED, "per_device_train_batch_size": batch, "gradient_accumulation_steps": 2}
+    return Script(folder, arguments, trainer=Trainer, resume=f"{folder}/checkpoint-2").run()[0].losses
+
+
+def test_a_run_goes_on_as_if_it_had_never_stopped(tmp_path):
+    folder = str(tmp_path)
+    for found in run_ranks(2, stopped_and_resumed, folder):
+        assert found["resumed"] == found["whole"][2:]
+        assert {"fullshard", "trainer_state.json", "rng_state_1.pth"} <= found["names"]
+        assert not {"model.safetensors", "optimizer.pt"} & found["names"]
+    for world, batch in ((1, 4), (4, 1)):
+        for losses in run_ranks(world, resumed_elsewhere, folder, batch):
+            assert losses == pytest.approx(found["whole"][2:], rel=1e-5)
+
+
+def begun_under_ddp(folder: str) -> tuple[list[float], list[float]]:
+    whole, _ = Script(folder, SAVED).run()
+    resumed, _ = Script(folder, SHARDED, trainer=Trainer, resume=f"{folder}/checkpoint-2").run()
+    return whole.losses[2:], resumed.losses
+
+
+def test_a_run_of_ddp_goes_on_sharded(tmp_path):
+    for expected, actual in run_ranks(2, begun_under_ddp, str(tmp_path)):
+        assert actual == pytest.approx(expected, rel=1e-6)
+
+
+class Worse(TrainerCallback):
+    """Lets the model be worse after the second step, so that the best one is not the last."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        if state.global_step == 3:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(9.0)
+
+
+def best_and_saved(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, more in {"sharded": {}, "only model": {"save_only_model": True}}.items():
+        arguments = {**SHARDED, **SAVED, **EVALUATED, "load_best_model_at_end": True, **more}
+        others = {"eval_dataset": Sentences(10), "callbacks": [Worse()]}
+        _, trainer = Script(f"{folder}/{name}", arguments, others, trainer=Trainer).run()
+        assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+        trainer.save_model(f"{folder}/{name}/best")
+        trainer.accelerator.wait_for_everyone()
+        ids = Sentences(4).ids
+        logits = []
+        with torch.no_grad():
+            logits.append(trainer.model(ids).logits)
+            for opened in ("best", "checkpoint-2"):
+                logits.append(AutoModelForCausalLM.from_pretrained(f"{folder}/{name}/{opened}")(ids).logits)
+        found[name] = logits
+        assert json.loads(Path(f"{folder}/{name}/best/config.json").read_text())["architectures"] == [
+            "LlamaForCausalLM"
+        ]
+    return found
+
+
+def test_the_best_model_is_loaded_and_saved_for_others(tmp_path):
+    for found in run_ranks(2, best_and_saved, str(tmp_path)):
+        for loaded, saved, checkpoint in found.values():
+            assert_same(loaded, saved)
+            assert_same(loaded, checkpoint)
+
+
+def refused(folder: str, arguments: dict[str, Any]) -> None:
+    Script(folder, {**SHARDED, **arguments}, trainer=Trainer).run()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"fsdp_config": {"wrap_everything": True}}, "there is no key wrap_everything"),
+        ({"fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaLayer"]}}, "names LlamaLayer"),
+        ({"fsdp_config": {"ignored_modules": "head"}}, "matches the name of no module"),
+        ({"save_only_model": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}, "save_only_model saves"),
+        ({"optim": "adafactor"}, "optim=adafactor"),
+        ({"fsdp_config": {"min_num_params": 10}}, "auto_wrap_policy=SIZE_BASED_WRAP only"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, arguments, said):
+    with pytest.raises(RanksFailed, match=f"ConfigError: .*{said}") as failed:
+        run_ranks(1, refused, str(tmp_path), arguments)
+    assert len(failed.value.failures) == 1
+
+
+def test_without_fsdp_nothing_is_sharded(tmp_path):
+    _, trainer = Script(str(tmp_path), trainer=Trainer).run()
+    assert trainer.sharding is None
+    assert type(trainer.model).__name__ == "LlamaForCausalLM"
+
+
+def enabled_late() -> str:
+    import fullshard.integrations.transformers as integration
+
+    class Theirs(transformers.Trainer):
+        """A trainer that another library has derived."""
+
+    with pytest.raises(StateError, match="Theirs was made from transformers' Trainer before"):
+        integration.enable()
+    return Theirs.__name__
+
+
+def enabled_early() -> bool:
+    import fullshard.integrations.transformers as integration
+
+    integration.enable()
+    integration.enable()
+    from transformers import Seq2SeqTrainer as AlsoTheirs
+    from transformers import Trainer as Theirs
+
+    class Derived(Theirs):
+        """A trainer that another library derives afterwards."""
+
+    integration.enable()
+    return Theirs is Trainer and AlsoTheirs is Seq2SeqTrainer and issubclass(Derived, Trainer)
+
+
+def test_enable_replaces_the_trainers_for_all_that_import_them_later():
+    assert run_ranks(1, enabled_early) == [True]
+    assert run_ranks(1, enabled_late) == ["Theirs"]
+
+
+PRIVATE = {
+    "_load_best_model": ["self"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "_move_model_to_device": ["self", "model", "device"],
+    "_save": ["self", "output_dir", "state_dict"],
+    "_save_optimizer_and_scheduler": ["self", "output_dir"],
+}
+
+
+def test_the_private_hooks_are_those_of_the_version_that_was_checked():
+    """What `Trainer` uses without transformers documenting it, at the version it was checked with."""
+    assert importlib.metadata.version("transformers").startswith(f"{TESTED_TRANSFORMERS}.")
+    for name, parameters in PRIVATE.items():
+        assert list(inspect.signature(getattr(transformers.Trainer, name)).parameters) == parameters, name
+    assert "Accelerator" in vars(transformers.trainer)
+    assert "fsdp_plugin_args" in inspect.getsource(TrainingArguments)
+    from transformers.distributed.fsdp import is_fsdp_managed_module
+
+    marked = nn.Linear(1, 1)
+    marked._is_fsdp_managed_module = True
+    assert is_fsdp_managed_module(marked)
