@@ -254,7 +254,8 @@ class Worse(TrainerCallback):
         if state.global_step == 3:
             with torch.no_grad():
                 for param in model.parameters():
-                    param.mul_(9.0)
+                    if param.requires_grad:
+                        param.mul_(9.0)
 
 
 def best_and_saved(folder: str) -> dict[str, Any]:

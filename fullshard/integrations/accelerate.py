@@ -36,6 +36,7 @@ from fullshard import checkpoint  # noqa: E402
 from fullshard.checkpoint.contents import tied_names  # noqa: E402
 from fullshard.errors import CheckpointError, ConfigError, StateError  # noqa: E402
 from fullshard.grads import ShardedGradScaler, clip_grad_norm_  # noqa: E402
+from fullshard.integrations.adapters import trained_part  # noqa: E402
 from fullshard.integrations.plugin import (  # noqa: E402
     FULL,
     ShardingPlugin,
@@ -179,7 +180,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             folder = Path(place) / f"{_FOLDER}_{index}"
             if self.sharding.state_dict_type == FULL:
                 checkpoint.export_safetensors(model, folder.with_name(f"model_{index}"))
-            checkpoint.save(folder, model=model, optimizer=optimizer, step=number, keep=1)
+            checkpoint.save(folder, model=trained_part(model), optimizer=optimizer, step=number, keep=1)
         return place
 
     def load_state(
@@ -200,7 +201,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         with self._leaving_to_us():
             super().load_state(str(place), load_kwargs, **kwargs)
         for index, (model, optimizer) in enumerate(self._with_optimizers()):
-            checkpoint.load(place / f"{_FOLDER}_{index}", model=model, optimizer=optimizer)
+            checkpoint.load(place / f"{_FOLDER}_{index}", model=trained_part(model), optimizer=optimizer)
 
     def _newest_checkpoint(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:

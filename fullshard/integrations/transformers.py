@@ -37,6 +37,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 from fullshard import checkpoint  # noqa: E402
 from fullshard.errors import ConfigError, StateError  # noqa: E402
 from fullshard.integrations.accelerate import Accelerator  # noqa: E402
+from fullshard.integrations.adapters import trained_part  # noqa: E402
 from fullshard.integrations.plugin import FULL, SHARDED, ShardingPlugin, plugin_from_environment  # noqa: E402
 from fullshard.state_dict import shard_of  # noqa: E402
 from fullshard.unit import managed_by  # noqa: E402
@@ -124,7 +125,7 @@ class _Sharding(transformers.Trainer):
             return
         checkpoint.save(
             Path(output_dir) / _FOLDER,
-            model=self._own_model(),
+            model=self._saved_model(),
             optimizer=self._own_optimizer(),
             scheduler=self.lr_scheduler,
             step=self.state.global_step,
@@ -137,7 +138,7 @@ class _Sharding(transformers.Trainer):
             super()._load_optimizer_and_scheduler(checkpoint_path)
         elif folder.exists():
             checkpoint.load(
-                folder, model=self._own_model(), optimizer=self._own_optimizer(), scheduler=self.lr_scheduler
+                folder, model=self._saved_model(), optimizer=self._own_optimizer(), scheduler=self.lr_scheduler
             )
         else:  # a run that began without sharding
             with _taking_whole_states(self._own_optimizer()):
@@ -153,15 +154,14 @@ class _Sharding(transformers.Trainer):
         if self.sharding is None or not folder.exists():
             super()._load_best_model()
         else:
-            checkpoint.load(folder, model=self._own_model(), random_states=False)
+            checkpoint.load(folder, model=self._saved_model(), random_states=False)
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         if self.sharding is None:  # a rank need not have room for a whole model
             super()._move_model_to_device(model, device)
 
-    def _own_model(self) -> nn.Module:
-        model: nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        return model
+    def _saved_model(self) -> nn.Module:
+        return trained_part(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
 
     def _own_optimizer(self) -> Optimizer:
         return cast(Optimizer, cast(Any, self.optimizer).optimizer)

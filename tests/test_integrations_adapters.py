@@ -1,0 +1,179 @@
+"""peft's adapters and trl's trainers, unchanged: the losses of DDP, small checkpoints, and files that peft opens."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from datasets import Dataset
+from hf_models import VOCABULARY, Sentences, llama, names_in
+from peft import LoraConfig, PeftModel, get_peft_model
+from test_integrations_transformers import EVALUATED, SAVED, SHARDED, Script, Watch, Worse, environment
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from transformers import PreTrainedTokenizerFast
+
+from fullshard import summon_full_params
+from fullshard.integrations.transformers import Trainer
+from fullshard.testing import assert_same, run_ranks
+
+__all__ = ["environment"]  # a fixture of all tests here, too
+
+# The three libraries use what the others, or torch, are about to drop.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning"),
+]
+
+
+def adapted(**options: Any) -> PeftModel:
+    torch.manual_seed(0)
+    model = get_peft_model(llama(**options), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # zero as it comes, so that the others do not learn at first
+            torch.nn.init.normal_(param, std=0.1)
+    return model
+
+
+def logits_of(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(Sentences(4).ids).logits
+
+
+def trained_by_lora(folder: str) -> dict[str, Any]:
+    arguments = {**SAVED, "learning_rate": 0.05}
+    expected = Script(f"{folder}/ddp", arguments, model=adapted()).run()[0].losses
+    arguments = {**arguments, **SHARDED}
+    watch, trainer = Script(folder, arguments, model=adapted(), trainer=Trainer).run()
+    resumed, _ = Script(folder, arguments, model=adapted(), trainer=Trainer, resume=f"{folder}/checkpoint-2").run()
+    trainer.save_model(f"{folder}/saved")
+    trainer.accelerator.wait_for_everyone()
+    (saved,) = Path(folder, "checkpoint-2", "fullshard").iterdir()
+    keys = FileSystemReader(saved).read_metadata().state_dict_metadata
+    weights = {key for key in keys if key.startswith("model.")}
+    found = {"expected": expected, "losses": watch.losses, "resumed": resumed.losses, "weights": weights}
+    opened = PeftModel.from_pretrained(llama(), f"{folder}/saved")
+    found |= {"files": names_in(f"{folder}/saved"), "sharded": logits_of(trainer.model), "opened": logits_of(opened)}
+    merged = opened.merge_and_unload()
+    with summon_full_params(trainer.model):
+        trainer.model.merge_adapter()
+    found |= {"merged there": logits_of(merged), "merged here": logits_of(trainer.model)}
+    with summon_full_params(trainer.model):
+        trainer.model.unmerge_adapter()
+    return found
+
+
+def test_adapters_train_resume_open_and_merge(tmp_path):
+    for found in run_ranks(2, trained_by_lora, str(tmp_path)):
+        assert found["losses"] == pytest.approx(found["expected"], rel=1e-6)
+        assert found["resumed"] == found["losses"][2:]
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= found["files"]
+        assert "model.safetensors" not in found["files"]
+        assert_same(found["sharded"], found["opened"])
+        assert_same(found["merged there"], found["merged here"])
+        assert found["weights"]
+        assert all("lora_" in key for key in found["weights"])
+
+
+def best_adapter(folder: str, strategy: str) -> tuple[Tensor, Tensor]:
+    arguments = {**SHARDED, **SAVED, **EVALUATED, "load_best_model_at_end": True, "fsdp_config": {"strategy": strategy}}
+    others = {"eval_dataset": Sentences(10), "callbacks": [Worse()]}
+    _, trainer = Script(f"{folder}/{strategy}", arguments, others, model=adapted(), trainer=Trainer).run()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    opened = PeftModel.from_pretrained(llama(), f"{folder}/{strategy}/checkpoint-2")
+    return logits_of(trainer.model), logits_of(opened)
+
+
+def best_adapters(folder: str) -> list[tuple[Tensor, Tensor]]:
+    return [best_adapter(folder, strategy) for strategy in ("zero1", "zero3")]
+
+
+def test_the_best_adapter_is_loaded(tmp_path):
+    for found in run_ranks(2, best_adapters, str(tmp_path)):
+        for loaded, saved in found:
+            assert_same(loaded, saved)
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer of numbered words."""
+    known = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(VOCABULARY - 3))]
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(known)}, unk_token="<unk>")
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+
+
+def texts(count: int) -> list[str]:
+    made = torch.Generator().manual_seed(2)
+    numbers = torch.randint(0, VOCABULARY - 3, (count, 6), generator=made)
+    return [" ".join(f"w{number}" for number in row) for row in numbers.tolist()]
+
+
+def trained_by_trl(folder: str) -> dict[str, list[list[float]]]:
+    """Losses under DDP and sharded, of trl's own trainers: `enable()` is the one changed line."""
+    import fullshard.integrations.transformers
+
+    fullshard.integrations.transformers.enable()
+    from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+    spoken, pairs = {"text": texts(16)}, texts(48)
+    preferred = {"prompt": pairs[:16], "chosen": pairs[16:32], "rejected": pairs[32:]}
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    found = {}
+    for name, trainer, config, data, more in (
+        ("sft", SFTTrainer, SFTConfig, spoken, {}),
+        ("sft, adapters", SFTTrainer, SFTConfig, spoken, {"peft_config": lora}),
+        ("dpo", DPOTrainer, DPOConfig, preferred, {"ref_model": llama}),
+        ("dpo, adapters", DPOTrainer, DPOConfig, preferred, {"peft_config": lora}),
+    ):
+        losses = []
+        for fsdp in ({}, SHARDED):
+            AcceleratorState._reset_state()
+            GradientState._reset_state()
+            args = config(
+                output_dir=folder,
+                max_steps=3,
+                max_length=16,
+                per_device_train_batch_size=2,
+                learning_rate=1e-2,
+                logging_steps=1,
+                save_strategy="no",
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                report_to=[],
+                disable_tqdm=True,
+                ddp_find_unused_parameters=False,
+                **fsdp,
+            )
+            watch = Watch()
+            others = {key: value() if key == "ref_model" else value for key, value in more.items()}
+            made = trainer(
+                model=llama(),
+                args=args,
+                train_dataset=Dataset.from_dict(data),
+                processing_class=words(),
+                callbacks=[watch],
+                **others,
+            )
+            made.train()
+            assert isinstance(made, Trainer)
+            assert ("FSDP" in type(made.model).__name__) == bool(fsdp)
+            if "ref_model" in others:
+                assert ("FSDP" in type(made.ref_model).__name__) == bool(fsdp)
+            losses.append(watch.losses)
+        found[name] = losses
+    return found
+
+
+def test_trainers_of_trl_run_unchanged(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    for found in run_ranks(2, trained_by_trl, str(tmp_path), timeout=150):
+        assert len(found) == 4
+        for name, (expected, actual) in found.items():
+            assert len(set(expected)) == 3, name
+            assert actual == pytest.approx(expected, rel=1e-6), name
