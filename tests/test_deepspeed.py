@@ -6,6 +6,7 @@ What DeepSpeed does is recorded in `tests/data/deepspeed` by `tests/deepspeed_ru
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from fullshard.errors import CheckpointError
 from fullshard.integrations import deepspeed
 from fullshard.integrations.deepspeed.configuration import BatchSizes, read
 from fullshard.integrations.deepspeed.importing import _knowing_deepspeeds_classes
-from fullshard.integrations.deepspeed.keys import KEYS, Fate
+from fullshard.integrations.deepspeed.keys import KEYS, Fate, table
 from fullshard.integrations.deepspeed.loss_scale import LossScale
 from fullshard.integrations.deepspeed.schedules import SCHEDULES as OURS
 from fullshard.integrations.placing import repeated_layers
@@ -557,6 +558,12 @@ def test_what_keys_become_is_told():
     assert told[0].startswith("train_micro_batch_size_per_gpu = 2: honoured. ")
     assert any(line.startswith("zero_optimization.stage3_param_persistence_threshold = 0: needless. ") for line in told)
     assert told[-1].startswith("gradient_clipping = 1.0, since it is left out")
+
+
+def test_the_page_has_every_key():
+    text = (Path(__file__).parent.parent / "docs" / "deepspeed.md").read_text()
+    found = re.findall(r"^\| (.*) \| (honoured|needless|refused) \| (.*) \|$", text, re.MULTILINE)
+    assert found == table()
 
 
 def make(part: dict[str, Any], **arguments: Any) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.options import near_matches
 
-__all__ = ["KEYS", "Fate", "Key", "check", "leaves", "settings_of"]
+__all__ = ["KEYS", "Fate", "Key", "check", "leaves", "settings_of", "table"]
 
 
 class Fate(Enum):
@@ -304,6 +304,16 @@ _ALL = (
         )
     ),
 )
+
+
+def table() -> list[tuple[str, str, str]]:
+    """For each fate and what is said of it: the keys, the fate, and what is said. In the order of the page."""
+    found: dict[tuple[Fate, str], list[str]] = {}
+    for key in _ALL:
+        found.setdefault((key.fate, key.said), []).append(f"`{key.path}`")
+    rows = [(", ".join(keys), fate.value, said) for (fate, said), keys in found.items()]
+    return sorted(rows, key=lambda row: [fate.value for fate in Fate].index(row[1]))
+
 
 KEYS: Mapping[str, Key] = {key.path: key for key in _ALL}
 

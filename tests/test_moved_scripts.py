@@ -1,0 +1,112 @@
+"""Scripts of other libraries, with the one changed line: the diff is what it says, and a run that stops goes on."""
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import lightning.pytorch  # noqa: F401  # the ranks are forked from a server that imports what is imported here
+import pytest
+import torch.distributed as dist
+
+from fullshard.testing import run_ranks
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+OPTIONS = {
+    "deepspeed": ("--deepspeed_config", str(EXAMPLES / "deepspeed" / "ds_config.json")),
+    "lightning": ("--folder",),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_diff_is_all_that_changed(name):
+    before, after = ((EXAMPLES / name / file).read_text().splitlines(True) for file in ("before.py", "after.py"))
+    diff = (EXAMPLES / name / "change.diff").read_text()
+    assert "".join(difflib.unified_diff(before, after, "before.py", "after.py")) == diff
+    assert len(re.findall(r"^\+[^+]", diff, re.MULTILINE)) <= 2
+
+
+def run(name: str, *options: str) -> list[str]:
+    """The lines with losses that a rank prints."""
+    sys.argv = ["after.py", *options]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()) as printed:
+        warnings.filterwarnings("ignore", module="lightning")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        runpy.run_path(str(EXAMPLES / name / "after.py"), run_name="__main__")
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return [line for line in printed.getvalue().splitlines() if "loss" in line]
+
+
+def losses(lines: list[str]) -> list[float]:
+    return [float(line.split()[-1]) for line in lines]
+
+
+def test_a_deepspeed_loop_goes_on(tmp_path):
+    given = OPTIONS["deepspeed"]
+    whole, _ = run_ranks(2, run, "deepspeed", *given, "--steps", "12")
+    before, _ = run_ranks(2, run, "deepspeed", *given, "--steps", "8", "--save_dir", str(tmp_path))
+    after, others = run_ranks(2, run, "deepspeed", *given, "--steps", "12", "--save_dir", str(tmp_path))
+    assert before == whole[:16]
+    assert after == whole[10:]  # from the fifth step on, the last that was saved
+    assert len(whole) == 24
+    assert others == []
+    assert sum(losses(whole)[-4:]) < 0.8 * sum(losses(whole)[:4])
+
+
+def test_a_lightning_module_goes_on(tmp_path):
+    whole, _ = run_ranks(2, run, "lightning", "--epochs", "2", "--folder", str(tmp_path / "whole"))
+    before, _ = run_ranks(2, run, "lightning", "--epochs", "1", "--folder", str(tmp_path / "parts"))
+    after, others = run_ranks(2, run, "lightning", "--epochs", "2", "--folder", str(tmp_path / "parts"))
+    assert before + after == whole
+    assert len(whole) == 40
+    assert others == []
+    assert sum(losses(whole)[-4:]) < 0.8 * sum(losses(whole)[:4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options", "folder", "last"),
+    [
+        ("deepspeed", (*OPTIONS["deepspeed"], "--steps", "12"), "--save_dir", "microbatch 15"),
+        ("lightning", ("--epochs", "2"), "--folder", "epoch 1, batch 5"),
+    ],
+)
+def test_a_script_that_is_killed_goes_on(tmp_path, name, options, folder, last):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / name / "after.py"), *options, folder]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+
+    def printed(where: str) -> list[str]:
+        done = subprocess.run(
+            [*command, str(tmp_path / where)], env=environment, check=True, capture_output=True, text=True
+        )
+        return [line for line in done.stdout.splitlines() if "loss" in line]
+
+    whole = printed("whole")
+    lines = []
+    with subprocess.Popen(
+        [*command, str(tmp_path / "killed")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        for line in process.stdout:
+            lines.append(line.strip())
+            if line.startswith(last):
+                os.killpg(process.pid, signal.SIGKILL)
+                break
+    found = [line for line in lines if "loss" in line]
+    assert found == whole[: len(found)]
+    again = printed("killed")
+    assert again == whole[-len(again) :]
+    assert len(found) + len(again) >= len(whole)
