@@ -1,0 +1,107 @@
+"""The examples of integrations: one changed import each; killed half-way, the losses of a run that never stopped."""
+
+import difflib
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fullshard.integrations.accelerate import plugin_from_config_file
+
+FOLDER = Path(__file__).parent.parent / "examples" / "integrations"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(FOLDER / "accelerate.yaml")]
+STEPS = 24
+SMALL = ["--width", "64", "--layers", "2", "--steps", str(STEPS)]
+PAIRS = {"trainer": "trainer_plain.py", "accelerate_loop": "accelerate_plain.py"}
+
+
+def lines(name: str) -> list[str]:
+    return (FOLDER / name).read_text().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize("ours", PAIRS)
+def test_the_diff_is_what_differs_and_one_import(ours):
+    plain = PAIRS[ours]
+    found = list(difflib.unified_diff(lines(plain), lines(f"{ours}.py"), plain, f"{ours}.py", n=1))
+    assert "".join(found) == (FOLDER / f"{ours}.diff").read_text()
+    changed = [line for line in found if re.match(r"[-+][^-+\n]", line) and f"{plain}" not in line]
+    added = [line for line in changed if line.startswith("+") and "examples/" not in line]
+    assert [line for line in added if not line.startswith("+from fullshard.integrations.")] == []
+    assert len(added) == 1
+
+
+def test_the_configuration_is_read():
+    plugin = plugin_from_config_file(FOLDER / "accelerate.yaml")
+    assert plugin.strategy == "zero3"
+    assert plugin.transformer_layer_cls_to_wrap == ("LlamaDecoderLayer",)
+
+
+def run(command: list[str], **environment: str) -> str:
+    done = subprocess.run(
+        command, env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=170, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def losses(printed: str) -> list[str]:
+    return re.findall(r"'loss': '([\d.]+)'|: loss ([\d.]+)", printed)
+
+
+def killed_once(command: list[str], there: Path) -> None:
+    """Start a run, and kill all of its processes at once as soon as `there` exists."""
+    process = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        for _ in range(7500):
+            if there.exists() or process.poll() is not None:
+                break
+            time.sleep(0.02)
+        assert process.poll() is None, "it ended before it could be killed"
+    finally:  # torchrun gives each rank a session of its own
+        started = [*psutil.Process(process.pid).children(recursive=True), process]
+        for one in started:
+            one.kill()
+        psutil.wait_procs(started[:-1])
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_trainer_as_ddp_and_after_a_kill(tmp_path):
+    ours, plain = ([*TORCHRUN, str(FOLDER / name)] for name in ("trainer.py", "trainer_plain.py"))
+    expected = run([*plain, "--output_dir", str(tmp_path / "ddp"), *SMALL])
+    whole = run([*ours, "--output_dir", str(tmp_path / "whole"), *SMALL])
+    assert losses(whole) == losses(expected)
+    assert len(losses(whole)) == STEPS
+    killed = tmp_path / "killed"
+    killed_once([*ours, "--output_dir", str(killed), *SMALL], killed / "checkpoint-6" / "trainer_state.json")
+    resumed = run([*ours, "--output_dir", str(killed), *SMALL, "--resume"])
+    assert len(losses(resumed)) in range(3, STEPS - 5, 3)
+    assert losses(resumed) == losses(whole)[-len(losses(resumed)) :]
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "whole", killed)]
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_accelerate_as_ddp_and_after_a_kill(tmp_path):
+    ours, plain = [*LAUNCH, str(FOLDER / "accelerate_loop.py")], [*TORCHRUN, str(FOLDER / "accelerate_plain.py")]
+    expected = run([*plain, "--output_dir", str(tmp_path / "ddp"), *SMALL], ACCELERATE_USE_CPU="true")
+    whole = run([*ours, "--output_dir", str(tmp_path / "whole"), *SMALL])
+    rounded = [[round(float(loss), 3) for _, loss in losses(printed)] for printed in (expected, whole)]
+    assert rounded[0] == rounded[1]
+    assert len(rounded[0]) == STEPS
+    killed = tmp_path / "killed"
+    killed_once([*ours, "--output_dir", str(killed), *SMALL], killed / "step_9")
+    command = [*ours, "--output_dir", str(killed), *SMALL, "--resume_from_checkpoint", str(killed / "step_6")]
+    assert losses(run(command)) == losses(whole)[6:]
