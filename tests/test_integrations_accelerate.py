@@ -124,7 +124,10 @@ def stopped_and_resumed(folder: str) -> tuple[list[float], list[float], list[str
     expected = whole.train()
     run = Run(sharded(state_dict_type="FULL_STATE_DICT"))
     run.train(stop=4)
+    seen = []
+    run.accelerator.register_save_state_pre_hook(lambda models, weights, place: seen.extend(models))
     run.accelerator.save_state(folder)
+    assert seen == [run.model]
     resumed = Run(sharded("zero2"), model=llama(num_hidden_layers=2))
     for param in resumed.model.parameters():
         param.data.zero_()

@@ -71,6 +71,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
     sharding: ShardingPlugin | None  # how models are sharded; None for accelerate's own ways
     scaler: torch.amp.GradScaler | None
+    _leaves_models = False  # while a checkpoint is written whose models are left to fullshard
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
 
@@ -150,6 +151,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole weights of `model` in host memory on rank 0, and an empty dict elsewhere. Every rank calls it."""
+        if self._leaves_models:
+            return {}
         inner = self.unwrap_model(model, keep_torch_compile=False)
         if not is_unit(inner):
             plain: dict[str, Any] = super().get_state_dict(model, unwrap)
@@ -243,13 +246,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
     @contextmanager
     def _leaving_to_us(self) -> Iterator[None]:
-        """A context in which accelerate saves and loads all but the models and optimizers."""
-        models, optimizers = self._models, self._optimizers
-        self._models, self._optimizers = [], []
+        """A context in which accelerate saves and loads all but models and optimizers; users' hooks see the models."""
+        optimizers, self._optimizers, self._leaves_models = self._optimizers, [], True
+        handles = (
+            self.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
+            self.register_load_state_pre_hook(lambda models, folder: models.clear()),
+        )
         try:
             yield
         finally:
-            self._models, self._optimizers = models, optimizers
+            self._optimizers, self._leaves_models = optimizers, False
+            for handle in handles:
+                handle.remove()
 
 
 def _check(given: dict[str, Any]) -> None:
