@@ -3,6 +3,7 @@
 import importlib.metadata
 import inspect
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import LlamaForCausalLM
 from fullshard import ConfigError, MissingLibraryError, recording
 from fullshard.integrations import required
 from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ShardingPlugin
+from fullshard.integrations.plugin import HONOURED, REFUSED
 from fullshard.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 
@@ -86,7 +88,7 @@ def losses_of_each_way(max_norm: float) -> dict[str, list[float]]:
     return {name: Run(way).train(max_norm=max_norm) for name, way in ways.items()}
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.1])
+@pytest.mark.parametrize("max_norm", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
 def test_losses_are_those_of_ddp(max_norm):
     for losses in run_ranks(2, losses_of_each_way, max_norm):
         expected = losses.pop("DDP")
@@ -112,6 +114,7 @@ def losses_in_bf16() -> tuple[list[float], ...]:
     return expected, exact, close
 
 
+@pytest.mark.slow
 def test_bf16_moves_half_the_bytes_or_has_the_bits_of_ddp():
     for expected, exact, close in run_ranks(2, losses_in_bf16):
         assert exact == expected
@@ -203,6 +206,39 @@ def saved_for_others(folder: str) -> dict[str, Any]:
 def test_what_is_saved_opens_with_the_same_logits(tmp_path):
     for logits in run_ranks(2, saved_for_others, str(tmp_path)):
         assert_same(logits["sharded"], logits["opened"])
+
+
+def two_models(make: Callable[..., Any]) -> list[float]:
+    """A student that learns from a teacher that learns too, each with its optimizer; and a third that only looks on."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = make()
+    models = accelerator.prepare(*(llama(num_hidden_layers=layers) for layers in (1, 2)))
+    optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+    onlooker = accelerator.prepare_model(llama(), evaluation_mode=True)
+    if make is not ddp:
+        assert all(turns_in(model) for model in (*models, onlooker))
+    losses = []
+    for batch in accelerator.prepare(DataLoader(Sentences(16), batch_size=2)):
+        outputs = [model(**batch) for model in models]
+        with torch.no_grad():
+            seen = onlooker(**batch).logits
+        loss = sum(output.loss + (output.logits - seen).square().mean() for output in outputs)
+        accelerator.backward(loss)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            accelerator.clip_grad_value_(model.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def several_models() -> bool:
+    return two_models(ddp) == two_models(sharded())
+
+
+def test_several_models_train_and_are_looked_at():
+    assert run_ranks(2, several_models) == [True, True]
 
 
 def differently_made() -> bool:
@@ -400,3 +436,10 @@ def test_a_library_that_is_missing_or_older_is_told(monkeypatch):
     required.require("anything", "1.9", extra="anything")
     with pytest.raises(MissingLibraryError, match=r"1.10 or newer, which it is tested with, and found 1.9.3rc1"):
         required.require("anything", "1.10", extra="anything")
+
+
+def test_the_page_tells_of_every_key():
+    page = (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
+    table = page.split("## Keys of `fsdp_config`")[1].split("\n## ")[0]
+    told = {name for row in re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)}
+    assert told == {*HONOURED, *REFUSED}

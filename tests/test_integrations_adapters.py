@@ -92,6 +92,7 @@ def best_adapters(folder: str) -> list[tuple[Tensor, Tensor]]:
     return [best_adapter(folder, strategy) for strategy in ("zero1", "zero3")]
 
 
+@pytest.mark.slow
 def test_the_best_adapter_is_loaded(tmp_path):
     for found in run_ranks(2, best_adapters, str(tmp_path)):
         for loaded, saved in found:
@@ -170,6 +171,7 @@ def trained_by_trl(folder: str) -> dict[str, list[list[float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_trainers_of_trl_run_unchanged(tmp_path, monkeypatch):
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
     for found in run_ranks(2, trained_by_trl, str(tmp_path), timeout=150):

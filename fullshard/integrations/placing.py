@@ -17,7 +17,7 @@ from fullshard.materialize import initialise, own_modules
 from fullshard.runtime import is_unit
 from fullshard.wrap import AutoWrapPolicy, CustomPolicy, wrapped_modules
 
-__all__ = ["layers_and_children", "repeated_layers", "shard_model"]
+__all__ = ["layers_and_children", "repeated_layers", "shard_model", "take_from_first"]
 
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -49,7 +49,7 @@ def shard_model(
     chosen = {} if policy is None else wrapped_modules(model, policy, ignored_modules=there)
     for unit, overrides in [*chosen.items(), (model, root or {})]:
         initialise((unit,), device, (), None)
-        _take_from_first(unit)
+        take_from_first(unit)
         fully_shard(unit, **{**options, **overrides})
 
 
@@ -94,7 +94,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
             yield from _repeated(child)
 
 
-def _take_from_first(unit: nn.Module) -> None:
+def take_from_first(unit: nn.Module) -> None:
     """Let every rank have the first rank's values of what of `unit` is in no unit yet, a tensor at a time."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return

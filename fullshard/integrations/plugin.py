@@ -41,7 +41,8 @@ class ShardingPlugin:
         auto_wrap_policy: which modules become units of their own: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`,
             `"NO_WRAP"` or a policy of `fullshard.wrap`.
         transformer_layer_cls_to_wrap: names of the classes whose instances become units under
-            `"TRANSFORMER_BASED_WRAP"`; those that the model itself names (`_no_split_modules`), if empty.
+            `"TRANSFORMER_BASED_WRAP"`; those that the model itself names (`_no_split_modules`), if empty, and else what
+            it has several of in a list.
         min_num_params: smallest size of a unit under `"SIZE_BASED_WRAP"`, in elements.
         ignored_modules: modules to leave as they are, or a regular expression that matches their whole names.
         cpu_offload: whether shards, their gradients and the optimizer step stay on the CPU.

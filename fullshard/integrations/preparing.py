@@ -6,7 +6,6 @@ import logging
 import re
 from collections.abc import Iterable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.errors import ConfigError
 from fullshard.fully_shard import fully_shard, register_fsdp_forward_method
+from fullshard.integrations.placing import repeated_layers, take_from_first
 from fullshard.integrations.plugin import NONE, PREFETCHES, SIZE, ShardingPlugin
-from fullshard.materialize import allocate, own_modules
+from fullshard.materialize import allocate
 from fullshard.offload_policy import CPUOffloadPolicy
 from fullshard.precision import MixedPrecisionPolicy, is_castable
 from fullshard.runtime import is_unit, turns_in
-from fullshard.unit import managed_by
 from fullshard.wrap import AutoWrapPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy, wrapped_modules
 
 __all__ = ["shard"]
@@ -59,7 +58,8 @@ def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype 
     first_has_values = plugin.sync_module_states and _has_values_on_first_rank(model)
     for unit in (*units, model):
         if first_has_values:
-            _take_from_first_rank(unit)
+            allocate(unit, torch.device("cpu"))
+            take_from_first(unit)
         fully_shard(unit, **options)
     for turn in turns_in(model):
         if plugin.forward_prefetch is not None:
@@ -88,6 +88,8 @@ def _policy(model: nn.Module, plugin: ShardingPlugin) -> AutoWrapPolicy | None:
         return None
     if asked == SIZE:
         return partial(size_based_auto_wrap_policy, min_num_params=plugin.min_num_params)
+    if not plugin.transformer_layer_cls_to_wrap:
+        return repeated_layers(model)
     there = {type(module).__name__: type(module) for module in model.modules()}
     missing = [name for name in plugin.transformer_layer_cls_to_wrap if name not in there]
     if missing:
@@ -95,16 +97,7 @@ def _policy(model: nn.Module, plugin: ShardingPlugin) -> AutoWrapPolicy | None:
             f"transformer_layer_cls_to_wrap names {missing[0]}; no module of {type(model).__name__} is of that class. "
             f"There are {', '.join(sorted(there))}."
         )
-    own = getattr(model, "_no_split_modules", None) or ()
-    names = plugin.transformer_layer_cls_to_wrap or [name for name in own if name in there]
-    if not names:
-        logger.warning(
-            "%s is one unit, whole while it computes: it does not name its layers (_no_split_modules). Set "
-            "transformer_layer_cls_to_wrap to the class of its layers.",
-            type(model).__name__,
-        )
-        return None
-    return ModuleWrapPolicy({there[name] for name in names})
+    return ModuleWrapPolicy({there[name] for name in plugin.transformer_layer_cls_to_wrap})
 
 
 def _ignored(model: nn.Module, plugin: ShardingPlugin) -> list[nn.Module]:
@@ -157,16 +150,3 @@ def _has_values_on_first_rank(model: nn.Module) -> bool:
     told = [not any(param.is_meta for param in model.parameters())]
     dist.broadcast_object_list(told, src=0)
     return told[0]
-
-
-def _take_from_first_rank(unit: nn.Module) -> None:
-    """Give every rank rank 0's values of what belongs to `unit`, with memory where it has none."""
-    allocate(unit, torch.device("cpu"))
-    carrier = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    for _, module in own_modules((unit,)):
-        params = (param for param in module.parameters(recurse=False) if managed_by(param) is None)
-        for tensor in chain(params, module.buffers(recurse=False)):
-            carried = tensor.detach().to(carrier).contiguous()
-            dist.broadcast(carried.reshape(-1).view(torch.uint8), src=0)
-            if carried.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(carried)
