@@ -124,7 +124,7 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
 }
 
 
-QUICK = ("plain", "accumulated", "bf16-mixed")
+QUICK = ("plain", "accumulated")
 
 
 def fit_cases(cases: tuple[str, ...]) -> dict[str, list[Any]]:
@@ -276,6 +276,7 @@ def come_from_ddp(folder: str) -> Any:
     return fit(DDPStrategy(), ckpt_path=path), fit(FullShardStrategy(), ckpt_path=path)
 
 
+@pytest.mark.slow
 def test_a_file_of_another_strategy_is_loaded(tmp_path):
     for theirs, ours in run_ranks(2, come_from_ddp, str(tmp_path)):
         assert_same(list(ours), list(theirs))

@@ -49,24 +49,27 @@ def losses(lines: list[str]) -> list[float]:
     return [float(line.split()[-1]) for line in lines]
 
 
+@pytest.mark.slow
 def test_a_deepspeed_loop_goes_on(tmp_path):
     given = OPTIONS["deepspeed"]
-    whole, _ = run_ranks(2, run, "deepspeed", *given, "--steps", "12")
-    before, _ = run_ranks(2, run, "deepspeed", *given, "--steps", "8", "--save_dir", str(tmp_path))
-    after, others = run_ranks(2, run, "deepspeed", *given, "--steps", "12", "--save_dir", str(tmp_path))
-    assert before == whole[:16]
-    assert after == whole[10:]  # from the fifth step on, the last that was saved
-    assert len(whole) == 24
+    saving = ("--save_dir", str(tmp_path), "--save_interval", "2")
+    whole, _ = run_ranks(2, run, "deepspeed", *given, "--steps", "8")
+    before, _ = run_ranks(2, run, "deepspeed", *given, "--steps", "5", *saving)
+    after, others = run_ranks(2, run, "deepspeed", *given, "--steps", "8", *saving)
+    assert before == whole[:10]
+    assert after == whole[8:]  # from the fourth step on, the last that was saved
+    assert len(whole) == 16
     assert others == []
-    assert sum(losses(whole)[-4:]) < 0.8 * sum(losses(whole)[:4])
+    assert sum(losses(whole)[-4:]) < 0.9 * sum(losses(whole)[:4])
 
 
+@pytest.mark.slow
 def test_a_lightning_module_goes_on(tmp_path):
     whole, _ = run_ranks(2, run, "lightning", "--epochs", "2", "--folder", str(tmp_path / "whole"))
     before, _ = run_ranks(2, run, "lightning", "--epochs", "1", "--folder", str(tmp_path / "parts"))
     after, others = run_ranks(2, run, "lightning", "--epochs", "2", "--folder", str(tmp_path / "parts"))
     assert before + after == whole
-    assert len(whole) == 40
+    assert len(whole) == 20
     assert others == []
     assert sum(losses(whole)[-4:]) < 0.8 * sum(losses(whole)[:4])
 
@@ -76,7 +79,7 @@ def test_a_lightning_module_goes_on(tmp_path):
     ("name", "options", "folder", "last"),
     [
         ("deepspeed", (*OPTIONS["deepspeed"], "--steps", "12"), "--save_dir", "microbatch 15"),
-        ("lightning", ("--epochs", "2"), "--folder", "epoch 1, batch 5"),
+        ("lightning", ("--epochs", "2"), "--folder", "epoch 1, batch 3"),
     ],
 )
 def test_a_script_that_is_killed_goes_on(tmp_path, name, options, folder, last):

@@ -49,7 +49,7 @@ class NextByte(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.hparams["rate"])
 
 
-def text(samples: int = 1280) -> TensorDataset:
+def text(samples: int = 640) -> TensorDataset:
     """Bytes of Python's own sources, and the byte that follows."""
     whole = torch.frombuffer(bytearray(Path(inspect.__file__).read_bytes()), dtype=torch.uint8).long()
     pieces = whole.unfold(0, CONTEXT + 1, 41)[:samples]
