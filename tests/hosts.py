@@ -142,6 +142,7 @@ def torchrun(
     environ: Mapping[str, str] | None = None,
     rendezvous: str = "",
     first: Host | None = None,
+    port: int = _PORT,
     **options: Any,
 ) -> list[subprocess.Popen[Any]]:
     """torchrun on every host, started with so many ranks each; `argv` is its script and the script's arguments.
@@ -153,6 +154,7 @@ def torchrun(
         environ: variables of the environment besides.
         rendezvous: what `--rdzv-conf` says besides, as in "last_call_timeout=2".
         first: the host where hosts find one another; the first of `hosts` if None.
+        port: of that.
     """
     first = first or hosts[0]
     more = f",{rendezvous}" if rendezvous else ""
@@ -161,7 +163,7 @@ def torchrun(
         host.start(
             *(sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={nodes or len(hosts)}", f"--nproc-per-node={ranks}"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:{_PORT}"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint={first.address}:{port}"),
             # Without a name service, torchrun cannot tell which address is its own.
             *(f"--rdzv-conf=is_host={int(host is first)}{more}", f"--local-addr={host.address}"),
             *argv,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from killing import die_before, ended_well
 from small_models import chain, inputs, sgd
 from torch import nn
 
@@ -46,28 +46,8 @@ def names(folder: Path) -> list[str]:
 
 def save_and_die(folder: Path, step: int, operation: int) -> None:
     """Save, but die before the file operation of that number."""
-    count = 0
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal count
-        within = args and isinstance(args[0], str | os.PathLike) and str(args[0]).startswith(str(folder))
-        if within and (event == "open" or event.startswith(("os.", "shutil."))):
-            count += 1
-            if count == operation:
-                os._exit(9)
-
-    sys.addaudithook(hook)
+    die_before(operation, folder)
     save(folder, model=plain(step), step=step, keep=1)
-
-
-def survives(folder: Path, step: int, operation: int) -> bool:
-    """Whether a save of `step` that is to die before that operation ends well, since it has fewer."""
-    try:
-        run_ranks(1, save_and_die, folder, step, operation)
-    except RanksFailed as failed:
-        assert failed.failures[0].kind == "exit", failed
-        return False
-    return True
 
 
 @pytest.mark.parametrize("step", [2, 1], ids=["another step", "the same step again"])
@@ -77,7 +57,7 @@ def test_a_save_killed_at_any_operation_loses_nothing(step, tmp_path):
     for operation in range(1, 100):
         folder = tmp_path / str(operation)
         shutil.copytree(tmp_path / "first", folder)
-        ended = survives(folder, step, operation)
+        ended = ended_well(1, save_and_die, folder, step, operation)
         assert saved_value(folder) == step if ended else saved_value(folder) in (1, step)
         save(folder, model=plain(3), step=3, keep=1)
         assert names(folder) == ["step-000000003"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,23 @@ from hosts import Host, torchrun, wait_for
 from test_train_loop import metrics
 from test_train_resume import wait_for_step, weights
 
+from fullshard.checkpoint.keeper import MEMORY
 from fullshard.errors import ConfigError
 from fullshard.testing import assert_same
+from fullshard.train import ranks
+from fullshard.train.check import check
+from fullshard.train.options import parse_settings
 from fullshard.train.ranks import check_restarts
 
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TRAIN = [
     *("train", "--text", __file__, "--size", "nano", "--seq", "128", "--batch", "6", "--log-every", "1"),
     *("--validate-every", "0", "--validate-bytes", "300", "--sample-every", "0", "--sample-bytes", "8"),
-    *("--lr", "0.001", "--checkpoint-every", "5", "--resume", "auto"),
+    *("--lr", "0.001", "--resume", "auto"),
 ]
+TO_DISK = ("--checkpoint-every", "5")
+TO_MEMORY = ("--checkpoint-every", "100000", "--safety-copy-every", "5")
+Launcher = subprocess.Popen[Any]
 
 
 def options(steps: int, out: Path) -> list[str]:
@@ -33,28 +42,28 @@ def options(steps: int, out: Path) -> list[str]:
 
 def reference(steps: int, out: Path) -> Path:
     """A run on two ranks that nobody disturbs."""
-    command = [sys.executable, "-m", "fullshard.cli", *options(steps, out), "--ranks", "2"]
+    command = [sys.executable, "-m", "fullshard.cli", *options(steps, out), *TO_DISK, "--ranks", "2"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return out
 
 
-def start(hosts: list[Host], steps: int, out: Path, first: Host) -> list[subprocess.Popen[Any]]:
+def start(hosts: list[Host], steps: int, out: Path, first: Host, *more: str, **options_: Any) -> list[Launcher]:
     """The same command on every host, one rank each; it goes on with one or two hosts."""
     with (out.parent / "said").open("a") as said:
         return torchrun(
             hosts,
-            *("--max-restarts=9", "-m", "fullshard.cli", *options(steps, out)),
+            *("--max-restarts=9", "-m", "fullshard.cli", *options(steps, out), *(more or TO_DISK)),
             ranks=1,
             nodes="1:2",
-            environ=OWN_STORE,
             rendezvous="last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
             first=first,
             stdout=subprocess.DEVNULL,
             stderr=said,
+            **{"environ": OWN_STORE, **options_},
         )
 
 
-def kill_ranks(launcher: subprocess.Popen[Any]) -> None:
+def kill_ranks(launcher: Launcher) -> None:
     """Kill the ranks of a launcher, which lives."""
     for pid in ranks_of(launcher.pid):
         os.kill(pid, signal.SIGKILL)
@@ -125,9 +134,66 @@ def test_a_run_goes_on_without_a_lost_host_and_with_one_that_comes(hosts, tmp_pa
     assert found == pytest.approx(calm, rel=1e-4)
 
 
+@dataclass(frozen=True)
+class Here:
+    """This machine, as if it were one of several hosts: copies in memory ask for a system's own /proc."""
+
+    address: str = "127.0.0.1"
+
+    def start(self, *command: str, **options_: Any) -> Launcher:
+        return subprocess.Popen(command, **options_)
+
+
+def copies_of(launchers: list[Launcher]) -> list[Path]:
+    """What these launchers, or those that are killed, have in the memory of this machine."""
+    return [path for it in launchers for path in MEMORY.glob(f"fullshard-{os.getuid()}-{it.pid}-*")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_lost_host_comes_back_from_memory(tmp_path):
+    """No checkpoint is ever written before the end, and no step is lost but those since the last copy."""
+    steps = 150
+    out = tmp_path / "out"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    first, second = Here(), Here()
+    here = {"environ": {**OWN_STORE, "GLOO_SOCKET_IFNAME": "lo"}, "port": port}
+    launchers = start([first, second], steps, out, first, *TO_MEMORY, **here)
+    wait_for_step(out, 20)
+    assert len(copies_of(launchers)) == 2
+    doomed = [*ranks_of(launchers[1].pid), launchers[1].pid]
+    for pid in doomed:
+        os.kill(pid, signal.SIGKILL)
+    launchers[1].wait()
+    wait_for_resume(out, 1)
+    (line,) = resumed(out)
+    assert Path(line["from"]).is_relative_to(MEMORY)
+    assert line["step"] >= 15
+    assert line["step"] % 5 == 0
+    assert wait_for(launchers[:1], 300) == [0], (tmp_path / "said").read_text()
+    while copies_of(launchers):  # pytest-timeout's to end
+        time.sleep(0.05)
+    calm, found = losses(reference(steps, tmp_path / "calm")), losses(out)
+    assert found == pytest.approx(calm, rel=1e-4)
+    before = range(1, line["step"] + 1)
+    assert [found[step] for step in before] == [calm[step] for step in before]
+
+
+def test_copies_that_nobody_would_take_up_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="starts no lost ranks anew"):
+        check_restarts(5, environ={})
+    with pytest.raises(ConfigError, match="and this system lacks one of them"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ranks, "keeps_folders", lambda launcher: False)
+        check_restarts(5, environ={"TORCHELASTIC_MAX_RESTARTS": "3"})
+    with pytest.raises(ConfigError, match="Add that, or leave --safety-copy-every out"):
+        check(parse_settings(["--safety-copy-every", "5"]), 2)
+
+
 def test_a_launcher_that_could_not_start_ranks_anew_is_refused():
     shared = {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     with pytest.raises(ConfigError, match=r"--max-restarts 3: .* Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
-        check_restarts(shared)
-    check_restarts({**shared, "TORCHELASTIC_MAX_RESTARTS": "0"})
-    check_restarts({**shared, "TORCHELASTIC_USE_AGENT_STORE": "False"})
+        check_restarts(environ=shared)
+    check_restarts(environ={**shared, "TORCHELASTIC_MAX_RESTARTS": "0"})
+    check_restarts(environ={**shared, "TORCHELASTIC_USE_AGENT_STORE": "False"})

@@ -1379,9 +1379,9 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 
 SOURCE = Path(fullshard.__file__).parent
-ELSEWHERE = {  # their mistakes are made in test_cli.py, test_watchdog.py, test_shared_memory.py and test_safetensors.py
+ELSEWHERE = {  # their mistakes are made in tests of the command, the watchdog, shared memory, exports, safety copies
     *("cli.py", "options.py", "watchdog.py", "patient_store.py", "shared_memory.py"),
-    *("exporting.py", "importing.py", "tensor_files.py"),
+    *("exporting.py", "importing.py", "tensor_files.py", "safety_copy.py"),
 }
 # What other ranks do, or what the numbers are, is no mistake of a call: tests of agreement, watchdog, finite, commit.
 NO_MISTAKES = {"RankMismatchError", "PeerGoneError", "self._lost", "NonFiniteError", "failure_of_group"}

@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import subprocess
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from killing import die_before, ended_well
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from small_models import Chain, Layer, SmallGPT, batch, chain, loss_of, shard, small_gpt, wholes
@@ -31,7 +31,7 @@ from fullshard.checkpoint.exporting import parse_size
 from fullshard.checkpoint.tensor_files import Description, TensorFile
 from fullshard.plan.ledger import peak_during, storage_bytes
 from fullshard.runtime import turns_in
-from fullshard.testing import RanksFailed, assert_same, run_ranks
+from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 STRATEGIES = {
@@ -567,17 +567,7 @@ def test_an_export_that_fails_leaves_nothing_and_every_rank_is_told(tmp_path):
 
 def export_and_die(folder: Path, operation: int) -> None:
     """Export, but die before the file operation of that number."""
-    count = 0
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        nonlocal count
-        within = args and isinstance(args[0], str | os.PathLike) and str(args[0]).startswith(str(folder))
-        if within and (event == "open" or event.startswith(("os.", "shutil."))):
-            count += 1
-            if count == operation:
-                os._exit(9)
-
-    sys.addaudithook(hook)
+    die_before(operation, folder)
     export_safetensors(small(), folder / "out", max_shard_size=7_000)
 
 
@@ -588,11 +578,7 @@ def test_an_export_killed_at_any_operation_is_there_wholly_or_not_at_all(tmp_pat
         operation += 1
         folder = tmp_path / str(operation)
         folder.mkdir()
-        try:
-            run_ranks(1, export_and_die, folder, operation)
-            ended = True
-        except RanksFailed as failed:
-            assert failed.failures[0].kind == "exit", failed
+        ended = ended_well(1, export_and_die, folder, operation)
         if (folder / "out").exists():
             model = mark(small())
             load_safetensors(model, folder / "out")

@@ -1,4 +1,4 @@
-"""The one save that goes on behind the training, and what it has to tell."""
+"""Saves that go on behind the training, and what they have to tell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fullshard.checkpoint.together import Ranks
 
-__all__ = ["PendingSave", "background_ranks", "start_behind", "wait_for_pending"]
+__all__ = ["Background", "PendingSave", "checkpoints"]
 
 
 class PendingSave:
@@ -35,37 +35,39 @@ class PendingSave:
         return self._future.result()
 
 
-_writer = ThreadPoolExecutor(1, thread_name_prefix="fullshard-checkpoint")
-_pending: PendingSave | None = None
-_groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+class Background:
+    """One thread that writes, one save at a time, and the group over which its ranks speak meanwhile."""
+
+    def __init__(self, name: str) -> None:
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._pending: PendingSave | None = None
+        self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+    def wait(self) -> None:
+        """Wait for the save that goes on behind the training, if there is one.
+
+        Raises:
+            CheckpointError: it failed, and nobody has been told yet.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None and not pending._told:
+            pending.wait()
+        elif pending is not None:
+            pending._future.exception()
+
+    def start(self, write: Callable[[], Path]) -> PendingSave:
+        """Let `write` run on the thread; only one does at a time."""
+        self._pending = PendingSave(self._writer.submit(write))
+        return self._pending
+
+    def ranks(self) -> Ranks:
+        """All ranks, over a group that training does not use: gloo's, since what is written lies in host memory."""
+        world = dist.group.WORLD if dist.is_initialized() else None
+        if world is None:
+            return Ranks()
+        if world not in self._groups:
+            self._groups[world] = dist.new_group(backend="gloo")
+        return Ranks(self._groups[world])
 
 
-def wait_for_pending() -> None:
-    """Wait for the save that goes on behind the training, if there is one.
-
-    Raises:
-        CheckpointError: it failed, and nobody has been told yet.
-    """
-    global _pending
-    pending, _pending = _pending, None
-    if pending is not None and not pending._told:
-        pending.wait()
-    elif pending is not None:
-        pending._future.exception()
-
-
-def start_behind(write: Callable[[], Path]) -> PendingSave:
-    """Let `write` run on a thread of its own; only one does at a time."""
-    global _pending
-    _pending = PendingSave(_writer.submit(write))
-    return _pending
-
-
-def background_ranks() -> Ranks:
-    """All ranks, over a group that training does not use: gloo's, since what is written lies in host memory."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    if world is None:
-        return Ranks()
-    if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo")
-    return Ranks(_groups[world])
+checkpoints = Background("fullshard-checkpoint")

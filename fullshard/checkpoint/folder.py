@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,9 +26,12 @@ __all__ = [
     "begin",
     "clear_up",
     "commit",
+    "delete",
     "discard",
     "entries",
     "keep_newest",
+    "newest_number",
+    "partial_in",
     "sync",
     "unfinished",
     "write_synced",
@@ -92,18 +95,31 @@ def begin(folder: Path, step: int) -> Path:
     """A new folder in which the checkpoint of `step` can be written."""
     folder.mkdir(parents=True, exist_ok=True)
     clear_up(folder)
-    partial = folder / f"step-{step:09d}.partial-{uuid.uuid4().hex}"
+    partial = partial_in(folder, step, uuid.uuid4().hex)
     partial.mkdir()
     return partial
 
 
-def commit(partial: Path, manifest: Manifest) -> Path:
+def partial_in(folder: Path, step: int, id: str) -> Path:
+    """Where the checkpoint of `step` is written before it is one."""
+    return folder / f"step-{step:09d}.partial-{id}"
+
+
+def newest_number(folder: Path) -> int:
+    """The number of the newest checkpoint in `folder`; 0 if there is none."""
+    return max((entry.manifest.number for entry in entries(folder) if entry.manifest is not None), default=0)
+
+
+def commit(partial: Path, manifest: Manifest, files: Mapping[str, StoredFile] | None = None) -> Path:
     """Make `partial` a checkpoint of its folder: from now on it is there, wholly.
+
+    Args:
+        files: those that are there, if not all are meant to be.
 
     Raises:
         CheckpointError: not all files are to be seen from here.
     """
-    missing = list(damage_in(partial, manifest.files, reads=False))
+    missing = list(damage_in(partial, manifest.files if files is None else files, reads=False))
     if missing:
         raise CheckpointError(
             f"{missing[0]}. Not all that the ranks have written is to be seen from the first rank. Save to a folder "
@@ -147,9 +163,14 @@ def keep_newest(folder: Path, count: int) -> None:
     """
     intact = (entry for entry in entries(folder) if entry.has_right_sizes)
     for entry in list(intact)[count:]:
-        doomed = entry.path.with_name(f"step-{entry.step:09d}.deleted-{uuid.uuid4().hex}")
-        entry.path.rename(doomed)
-        discard(doomed)
+        delete(entry)
+
+
+def delete(entry: Entry) -> None:
+    """Delete a checkpoint: it is there wholly, or it is none."""
+    doomed = entry.path.with_name(f"step-{entry.step:09d}.deleted-{uuid.uuid4().hex}")
+    entry.path.rename(doomed)
+    discard(doomed)
 
 
 def write_synced(path: Path, data: bytes) -> StoredFile:

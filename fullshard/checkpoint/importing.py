@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fullshard.checkpoint.background import wait_for_pending
+from fullshard.checkpoint.background import checkpoints
 from fullshard.checkpoint.contents import model_state, tied_names
 from fullshard.checkpoint.fitting import Misfit
 from fullshard.checkpoint.manifest import Progress
@@ -74,7 +74,7 @@ def load_safetensors(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise ConfigError(f"dtype={dtype}: weights cannot be cast to that. Pass a floating-point one.")
-    wait_for_pending()
+    checkpoints.wait()
     ranks, path = default_ranks(), Path(path)
     doing = f"loading {path}"
     files = ranks.do(doing, lambda: open_tensor_files(path))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fullshard.checkpoint.background import wait_for_pending
+from fullshard.checkpoint.background import checkpoints
 from fullshard.checkpoint.contents import OURS, HasState, key_of_rank, model_state, tied_names
 from fullshard.checkpoint.fitting import fit_model, fit_optimizer
 from fullshard.checkpoint.folder import entries
@@ -82,7 +82,7 @@ def load(
         CheckpointError: it is missing or damaged, or does not fit; the same error on every rank. Nothing was
             overwritten then, unless a file could be verified and not be read afterwards.
     """
-    wait_for_pending()
+    checkpoints.wait()
     ranks = default_ranks()
     opened = open_checkpoint(Path(checkpoint), ranks, progress)
     doing, manifest = opened.doing, opened.manifest

@@ -78,7 +78,9 @@ def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None, 
         CheckpointError: there is none, or none is intact; the same error on every rank.
     """
     doing = f"loading {path}"
-    found = ranks.once(doing, lambda: _found(path))
+    # By name, since the same checkpoint may be in another place on another host.
+    names = ranks.once(doing, lambda: [found.relative_to(path) for found in _found(path)])
+    found = [path / name for name in names]
     refused: list[str] = []
     for candidate in found:
         try:

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from fullshard.checkpoint import container
-from fullshard.checkpoint.background import PendingSave, background_ranks, start_behind, wait_for_pending
+from fullshard.checkpoint.background import PendingSave, checkpoints
 from fullshard.checkpoint.contents import Contents, HasState, collect
-from fullshard.checkpoint.folder import begin, commit, discard, entries, keep_newest
+from fullshard.checkpoint.folder import begin, commit, discard, keep_newest, newest_number
 from fullshard.checkpoint.manifest import Manifest, Progress, StoredFile
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.together import Ranks, default_ranks
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.versions import versions
 
-__all__ = ["async_save", "save", "save_contents"]
+__all__ = ["async_save", "manifest_of", "save", "save_contents", "write_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ def save(
         ConfigError: `step` is below 0, or `keep` below 1.
     """
     order = _Order(Path(folder), step, keep)
-    wait_for_pending()
+    checkpoints.wait()
     ranks = default_ranks()
     contents = ranks.do(order.doing, lambda: collect(model, optimizer, scheduler, data, extra))
     return order.write(contents, ranks, progress)
@@ -101,10 +101,10 @@ def async_save(
         ConfigError: `step` is below 0, or `keep` below 1.
     """
     order = _Order(Path(folder), step, keep)
-    wait_for_pending()
-    ranks = background_ranks()
+    checkpoints.wait()
+    ranks = checkpoints.ranks()
     contents = ranks.do(order.doing, lambda: _memory.copy(collect(model, optimizer, scheduler, data, extra)))
-    return start_behind(lambda: order.write(contents, ranks, progress))
+    return checkpoints.start(lambda: order.write(contents, ranks, progress))
 
 
 _memory = HostMemory()
@@ -136,38 +136,47 @@ class _Order:
         """The path of the checkpoint, once it is there."""
         partial = ranks.once(self.doing, lambda: begin(self.folder, self.step))
         try:
-            written = container.write(
-                partial,
-                contents.entries(ranks, self.doing),
-                ties=contents.ties,
-                ranks=ranks,
-                doing=self.doing,
-                progress=progress,
-            )
-            by_rank = ranks.share(self.doing, lambda: written)
-            files = {name: stored for of_rank in by_rank for name, stored in of_rank.items()}
-            return ranks.once(self.doing, lambda: self._commit(partial, contents.strategy, files, ranks.world))
+            by_rank = write_files(partial, contents, ranks, self.doing, progress)
+            return ranks.once(self.doing, lambda: self._commit(partial, contents.strategy, by_rank))
         except CheckpointError:
             if ranks.leads:
                 discard(partial)
             raise
 
-    def _commit(self, partial: Path, strategy: str, files: dict[str, StoredFile], world: int) -> Path:
-        numbers = [entry.manifest.number for entry in entries(self.folder) if entry.manifest is not None]
-        manifest = Manifest(
-            id=partial.suffix.removeprefix(".partial-"),
-            step=self.step,
-            number=1 + max(numbers, default=0),
-            world=world,
-            strategy=strategy,
-            versions=versions(),
-            saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            files=files,
-        )
-        path = commit(partial, manifest)
+    def _commit(self, partial: Path, strategy: str, by_rank: list[dict[str, StoredFile]]) -> Path:
+        number = newest_number(self.folder) + 1
+        path = commit(partial, manifest_of(partial, self.step, number, strategy, by_rank))
         if self.keep is not None:
             try:
                 keep_newest(self.folder, self.keep)
             except OSError as error:  # the new one is there, and that is what counts
                 logger.warning("could not delete old checkpoints in %s: %s", self.folder, error)
         return path
+
+
+def write_files(
+    partial: Path, contents: Contents, ranks: Ranks, doing: str, progress: Progress | None = None
+) -> list[dict[str, StoredFile]]:
+    """Write what every rank has to save into its folder `partial`; the files that each rank has written, in rank order.
+
+    Raises:
+        CheckpointError: some rank could not; the same error on every rank.
+    """
+    written = container.write(
+        partial, contents.entries(ranks, doing), ties=contents.ties, ranks=ranks, doing=doing, progress=progress
+    )
+    return ranks.share(doing, lambda: written)
+
+
+def manifest_of(partial: Path, step: int, number: int, strategy: str, by_rank: list[dict[str, StoredFile]]) -> Manifest:
+    """The manifest of what has been written to `partial`."""
+    return Manifest(
+        id=partial.suffix.removeprefix(".partial-"),
+        step=step,
+        number=number,
+        world=len(by_rank),
+        strategy=strategy,
+        versions=versions(),
+        saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        files={name: stored for of_rank in by_rank for name, stored in of_rank.items()},
+    )

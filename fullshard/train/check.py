@@ -84,6 +84,12 @@ def _check_memory(settings: MemorySettings) -> None:
 def _check_checkpoints(settings: CheckpointSettings) -> None:
     _check_at_least("checkpoint_every", settings.checkpoint_every, 0)
     _check_at_least("keep", settings.keep, 1)
+    _check_at_least("safety_copy_every", settings.safety_copy_every, 0)
+    if settings.safety_copy_every and settings.resume != AUTO:
+        raise ConfigError(
+            f"--safety-copy-every {settings.safety_copy_every}: nothing would come of it, since a run that is started "
+            "anew takes its copy up by --resume auto. Add that, or leave --safety-copy-every out."
+        )
     if settings.resume not in (None, AUTO) and not Path(settings.resume).is_dir():
         raise ConfigError(
             f"--resume {settings.resume}: there is no such folder. Name a checkpoint, a folder of checkpoints, or auto."

@@ -39,6 +39,7 @@ def _start_ranks(argv: Sequence[str]) -> int:
     settings = parse_settings(argv)
     asked = settings.parallelism.ranks
     ranks = ranks_of_machine() if asked is None else asked
+    check_restarts(settings.checkpoints.safety_copy_every)
     settings = going_on(settings, ranks)
     check(settings, ranks)
     out = settings.run.out or free_folder(settings)
@@ -58,7 +59,7 @@ def _train_on_this_rank(argv: Sequence[str]) -> int:
     # Ctrl-C ends a rank at once and in silence: it may be waiting for a rank that is already gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings = parse_settings(argv)
-    check_restarts()
+    check_restarts(settings.checkpoints.safety_copy_every)
     rank = rank_from_environment()
     check_ranks(settings.parallelism.ranks, rank.world)
     settings = going_on(settings, rank.world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,6 +16,9 @@ from torch import Tensor
 from fullshard import CheckpointError, ConfigError, clip_grad_norm_
 from fullshard.checkpoint import PendingSave, Restored, async_save, latest, load
 from fullshard.checkpoint.exporting import write_safetensors
+from fullshard.checkpoint.keeper import kept_folder
+from fullshard.checkpoint.manifest import step_of
+from fullshard.checkpoint.safety_copy import SafetyCopies
 from fullshard.train.bytes_table import RunLedgers
 from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
@@ -64,6 +68,8 @@ def train(settings: TrainSettings, source: TextSource, rank: Rank) -> int:
     model = sharded_gpt(settings, rank)
     display = display_for(Console(), shows=rank.leads)
     trainer = Trainer(settings=settings, rank=rank, text=text, model=model, folder=folder, display=display)
+    if settings.checkpoints.safety_copy_every:
+        trainer.copies = SafetyCopies(kept_folder(os.getppid()))
     saves = settings.checkpoints.checkpoint_every > 0
     with heeding_sigterm() if saves else nullcontext() as stop:
         try:
@@ -85,6 +91,7 @@ class Trainer:
     ledgers: RunLedgers = field(init=False)  # known once the first step is done
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     pending: PendingSave | None = None  # the checkpoint that is being written
+    copies: SafetyCopies | None = None
 
     def __post_init__(self) -> None:
         self.optimizer = optimizer_of(self.model, self.settings.optimization)
@@ -154,16 +161,29 @@ class Trainer:
         )
         self.display.start(heading)
         resume = self.settings.checkpoints.resume
-        if resume == AUTO and agreed(latest(self.folder.checkpoints) is not None, self.rank):
-            return self.go_on()
+        if resume == AUTO and (restored := self.restored()) is not None:
+            return self.go_on(restored)
         self.folder.cut_back(dict.fromkeys(self.folder.sizes(), 0))
         self.folder.write_settings(self.settings)
         self.folder.write_line("run", header_of(self.settings, heading))
         return 0 if resume in (None, AUTO) else self.load(Path(resume)).step or 0
 
-    def go_on(self) -> int:
-        """Be where the run in this folder was when its newest intact checkpoint was saved; the steps done by then."""
-        restored = self.load(self.folder.checkpoints)
+    def restored(self) -> Restored | None:
+        """What the newest of its safety copies and checkpoints tells of this run, once that is loaded; None if it has
+        none.
+        """
+        newest = latest(self.folder.checkpoints)
+        saved = agreed(-1 if newest is None else step_of(newest) or 0, self.rank)
+        copy = None if self.copies is None else self.copies.newest()
+        if self.copies is not None and copy is not None and copy.manifest.step > saved:
+            try:
+                return self.load(self.copies.fetch(copy))
+            except CheckpointError as error:
+                self.display.show_problem(f"{error} Going back to the newest checkpoint.")
+        return None if saved < 0 else self.load(self.folder.checkpoints)
+
+    def go_on(self, restored: Restored) -> int:
+        """Be where the run in this folder was at what has been loaded; the steps done by then."""
         was = restored.extra
         if was["training_bytes"] != self.text.training_bytes:
             raise ConfigError(
@@ -191,41 +211,56 @@ class Trainer:
         return restored
 
     def save_if_due(self, step: int, *, stops: bool) -> None:
-        """A checkpoint where one is due: every so many steps, after the last one, and before the run is stopped.
+        """A checkpoint where one is due: every so many steps, after the last one, and before the run is stopped; else
+        a safety copy, where one is.
 
-        It is written behind the steps that follow. If one could not be written, the run goes on and says so.
+        Both are written behind the steps that follow. If one could not be written, the run goes on and says so.
         """
         settings = self.settings.checkpoints
         due = is_due(step, settings.checkpoint_every, self.settings.optimization.steps)
-        if not settings.checkpoint_every or not (due or stops):
-            return
-        self.settle()
-        self.pending = async_save(
-            self.folder.checkpoints,
-            model=self.model,
-            optimizer=self.optimizer,
-            step=step,
-            extra={
-                "sizes": self.folder.sizes(),
-                "seconds": self.stopwatch.total_s,
-                "training_bytes": self.text.training_bytes,
-            },
-            keep=settings.keep,
-        )
+        if settings.checkpoint_every and (due or stops):
+            self.settle()
+            self.pending = async_save(
+                self.folder.checkpoints,
+                model=self.model,
+                optimizer=self.optimizer,
+                step=step,
+                extra=self.where_it_is(),
+                keep=settings.keep,
+            )
+        elif self.copies is not None and is_due(step, settings.safety_copy_every):
+            self.copy(step, self.copies)
+
+    def copy(self, step: int, copies: SafetyCopies) -> None:
+        """A safety copy, behind the steps that follow. If one fails, the run goes on and says so."""
+        try:
+            copies.save(model=self.model, optimizer=self.optimizer, step=step, extra=self.where_it_is())
+        except CheckpointError as error:
+            self.display.show_problem(str(error))
+
+    def where_it_is(self) -> dict[str, Any]:
+        """What a run that goes on has to know beside the state of its model."""
+        return {
+            "sizes": self.folder.sizes(),
+            "seconds": self.stopwatch.total_s,
+            "training_bytes": self.text.training_bytes,
+        }
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is being written, and say if it could not be."""
-        if self.pending is not None:
+        """Wait for what is being written, and say if it could not be."""
+        for waiting in (self.pending, self.copies):
             try:
-                self.pending.wait()
+                if waiting is not None:
+                    waiting.wait()
             except CheckpointError as error:
                 self.display.show_problem(str(error))
-            self.pending = None
+        self.pending = None
 
     def stop(self, step: int) -> int:
         """End before the last step, once the checkpoint of this one is there; the exit code."""
         assert self.pending is not None, "it was saved"
         path = self.pending.wait()
+        self.settle()
         self.folder.write_line(STOPPED, {"step": step})
         self.display.close()
         self.display.show_stopped(step, path)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard.checkpoint.keeper import keeps_folders
 from fullshard.errors import ConfigError
 
 
@@ -57,13 +58,25 @@ def rank_from_environment() -> Rank:
     )
 
 
-def check_restarts(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a torchrun that is to start lost ranks anew, and could not.
+def check_restarts(safety_copy_every: int = 0, environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse a launcher that is to start lost ranks anew, and could not.
 
     Raises:
-        ConfigError: ranks that are started anew would meet the addresses of those before them.
+        ConfigError: ranks that are started anew would meet the addresses of those before them; or there are to be
+            safety copies, and no ranks will ever be started anew, or this system cannot keep any.
     """
     restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if safety_copy_every and restarts == 0:
+        raise ConfigError(
+            f"--safety-copy-every {safety_copy_every}: nothing would come of it, since copies are gone when the "
+            "launcher ends, and it starts no lost ranks anew. Start the run by torchrun --max-restarts 3, or leave "
+            "--safety-copy-every out."
+        )
+    if safety_copy_every and not keeps_folders(os.getppid()):
+        raise ConfigError(
+            f"--safety-copy-every {safety_copy_every}: copies are kept in /dev/shm, by a process that watches the "
+            "launcher in /proc, and this system lacks one of them. Leave --safety-copy-every out."
+        )
     if restarts > 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ConfigError(
             f"torchrun --max-restarts {restarts}: lost ranks could not be started anew, since torchrun keeps the "

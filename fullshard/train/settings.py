@@ -97,6 +97,10 @@ class CheckpointSettings:
     run ends with exit code 75. 0 for none."""
     keep: int = 2
     """Checkpoints to keep: older ones are deleted once a newer one is there."""
+    safety_copy_every: int = 0
+    """Steps between two copies of the run in the memory of its hosts, each host's part on the next one, too: what is
+    lost with ranks or a host is taken from there, if it is newer than the newest checkpoint. It takes torchrun
+    --max-restarts and --resume auto. 0 for none."""
     resume: MaybeStr = None
     """auto: go on from the newest intact checkpoint of the run in --out, or start it where there is none. Or a path:
     begin a run of its own with what a checkpoint holds. Left out: begin anew."""

@@ -1,0 +1,289 @@
+"""Safety copies: a run as it is, in the memory of its hosts, where it outlives its ranks and the loss of any one host.
+
+A copy is a checkpoint whose files lie in a folder of memory on each host: those that the host's own ranks have
+written, and those of the host before it. So whichever host is lost, every file is there, and a run that goes on reads
+all of them as it reads any checkpoint: into any number of ranks. What becomes of the folder is told in keeper.py.
+
+1. Every rank copies its state to host memory, and the training goes on.
+2. Behind it each rank writes its file to the folder of its host. The first rank of each host sends the host's files to
+   the next host, and takes those of the host before.
+3. Once all files are where they belong, the copy is committed on every host; once it is committed on every host, the
+   one before it is deleted. So there is always one that survives the loss of a host.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.checkpoint.background import Background, PendingSave
+from fullshard.checkpoint.contents import Contents, collect
+from fullshard.checkpoint.folder import (
+    Entry,
+    clear_up,
+    commit,
+    delete,
+    discard,
+    entries,
+    newest_number,
+    partial_in,
+    write_synced,
+)
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, damage_in
+from fullshard.checkpoint.saving import manifest_of, write_files
+from fullshard.checkpoint.staging import HostMemory
+from fullshard.errors import CheckpointError
+
+__all__ = ["SafetyCopies", "SafetyCopy"]
+
+
+@dataclass(frozen=True)
+class SafetyCopy:
+    """A copy of which every file is there, each on some host."""
+
+    manifest: Manifest
+    holders: Mapping[str, Sequence[int]]  # by file, the hosts that have it, of all hosts in the order of their ranks
+
+
+@dataclass(frozen=True)
+class _Transfer:
+    """A file that one host sends to another; hosts by number."""
+
+    name: str
+    stored: StoredFile
+    source: int
+    target: int
+
+
+class SafetyCopies:
+    """The copies of one run. Every rank of the default process group makes one, and calls all methods.
+
+    Args:
+        folder: in the memory of this rank's host, the same for all ranks of the host and for nobody else.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._behind = Background("fullshard-safety-copy")
+        self._memory = HostMemory()
+        self._ranks = self._behind.ranks()
+        places = self._ranks.share("looking for hosts", lambda: (socket.gethostname(), str(folder)))
+        self._leaders = [rank for rank, place in enumerate(places) if places.index(place) == rank]
+        self._host_of = [self._leaders.index(places.index(place)) for place in places]
+
+    @property
+    def _host(self) -> int:
+        return self._host_of[self._ranks.index]
+
+    @property
+    def _leads(self) -> bool:
+        """Whether this rank acts for its host."""
+        return self._ranks.index in self._leaders
+
+    def save(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any) -> PendingSave:
+        """Start to copy a run; returns once its state has been copied within the ranks. The copy before this one is
+        waited for first. See `fullshard.checkpoint.async_save` for what is in a copy.
+
+        Raises:
+            CheckpointError: some rank could not, or the copy before this one failed. The run can go on.
+        """
+        doing = f"copying step {step} to the memory of the hosts"
+        self._behind.wait()
+        contents = self._ranks.do(doing, lambda: self._memory.copy(collect(model, optimizer, None, None, extra)))
+        return self._behind.start(lambda: self._write(contents, step, doing))
+
+    def wait(self) -> None:
+        """Wait for the copy that is being written, if there is one.
+
+        Raises:
+            CheckpointError: it failed, and nobody has been told yet.
+        """
+        self._behind.wait()
+
+    def newest(self) -> SafetyCopy | None:
+        """The newest copy of which every file is there."""
+        doing = "looking for safety copies"
+        by_rank = self._ranks.share(doing, lambda: list(self._found()) if self._leads else [])
+        by_host = [by_rank[leader] for leader in self._leaders]
+        manifests = {manifest.id: manifest for of_host in by_host for manifest, _ in of_host}
+        copies = []
+        for manifest in manifests.values():
+            holders: dict[str, list[int]] = {name: [] for name in manifest.files}
+            for host, of_host in enumerate(by_host):
+                for name in (name for other, names in of_host if other.id == manifest.id for name in names):
+                    holders[name].append(host)
+            if all(holders.values()):
+                copies.append(SafetyCopy(manifest, holders))
+        return max(copies, key=lambda copy: copy.manifest.number, default=None)
+
+    def fetch(self, copy: SafetyCopy) -> Path:
+        """Where `copy` is on this host, once every host has all of its files: a checkpoint that can be loaded.
+
+        Raises:
+            CheckpointError: some host cannot have them, or some are damaged.
+        """
+        manifest = copy.manifest
+        doing = f"fetching the safety copy of step {manifest.step}"
+        path = self._folder / f"step-{manifest.step:09d}"
+        transfers = [
+            _Transfer(name, stored, copy.holders[name][0], host)
+            for name, stored in manifest.files.items()
+            for host in range(len(self._leaders))
+            if host not in copy.holders[name]
+        ]
+        self._ranks.do(doing, lambda: self._make_room_for(path, manifest))
+        self._exchange(path, transfers, doing)
+        self._ranks.do(doing, lambda: _check(path, manifest.files if self._leads else {}))
+        return path
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def _write(self, contents: Contents, step: int, doing: str) -> Path:
+        ranks = self._ranks
+        id = ranks.once(doing, lambda: uuid.uuid4().hex)
+        partial = partial_in(self._folder, step, id)
+        try:
+            number = 1 + max(ranks.share(doing, lambda: self._begin(partial)))
+            by_rank = write_files(partial, contents, ranks, doing)
+            by_host = self._by_host(by_rank)
+            self._exchange(partial, self._mirrored(by_host), doing)
+            manifest = ranks.once(doing, lambda: manifest_of(partial, step, number, contents.strategy, by_rank))
+            kept = {**by_host[self._host], **by_host[self._host - 1]}
+            path = ranks.do(doing, lambda: self._commit(partial, manifest, kept))
+            ranks.do(doing, lambda: self._delete_all_but(path))
+        except CheckpointError:
+            if self._leads:
+                discard(partial)
+            raise
+        return path
+
+    def _begin(self, partial: Path) -> int:
+        """Make room for a copy; the number of the newest one here.
+
+        The folder is not made if it is missing: then the keeper has removed it, and nobody would do so again.
+        """
+        if self._leads:
+            clear_up(self._folder)
+            partial.mkdir()
+        return newest_number(self._folder)
+
+    def _by_host(self, by_rank: Sequence[Mapping[str, StoredFile]]) -> list[dict[str, StoredFile]]:
+        by_host: list[dict[str, StoredFile]] = [{} for _ in self._leaders]
+        for host, of_rank in zip(self._host_of, by_rank, strict=True):
+            by_host[host] |= of_rank
+        return by_host
+
+    def _mirrored(self, by_host: Sequence[Mapping[str, StoredFile]]) -> list[_Transfer]:
+        """Each host's files to the next one; nothing if there is no other."""
+        hosts = len(by_host)
+        return [
+            _Transfer(name, stored, host, (host + 1) % hosts)
+            for host, files in enumerate(by_host)
+            for name, stored in files.items()
+            if hosts > 1
+        ]
+
+    def _commit(self, partial: Path, manifest: Manifest, kept: Mapping[str, StoredFile]) -> Path:
+        if self._leads:
+            commit(partial, manifest, kept)
+        return self._folder / f"step-{manifest.step:09d}"
+
+    def _delete_all_but(self, path: Path) -> None:
+        if self._leads:
+            for entry in entries(self._folder):
+                if entry.path != path:
+                    delete(entry)
+
+    # -- between hosts ------------------------------------------------------------------------------------------------
+
+    def _exchange(self, folder: Path, transfers: Sequence[_Transfer], doing: str) -> None:
+        """Let each file come to its target, under its name once it is whole.
+
+        Raises:
+            CheckpointError: some did not; the same error on every rank.
+        """
+        mine = _Exchange(folder, transfers, self._host if self._leads else None)
+        self._ranks.do(doing, mine.lay_out)  # a host without room says so before anybody waits for it
+        self._ranks.do(doing, lambda: mine.run(self._leaders, self._ranks.group))
+        self._ranks.do(doing, mine.take_in)
+
+    def _found(self) -> Iterator[tuple[Manifest, list[str]]]:
+        """The copies here, with the names of their files that are here."""
+        for entry in entries(self._folder):
+            if entry.manifest is not None:
+                files = entry.manifest.files
+                yield entry.manifest, [name for name, stored in files.items() if _is_there(entry, name, stored)]
+
+    def _make_room_for(self, path: Path, manifest: Manifest) -> None:
+        if self._leads and not path.exists():
+            path.mkdir()
+            write_synced(path / MANIFEST, manifest.dumps().encode())
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What one host has to do with some transfers. A rank that does not act for a host does nothing."""
+
+    folder: Path
+    transfers: Sequence[_Transfer]
+    host: int | None
+
+    @cached_property
+    def coming(self) -> dict[str, StoredFile]:
+        """What this host is to get, by the names that the files have until they are whole."""
+        return {f"{it.name}.coming": it.stored for it in self.transfers if it.target == self.host}
+
+    def lay_out(self) -> None:
+        """Take all the memory that will be needed: who writes to a file that is mapped gets no error, but a signal."""
+        for name, stored in self.coming.items():
+            with (self.folder / name).open("wb") as file:
+                if stored.nbytes:
+                    os.posix_fallocate(file.fileno(), 0, stored.nbytes)
+
+    def run(self, leaders: Sequence[int], group: dist.ProcessGroup | None) -> None:
+        """Send and receive, straight from one host's memory to the other's."""
+        works = []
+        for tag, it in enumerate(self.transfers):
+            if it.source == self.host and it.stored.nbytes:
+                data = _mapped(self.folder / it.name, it.stored)
+                works.append(dist.isend(data, leaders[it.target], group=group, tag=tag))
+            elif it.target == self.host and it.stored.nbytes:
+                data = _mapped(self.folder / f"{it.name}.coming", it.stored)
+                works.append(dist.irecv(data, leaders[it.source], group=group, tag=tag))
+        for work in works:
+            assert work is not None, "this rank is in the group"
+            work.wait()
+
+    def take_in(self) -> None:
+        """Give what has come its names.
+
+        Raises:
+            CheckpointError: something else has come than was sent.
+        """
+        _check(self.folder, self.coming)
+        for name in self.coming:
+            (self.folder / name).rename(self.folder / name.removesuffix(".coming"))
+
+
+def _mapped(path: Path, stored: StoredFile) -> Tensor:
+    return torch.from_file(str(path), shared=True, size=stored.nbytes, dtype=torch.uint8)
+
+
+def _is_there(entry: Entry, name: str, stored: StoredFile) -> bool:
+    return not any(damage_in(entry.path, {name: stored}, reads=False))
+
+
+def _check(folder: Path, files: Mapping[str, StoredFile]) -> None:
+    damage = next(damage_in(folder, files), None)
+    if damage is not None:
+        raise CheckpointError(f"{damage}. Load another checkpoint.")

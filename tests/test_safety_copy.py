@@ -1,0 +1,306 @@
+"""Copies in the memory of the hosts: whichever host is lost, whenever, the others have a whole one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from killing import die_before, ended_well
+from small_models import adamw, chain, inputs, wholes
+from torch import nn
+
+from fullshard import CheckpointError, fully_shard
+from fullshard.checkpoint import load
+from fullshard.checkpoint.folder import entries
+from fullshard.checkpoint.keeper import keeps_folders, kept_folder
+from fullshard.checkpoint.safety_copy import SafetyCopies, _Exchange
+from fullshard.testing import assert_same, run_ranks
+
+
+def learn(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def begun(strategy: str = "zero3") -> tuple[nn.Module, Any]:
+    model = chain(lambda module: fully_shard(module, strategy=strategy))
+    return model, adamw(model)
+
+
+def host(memory: Path, ranks_of_host: int = 1) -> Path:
+    """The folder of this rank's host; hosts of several ranks are made of neighbours."""
+    folder = memory / f"host{dist.get_rank() // ranks_of_host}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def copy_steps(memory: Path, steps: int, ranks_of_host: int = 1) -> tuple[nn.Module, Any]:
+    """Learn, and copy after each step."""
+    copies = SafetyCopies(host(memory, ranks_of_host))
+    model, optimizer = begun()
+    for step in range(1, steps + 1):
+        learn(model, optimizer, range(step - 1, step))
+        copies.save(model=model, optimizer=optimizer, step=step, extra={"seen": step})
+    copies.wait()
+    return model, optimizer
+
+
+def go_on(memory: Path, steps: int, ranks_of_host: int = 1) -> tuple[int, dict[str, Any]]:
+    """Take up the newest copy and learn on; the step that it was of, 0 if there is none, and the weights in the end."""
+    copies = SafetyCopies(host(memory, ranks_of_host))
+    model, optimizer = begun()
+    found, done = copies.newest(), 0
+    if found is not None:
+        restored = load(copies.fetch(found), model=model, optimizer=optimizer)
+        assert restored.extra == {"seen": restored.step}
+        done = restored.step
+    learn(model, optimizer, range(done, steps))
+    return done, wholes(model)
+
+
+def without(memory: Path, name: str, lost: set[int]) -> Path:
+    """The same hosts but those that are `lost`, whose memory is empty. Every rank calls it."""
+    other = memory.with_name(name)
+    dist.barrier()
+    if dist.get_rank() not in lost:
+        shutil.copytree(host(memory), host(other), dirs_exist_ok=True)
+    return other
+
+
+def lose_hosts(memory: Path) -> None:
+    """Three hosts of one rank each. What was lost comes back with nothing."""
+    model, optimizer = copy_steps(memory / "all", 3)
+    learn(model, optimizer, range(3, 5))
+    rank = dist.get_rank()
+    (entry,) = entries(host(memory / "all"))
+    files = {name.split("_")[2] for name in os.listdir(entry.path) if name.endswith(".distcp")}
+    assert files == {str(rank), str((rank - 1) % 3)}
+    for lost in range(3):
+        done, weights = go_on(without(memory / "all", f"lost{lost}", {lost}), 5)
+        assert done == 3
+        assert_same(weights, wholes(model))
+    assert go_on(without(memory / "all", "lost two", {0, 1}), 1)[0] == 0
+
+
+def test_whichever_host_is_lost_its_state_comes_back_from_the_next_one(tmp_path):
+    """Of two neighbours that are lost at once, nothing does."""
+    run_ranks(3, lose_hosts, tmp_path)
+
+
+def go_on_without_each(memory: Path) -> None:
+    """On the two hosts that are left of three."""
+    for lost in range(3):
+        mine = memory / f"host{[number for number in range(3) if number != lost][dist.get_rank()]}"
+        here = mine.with_name(f"{mine.name} without {lost}")
+        shutil.copytree(mine, here)
+        copies = SafetyCopies(here)
+        model, optimizer = begun("zero2")
+        found = copies.newest()
+        assert found is not None
+        assert load(copies.fetch(found), model=model, optimizer=optimizer).step == 2
+        # And they copy again, each the other's part, and leave nothing of what they had.
+        copies.save(model=model, optimizer=optimizer, step=3, extra=None).wait()
+        assert [path.name for path in here.iterdir()] == ["step-000000003"]
+        assert not list(here.glob("*/*.coming"))
+
+
+def copy_twice(memory: Path) -> None:
+    copy_steps(memory, 2)
+
+
+def test_the_hosts_that_are_left_go_on_at_another_world_size(tmp_path):
+    run_ranks(3, copy_twice, tmp_path)
+    run_ranks(2, go_on_without_each, tmp_path)
+
+
+def lose_ranks(memory: Path) -> None:
+    model, optimizer = copy_steps(memory, 3, ranks_of_host=2)
+    learn(model, optimizer, range(3, 4))
+    done, weights = go_on(memory, 4, ranks_of_host=2)
+    assert done == 3
+    assert_same(weights, wholes(model))
+
+
+def test_one_host_keeps_what_its_ranks_lose(tmp_path):
+    run_ranks(2, lose_ranks, tmp_path)
+
+
+# -- killed at any moment ---------------------------------------------------------------------------------------------
+
+
+def copy_and_die(memory: Path, doomed: int, operation: int) -> None:
+    """Take up step 1, learn, copy step 2; the host `doomed` dies before that operation on its files."""
+    copies = SafetyCopies(host(memory))
+    model, optimizer = begun()
+    found = copies.newest()
+    load(copies.fetch(found), model=model, optimizer=optimizer)
+    learn(model, optimizer, range(1, 2))
+    if dist.get_rank() == doomed:
+        die_before(operation, memory)
+    copies.save(model=model, optimizer=optimizer, step=2, extra={"seen": 2}).wait()
+
+
+def copy_once(memory: Path) -> None:
+    copy_steps(memory, 1)
+
+
+def check_kills(tmp_path: Path, operations: range) -> bool:
+    """Whether the last of these operations was never come to."""
+    run_ranks(2, copy_once, tmp_path / "first")
+    ((_, expected), _) = run_ranks(2, go_on, tmp_path / "calm", 3)
+    for operation in operations:
+        memory = tmp_path / str(operation)
+        shutil.copytree(tmp_path / "first", memory)
+        ended = ended_well(2, copy_and_die, memory, 0, operation)
+        shutil.rmtree(memory / "host0")
+        for done, weights in run_ranks(2, go_on, memory, 3):
+            assert done == 2 if ended else done in (1, 2)
+            assert_same(weights, expected)
+        if ended:
+            return True
+    return False
+
+
+def test_a_host_that_is_lost_while_it_copies_costs_one_copy_at_most(tmp_path):
+    assert not check_kills(tmp_path, range(9, 10))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_same_at_every_operation_on_files(tmp_path):
+    assert check_kills(tmp_path, range(1, 200))
+
+
+# -- no room ----------------------------------------------------------------------------------------------------------
+
+
+def run_out_of_memory(memory: Path) -> list[str]:
+    said = []
+    copies = SafetyCopies(host(memory))
+    model, optimizer = begun()
+    copies.save(model=model, optimizer=optimizer, step=1, extra={"seen": 1}).wait()
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for place in ("posix_fallocate", "mkdir"):
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(os, place, full)
+            pending = copies.save(model=model, optimizer=optimizer, step=2, extra={"seen": 2})
+            with pytest.raises(CheckpointError) as caught:
+                pending.wait()
+            said.append(str(caught.value))
+    (entry,) = entries(host(memory))
+    assert entry.step == copies.newest().manifest.step == 1
+    assert not list(host(memory).glob("*partial*"))
+    return said
+
+
+def test_a_host_without_room_is_one_error_on_every_rank_and_costs_nothing_that_was_there(tmp_path):
+    first, other = run_ranks(2, run_out_of_memory, tmp_path)
+    assert first == other
+    for said in first:
+        assert "copying step 2 to the memory of the hosts: rank 1: OSError: [Errno 28] No space left on device" in said
+
+
+def receive_something_else(memory: Path) -> str:
+    copies = SafetyCopies(host(memory))
+    model, optimizer = begun()
+    run = _Exchange.run
+
+    def garbled(self: _Exchange, *args: Any) -> None:
+        run(self, *args)
+        for name in self.coming:
+            with (self.folder / name).open("r+b") as file:
+                file.write(b"?")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Exchange, "run", garbled)
+        with pytest.raises(CheckpointError) as caught:
+            copies.save(model=model, optimizer=optimizer, step=1, extra=None).wait()
+    assert copies.newest() is None
+    return str(caught.value)
+
+
+def test_what_comes_otherwise_than_it_was_sent_is_not_taken(tmp_path):
+    for said in run_ranks(2, receive_something_else, tmp_path):
+        assert "expected the checksum" in said
+
+
+# -- the keeper -------------------------------------------------------------------------------------------------------
+
+
+def wait_until_gone(folder: Path) -> None:
+    while folder.exists():  # pytest-timeout's to end
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def launcher() -> Any:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+def test_a_folder_is_gone_when_its_launcher_is_killed(launcher, tmp_path):
+    assert keeps_folders(launcher.pid)
+    folder = kept_folder(launcher.pid, tmp_path)
+    (folder / "step-000000001").mkdir()
+    assert kept_folder(launcher.pid, tmp_path) == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+    launcher.kill()
+    launcher.wait()
+    wait_until_gone(folder)
+
+
+def keeper_of(folder: Path) -> int:
+    """The process that has the folder in its command."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(folder).encode() in words:
+            return int(process.name)
+    raise AssertionError(f"nobody keeps {folder}")
+
+
+def test_a_folder_outlives_the_process_that_has_asked_for_it(launcher, tmp_path):
+    """And the signals that a scheduler sends to all that belongs to a job, before it kills."""
+    code = "import sys, fullshard.checkpoint.keeper as it; it.kept_folder(int(sys.argv[1]), it.Path(sys.argv[2]))"
+    subprocess.run([sys.executable, "-c", code, str(launcher.pid), tmp_path], check=True)
+    (folder,) = tmp_path.iterdir()
+    keeper = keeper_of(folder)
+    os.kill(keeper, signal.SIGTERM)
+    time.sleep(0.2)
+    assert folder.exists()
+    launcher.kill()
+    launcher.wait()
+    wait_until_gone(folder)
+
+
+def test_what_a_killed_keeper_leaves_is_kept_again_or_removed(launcher, tmp_path):
+    folder = kept_folder(launcher.pid, tmp_path)
+    os.kill(keeper_of(folder), signal.SIGKILL)
+    time.sleep(0.1)
+    assert kept_folder(launcher.pid, tmp_path) == folder
+    os.kill(keeper_of(folder), signal.SIGKILL)
+    launcher.kill()
+    launcher.wait()
+    assert folder.exists()
+    with subprocess.Popen(["sleep", "1000"]) as other:
+        theirs = kept_folder(other.pid, tmp_path)
+        assert not folder.exists()
+        other.kill()
+    wait_until_gone(theirs)
