@@ -19,7 +19,7 @@ from fullshard.made_before import watch_optimizers
 from fullshard.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
 from fullshard.mesh import resolve_axes, resolve_groups
 from fullshard.offload_policy import OffloadPolicy
-from fullshard.precision import MixedPrecisionPolicy
+from fullshard.precision import MixedPrecisionPolicy, check_wires
 from fullshard.record import Phase
 from fullshard.runtime import (
     Turn,
@@ -145,13 +145,15 @@ def shard_unit(
     if not isinstance(reshard_after_forward, bool | None):
         placements = _resharded_to(reshard_after_forward, placements)
         reshard_after_forward = reshard_after_forward > 1
+    precision = mp_policy or MixedPrecisionPolicy()
+    check_wires(precision, placements)
     device = device or (mesh_device(mesh) if mesh is not None else default_device())
     axes, placements = resolve_groups(resolve_axes(mesh, placements, device.type), placements)
     ignored = list(ignored_params or ())
     settings = UnitSettings(
         axes=axes,
         placements=placements,
-        precision=mp_policy or MixedPrecisionPolicy(),
+        precision=precision,
         offload=offload_policy or OffloadPolicy(),
         device=device,
         reshard_after_forward=reshard_after_forward,

@@ -23,6 +23,7 @@ from torch import Tensor
 from fullshard._compat import storage_references
 from fullshard.buffers import Pool, typed_view
 from fullshard.collectives import Collectives, Pending, collectives_for
+from fullshard.encoded import EncodedGather
 from fullshard.layout import Cut, Place, SectionLayout, lay_out
 from fullshard.mesh import Axes, own_part, subgroup
 from fullshard.precision import DtypeContract
@@ -30,6 +31,7 @@ from fullshard.record import Origin
 from fullshard.sharded_param import ShardedParam, Source
 from fullshard.strategy import Placement, Placements
 from fullshard.two_level import TwoLevel
+from fullshard.wire_codec import codec_named
 
 __all__ = ["Home", "Section", "Wires"]
 
@@ -146,8 +148,13 @@ class Section:
 
     @property
     def casts(self) -> bool:
-        """Whether compute uses another dtype than rest."""
-        return self.contract.stored != self.contract.compute
+        """Whether compute sees other numbers than rest: of another dtype, or as they come from the wire."""
+        return self.contract.stored != self.contract.compute or self.encodes_gathers
+
+    @property
+    def encodes_gathers(self) -> bool:
+        """Whether whole parameters are what comes of encoded ones, this rank's own among them."""
+        return self.contract.gather_wire is not None and self.cuts_optimizer and self.layout.world > 1
 
     @property
     def lives_in_whole(self) -> bool:
@@ -324,8 +331,8 @@ class Section:
 
     @property
     def gathers_from_all(self) -> bool:
-        """Whether a gather fills the whole buffer with every rank's part in one go."""
-        return self.cuts_optimizer and not self._gathers_by_groups
+        """Whether a gather fills the whole buffer with every rank's part in one go, and as it is."""
+        return self.cuts_optimizer and not (self._gathers_by_groups or self.encodes_gathers)
 
     def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
         """Begin to fill the whole buffer from every rank's home. The sections of a unit gather side by side.
@@ -341,6 +348,9 @@ class Section:
         if self._gathers_by_groups:
             return self._start_gather_by_groups(origin)
         parts = self._parts_to_send()
+        if self.encodes_gathers:
+            gather = self._encoded_over(self.wires.shard)
+            return gather.all_gather(self._gather_places, parts, tag=self._gather_tag, origin=origin)
         return self.wires.shard.all_gather(
             self._gather_places, parts, tag=self._gather_tag, origin=origin, in_common=in_common
         )
@@ -356,7 +366,12 @@ class Section:
         if is_true:
             return two_level.gather_within(self._gather_places, group_parts, **options)
         self._group_version = self._version()
-        return two_level.all_gather(self._gather_places, group_parts, self._parts_to_send(), **options)
+        across = self._encoded_over(two_level.across) if self.encodes_gathers else two_level.across
+        return two_level.all_gather(self._gather_places, group_parts, self._parts_to_send(), across=across, **options)
+
+    def _encoded_over(self, wire: Collectives) -> EncodedGather:
+        assert self.contract.gather_wire is not None
+        return EncodedGather(wire, codec_named(self.contract.gather_wire), self.wires.scratch)
 
     def _group_parts(self, group: Tensor) -> list[Tensor]:
         slices = [place.part for place in self.layout.in_place] + ([self.layout.pack] if self.layout.pack_numel else [])
@@ -401,8 +416,9 @@ class Section:
             parts = [place.view(layout.world, -1)[self.rank] for place in self._gather_places[: len(layout.in_place)]]
             return [*parts, self._masters] if layout.pack_numel else parts
         shards = self._masters
-        if self.casts or self.home.device != self.device:
-            shards = self._sent = self.wires.scratch.take(layout.shard_numel, self.contract.compute)
+        sent = self.contract.stored if self.encodes_gathers else self.contract.compute  # encoding casts, too
+        if sent != self.contract.stored or self.home.device != self.device:
+            shards = self._sent = self.wires.scratch.take(layout.shard_numel, sent)
             shards.copy_(self._masters, non_blocking=True)
         parts = [shards[place.part] for place in layout.in_place]
         return [*parts, shards[layout.pack]] if layout.pack_numel else parts

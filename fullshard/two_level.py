@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from fullshard.collectives import Collectives, Pending
+from fullshard.encoded import EncodedGather
 from fullshard.record import Origin
 
 __all__ = ["TwoLevel"]
@@ -31,13 +32,13 @@ class TwoLevel:
 
     def __init__(self, within: Collectives, across: Collectives) -> None:
         self._within = within
-        self._across = across
+        self.across = across
         self.size = within.world
         self.groups = across.world
 
     def reserve_tags(self, count: int) -> tuple[int, int]:
         """The tags for `count` tensors of one kind of call, across and within."""
-        return self._across.reserve_tags(count), self._within.reserve_tags(count * self.groups)
+        return self.across.reserve_tags(count), self._within.reserve_tags(count * self.groups)
 
     def all_gather(
         self,
@@ -45,12 +46,22 @@ class TwoLevel:
         group_parts: Sequence[Tensor],
         parts: Sequence[Tensor],
         *,
+        across: Collectives | EncodedGather,
         tags: tuple[int, int],
         origin: Origin,
     ) -> Pending:
-        """Every rank's part of each tensor in the corresponding whole; and the group parts on the way."""
-        across = self._across.all_gather(group_parts, parts, tag=tags[0], origin=origin)
-        return self._then(across, lambda: self.gather_within(wholes, group_parts, tags=tags, origin=origin))
+        """Every rank's part of each tensor in the corresponding whole; and the group parts on the way.
+
+        Args:
+            wholes: see `Collectives.all_gather`.
+            group_parts: of each whole.
+            parts: this rank's.
+            across: `self.across`, or what encodes what goes over it.
+            tags: see `reserve_tags`.
+            origin: for the record.
+        """
+        gathered = across.all_gather(group_parts, parts, tag=tags[0], origin=origin)
+        return self._then(gathered, lambda: self.gather_within(wholes, group_parts, tags=tags, origin=origin))
 
     def gather_within(
         self, wholes: Sequence[Tensor], group_parts: Sequence[Tensor], *, tags: tuple[int, int], origin: Origin
@@ -91,7 +102,7 @@ class TwoLevel:
         origin: Origin,
     ) -> Pending:
         """The sum over groups of this rank's part of each group sum, divided by `divisor`."""
-        return self._across.reduce_scatter(sums, group_sums, part_numels, divisor, tag=tags[0], origin=origin)
+        return self.across.reduce_scatter(sums, group_sums, part_numels, divisor, tag=tags[0], origin=origin)
 
     def _then(self, first: Pending, second: Callable[[], Pending]) -> Pending:
         if self._within.is_queued:

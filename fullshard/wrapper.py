@@ -479,4 +479,6 @@ def _policy(precision: MixedPrecision | None) -> MixedPrecisionPolicy:
         param_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype,
         cast_forward_inputs=precision.cast_forward_inputs,
+        gather_wire=precision.gather_wire,
+        reduce_wire=precision.reduce_wire,
     )

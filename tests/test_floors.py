@@ -28,6 +28,8 @@ FLOORS = [
         "watchdog",
         "shared_memory",
         "collectives",
+        "wire_codec",
+        "encoded",
         "two_level",
         "streams",
     ],

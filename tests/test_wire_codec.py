@@ -1,0 +1,135 @@
+"""Encodings: bytes by formula, errors within bounds, the same bytes always, and what is not finite stays so."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fullshard import wire_codec
+from fullshard.buffers import Pool
+from fullshard.wire_codec import BLOCK, codec_named
+
+CODECS = pytest.mark.parametrize("name", ["bf16", "int8", "int4", "fp8"])
+BLOCKWISE = pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+SCRATCH = Pool(torch.device("cpu"))
+
+numbers = st.builds(
+    lambda rows, numel, seed, exponent: torch.randn(rows, numel, generator=torch.Generator().manual_seed(seed))
+    * 10.0 ** (exponent + 3 * torch.randn(rows, numel, generator=torch.Generator().manual_seed(seed + 1))),
+    rows=st.integers(1, 3),
+    numel=st.integers(1, 3 * BLOCK + 5),
+    seed=st.integers(0, 2**20),
+    exponent=st.integers(-25, 25),
+)
+
+
+def encode(name: str, values: Tensor, *, keep_error: bool = False) -> Tensor:
+    codec = codec_named(name)
+    wire = torch.zeros(len(values), codec.nbytes(values.shape[1]), dtype=torch.uint8)
+    codec.encode(values, wire, SCRATCH, keep_error=keep_error)
+    return wire
+
+
+def decode(name: str, wire: Tensor, numel: int) -> Tensor:
+    out = torch.full((len(wire), numel), torch.nan)
+    codec_named(name).decode(wire, numel, out, SCRATCH)
+    return out
+
+
+def largest_of_blocks(values: Tensor) -> Tensor:
+    """For each number the largest absolute value of its block."""
+    spread = [block.abs().amax(1, keepdim=True).expand_as(block) for block in values.split(BLOCK, dim=1)]
+    return torch.cat(spread, dim=1)
+
+
+def bound(name: str, values: Tensor) -> Tensor:
+    largest = largest_of_blocks(values)
+    if name == "bf16":
+        return values.abs() / 256
+    if name == "fp8":
+        return torch.maximum(values.abs() / 16, largest / 448 / 1024)
+    return largest / {"int8": 254, "int4": 14}[name]
+
+
+@CODECS
+@given(values=numbers)
+@settings(max_examples=60, deadline=None)
+def test_what_is_decoded_is_as_near_as_the_codec_promises(name, values):
+    decoded = decode(name, encode(name, values), values.shape[1])
+    room = values.abs() * 2**-21 + 2**-126  # of the division, and of what is too small for a scale
+    assert ((values - decoded).abs() <= bound(name, values) + room).all()
+
+
+@CODECS
+@given(values=numbers)
+@settings(max_examples=30, deadline=None)
+def test_the_error_that_is_kept_is_what_the_bytes_lack(name, values):
+    lacking = values.clone()
+    wire = encode(name, lacking, keep_error=True)
+    assert torch.equal(wire, encode(name, values))
+    assert torch.equal(lacking, values - decode(name, wire, values.shape[1]))
+
+
+@CODECS
+@given(values=numbers, add=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_decoding_adds_or_replaces_and_may_stop_early(name, values, add):
+    wire, numel = encode(name, values), values.shape[1]
+    some = max(1, numel - 7)
+    out = torch.ones(len(values), some)
+    codec_named(name).decode(wire, numel, out, SCRATCH, adds=add)
+    assert torch.equal(out, decode(name, wire, numel)[:, :some] + (1 if add else 0))
+
+
+@CODECS
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_stays_so_and_is_forgotten_in_the_error(name, wrong):
+    values = torch.randn(2, 3 * BLOCK + 40)
+    values[0, 200] = values[1, -1] = wrong
+    lacking = values.clone()
+    decoded = decode(name, encode(name, lacking, keep_error=True), values.shape[1])
+    assert not decoded[0, 200].isfinite()
+    assert not decoded[1, -1].isfinite()
+    assert decoded[0, :BLOCK].isfinite().all()
+    assert decoded[1, :BLOCK].isfinite().all()
+    assert lacking.isfinite().all()
+
+
+@BLOCKWISE
+def test_large_tensors_are_encoded_in_pieces_with_the_same_bytes(name, monkeypatch):
+    values = torch.randn(3, 5 * BLOCK + 9)
+    expected = encode(name, values)
+    for blocks_at_a_time in (1, 2, 7):
+        monkeypatch.setattr(wire_codec, "_CPU_PIECE", blocks_at_a_time * BLOCK)
+        wire = encode(name, values)
+        assert torch.equal(wire, expected)
+        assert torch.equal(decode(name, wire, values.shape[1]), decode(name, expected, values.shape[1]))
+
+
+@pytest.mark.parametrize(("name", "of_a_block"), [("int8", 132), ("int4", 68), ("fp8", 132), ("bf16", 256)])
+def test_bytes_follow_from_the_number_of_blocks(name, of_a_block):
+    codec = codec_named(name)
+    for blocks in (1, 3, 8):
+        assert codec.nbytes(blocks * BLOCK) == -(-blocks * of_a_block // 16) * 16
+    assert codec.nbytes(0) == 0
+    assert all(codec.nbytes(numel) % 16 == 0 for numel in range(300))
+
+
+def test_every_float8_is_read_as_torch_reads_it():
+    codes = torch.arange(256, dtype=torch.uint8)
+    theirs = codes.view(torch.float8_e4m3fn).float()
+    ours = torch.empty(2, BLOCK)
+    codec_named("fp8")._read(codes.view(2, BLOCK), ours)
+    assert torch.equal(ours.view(-1)[theirs.isfinite()], theirs[theirs.isfinite()])
+
+
+@CODECS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_may_come_and_go_in_other_dtypes(name, dtype):
+    values = torch.randn(2, 300).to(dtype)
+    wire = encode(name, values)
+    assert torch.equal(wire, encode(name, values.float()))
+    out = torch.empty_like(values)
+    codec_named(name).decode(wire, 300, out, SCRATCH)
+    assert torch.equal(out, decode(name, wire, 300).to(dtype))
