@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fullshard._compat import grad_hooks, shares_memory
 from fullshard.collectives import Pending
+from fullshard.encoded import TermName
 from fullshard.record import Origin
 from fullshard.section import Section
 from fullshard.sharded_param import ShardedParam
@@ -66,8 +67,10 @@ class Reduction:
     def _finish_sums(self) -> None:
         section, replicas = self._section, self._section.wires.replicate
         assert replicas is not None
-        sums = [self._shards] if section.cuts_optimizer else self._wholes
-        replicas.all_reduce(sums, self._divisor, tag=section.replicate_tag, origin=self._origin).wait()
+        cuts = section.cuts_optimizer
+        over = section.sums_over(replicas, (lambda: [("shards", *sorted(self._grads))]) if cuts else self._whole_names)
+        sums = [self._shards] if cuts else self._wholes
+        over.all_reduce(sums, self._divisor, tag=section.replicate_tag, origin=self._origin).wait()
 
     def deliver(self) -> None:
         """Let the sharded parameters have their gradients, added to what they have already."""
@@ -117,7 +120,7 @@ class Reduction:
         section = self._section
         divisor = 1 if self._has_second_level else self._divisor
         wholes, part_numels = self._terms()
-        return section.wires.shard.reduce_scatter(
+        return section.sums_over(section.wires.shard, self._term_names).reduce_scatter(
             self._sums(), wholes, part_numels, divisor, tag=self._tag, origin=self._origin
         )
 
@@ -138,6 +141,11 @@ class Reduction:
             wholes.append(self._packed_by_rank())
             part_numels.append(layout.pack_numel)
         return wholes, part_numels
+
+    def _term_names(self) -> list[TermName]:
+        """What each of the terms is of."""
+        pack = ("pack", *(i for i in self._section.layout.packed if i in self._grads))
+        return [*((i,) for i in self._in_place), *([pack] if self._packs else [])]
 
     def _sums(self) -> list[Tensor]:
         """Where this rank's sums go, of each of the terms."""
@@ -187,7 +195,7 @@ class Reduction:
 
     def _start_all_reduce(self) -> Pending:
         section, layout = self._section, self._section.layout
-        packed = [i for i in self._grads if not layout.places[i].in_place]
+        packed = self._packed = [i for i in self._grads if not layout.places[i].in_place]
         if packed:  # one message for the small ones; they stay where they travelled
             flat = torch.cat([self._grads[i].view(-1) for i in packed])
             parts = flat.split([self._grads[i].numel() for i in packed])
@@ -198,7 +206,13 @@ class Reduction:
         self._wholes = [grad.view(-1) for i, grad in self._grads.items() if i not in packed]
         self._wholes += [flat] if packed else []
         divisor = 1 if self._has_second_level else self._divisor
-        return section.wires.shard.all_reduce(self._wholes, divisor, tag=self._tag, origin=self._origin)
+        over = section.sums_over(section.wires.shard, self._whole_names)
+        return over.all_reduce(self._wholes, divisor, tag=self._tag, origin=self._origin)
+
+    def _whole_names(self) -> list[TermName]:
+        """What each of the whole tensors is of."""
+        names: list[TermName] = [(i,) for i in self._grads if i not in self._packed]
+        return [*names, ("pack", *self._packed)] if self._packed else names
 
     # -- sums that still miss the second level ------------------------------------------------------------------------
 
@@ -251,8 +265,9 @@ class GroupedReduction(Reduction):
             owned.append(two_level.groups * layout.pack_numel)
             part_numels.append(layout.pack_numel)
         sums = [group_sum[:numel] for group_sum, numel in zip(self._group_sums(), owned, strict=True)]
-        two_level.reduce_across(
-            self._sums(), sums, part_numels, self._divisor, tags=section.group_reduce_tags, origin=self._origin
+        over = section.sums_over(two_level.across, self._term_names)
+        over.reduce_scatter(
+            self._sums(), sums, part_numels, self._divisor, tag=section.group_reduce_tags[0], origin=self._origin
         ).wait()
 
     def _group_sums(self) -> list[Tensor]:

@@ -11,7 +11,7 @@ A gather reads homes and fills the whole buffer; a reduction reads gradients whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 from fullshard._compat import storage_references
 from fullshard.buffers import Pool, typed_view
 from fullshard.collectives import Collectives, Pending, collectives_for
-from fullshard.encoded import EncodedGather
+from fullshard.encoded import EncodedGather, EncodedSums, Residuals, TermName
 from fullshard.layout import Cut, Place, SectionLayout, lay_out
 from fullshard.mesh import Axes, own_part, subgroup
 from fullshard.precision import DtypeContract
@@ -110,7 +110,7 @@ class Section:
         self.keeps_group = placements.parameters is Placement.GROUPED
         self.groups_gradients = placements.gradients is Placement.GROUPED
         self._gathers_by_groups = self.keeps_group or placements.parameters_in_step is Placement.GROUPED
-        self._axes = axes
+        self.axes = axes
         self.wires = wires
         messages = len(self.layout.in_place) + 1
         self._gather_tag = wires.shard.reserve_tags(messages)
@@ -133,6 +133,7 @@ class Section:
         self._grads_own_references = 0
         self._held: dict[int, Tensor] = {}  # whole gradients of microbatches that were not reduced, in the reduce dtype
         self.partial: dict[int, Tensor] = {}  # sums over the shard axis, or the group, that miss the other level
+        self._residuals: dict[Collectives, Residuals] = {}  # what encoded gradients have lacked, by the wire
         self._sources = list(sources)
 
     def _settle(self, layout: SectionLayout) -> None:
@@ -219,14 +220,14 @@ class Section:
                 source,
                 place,
                 local,
-                axes=self._axes,
+                axes=self.axes,
                 sharded=self.cuts_optimizer,
                 compute=self.contract.compute,
                 device=self.device,
             )
             if not source.param.is_meta:
-                placements = self._axes.tensor_placements(place.cut, sharded=self.cuts_optimizer)
-                local.copy_(own_part(source.moved, self._axes.mesh, placements))
+                placements = self.axes.tensor_placements(place.cut, sharded=self.cuts_optimizer)
+                local.copy_(own_part(source.moved, self.axes.mesh, placements))
             self.params.append(param)
         for param, whole in zip(self.params, self._wholes, strict=bool(self._wholes)):
             param.lie_in(whole)
@@ -246,6 +247,7 @@ class Section:
         for param, place in zip(self.params, self.layout.places, strict=True):
             param.place = place
         self.grads = None
+        self._residuals.clear()
         self.forget()
         self.release_group()
         return shards
@@ -385,7 +387,7 @@ class Section:
     @property
     def place_ranks(self) -> range:
         """The ranks of the shard axis that have this one's place in their groups."""
-        size = self._axes.group_size
+        size = self.axes.group_size
         assert size is not None
         return range(self.rank % size, self.layout.world, size)
 
@@ -468,6 +470,23 @@ class Section:
         for i, param in enumerate(self.params):
             if param.unsharded.requires_grad and i not in grads:
                 grads[i] = torch.zeros(param.place.cut.shape, dtype=self.contract.reduce, device=self.device)
+
+    def sums_over(self, wire: Collectives, names: Callable[[], Sequence[TermName]]) -> Collectives | EncodedSums:
+        """What adds up gradients over `wire`: it itself, or what encodes them.
+
+        Args:
+            wire: the ranks that add up.
+            names: what tells encoded ones apart, see `EncodedSums`.
+        """
+        if self.contract.reduce_wire is None or wire.world == 1:
+            return wire
+        residuals = self._residuals.setdefault(wire, {})
+        return EncodedSums(wire, codec_named(self.contract.reduce_wire), residuals, names(), self.wires.scratch)
+
+    @property
+    def residual_nbytes(self) -> int:
+        """Bytes that are kept of what encoded gradients have lacked."""
+        return sum(kept.nbytes for of_wire in self._residuals.values() for _, kept in of_wire.values())
 
     def drop_grads(self) -> None:
         """Forget the whole gradients that no reduction has taken."""

@@ -6,7 +6,8 @@ N ranks are h groups of k neighbours: rank r has place j = r % k in group g = r 
 
 and the *group part* of place j is what the ranks (0, j), (1, j), ... have together: parts j, k + j, 2k + j, end to end.
 A gather fills group parts across groups, then wholes within each group. As long as group parts are kept and true, only
-the second half is needed: nothing crosses a group's border. A reduction goes the other way.
+the second half is needed: nothing crosses a group's border. A reduction goes the other way: `reduce_within` is its
+first half, and a reduce-scatter over `across` the second.
 """
 
 from __future__ import annotations
@@ -90,19 +91,6 @@ class TwoLevel:
                 terms.append(whole[group * self.size * n : (group + 1) * self.size * n])
                 numels.append(n)
         return self._within.reduce_scatter(sums, terms, numels, 1, tag=tags[1], origin=origin)
-
-    def reduce_across(
-        self,
-        sums: Sequence[Tensor],
-        group_sums: Sequence[Tensor],
-        part_numels: Sequence[int],
-        divisor: float,
-        *,
-        tags: tuple[int, int],
-        origin: Origin,
-    ) -> Pending:
-        """The sum over groups of this rank's part of each group sum, divided by `divisor`."""
-        return self.across.reduce_scatter(sums, group_sums, part_numels, divisor, tag=tags[0], origin=origin)
 
     def _then(self, first: Pending, second: Callable[[], Pending]) -> Pending:
         if self._within.is_queued:

@@ -15,8 +15,10 @@ BLOCKWISE = pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 SCRATCH = Pool(torch.device("cpu"))
 
 numbers = st.builds(
-    lambda rows, numel, seed, exponent: torch.randn(rows, numel, generator=torch.Generator().manual_seed(seed))
-    * 10.0 ** (exponent + 3 * torch.randn(rows, numel, generator=torch.Generator().manual_seed(seed + 1))),
+    lambda rows, numel, seed, exponent: (
+        torch.randn(rows, numel, generator=torch.Generator().manual_seed(seed))
+        * 10.0 ** (exponent + 3 * torch.randn(rows, numel, generator=torch.Generator().manual_seed(seed + 1)))
+    ),
     rows=st.integers(1, 3),
     numel=st.integers(1, 3 * BLOCK + 5),
     seed=st.integers(0, 2**20),

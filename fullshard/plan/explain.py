@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.plan.ledger import predict_ledger
+from fullshard.plan.ledger import predict_ledger, predict_residuals
 from fullshard.runtime import Turn, clean_fqn, turns_in
 from fullshard.section import Section
 from fullshard.sharded_param import ShardedParam
@@ -99,10 +99,13 @@ def _order(turns: Sequence[Turn], names: Mapping[nn.Module, str]) -> Iterator[st
 
 def _bytes(model: nn.Module) -> Iterator[str]:
     ledger = predict_ledger(model)
+    residuals = predict_residuals(model)
     yield ""
     yield "bytes on this rank, by formula, with AdamW and without activations:"
     for state in ("parameters", "gradients", "optimizer_state", "gathered_peak", "total"):
         yield f"  {state.replace('_', ' '):16}{_size(getattr(ledger, state)):>12}"
+        if state == "gradients" and residuals:
+            yield f"    of these    {_size(residuals):>16} is what encoded ones have lacked, to be told the next time"
 
 
 def _size(nbytes: float) -> str:

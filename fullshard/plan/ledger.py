@@ -3,7 +3,8 @@
 By formula, for the units of a model, with N ranks on the shard axis and the layouts of `fullshard.layout`:
 
     parameters        what lies in memory between steps: shards, or the whole buffers that are kept
-    gradients         what the optimizer sees: shards, or whole gradients where the optimizer is whole
+    gradients         what the optimizer sees: shards, or whole gradients where the optimizer is whole; and what encoded
+                      ones have lacked, which is told the next time
     optimizer state   as many values as the optimizer keeps for each one it updates
     gathered peak     whole buffers beyond those kept between steps: every unit where whole parameters stay until
                       backward; else the root and the two neighbours that need most, one computing, one gathered ahead;
@@ -24,16 +25,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard._compat import fake_tensors, storage_watch
+from fullshard.encoded import residual_numel
 from fullshard.errors import ConfigError
-from fullshard.layout import SectionLayout, lay_out
+from fullshard.layout import SectionLayout, lay_out, owned
 from fullshard.mesh import resolve_groups
 from fullshard.record import recording
 from fullshard.runtime import Turn, turns_in
 from fullshard.section import Section
 from fullshard.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.strategy import Placements as StrategyPlacements
+from fullshard.wire_codec import codec_named
 
-__all__ = ["Ledger", "OptimizerCost", "measure_ledger", "peak_during", "predict_activations", "predict_ledger"]
+__all__ = [
+    "Ledger",
+    "OptimizerCost",
+    "measure_ledger",
+    "peak_during",
+    "predict_activations",
+    "predict_ledger",
+    "predict_residuals",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +108,17 @@ def predict_ledger(
     )
 
 
+def predict_residuals(model: nn.Module) -> int:
+    """Bytes, among those of gradients in this rank's ledger, of what encoded ones have lacked.
+
+    Raises:
+        ConfigError: the model has no units.
+    """
+    units = [turn.unit for turn in _turns(model)]
+    plans = (_SectionPlan.of(section, unit.settings.placements) for unit in units for section in unit.sections)
+    return sum(plan.residual_nbytes for plan in plans)
+
+
 @dataclass(frozen=True)
 class _SectionPlan:
     """One section's layout under given placements, and what follows from it."""
@@ -129,7 +151,29 @@ class _SectionPlan:
         if not self.section.params[0].sharded.requires_grad:
             return 0
         numel = self.layout.shard_numel if self._cuts else sum(place.cut.numel for place in self.layout.places)
-        return numel * self.section.contract.stored.itemsize
+        return numel * self.section.contract.stored.itemsize + self.residual_nbytes
+
+    @property
+    def residual_nbytes(self) -> int:
+        """Bytes of what encoded gradients have lacked, see `fullshard.encoded`."""
+        wire, layout = self.section.contract.reduce_wire, self.layout
+        if wire is None or not codec_named(wire).keeps_error or not self.section.params[0].sharded.requires_grad:
+            return 0
+        axes, _ = resolve_groups(self.section.axes, self.placements)
+        replicas = 1 if axes.replicate_group is None else axes.world // axes.shard_world
+        if self._cuts:
+            world, whole = layout.world, [layout.shard_numel]
+            if self.placements.gradients is Placement.GROUPED:  # nothing is encoded within a group
+                assert axes.group_size is not None
+                world //= axes.group_size
+            parts = [place.cut.part_numel for place in layout.in_place]
+            kept = residual_numel([*parts, layout.pack_numel], world, whole=False)
+        else:
+            numels = [place.cut.numel for place in layout.places]
+            packed = sum(n for n, place in zip(numels, layout.places, strict=True) if not place.in_place)
+            whole = [*(n for n, place in zip(numels, layout.places, strict=True) if place.in_place), packed]
+            kept = _residual_of_wholes(whole, layout.world)
+        return 4 * (kept + _residual_of_wholes(whole, replicas))
 
     def optimizer_nbytes(self, cost: OptimizerCost) -> int:
         """Bytes of the optimizer's state on this rank."""
@@ -138,6 +182,12 @@ class _SectionPlan:
         cuts = [place.cut for place in self.layout.places]
         numel = sum(cut.shard_numel(self.section.rank) if self._cuts else cut.numel for cut in cuts)
         return cost.values * numel * self.section.contract.stored.itemsize + cost.extra_bytes * len(cuts)
+
+
+def _residual_of_wholes(numels: Sequence[int], world: int) -> int:
+    """Numbers that a rank keeps of what it lacks in sums that all of `world` ranks have whole."""
+    parts = [len(owned(numel, world, 0)) for numel in numels]
+    return residual_numel(parts, world, whole=True) if world > 1 else 0
 
 
 def _kept_between_steps(turns: Sequence[Turn], placements: StrategyPlacements) -> int:
@@ -187,6 +237,7 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
         loss, activations = live_after(forward)
         loss.backward()
     gradients = storage_bytes(param.grad for param in model.parameters() if param.grad is not None)
+    gradients += sum(section.residual_nbytes for turn in turns for section in turn.unit.sections)
     optimizer.zero_grad()
     kept = [turn.unit for turn in turns if turn.unit.keeps_whole]
     groups = sum(section.group_nbytes for turn in turns for section in turn.unit.sections)
