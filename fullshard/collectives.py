@@ -327,14 +327,15 @@ class PairwiseCollectives(Collectives):
 
     def _exchange(self, mine: bytes, tag: int) -> Callable[[], list[bytes]]:
         """Send `mine`, of the same size on all ranks, to all. What is returned waits for those of all ranks."""
-        rooms = torch.empty(self.world, len(mine), dtype=torch.uint8)
-        rooms[self.rank] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        told = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rooms = list(torch.empty(self.world, len(mine), dtype=torch.uint8))
+        rooms[self.rank] = told
         works: _Works = [work for peer in self._peers() for work in self._receive(rooms[peer], peer, tag)]
-        works += [work for peer in self._peers() for work in self._send(rooms[self.rank], peer, tag)]
+        works += [work for peer in self._peers() for work in self._send(told, peer, tag)]
 
         def received() -> list[bytes]:
             _wait_all(works)
-            return [bytes(room) for room in rooms.numpy()]
+            return [room.numpy().tobytes() for room in rooms]
 
         return received
 
