@@ -389,6 +389,24 @@ def low_precision_gradients() -> Steps:
     MixedPrecision(keep_low_precision_grads=True)
 
 
+@mistake(ConfigError, r"MixedPrecisionPolicy\(gather_wire='int3'\)", "one of 'int8', 'fp8' is needed", ranks=0)
+def unknown_wire() -> Steps:
+    yield
+    MixedPrecisionPolicy(gather_wire="int3")
+
+
+@mistake(ConfigError, "reduce_wire='int8', reduce_dtype=torch.bfloat16", "Leave reduce_dtype out", ranks=0)
+def encoded_and_summed_in_low_precision() -> Steps:
+    yield
+    MixedPrecisionPolicy(reduce_wire="int8", reduce_dtype=torch.bfloat16)
+
+
+@mistake(ConfigError, "gather_wire='fp8', but every rank keeps whole parameters", "such as 'zero1'")
+def encoded_without_a_gather() -> Steps:
+    yield
+    fully_shard(linear(), strategy="ddp", mp_policy=MixedPrecisionPolicy(gather_wire="fp8"))
+
+
 # -- the wrapper ------------------------------------------------------------------------------------------------------
 
 
