@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from small_models import Chain, Layer, batch, chain, inputs, loss_of, shard, small_gpt, trained, wholes
+from small_models import Chain, Layer, adamw, batch, chain, inputs, loss_of, shard, small_gpt, trained, wholes
 from test_optim_state import OPTIMIZERS, learn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
@@ -389,3 +389,26 @@ def memory_of_a_save(folder: Path) -> tuple[int, int]:
 def test_saving_copies_no_shard_that_lies_in_host_memory(tmp_path):
     for peak, shard_nbytes in run_ranks(2, memory_of_a_save, tmp_path):
         assert peak < 0.2 * shard_nbytes  # random states, and what ranks tell one another
+
+
+def load_counting_tensors(folder: Path) -> int:
+    """How many tensors torch makes of entries of the checkpoint, where all go to where they were."""
+    model = chain(fully_shard)
+    optimizer = adamw(model)
+    save(folder, model=model, optimizer=optimizer, step=1)
+    made: list[Any] = []
+    load_of_torch = torch.load
+
+    def noted(*args: Any, **options: Any) -> Any:
+        made.append(load_of_torch(*args, **options))
+        return made[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "load", noted)
+        load(folder, model=model, optimizer=optimizer)
+    return sum(isinstance(value, torch.Tensor) for value in made)
+
+
+def test_loading_makes_no_tensor_on_the_way(tmp_path):
+    """Rows go straight from the file to the shard."""
+    assert run_ranks(2, load_counting_tensors, tmp_path) == [0, 0]

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -1216,6 +1217,25 @@ def save_where_the_first_rank_does_not_see_it() -> Steps:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(container.os, "fsync", lose)
         saved()
+
+
+def load_with(name: str, value: Any) -> None:
+    path = saved()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(container, name, value)
+        load(path, model=linear())
+
+
+@mistake(CheckpointError, "expected numbers in the order of bytes sparse, found little", ranks=0)
+def load_on_another_kind_of_machine() -> Steps:
+    yield
+    load_with("sys", SimpleNamespace(byteorder="sparse"))
+
+
+@mistake(CheckpointError, r"expected \d+ more bytes from byte \d+ on, found none", ranks=0)
+def load_what_is_cut_after_it_was_verified() -> Steps:
+    yield
+    load_with("_start_of_tensor", lambda entry: 1 << 40)
 
 
 @mistake(CheckpointError, "/nowhere: rank 0: found no complete checkpoint there", "Name a checkpoint", sends=True)

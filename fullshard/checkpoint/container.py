@@ -11,19 +11,31 @@ import io
 import math
 import os
 import pickle
+import struct
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
+from zipfile import ZipFile
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from xxhash import xxh3_128
@@ -286,9 +298,13 @@ def read_values(
     *,
     ranks: Ranks,
     doing: str,
+    ours: bool = False,
     progress: Progress | None = None,
 ) -> None:
     """Read the values of `targets`, by key: tensors in place, whole or sharded in any way; others are replaced.
+
+    Args:
+        ours: whether `write` has written it, so that it is known how a tensor lies in its file.
 
     Raises:
         CheckpointError: some rank could not; the same error on every rank.
@@ -296,7 +312,7 @@ def read_values(
     with _failing_together(doing, ranks):
         dcp.load(
             targets,
-            storage_reader=_Reader(checkpoint, metadata),
+            storage_reader=_Reader(checkpoint, metadata, ours=ours),
             planner=_Planner(progress),
             process_group=ranks.group,
             no_dist=not dist.is_initialized(),
@@ -304,11 +320,16 @@ def read_values(
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads files whose metadata is known already."""
+    """Reads files whose metadata is known already.
 
-    def __init__(self, checkpoint: Path, metadata: Metadata) -> None:
+    Of ours, rows that are wanted together go straight from the file to where they belong. torch would make a tensor of
+    the whole entry first, and copy from that.
+    """
+
+    def __init__(self, checkpoint: Path, metadata: Metadata, *, ours: bool) -> None:
         super().__init__(checkpoint)
         self._metadata = metadata
+        self._ours = ours
 
     def read_metadata(self) -> Metadata:  # torch would look for a single rank's, did it take arguments
         return self._metadata
@@ -317,9 +338,108 @@ class _Reader(dcp.FileSystemReader):
         assert isinstance(planner, _Planner)
         planner.total = sum(math.prod(item.lengths) for item in plan.items)
         try:
-            return super().read_data(plan, planner)
+            others = self._read_straight(plan.items, planner) if self._ours else plan.items
+            return super().read_data(replace(plan, items=others), planner)
         except Exception as error:
             raise CheckpointError(said_by(error)) from error
+
+    def _read_straight(self, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
+        """Read what lies in one piece in its file and in memory; what does not."""
+        others: list[ReadItem] = []
+        by_file: dict[str, list[tuple[ReadItem, Tensor]]] = {}
+        for item in items:
+            target = planner.resolve_tensor(item).detach() if item.type is LoadItemType.TENSOR else None
+            if target is None or not self._is_one_piece(item, target):
+                others.append(item)
+            else:
+                by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append((item, target))
+        for name, wanted in by_file.items():
+            with (Path(self.path) / name).open("rb", buffering=0) as file:
+                for item, target in wanted:
+                    _read_into(target, file, self._start_of(item, file))
+                    planner.commit_tensor(item, target)
+        return others
+
+    def _is_one_piece(self, item: ReadItem, target: Tensor) -> bool:
+        """Whether what is wanted is whole rows of the entry, of the dtype and in the order that they have in memory."""
+        stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        sizes = _sizes_of_chunk(stored, item)
+        return (
+            target.device.type == "cpu"
+            and target.dtype == stored.properties.dtype
+            and target.is_contiguous()
+            and target.shape == item.lengths
+            and item.lengths[1:] == sizes[1:]
+        )
+
+    def _start_of(self, item: ReadItem, file: io.RawIOBase) -> int:
+        """Where in its file the first row that is wanted lies."""
+        stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(stored, TensorStorageMetadata)
+        entry = self.storage_data[item.storage_index]
+        row_nbytes = math.prod(item.lengths[1:]) * stored.properties.dtype.itemsize
+        first_row = item.storage_offsets[0] if item.storage_offsets else 0
+        start: int = entry.offset
+        return start + _start_of_tensor(_Entry(file, start, entry.length)) + first_row * row_nbytes
+
+
+def _sizes_of_chunk(stored: TensorStorageMetadata, item: ReadItem) -> torch.Size:
+    """The shape of the entry that `item` is read from."""
+    return next(chunk.sizes for chunk in stored.chunks if chunk.offsets == item.storage_index.offset)
+
+
+class _Entry(io.RawIOBase):
+    """Some bytes of a file, as if they were all of it."""
+
+    def __init__(self, file: io.RawIOBase, start: int, nbytes: int) -> None:
+        self._file = file
+        self._start = start
+        self._nbytes = nbytes
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
+        return self._at
+
+    def readinto(self, room: Any) -> int:
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(memoryview(room)[: max(0, self._nbytes - self._at)]) or 0
+        self._at += count
+        return count
+
+
+def _start_of_tensor(entry: _Entry) -> int:
+    """Where the bytes of a tensor begin in what torch.save has written: a zip file with a record of these bytes alone.
+
+    Raises:
+        CheckpointError: the bytes of numbers are in another order than this machine's.
+    """
+    with ZipFile(entry) as records:
+        [record] = [it for it in records.infolist() if it.filename.endswith("/data/0")]
+        order = records.read(record.filename.removesuffix("data/0") + "byteorder").decode()
+    if order != sys.byteorder:
+        raise CheckpointError(f"expected numbers in the order of bytes {sys.byteorder}, found {order}")
+    entry.seek(record.header_offset + 26)  # in the record's header: the lengths of its name, and of what follows
+    name, more = struct.unpack("<HH", entry.read(4) or b"")
+    return int(record.header_offset + 30 + name + more)
+
+
+def _read_into(target: Tensor, file: io.RawIOBase, start: int) -> None:
+    """Fill a contiguous tensor on the CPU with the bytes of `file` from `start` on."""
+    room = memoryview(target.reshape(-1).view(torch.uint8).numpy().data)
+    file.seek(start)
+    while room.nbytes:
+        count = file.readinto(room)
+        if not count:
+            raise CheckpointError(f"expected {room.nbytes} more bytes from byte {file.tell()} on, found none")
+        room = room[count:]
 
 
 class _Planner(dcp.DefaultLoadPlanner):

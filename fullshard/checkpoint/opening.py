@@ -62,7 +62,13 @@ class Opened:
         """Read the values of `targets`: tensors in place, whole or sharded in any way; others are replaced."""
         if targets:
             container.read_values(
-                self.path, self.metadata, targets, ranks=self.ranks, doing=self.doing, progress=progress
+                self.path,
+                self.metadata,
+                targets,
+                ranks=self.ranks,
+                doing=self.doing,
+                ours=self.manifest is not None,
+                progress=progress,
             )
 
 
