@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,8 @@ from fullshard.bench.trainer import Build
 from fullshard.bench.turns import Span
 from fullshard.bench.workload import Workload
 from fullshard.checkpoint import async_save, load, save
+from fullshard.checkpoint.keeper import MEMORY
+from fullshard.checkpoint.safety_copy import SafetyCopies
 
 OURS = "fullshard"
 DD = "dd with fsync"
@@ -89,6 +92,8 @@ class System:
 class Fullshard(System):
     def __init__(self, workload: Workload) -> None:
         super().__init__(workload, ours("zero3"))
+        self.copies: SafetyCopies | None = None
+        self.copied = 0
 
     def save(self, folder: Path) -> None:
         save(folder, model=self.trainer.model, optimizer=self.trainer.optimizer, step=1)
@@ -98,6 +103,17 @@ class Fullshard(System):
 
     def begin_save(self, folder: Path) -> None:
         self.pending = async_save(folder, model=self.trainer.model, optimizer=self.trainer.optimizer, step=1)
+
+    def begin_copy(self, memory: Path) -> None:
+        """Begin a safety copy: each rank is a host of its own, and has the other one's part, too."""
+        if self.copies is None:
+            folder = memory / str(dist.get_rank())
+            folder.mkdir()
+            self.copies = SafetyCopies(folder)
+        self.pending = self.copies.save(
+            model=self.trainer.model, optimizer=self.trainer.optimizer, step=self.copied, extra=None
+        )
+        self.copied += 1
 
     def finish(self) -> None:
         self.pending.wait()
@@ -156,12 +172,9 @@ class Gathered(Fsdp2):
         self.put(torch.load(folder / "all", mmap=True))
 
 
-SYSTEMS: dict[str, Callable[[Workload], System]] = {
-    OURS: Fullshard,
-    "DCP of FSDP2": Dcp,
-    "torch.save of rank 0": Gathered,
-}
-BEHIND = (OURS, "DCP of FSDP2")
+DCP = "DCP of FSDP2"
+SYSTEMS: dict[str, Callable[[Workload], System]] = {OURS: Fullshard, DCP: Dcp, "torch.save of rank 0": Gathered}
+BEHIND = (OURS, DCP)
 
 
 class Found:
@@ -184,21 +197,22 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Found], list[float],
     found = {name: Found() for name in teams}
     disk: list[float] = []
     nbytes = 0
-    try:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as in_memory, ExitStack() as stack:
+        memory = Path(in_memory)
+        for team in teams.values():
+            stack.callback(team.end)
         for number in range(-1, options.rounds):  # the first one warms up
             print(f"checkpoint: round {number + 1} of {options.rounds} ...", file=sys.stderr)
             of_round = {name: Found() for name in teams} if number < 0 else found
             with tempfile.TemporaryDirectory(dir=options.folder) as name:
                 folder = Path(name)
+                save_behind(teams[OURS], "begin_copy", memory, of_round[OURS], "copy: ")
                 for system, team in teams.items() if number % 2 else reversed(teams.items()):
                     turn(system, team, folder, of_round[system])
                     nbytes = nbytes or size_of(folder / "saved")
                     shutil.rmtree(folder / "saved")
                 if number >= 0:
                     disk.append(seconds_of_dd(folder / "zeros", nbytes))
-    finally:
-        for team in teams.values():
-            team.end()
     return found, disk, nbytes
 
 
@@ -209,10 +223,15 @@ def turn(system: str, team: Team, folder: Path, found: Found) -> None:
     found.note("load", team.ask("timed", "load", saved))
     found.note("steps", team.ask("timed", "steps"))
     if system in BEHIND:
-        found.note("call", team.ask("timed", "begin_save", behind))
-        found.note("steps meanwhile", team.ask("timed", "steps"))
-        found.note("rest", team.ask("timed", "finish"))
+        save_behind(team, "begin_save", behind, found, "")
         shutil.rmtree(behind)
+
+
+def save_behind(team: Team, method: str, where: Path, found: Found, kind: str) -> None:
+    """Begin to save, train meanwhile, and wait for what is left of it."""
+    found.note(f"{kind}call", team.ask("timed", method, where))
+    found.note(f"{kind}steps meanwhile", team.ask("timed", "steps"))
+    found.note(f"{kind}rest", team.ask("timed", "finish"))
 
 
 def size_of(folder: Path) -> int:
@@ -244,11 +263,13 @@ def show(found: dict[str, Found], disk: list[float], nbytes: int, options: argpa
         print(f"| {name} | {cell(name, 'save')} | {rate:.0%} | {cell(name, 'load')} | {' | '.join(peaks)} |")
     print("\n| saved behind the training | training stops for | of its save | steps meanwhile, to others |")
     print("|---|---|---|---|")
-    for name in BEHIND:
+    for name, kind in ((OURS, ""), (DCP, ""), (OURS, "copy: ")):
         seconds = found[name].seconds
-        of_save = statistics.median(ratios(seconds["call"], seconds["save"]))
-        slower = statistics.median(ratios(seconds["steps meanwhile"], seconds["steps"]))
-        print(f"| {name} | {statistics.median(seconds['call']) * 1e3:.0f} ms | {of_save:.1%} | {slower:.2f} |")
+        call = seconds[f"{kind}call"]
+        of_save = statistics.median(ratios(call, seconds["save"]))
+        slower = statistics.median(ratios(seconds[f"{kind}steps meanwhile"], seconds["steps"]))
+        of = f"{name}, safety copy" if kind else name
+        print(f"| {of} | {statistics.median(call) * 1e3:.0f} ms | {of_save:.1%} | {slower:.2f} |")
     about = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
     told = {name: {"seconds": it.seconds, "peak_bytes": it.peak_bytes} for name, it in found.items()}
     print(json.dumps({**about, "options": vars(options), "nbytes": nbytes, "found": told, DD: disk}, default=str))
