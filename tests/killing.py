@@ -29,7 +29,7 @@ def die_before(operation: int, folder: Path) -> None:
 def ended_well(world: int, function: Callable[..., Any], *args: Any) -> bool:
     """Whether all ranks came to their end; False where one ended by `die_before`."""
     try:
-        run_ranks(world, function, *args)
+        run_ranks(world, function, *args, timeout=170)
     except RanksFailed as failed:
         assert any(failure.kind == "exit" for failure in failed.failures.values()), failed
         return False
