@@ -15,32 +15,32 @@ from transformers import AutoModelForCausalLM
 
 from fullshard.integrations.accelerate import plugin_from_config_file
 
-FOLDER = Path(__file__).parent.parent / "examples" / "integrations"
+EXAMPLES = Path(__file__).parent.parent / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(FOLDER / "accelerate.yaml")]
+LAUNCH = [
+    sys.executable,
+    "-m",
+    "accelerate.commands.launch",
+    "--config_file",
+    str(EXAMPLES / "accelerate" / "fsdp.yaml"),
+]
 STEPS = 24
 SMALL = ["--width", "64", "--layers", "2", "--steps", str(STEPS)]
-PAIRS = {"trainer": "trainer_plain.py", "accelerate_loop": "accelerate_plain.py"}
 
 
-def lines(name: str) -> list[str]:
-    return (FOLDER / name).read_text().splitlines(keepends=True)
-
-
-@pytest.mark.parametrize("ours", PAIRS)
-def test_the_diff_is_what_differs_and_one_import(ours):
-    plain = PAIRS[ours]
-    found = list(difflib.unified_diff(lines(plain), lines(f"{ours}.py"), plain, f"{ours}.py", n=1))
-    assert "".join(found) == (FOLDER / f"{ours}.diff").read_text()
-    changed = [line for line in found if re.match(r"[-+][^-+\n]", line) and f"{plain}" not in line]
-    added = [line for line in changed if line.startswith("+") and "examples/" not in line]
-    assert [line for line in added if not line.startswith("+from fullshard.integrations.")] == []
-    assert len(added) == 1
+@pytest.mark.parametrize("name", ["transformers", "accelerate"])
+def test_the_diff_is_one_import(name):
+    before, after = ((EXAMPLES / name / file).read_text().splitlines(True) for file in ("before.py", "after.py"))
+    diff = (EXAMPLES / name / "change.diff").read_text()
+    assert "".join(difflib.unified_diff(before, after, "before.py", "after.py")) == diff
+    (added,) = re.findall(r"^\+[^+].*", diff, re.MULTILINE)
+    assert added.startswith(f"+from fullshard.integrations.{name} import ")
+    assert len(re.findall(r"^-[^-]", diff, re.MULTILINE)) == 1
 
 
 def test_the_configuration_is_read():
-    plugin = plugin_from_config_file(FOLDER / "accelerate.yaml")
+    plugin = plugin_from_config_file(EXAMPLES / "accelerate" / "fsdp.yaml")
     assert plugin.strategy == "zero3"
     assert plugin.transformer_layer_cls_to_wrap == ("LlamaDecoderLayer",)
 
@@ -77,7 +77,7 @@ def killed_once(command: list[str], there: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_trainer_as_ddp_and_after_a_kill(tmp_path):
-    ours, plain = ([*TORCHRUN, str(FOLDER / name)] for name in ("trainer.py", "trainer_plain.py"))
+    ours, plain = ([*TORCHRUN, str(EXAMPLES / "transformers" / name)] for name in ("after.py", "before.py"))
     expected = run([*plain, "--output_dir", str(tmp_path / "ddp"), *SMALL])
     whole = run([*ours, "--output_dir", str(tmp_path / "whole"), *SMALL])
     assert losses(whole) == losses(expected)
@@ -95,7 +95,8 @@ def test_trainer_as_ddp_and_after_a_kill(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_accelerate_as_ddp_and_after_a_kill(tmp_path):
-    ours, plain = [*LAUNCH, str(FOLDER / "accelerate_loop.py")], [*TORCHRUN, str(FOLDER / "accelerate_plain.py")]
+    ours = [*LAUNCH, str(EXAMPLES / "accelerate" / "after.py")]
+    plain = [*TORCHRUN, str(EXAMPLES / "accelerate" / "before.py")]
     expected = run([*plain, "--output_dir", str(tmp_path / "ddp"), *SMALL], ACCELERATE_USE_CPU="true")
     whole = run([*ours, "--output_dir", str(tmp_path / "whole"), *SMALL])
     rounded = [[round(float(loss), 3) for _, loss in losses(printed)] for printed in (expected, whole)]

@@ -1,6 +1,6 @@
 """Train a small Llama on the sources of Python's standard library with transformers' Trainer.
 
-    torchrun --nproc-per-node 2 examples/integrations/trainer.py --output_dir runs/trainer
+    torchrun --nproc-per-node 2 SCRIPT --output_dir runs/trainer
 
 Killed, it goes on with --resume.
 """
@@ -20,7 +20,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-
 from fullshard.integrations.transformers import Trainer
 
 parser = argparse.ArgumentParser()

@@ -1,7 +1,6 @@
 """Train a small Llama on the sources of Python's standard library with a loop of accelerate's.
 
-    accelerate launch --config_file examples/integrations/accelerate.yaml \
-        examples/integrations/accelerate_loop.py --output_dir runs/accelerate
+    accelerate launch --config_file examples/accelerate/fsdp.yaml SCRIPT --output_dir runs/accelerate
 
 Killed, it goes on with --resume_from_checkpoint runs/accelerate/step_6, or whatever was saved last.
 """
@@ -14,11 +13,10 @@ import time
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
-
-from fullshard.integrations.accelerate import Accelerator
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--output_dir", type=Path, required=True)
