@@ -18,13 +18,8 @@ from fullshard.integrations.accelerate import plugin_from_config_file
 EXAMPLES = Path(__file__).parent.parent / "examples"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-LAUNCH = [
-    sys.executable,
-    "-m",
-    "accelerate.commands.launch",
-    "--config_file",
-    str(EXAMPLES / "accelerate" / "fsdp.yaml"),
-]
+CONFIGURATION = EXAMPLES / "accelerate" / "fsdp.yaml"
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGURATION)]
 STEPS = 24
 SMALL = ["--width", "64", "--layers", "2", "--steps", str(STEPS)]
 
@@ -40,14 +35,14 @@ def test_the_diff_is_one_import(name):
 
 
 def test_the_configuration_is_read():
-    plugin = plugin_from_config_file(EXAMPLES / "accelerate" / "fsdp.yaml")
+    plugin = plugin_from_config_file(CONFIGURATION)
     assert plugin.strategy == "zero3"
     assert plugin.transformer_layer_cls_to_wrap == ("LlamaDecoderLayer",)
 
 
 def run(command: list[str], **environment: str) -> str:
     done = subprocess.run(
-        command, env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=170, check=False
+        command, env={**ENVIRONMENT, **environment}, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
