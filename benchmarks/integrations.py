@@ -2,7 +2,7 @@
 
     python benchmarks/integrations.py --rounds 3
 
-trains one model of 16 million parameters on two CPU ranks by each of them in turn, in fresh processes, and prints the
+trains one model of 33 million parameters on two CPU ranks by each of them in turn, in fresh processes, and prints the
 medians of step times and the largest resident memory of a rank; the last line is JSON. DeepSpeed is left out where it
 is not installed.
 """
@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fullshard.testing import run_ranks
 from fullshard.versions import versions
 
-WIDTH, LAYERS, BATCH, STEPS, WARM = 640, 5, 8, 8, 3
+WIDTH, LAYERS, BATCH, STEPS, WARM = 768, 7, 8, 6, 2
 
 
 class Layer(nn.Module):

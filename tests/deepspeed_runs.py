@@ -88,6 +88,7 @@ def config(stage: int, **options: Any) -> dict[str, Any]:
 CASES = {
     **{f"stage{stage}": config(stage) for stage in (0, 1, 2, 3)},
     **{f"stage{stage}_bf16": config(stage, bf16={"enabled": True}) for stage in (1, 2, 3)},
+    "stage1_bf16_fp32sums": config(1, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
     "unclipped": config(2, gradient_clipping=0.0),
     "clipped_hard": config(2, gradient_clipping=0.1),
 }

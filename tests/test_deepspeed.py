@@ -221,10 +221,11 @@ def drive() -> dict[str, Any]:
         engine.lr_scheduler is scheduler,
         engine.module.scale is engine.scale,
     )
-    for call in (engine.step, lambda: engine.no_such_thing):
+    again = partial(deepspeed.initialize, model=engine.module, config=config(3))
+    for call in (engine.step, lambda: engine.no_such_thing, again):
         try:
             call()
-        except (StateError, AttributeError) as error:
+        except (StateError, AttributeError, ConfigError) as error:
             said.setdefault("errors", []).append(str(error))
     return said
 
@@ -238,9 +239,10 @@ def test_an_engine_counts_and_tells():
         assert said["sizes"] == (8, 2, 2)
         assert said["units"] == ["", "blocks.0", "blocks.1"]
         assert said["same"] == (True, True, True)
-        without_backward, unknown = said["errors"]
+        without_backward, unknown, twice = said["errors"]
         assert "engine.step() without engine.backward(loss)" in without_backward
         assert "no_such_thing" in unknown
+        assert "has been sharded" in twice
 
 
 def count_reductions(stage: int) -> int:

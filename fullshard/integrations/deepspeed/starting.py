@@ -107,6 +107,11 @@ def _config(args: Any, config: Config | None, config_params: Config | None) -> C
 
 
 def _shard(model: nn.Module, settings: Configuration, device: torch.device, policy: AutoWrapPolicy | None) -> None:
+    if turns_in(model):
+        raise ConfigError(
+            "the model given to initialize has been sharded, wholly or in parts. Pass a plain one: the configuration's "
+            "ZeRO stage says how it is sharded, and auto_wrap_policy= which modules are units."
+        )
     if settings.low_precision:  # the optimizer steps float32 values, whatever the model came in
         for param in model.parameters():
             if is_castable(param.dtype):
