@@ -36,14 +36,21 @@ sys.path.append(str(Path(__file__).parent.parent / "tests"))
 from hosts import sent_bytes, torchrun, two_hosts, wait_for
 
 S, G = Placement.SHARDED, Placement.GROUPED
+HPZ = Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S)
 SYSTEMS = {
     "zero3": ours("zero3"),
     "zero2": ours("zero2"),
     "zero1": ours("zero1"),
     "ddp": ours("ddp"),
-    "hpZ": ours(Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S)),
+    "hpZ": ours(HPZ),
     "HFSDP": ours(Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S)),
     "hsdp": ours("hsdp"),
+    "zero3, bf16 sums": ours("zero3", reduce_wire="bf16"),
+    "zero3, int8": ours("zero3", gather_wire="int8", reduce_wire="int8"),
+    "zero3, fp8 and int4": ours("zero3", gather_wire="fp8", reduce_wire="int4"),
+    "hpZ, int8": ours(HPZ, gather_wire="int8", reduce_wire="int8"),
+    "hsdp, int8 sums": ours("hsdp", reduce_wire="int8"),
+    "hsdp, int4 sums": ours("hsdp", reduce_wire="int4"),
     "torch FSDP2": peers.fsdp2(),
     "torch DDP": peers.ddp(),
 }
@@ -124,9 +131,10 @@ def measure(options: argparse.Namespace) -> None:
             "parameter_bytes": 4 * workload.parameter_count(),
             "seconds": {name: it.seconds[options.warmup :] for name, it in contenders.items()},
             "sent_bytes": {name: statistics.median(counts[options.warmup :]) for name, counts in sent.items()},
-            "loss_differs": max(
-                abs(a - b) for it in contenders.values() for a, b in zip(it.losses, first.losses, strict=True)
-            ),
+            "loss_differs": {
+                name: max(abs(a - b) for a, b in zip(it.losses, first.losses, strict=True))
+                for name, it in contenders.items()
+            },
         }
         if options.result is None:
             print(json.dumps(found))
@@ -139,16 +147,16 @@ def measure(options: argparse.Namespace) -> None:
 def show(options: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
     """The table, as Markdown, and everything in it as JSON."""
     some = next(iter(found.values()))
-    print(f"parameters: {some['parameter_bytes'] / 1e6:.1f} MB")
-    print(f"losses differ by at most {max(it['loss_differs'] for it in found.values()):.1e}\n")
-    print(f"| | MB sent | {' | '.join(found)} |")
-    print(f"|---|---{'|---' * len(found)}|")
+    print(f"parameters: {some['parameter_bytes'] / 1e6:.1f} MB\n")
+    print(f"| | MB sent | {' | '.join(found)} | losses differ by |")
+    print(f"|---|---{'|---' * len(found)}|---|")
     for name in options.systems:
         cells = [f"{some['sent_bytes'][name] / 1e6:.1f}"]
         for measured in found.values():
             seconds, firsts = measured["seconds"][name], next(iter(measured["seconds"].values()))
             ratio = statistics.median(a / b for a, b in zip(seconds, firsts, strict=True))
             cells.append(f"{statistics.median(seconds) * 1e3:.0f} ms ({ratio:.2f})")
+        cells.append(f"{max(measured['loss_differs'][name] for measured in found.values()):.1e}")
         print(f"| {name} | {' | '.join(cells)} |")
     about = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
     print(json.dumps({**about, "options": vars(options), "found": found}, default=str))

@@ -113,6 +113,15 @@ def test_training_in_bfloat16_stays_near(two_ranks: Path, tmp_path: Path) -> Non
     assert losses(trained(2, tmp_path, "--dtype", "bfloat16")) == pytest.approx(losses(two_ranks), rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "wires", [("--gather-wire", "fp8"), ("--strategy", "hsdp", "--gather-wire", "int8", "--reduce-wire", "int4")]
+)
+def test_training_with_less_on_the_wire_stays_near(two_ranks: Path, wires: tuple[str, ...], tmp_path: Path) -> None:
+    found = losses(trained(2, tmp_path, *wires))
+    assert found != losses(two_ranks)
+    assert found == pytest.approx(losses(two_ranks), rel=0.02)
+
+
 def validate_again(out: Path) -> float:
     settings = trained_settings(out)
     text = write_text(find_text(settings.text.text), out / "text")

@@ -115,6 +115,22 @@ def test_a_run_goes_on_at_another_world_size_with_the_same_steps(whole, world, t
     assert losses(tmp_path) == pytest.approx(losses(whole), rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("wires", "exact"),
+    [
+        (("--gather-wire", "int8", "--reduce-wire", "bf16"), True),
+        (("--gather-wire", "fp8", "--reduce-wire", "int4"), False),
+    ],
+)
+def test_what_travels_encoded_is_saved_in_full(wires, exact, tmp_path):
+    """Only what the last messages of a step have lacked is not in a checkpoint."""
+    expected = ran(2, tmp_path / "whole", *wires)
+    out = tmp_path / "stopped"
+    ran(2, out, *wires, stop_at=2)
+    ran(2, out, *wires, "--resume", "auto")
+    assert losses(out) == (losses(expected) if exact else pytest.approx(losses(expected), rel=0.02))
+
+
 def test_damage_costs_the_steps_since_the_one_before(whole, tmp_path):
     ran(2, tmp_path, stop_at=3)
     os.truncate(latest(tmp_path / "checkpoints") / "__1_0.distcp", 10)
@@ -179,6 +195,10 @@ def test_auto_needs_to_know_where():
         (["--keep", "0"], "at least 1"),
         (["--checkpoint-every", "-1"], "at least 0"),
         (["--resume", "no/where"], "there is no such folder"),
+        (["--gather-wire", "int4"], "Take one of int8 or fp8"),
+        (["--gather-wire", "int8", "--strategy", "ddp"], "no parameters are gathered"),
+        (["--reduce-wire", "fp8"], "Take one of bf16, int8 or int4"),
+        (["--reduce-wire", "bf16", "--reduce-dtype", "bfloat16"], "summed in float32"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(argv, words):

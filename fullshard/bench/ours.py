@@ -16,14 +16,16 @@ __all__ = ["REPLICAS", "ours"]
 REPLICAS = 2  # of a hybrid strategy
 
 
-def ours(strategy: str | Placements) -> Build:
-    """`fully_shard` under `strategy`, each block a unit."""
+def ours(strategy: str | Placements, *, gather_wire: str | None = None, reduce_wire: str | None = None) -> Build:
+    """`fully_shard` under `strategy`, each block a unit; numbers travel as the precision policy is told."""
 
     def build(workload: Workload, model: Model) -> Trainer:
         mesh = _mesh(workload.device_type, replicated=resolve_placements(strategy).replicated)
         policy = MixedPrecisionPolicy(
             param_dtype=workload.compute_dtype if workload.casts else None,
             reduce_dtype=model.head.weight.dtype,
+            gather_wire=gather_wire,
+            reduce_wire=reduce_wire,
         )
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, strategy=strategy, mp_policy=policy)

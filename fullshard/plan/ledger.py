@@ -138,10 +138,17 @@ class _SectionPlan:
         return self.placements.optimizer is Placement.SHARDED
 
     @property
+    def _casts(self) -> bool:
+        """Whether compute sees other numbers than rest, see `Section.casts`."""
+        contract = self.section.contract
+        encodes = contract.gather_wire is not None and self._cuts and self.layout.world > 1
+        return encodes or contract.stored != contract.compute
+
+    @property
     def rest_nbytes(self) -> int:
         """Bytes between steps, beyond a whole buffer that is kept."""
         stored, layout = self.section.contract.stored.itemsize, self.layout
-        if self.placements.parameters is Placement.WHOLE and not self.section.casts:
+        if self.placements.parameters is Placement.WHOLE and not self._casts:
             return layout.pack_numel * stored if self._cuts else 0
         return stored * (layout.shard_numel if self._cuts else layout.whole_numel)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fullshard.errors import ConfigError
 from fullshard.options import near_matches
+from fullshard.precision import GATHER_WIRES, REDUCE_WIRES
 from fullshard.strategy import ShardingStrategy
 from fullshard.train.model import shape_of
 from fullshard.train.parallelism import replicas_of, sequences_of
@@ -39,7 +40,7 @@ def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
     """
     _check_parallelism(settings.parallelism, world, machines)
     _check_optimization(settings.optimization, world)
-    _check_memory(settings.memory)
+    _check_memory(settings.memory, settings.parallelism)
     _check_run(settings.run)
     shape_of(settings.model)
     source = find_text(settings.text.text)
@@ -75,10 +76,24 @@ def _check_optimization(settings: OptimizationSettings, world: int) -> None:
     sequences_of(settings, world)
 
 
-def _check_memory(settings: MemorySettings) -> None:
+def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> None:
     if settings.dtype is not None:
         _check_choice("dtype", settings.dtype, DTYPES)
     _check_choice("reduce-dtype", settings.reduce_dtype, DTYPES)
+    if settings.gather_wire is not None:
+        _check_choice("gather-wire", settings.gather_wire, GATHER_WIRES)
+        if parallelism.strategy == "ddp":
+            raise ConfigError(
+                f"--gather-wire {settings.gather_wire}: under --strategy ddp no parameters are gathered. Leave it out, "
+                "or take another strategy."
+            )
+    if settings.reduce_wire is not None:
+        _check_choice("reduce-wire", settings.reduce_wire, REDUCE_WIRES)
+        if settings.reduce_dtype != "float32":
+            raise ConfigError(
+                f"--reduce-wire {settings.reduce_wire}: what travels encoded is summed in float32, but --reduce-dtype "
+                f"is {settings.reduce_dtype}. Leave one of them out."
+            )
 
 
 def _check_checkpoints(settings: CheckpointSettings) -> None:

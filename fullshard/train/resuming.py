@@ -16,7 +16,8 @@ AUTO = "auto"
 # What decides the numbers of a run, beside what a step is made of.
 _FIXED = (
     *("text", "seq", "size", "layers", "heads", "width", "mlp-ratio"),
-    *("steps", "lr", "min-lr", "warmup", "weight-decay", "clip", "dtype", "reduce-dtype", "seed"),
+    *("steps", "lr", "min-lr", "warmup", "weight-decay", "clip", "seed"),
+    *("dtype", "reduce-dtype", "gather-wire", "reduce-wire"),
 )
 
 

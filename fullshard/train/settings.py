@@ -84,6 +84,12 @@ class MemorySettings:
     GPUs, float32 on CPUs."""
     reduce_dtype: str = "float32"
     """What gradients are summed in: float32 or bfloat16."""
+    gather_wire: MaybeStr = None
+    """How parameters travel: int8 or fp8, a quarter of float32's bytes, for slow links. Numbers differ then from those
+    of full precision. Left out: in what computes."""
+    reduce_wire: MaybeStr = None
+    """How gradients travel: bf16, int8 or int4, to be summed in float32. What a message lacks is added to the next one,
+    but for bf16. Left out: in what they are summed in."""
     activation_checkpointing: bool = False
     """Keep only what enters a block, and compute the block again in backward: less memory, about a third more time."""
 

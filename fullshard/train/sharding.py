@@ -41,11 +41,13 @@ def mesh_of(settings: TrainSettings, rank: Rank) -> DeviceMesh:
 
 
 def precision_of(settings: MemorySettings, device: torch.device) -> MixedPrecisionPolicy:
-    """The dtype that computes and the one that sums gradients; parameters at rest stay float32."""
+    """What computes, what sums gradients and how both travel; parameters at rest stay float32."""
     compute = dtype_of(settings, device)
     return MixedPrecisionPolicy(
         param_dtype=None if compute is torch.float32 else compute,
         reduce_dtype=getattr(torch, settings.reduce_dtype),
+        gather_wire=settings.gather_wire,
+        reduce_wire=settings.reduce_wire,
     )
 
 
