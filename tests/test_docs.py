@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import ShardingStrategy, fully_shard, recording
 from fullshard.strategy import resolve_placements
 from fullshard.testing import run_ranks
+from fullshard.wire_codec import codec_named
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -109,6 +110,11 @@ def test_the_readme_quotes_an_error_as_it_is():
     quoted = re.search(r"^fullshard\.errors\.ConfigError: (.*?)^```", page("README.md"), re.MULTILINE | re.DOTALL)[1]
     with pytest.raises(ValueError, match=re.escape(" ".join(quoted.split()))):
         resolve_placements("zero4")
+
+
+def test_bytes_on_the_wire_are_those_of_the_codecs():
+    for word, _, told, _ in rows(section(page("docs/networks.md"), "Less on the wire")):
+        assert f"{codec_named(word).nbytes(1 << 20) / (1 << 20):.3g}" == told
 
 
 def test_files_that_pages_name_exist():
