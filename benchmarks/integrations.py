@@ -2,9 +2,9 @@
 
     python benchmarks/integrations.py --rounds 3
 
-trains one model of 33 million parameters on two CPU ranks by each of them in turn, in fresh processes, and prints the
-medians of step times and the largest resident memory of a rank; the last line is JSON. DeepSpeed is left out where it
-is not installed.
+trains one model of 33 million parameters on two CPU ranks by each of them in turn, in fresh processes. It prints the
+medians of a step's time and of the processor time that a rank spends on it, which other work on the machine disturbs
+less, and the largest resident memory of a rank; the last line is JSON. DeepSpeed is left out where it is not installed.
 """
 
 from __future__ import annotations
@@ -59,8 +59,20 @@ def batch(step: int) -> Tensor:
     return torch.randn(BATCH, 16, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def by_deepspeed(stage: int, ours: bool) -> tuple[list[float], float]:
-    """Seconds of each step, and the last loss."""
+Took = tuple[float, float]  # milliseconds that passed, and of the processor
+
+
+def now() -> Took:
+    return 1000 * time.perf_counter(), 1000 * time.process_time()
+
+
+def since(began: Took) -> Took:
+    passed, spent = now()
+    return passed - began[0], spent - began[1]
+
+
+def by_deepspeed(stage: int, ours: bool) -> tuple[list[Took], float]:
+    """What each step took, and the last loss."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ["DEEPSPEED_LOG_LEVEL"] = "error"
     if ours:
@@ -75,25 +87,25 @@ def by_deepspeed(stage: int, ours: bool) -> tuple[list[float], float]:
         "optimizer": optimizer,
     }
     engine, *_ = deepspeed.initialize(model=(model := Model()), model_parameters=model.parameters(), config=config)
-    seconds = []
+    took = []
     for step in range(STEPS):
-        began = time.perf_counter()
+        began = now()
         loss = engine(batch(step))
         engine.backward(loss)
         engine.step()
-        seconds.append(time.perf_counter() - began)
-    return seconds, loss.item()
+        took.append(since(began))
+    return took, loss.item()
 
 
-def by_lightning(ours: bool) -> tuple[list[float], float]:
-    """Seconds of each step, and the last loss."""
+def by_lightning(ours: bool) -> tuple[list[Took], float]:
+    """What each step took, and the last loss."""
     import lightning
     from lightning.pytorch.strategies import DDPStrategy
 
     from fullshard.integrations.lightning import FullShardStrategy
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    seconds: list[float] = []
+    took: list[Took] = []
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
@@ -105,10 +117,10 @@ def by_lightning(ours: bool) -> tuple[list[float], float]:
             return self.last
 
         def on_train_batch_start(self, *_: Any) -> None:
-            self.began = time.perf_counter()
+            self.began = now()
 
         def on_train_batch_end(self, *_: Any) -> None:
-            seconds.append(time.perf_counter() - self.began)
+            took.append(since(self.began))
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
@@ -127,7 +139,7 @@ def by_lightning(ours: bool) -> tuple[list[float], float]:
     module = Module()
     data = TensorDataset(torch.cat([batch(step) for step in range(STEPS)]))
     trainer.fit(module, DataLoader(data, batch_size=BATCH))
-    return seconds, module.last.item()
+    return took, module.last.item()
 
 
 SYSTEMS: dict[str, tuple[Any, ...]] = {
@@ -142,37 +154,36 @@ SYSTEMS: dict[str, tuple[Any, ...]] = {
 
 
 def measure(name: str) -> dict[str, float]:
-    """What one rank finds: milliseconds of a step, mebibytes, loss."""
+    """What one rank finds."""
     warnings.simplefilter("ignore")
     function, *arguments = SYSTEMS[name]
-    seconds, loss = function(*arguments)
+    took, loss = function(*arguments)
+    passed, spent = (statistics.median(column) for column in zip(*took[WARM:], strict=True))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"ms": 1000 * statistics.median(seconds[WARM:]), "MiB": peak, "loss": loss}
+    return {"ms": passed, "CPU ms": spent, "MiB": peak, "loss": loss}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--only", default="", help="what the names of the systems to run have in them")
+    options = parser.parse_args()
     there = importlib.util.find_spec("deepspeed") is not None
-    names = [name for name in SYSTEMS if there or not name.startswith("DeepSpeed")]
+    names = [name for name in SYSTEMS if options.only in name and (there or not name.startswith("DeepSpeed"))]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for name in names:
             found[name].append(run_ranks(2, measure, name, timeout=300.0)[0])
-    print(f"{platform.machine()}, {os.cpu_count()} cores, {versions()}; {rounds} rounds of {STEPS - WARM} steps")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, {versions()}; {options.rounds} rounds of {STEPS - WARM} steps"
+    )
     rows = {}
     for name, its in found.items():
-        ms = [it["ms"] for it in its]
-        rows[name] = {
-            "ms": round(statistics.median(ms), 1),
-            "from": round(min(ms), 1),
-            "to": round(max(ms), 1),
-            "MiB": round(max(it["MiB"] for it in its)),
-            "loss": its[0]["loss"],
-        }
-        took = f"{rows[name]['ms']} ms ({rows[name]['from']} to {rows[name]['to']})"
-        print(f"{name:30}{took:>32}{rows[name]['MiB']:7} MiB  loss {rows[name]['loss']:.6f}")
+        of_step, of_cpu, peak = ([it[what] for it in its] for what in ("ms", "CPU ms", "MiB"))
+        rows[name] = {"ms": statistics.median(of_step), "CPU ms": statistics.median(of_cpu), "MiB": max(peak)}
+        spread = f"{min(of_step):.0f} to {max(of_step):.0f}"
+        said = " ".join(f"{value:7.0f} {what}" for what, value in rows[name].items())
+        print(f"{name:30}{said}; {spread} ms; loss {its[0]['loss']:.6f}")
     print(json.dumps(rows))
 
 
