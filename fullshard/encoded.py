@@ -29,6 +29,8 @@ from fullshard.wire_codec import Codec
 
 __all__ = ["EncodedGather", "EncodedSums", "Residuals", "TermName", "residual_numel"]
 
+_DECODED_AT_ONCE = 1 << 20  # numbers: in large worlds parts are small, and operations on one at a time cost the host
+
 TermName = tuple[object, ...]  # what a term is of, and then all that it consists of
 Residuals = dict[object, tuple[TermName, Tensor]]
 """What messages over one wire have lacked, by what they were of."""
@@ -99,24 +101,20 @@ class EncodedSums:
         """See `Collectives.reduce_scatter`. One message to each other rank."""
         wire, codec = self._wire, self._codec
         sizes = [codec.nbytes(n) for n in part_numels]
-        others = [rank for rank in range(wire.world) if rank != wire.rank]
-        room = self._scratch.take(2 * len(others) * sum(sizes), torch.uint8)
-        sent, received = room.view(2, len(others), -1)
+        others = wire.world - 1
+        room = self._scratch.take(2 * others * sum(sizes), torch.uint8)
+        sent, received = room.view(2, others, -1)
         for name, whole, n, message in zip(self._names, wholes, part_numels, sent.split(sizes, 1), strict=True):
-            self._encode(name, self._parts_of_others(whole, n), len(others), n, message)
+            self._encode(name, self._parts_of_others(whole, n), others, n, message)
         arrived = wire.all_to_all(
             self._by_rank(received), self._by_rank(sent), common_nbytes=wire.world * sum(sizes), tag=tag, origin=origin
         )
 
         def add() -> None:
             for out, whole, n, message in zip(sums, wholes, part_numels, received.split(sizes, 1), strict=True):
-                mine = whole[wire.rank * n : (wire.rank + 1) * n]
-                for rank in range(wire.world):
-                    if rank == wire.rank:
-                        _add(out, mine, adds=rank > 0)
-                    else:
-                        theirs = message[others.index(rank)].view(1, -1)
-                        codec.decode(theirs, n, out.view(1, -1), self._scratch, adds=rank > 0)
+                self._add(out, message[: wire.rank], n, adds=False)
+                _add(out, whole[wire.rank * n : (wire.rank + 1) * n], adds=wire.rank > 0)
+                self._add(out, message[wire.rank :], n, adds=True)
             if divisor != 1:
                 torch._foreach_div_(list(sums), divisor)
             self._scratch.give(room)
@@ -152,9 +150,26 @@ class EncodedSums:
             self._encode(("sum", *name), [(0, total)], 1, n, message)
         wire.all_gather([room], [messages[wire.rank]], tag=tag, origin=origin).wait()
         for tensor, n, message in zip(tensors, part_numels, messages.split(sizes, 1), strict=True):
-            for rank, place in enumerate(tensor.split(n) if n else ()):
-                codec.decode(message[rank : rank + 1], n, place.view(1, -1), self._scratch)
+            full = tensor.numel() // n if n else 0
+            codec.decode(message[:full], n, tensor[: full * n].view(full, n), self._scratch)
+            if full * n < tensor.numel():
+                codec.decode(message[full : full + 1], n, tensor[full * n :].view(1, -1), self._scratch)
         self._scratch.give(room)
+
+    def _add(self, out: Tensor, message: Tensor, n: int, *, adds: bool) -> None:
+        """Add what each row of `message` says to `out`, one after the other; without `adds`, the first replaces it."""
+        several = max(1, _DECODED_AT_ONCE // max(1, n))
+        for start in range(0, len(message), several):
+            rows = message[start : start + several]
+            if len(rows) == 1:
+                self._codec.decode(rows, n, out.view(1, -1), self._scratch, adds=adds or start > 0)
+                continue
+            room = self._scratch.take(len(rows) * out.numel(), torch.float32)
+            terms = room.view(len(rows), out.numel())
+            self._codec.decode(rows, n, terms, self._scratch)
+            for i, term in enumerate(terms):
+                _add(out, term, adds=adds or start + i > 0)
+            self._scratch.give(room)
 
     def _parts_of_others(self, whole: Tensor, n: int) -> list[tuple[int, Tensor]]:
         """What of `whole` is for ranks before this one, and for those after it, and where it starts beside the rest."""

@@ -19,12 +19,15 @@ from fullshard import (
     Placement,
     Placements,
     ShardingStrategy,
+    collectives,
+    encoded,
     explain,
     fully_shard,
     recording,
     share_memory_between_ranks,
 )
 from fullshard.buffers import Pool
+from fullshard.collectives import PairwiseCollectives
 from fullshard.plan.ledger import measure_ledger, predict_ledger
 from fullshard.record import Recorder
 from fullshard.runtime import turns_in
@@ -323,6 +326,43 @@ def sum_by_hand(grads: Tensor) -> Tensor:
 
 def test_bf16_messages_are_summed_in_float32_and_any_messages_by_shared_memory_or_not():
     assert_same(run_ranks(2, learn_reduced, True), run_ranks(2, learn_reduced, False))
+
+
+class Queue(PairwiseCollectives):
+    """What a backend is whose calls are queued: nobody waits for them."""
+
+    is_queued = True
+
+    def _compare(self, call: Any) -> None:
+        return None
+
+    def _all_gather(self, *args: Any) -> Any:
+        super()._all_gather(*args)()
+        return lambda: None
+
+    def _all_to_all(self, *args: Any) -> Any:
+        super()._all_to_all(*args)()
+        return lambda: None
+
+
+def however_it_is_done() -> None:
+    cases = [("zero3", "int4"), ("zero1", "bf16"), ("ddp", "int8")]
+
+    def learn_all() -> list[Any]:
+        policies = [MixedPrecisionPolicy(gather_wire="int8" if s != "ddp" else None, reduce_wire=w) for s, w in cases]
+        return [learn(sharded(strategy, policy)) for (strategy, _), policy in zip(cases, policies, strict=True)]
+
+    share_memory_between_ranks(False)
+    expected = learn_all()
+    encoded._DECODED_AT_ONCE = 1
+    assert_same(learn_all(), expected, name="decoded one at a time")
+    for group, device in collectives._of_group:
+        collectives._of_group[group, device] = Queue(group)
+    assert_same(learn_all(), expected, name="queued")
+
+
+def test_bits_are_the_same_on_a_queue_and_however_many_parts_are_decoded_at_once():
+    run_ranks(3, however_it_is_done)
 
 
 def reduced_bytes(strategies: Any, wires: Any) -> list[tuple[int, int, int, int]]:
