@@ -12,15 +12,20 @@ from fullshard.collectives import NativeCollectives
 from fullshard.plan.ledger import measure_ledger, predict_ledger
 from fullshard.runtime import turns_in
 from fullshard.testing import run_ranks
+from fullshard.wire_codec import codec_named
 
 WORLD = 512
 
 
-def in_large_world(strategy: str) -> None:
+def make_large_world() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.destroy_process_group()
     torch.distributed.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+
+
+def in_large_world(strategy: str) -> None:
+    make_large_world()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
     assert all(isinstance(turn.unit.wires.shard, NativeCollectives) for turn in turns_in(model))
@@ -47,3 +52,29 @@ def in_large_world(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 def test_rank_0_of_512_sends_and_holds_what_the_formulas_say(strategy):
     run_ranks(1, in_large_world, strategy)
+
+
+def encoded_in_large_world(strategy: str, gather_wire: str | None) -> None:
+    make_large_world()
+    policy = MixedPrecisionPolicy(gather_wire=gather_wire, reduce_wire="int8")
+    model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(2):
+        with recording() as record:
+            model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert {event.name for event in record.collectives()} == {"all_gather", "all_to_all"}
+    sections = [section for turn in turns_in(model) for section in turn.unit.sections]
+    if strategy != "ddp":
+        assert not any(section.layout.in_place for section in sections)  # all are packed: one message a section
+        int8 = [codec_named("int8").nbytes(section.layout.pack_numel) for section in sections]
+        assert record.sent_bytes("all_to_all") == sum(int8) * (WORLD - 1)
+        assert record.sent_bytes("all_gather") == (2 * sum(int8) - int8[0]) * (WORLD - 1)
+    measured = measure_ledger(model, optimizer, lambda: model(inputs(0)).square().mean())
+    assert measured == predict_ledger(model, activations=measured.activations)
+
+
+@pytest.mark.parametrize(("strategy", "gather_wire"), [("zero3", "fp8"), ("ddp", None)])
+def test_encoded_messages_are_bytes_on_the_backends_own_collectives(strategy, gather_wire):
+    run_ranks(1, encoded_in_large_world, strategy, gather_wire)
