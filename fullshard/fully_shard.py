@@ -255,6 +255,7 @@ class FSDPModule:
         """
         turn = turn_of(_module(self))
         runtime_of(_module(self)).start_unshard(turn, Phase.IDLE)
+        turn.is_asked_for = True
         handle = UnshardHandle([turn])
         if async_op:
             return handle
@@ -263,7 +264,9 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Have the unit's shards, and free the whole parameters."""
-        turn_of(_module(self)).unit.reshard()
+        turn = turn_of(_module(self))
+        turn.is_asked_for = False
+        turn.unit.reshard()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

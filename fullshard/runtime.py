@@ -83,6 +83,7 @@ class Turn:
     runtime: Runtime | None = None
     number: int = -1
     holds: int = 0
+    is_asked_for: bool = False  # by the user's `unshard`, until it is resharded
     summoned: bool = False  # the modules have whole parameters of the user's, not the unit's
     arrived: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)  # modules whose forward is over, where the unit has several
@@ -443,7 +444,7 @@ class Runtime:
 
     def _make_room(self, unit: Unit) -> None:
         """Let `unit` have memory of its own, since the unit that it shares memory with is whole too."""
-        idle = [t for t in self.turns if t.unit is unit.slot.occupant and t.holds == 0]
+        idle = [t for t in self.turns if t.unit is unit.slot.occupant and t.holds == 0 and not t.is_asked_for]
         for turn in idle:  # prefetched, or kept for later: it can be gathered again
             self._reshard(turn, Phase.IDLE)
         if not unit.can_fill:
@@ -451,6 +452,7 @@ class Runtime:
             unit.move(Slot(self._device))
 
     def _reshard(self, turn: Turn, phase: Phase, *, keep: bool = False) -> None:
+        turn.is_asked_for = False
         turn.unit.reshard(phase, keep=keep)
         start = None if keep else self._filled.pop(turn.number, None)
         if start is not None:

@@ -669,17 +669,18 @@ def a_method_beside_forward(shard: Shard) -> list[Any]:
 
 
 def whole_by_hand(shard: Shard) -> list[Any]:
-    """Between `unshard` and `reshard`, weights are plain tensors of the whole shape."""
+    """Between `unshard` and `reshard`, weights are plain tensors of the whole shape: of as many units as one likes."""
     model = chain(shard)
     left = learn(model, steps=3)
     layer = model.layers[1]
     if shard is not leave:
-        layer.unshard()
-    assert type(layer.up.weight) is nn.Parameter
-    assert not isinstance(layer.up.weight, DTensor)
-    left.append(layer.up.weight.detach().clone())
+        for each in model.layers:  # units that take turns on memory
+            each.unshard()
+    assert {type(each.up.weight) for each in model.layers} == {nn.Parameter}
+    left += [each.up.weight.detach().clone() for each in model.layers]
     if shard is not leave:
-        layer.reshard()
+        for each in model.layers:
+            each.reshard()
         assert isinstance(layer.up.weight, DTensor)
         handle = layer.unshard(async_op=True)
         handle.wait()
