@@ -201,12 +201,17 @@ def memory_is_shared(model: nn.Module) -> bool:
 
 
 def poison_freed(model: nn.Module) -> None:
-    """Write noise over the memory of every unit that is not whole: nothing may read it."""
+    """Write noise over the memory of every unit that is not whole: nothing may read it.
+
+    Ranks may have that memory in common, so all of them must be as far, and none goes on before all have written.
+    """
+    dist.barrier()
     for turn in turns_in(model):
         if not turn.unit.is_filled:
             storage = turn.unit.slot.storage
             assert storage.nbytes() == 0 or turn.unit.slot.shared
             torch.empty(0).set_(storage).fill_(torch.nan)
+    dist.barrier()
 
 
 def most_whole(record: Recorder) -> int:

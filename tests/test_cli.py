@@ -41,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         (["--width", "100", "--heads", "3"], "Take --width 96"),
         (["--ranks", "2", "--batch", "7"], "Take 6 or 8"),
         (["--ranks", "0"], "at least 1 rank"),
-        (["--ranks", "3", "--strategy", "hsdp"], "Take one of 1, 3"),
+        (["--ranks", "3", "--strategy", "hsdp", "--replicas", "2"], "Take one of 1, 3"),
         (["--replicas", "2"], "has no replicas"),
         (["--steps", "0"], "at least 1"),
         (["--steps", "many"], "must be a whole number"),
