@@ -87,6 +87,7 @@ def like_one_another(world: int) -> None:
             assert_same(learn(chain(partial(fully_shard, strategy=strategy)), quiet), expected, name=strategy)
 
 
+@pytest.mark.slow
 def test_three_ranks_add_up_the_same_bits_under_every_strategy():
     run_ranks(3, like_one_another, 3)
 

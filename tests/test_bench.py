@@ -119,6 +119,7 @@ def test_on_three_ranks_this_library_still_has_the_same_bits():
     assert differences(plan("fullshard-zero3", workload=workload)) == {"fullshard-zero3": 0.0}
 
 
+@pytest.mark.slow
 def test_in_bfloat16_they_agree_as_closely_as_it_lets_them():
     workload = Workload(shape=SIZES["tiny"], world=2, dtype="bf16")
     found = differences(plan("fullshard-zero3", "torch-ddp", "torch-fsdp1", "torch-fsdp2", workload=workload))

@@ -156,5 +156,6 @@ def whole_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {name: whole(tensor) for name, tensor in {**model.state_dict(), **states}.items()}
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_is_no_part_of_a_checkpoint(tmp_path):
     run_ranks(4, through_tensor_parallelism, tmp_path, timeout=120)

@@ -149,6 +149,7 @@ def test_every_rank_computes_with_what_the_same_bytes_stand_for():
     assert_same(run_ranks(2, gathers_of_all, True, SHARDING), run_ranks(2, gathers_of_all, False, ["zero3"]))
 
 
+@pytest.mark.slow
 def test_groups_and_replicas_have_the_same_numbers_too():
     """What crosses groups is encoded, and what is gathered within a group is what came of it."""
     for zero3, *grouped in run_ranks(4, gathers_of, ("zero3", HPZ), "int8"):
@@ -456,6 +457,7 @@ def residuals_are_counted(strategies: Any) -> None:
             assert ("lacked" in told) == (wire == "int8")
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_messages_is_counted_by_the_formula_as_it_is_measured():
     run_ranks(2, residuals_are_counted, ("ddp", "zero1", "zero3"))
     run_ranks(4, residuals_are_counted, ("hsdp", HFSDP))

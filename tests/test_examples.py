@@ -60,6 +60,7 @@ def test_the_ladder_has_seven_rungs_that_name_their_command():
         assert re.search(command, (EXAMPLES / name).read_text())
 
 
+@pytest.mark.slow
 def test_eight_lines_by_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
@@ -77,6 +78,7 @@ def test_eight_lines_are_marked():
     assert sorted(re.search(r"# (\d)", line)[1] for line in lines) == list("12345678")
 
 
+@pytest.mark.slow
 def test_wrapper():
     *structure, units, dtypes, learned = printed_by(2, "2_wrapper.py").splitlines()
     assert sum("FullyShardedDataParallel" in line for line in structure) == 2  # the root, and "(0-2): 3 x ..."

@@ -157,6 +157,7 @@ def learn_on_three() -> None:
             assert_same(other, first, name=base)
 
 
+@pytest.mark.slow
 def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
     run_ranks(3, learn_on_three, timeout=170)
 

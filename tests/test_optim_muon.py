@@ -250,7 +250,7 @@ def followed(world: int) -> list[dict[str, Recorder]]:
     return run_ranks(world, follow_all)
 
 
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])
+WORLDS = pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
 
 
 @WORLDS

@@ -227,7 +227,10 @@ def load_state(folder: str, expected: dict[str, Any]) -> None:
         learn(model, optimizer, range(2, 3))
 
 
-@pytest.mark.parametrize(("saved_by", "strategy", "loaded_by"), [(2, "zero3", 3), (3, "ddp", 2), (3, "zero1", 1)])
+@pytest.mark.parametrize(
+    ("saved_by", "strategy", "loaded_by"),
+    [(2, "zero3", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "ddp", 2), (3, "zero1", 1)))],
+)
 def test_states_are_loaded_at_any_world_size(tmp_path, saved_by, strategy, loaded_by):
     """From one file that any rank may read, without a message, and from files of shards."""
     expected = run_ranks(saved_by, save_state, str(tmp_path), strategy)[0]

@@ -126,6 +126,7 @@ def test_every_strategy_has_the_bits_of_the_plain_process():
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_three_ranks_and_two_axes_do_too(ranks, options):
     report = check_parity(Net, make_batch, ranks=ranks, **{"strategies": ["zero3"], **QUICK, "steps": 5, **options})
     assert report.is_bit_for_bit, report
@@ -550,6 +551,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 def test_modules_are_found_in_the_current_folder(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
     argv = ["--model", "mine:make_model", "--batch", "mine:make_batch", "--loss", "mine:loss", "--ranks", "2"]

@@ -187,6 +187,7 @@ def test_what_is_to_be_done_when_all_are_as_far_is_done_once_and_by_whoever_wait
     assert done == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_a_full_socket_is_emptied_by_the_one_that_waits(meet):
     """Both may have more to say than the system keeps, before either listens."""
     first, second = meet(Ranks(2))
@@ -421,7 +422,7 @@ def trained(shares: bool, axes: tuple[int, ...], precision: MixedPrecisionPolicy
     return {name: param.full_tensor() for name, param in model.named_parameters()}
 
 
-@pytest.mark.parametrize("axes", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize("axes", [(2,), *(pytest.param(axes, marks=pytest.mark.slow) for axes in ((4,), (2, 2)))])
 def test_training_gives_the_same_bits_with_and_without(axes):
     ranks = 2 if axes == (2,) else 4
     for precision in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):

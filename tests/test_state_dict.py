@@ -408,7 +408,11 @@ LOADS = [load_full, load_mapped, load_safetensors, load_dcp]
 
 @pytest.mark.parametrize(
     ("saved_by", "strategy", "shard", "loaded_by"),
-    [(2, "zero3", "wrapper", 3), (3, "ddp", "fully_shard", 2), (3, "zero2", "nested wrappers", 1)],
+    [
+        (2, "zero3", "wrapper", 3),
+        pytest.param(3, "ddp", "fully_shard", 2, marks=pytest.mark.slow),
+        pytest.param(3, "zero2", "nested wrappers", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_what_was_saved_is_loaded_at_any_world_size_under_any_strategy(tmp_path, saved_by, strategy, shard, loaded_by):
     """Whole or sharded, by files of three kinds, bit for bit, and loading whole tensors sends nothing."""

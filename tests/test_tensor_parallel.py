@@ -286,6 +286,7 @@ def train_in_low_precision() -> None:
     torch.testing.assert_close(found[0]["params"], wholes(stack()), rtol=0, atol=0.1)
 
 
+@pytest.mark.slow
 def test_in_low_precision_strategies_give_one_another_s_bits():
     run_ranks(4, train_in_low_precision)
 
@@ -376,6 +377,7 @@ def clip_in_every_way() -> None:
                 assert_same(norm, bits.setdefault((norm_type, sequence), norm))
 
 
+@pytest.mark.slow
 def test_norms_and_clipping_are_those_of_one_process():
     run_ranks(4, clip_in_every_way)
 
@@ -396,6 +398,7 @@ def clip_what_is_ignored() -> None:
         torch.testing.assert_close(whole(param.grad), expected * 1e-3 / expected.norm(), rtol=1e-2, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_norms_of_what_is_placed_and_ignored_are_those_of_one_process():
     run_ranks(4, clip_what_is_ignored)
 
@@ -508,6 +511,7 @@ def build_on_meta() -> None:
         model.zero_grad()
 
 
+@pytest.mark.slow
 def test_models_from_the_meta_device_and_those_that_are_cast_are_as_any():
     run_ranks(4, build_on_meta)
 
@@ -537,5 +541,6 @@ def look_and_change() -> None:
     assert all((grad == 2).all() for grad in whole_grads(model).values())
 
 
+@pytest.mark.slow
 def test_summoned_parameters_are_whole_over_all_axes_and_may_be_changed():
     run_ranks(4, look_and_change)

@@ -100,6 +100,7 @@ def test_a_run_starts_where_there_is_nothing_to_go_on_from(whole, tmp_path):
     assert told(tmp_path) == told(whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_comes_to_the_same_end(whole, tmp_path):
     ran(2, tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -108,7 +109,7 @@ def test_a_finished_run_comes_to_the_same_end(whole, tmp_path):
     assert told(tmp_path) == told(whole)
 
 
-@pytest.mark.parametrize("world", [1, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.slow) for world in (1, 4))])
 def test_a_run_goes_on_at_another_world_size_with_the_same_steps(whole, world, tmp_path):
     ran(2, tmp_path, stop_at=2)
     ran(world, tmp_path, "--resume", "auto", "--strategy", "zero2")
@@ -122,6 +123,7 @@ def test_a_run_goes_on_at_another_world_size_with_the_same_steps(whole, world, t
         (("--gather-wire", "fp8", "--reduce-wire", "int4"), False),
     ],
 )
+@pytest.mark.slow
 def test_what_travels_encoded_is_saved_in_full(wires, exact, tmp_path):
     """Only what the last messages of a step have lacked is not in a checkpoint."""
     expected = ran(2, tmp_path / "whole", *wires)

@@ -199,7 +199,8 @@ def traces(world: int) -> list[Traces]:
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.slow
 def test_a_sharded_model_learns_the_bits_of_the_plain_one(name, world):
     """Those of plain PyTorch on one rank, of `DistributedDataParallel` on two."""
     for rank, of_rank in enumerate(traces(world)):

@@ -133,12 +133,11 @@ def test_ranks_that_do_not_notice_a_loss_are_ended():
     ("action", "answer"),
     [
         ("time.sleep(100)", "rank 1: in no collective (the last was reduce_scatter of"),
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGSTOP)", "rank 1: gives no answer (stopped, or gone)", marks=pytest.mark.slow
-        ),
+        ("os.kill(os.getpid(), signal.SIGSTOP)", "rank 1: gives no answer (stopped, or gone)"),
     ],
     ids=["busy", "stopped"],
 )
+@pytest.mark.slow
 def test_a_collective_that_takes_too_long_ends_all_and_tells_where_each_is(action, answer):
     ends = run(action, timeout_s=2)
     waiting = [ends[0], ends[2]]

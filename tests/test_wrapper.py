@@ -201,6 +201,7 @@ def shard_over_some() -> tuple[int, list[Any]]:
     return model.head.weight.device_mesh.size(), learn(model, steps=1)
 
 
+@pytest.mark.slow
 def test_a_process_group_says_which_ranks_share():
     for size, left in run_ranks(4, shard_over_some):
         assert size == 2
@@ -622,6 +623,7 @@ def cut_in_groups() -> None:
             assert model.head.weight.placements[-1] == (Cut(1) if choose is last_dim else Cut(0))
 
 
+@pytest.mark.slow
 def test_the_dim_changes_no_number():
     run_ranks(4, cut_in_groups)
 
