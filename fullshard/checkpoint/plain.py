@@ -21,10 +21,27 @@ def plain_copy(value: Any, what: str) -> Any:
     Raises:
         CheckpointError: something in it cannot be read back safely. `what` begins the message.
     """
-    for path, leaf in _leaves(value):
+    return _copied(value, what, "")
+
+
+_ATOMS = (type(None), bool, int, float, str)
+
+
+def _copied(value: Any, what: str, path: str) -> Any:
+    """What plainly is readable is copied as it is; all else is written and read back, at many times the cost."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind is list or kind is tuple:
+        return kind(_copied(item, what, f"{path}[{index}]") for index, item in enumerate(value))
+    if kind is dict and all(type(key) in _ATOMS for key in value):
+        return {key: _copied(item, what, f"{path}[{key!r}]") for key, item in value.items()}
+    if kind is Tensor and not value.is_meta:
+        return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
+    for place, leaf in _leaves(value, path):
         if isinstance(leaf, DTensor) or not _is_readable(leaf):
             raise CheckpointError(
-                f"{what}{path} is a {type(leaf).__module__}.{type(leaf).__qualname__}: to read it back would take "
+                f"{what}{place} is a {type(leaf).__module__}.{type(leaf).__qualname__}: to read it back would take "
                 "executing code, or all ranks. Save plain values (numbers, strings, lists, dicts) and plain tensors."
             )
     return _read_back(value)
@@ -43,7 +60,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_readable(leaf: Any) -> bool:
-    if leaf is None or type(leaf) in (bool, int, float, str, Tensor):
+    if type(leaf) in _ATOMS or type(leaf) is Tensor:
         return True
     try:
         _read_back(leaf)
