@@ -5,6 +5,7 @@ import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ from transformers import (
 )
 
 from fullshard import ConfigError, StateError
-from fullshard.integrations.transformers import TESTED_TRANSFORMERS, Seq2SeqTrainer, Trainer
+from fullshard.integrations.plugin import ShardingPlugin
+from fullshard.integrations.preparing import shard
+from fullshard.integrations.transformers import TESTED_TRANSFORMERS, Seq2SeqTrainer, Trainer, from_pretrained
+from fullshard.plan.ledger import peak_during, storage_bytes
+from fullshard.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 
 pytestmark = [
@@ -326,6 +331,55 @@ def refusals(folder: str) -> list[str]:
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path):
     for found in run_ranks(2, refusals, str(tmp_path)):
         assert [said for (_, said), message in zip(REFUSED, found, strict=True) if said not in message] == []
+
+
+def read_straight(folder: str, weights: str) -> dict[str, Any]:
+    """What training from weights that were left on disk gives, and the memory that it took to get there."""
+    losses = []
+    for build in (AutoModelForCausalLM.from_pretrained, partial(from_pretrained, AutoModelForCausalLM)):
+        watch, _ = Script(folder, SHARDED, model=build(weights), trainer=Trainer).run()
+        losses.append(watch.losses)
+    model, building = peak_during(lambda: from_pretrained(AutoModelForCausalLM, weights))
+    largest = max(param.nbytes for param in model.parameters())
+    plugin = ShardingPlugin()
+    _, sharding = peak_during(lambda: shard(model, plugin, computes_in=None))
+    units = [turn.unit for turn in turns_in(model)]
+    resting = storage_bytes(model.parameters(), [unit.slot.storage for unit in units])
+    unit = max(sum(4 * param.place.cut.numel for param in unit.params) for unit in units)
+    return {
+        "losses": losses,
+        "building": building - largest,
+        "sharding": sharding - resting - unit,
+        "whole": sum(4 * param.numel() for param in model.parameters()),
+        "generation": model.generation_config.max_new_tokens,
+    }
+
+
+def test_a_folder_is_read_straight_into_shards(tmp_path):
+    """With the host memory of the shards and one unit, and the losses of a model that every rank has read whole."""
+    weights = str(tmp_path / "weights")
+    model = llama(num_hidden_layers=8, tie_word_embeddings=True)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(weights, max_shard_size="50KB")
+    for found in run_ranks(2, read_straight, str(tmp_path), weights):
+        plain, straight = found["losses"]
+        assert len(set(plain)) == 4
+        assert straight == plain
+        assert max(found["building"], found["sharding"]) < 8192 < found["whole"] // 20
+        assert found["generation"] == 7
+
+
+def test_a_folder_is_read_whole_where_nothing_is_sharded(tmp_path):
+    weights = str(tmp_path / "weights")
+    llama().to(torch.bfloat16).save_pretrained(weights)
+    model = from_pretrained(AutoModelForCausalLM, weights)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert all(param.is_meta for param in model.parameters())
+    Script(str(tmp_path), {"max_steps": 1, "learning_rate": 0.0}, model=model, trainer=Trainer).run()
+    expected = AutoModelForCausalLM.from_pretrained(weights).state_dict()
+    assert_same(dict(model.state_dict()), dict(expected))
+    with pytest.raises(ConfigError, match="is no folder with a config"):
+        from_pretrained(AutoModelForCausalLM, tmp_path / "nowhere")
 
 
 def test_without_fsdp_nothing_is_sharded(tmp_path):

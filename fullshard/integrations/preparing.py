@@ -17,6 +17,7 @@ from fullshard.errors import ConfigError
 from fullshard.fully_shard import fully_shard, register_fsdp_forward_method
 from fullshard.integrations.placing import repeated_layers, take_from_first
 from fullshard.integrations.plugin import NONE, PREFETCHES, SIZE, ShardingPlugin
+from fullshard.integrations.waiting_weights import read_waiting
 from fullshard.materialize import allocate
 from fullshard.offload_policy import CPUOffloadPolicy
 from fullshard.precision import MixedPrecisionPolicy, is_castable
@@ -38,6 +39,7 @@ def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype 
 
     Raises:
         ConfigError: `plugin` names classes or modules that the model does not have.
+        CheckpointError: the files that the model's weights wait in are missing or damaged, or do not fit.
     """
     if is_unit(model):
         return
@@ -61,6 +63,7 @@ def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype 
             allocate(unit, torch.device("cpu"))
             take_from_first(unit)
         fully_shard(unit, **options)
+    read_waiting(model)
     for turn in turns_in(model):
         if plugin.forward_prefetch is not None:
             turn.prefetch_forward = plugin.forward_prefetch

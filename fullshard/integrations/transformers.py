@@ -15,11 +15,13 @@ Where neither `fsdp` nor `accelerate launch` asks for sharding, these are transf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -28,7 +30,8 @@ from fullshard.integrations.required import require
 TESTED_TRANSFORMERS = "5.23"
 require("transformers", TESTED_TRANSFORMERS, extra="transformers")
 
-import transformers  # noqa: E402  # once it is known to be there
+import accelerate  # noqa: E402  # once transformers is known to be there
+import transformers  # noqa: E402
 import transformers.trainer  # noqa: E402
 import transformers.trainer_seq2seq  # noqa: E402
 from transformers.trainer_callback import TrainerState  # noqa: E402
@@ -39,10 +42,11 @@ from fullshard.errors import ConfigError, StateError  # noqa: E402
 from fullshard.integrations.accelerate import Accelerator  # noqa: E402
 from fullshard.integrations.adapters import trained_part  # noqa: E402
 from fullshard.integrations.plugin import FULL, SHARDED, ShardingPlugin, plugin_from_environment  # noqa: E402
+from fullshard.integrations.waiting_weights import read_waiting, wait_for  # noqa: E402
 from fullshard.state_dict import shard_of  # noqa: E402
 from fullshard.unit import managed_by  # noqa: E402
 
-__all__ = ["TESTED_TRANSFORMERS", "Seq2SeqTrainer", "Trainer", "enable"]
+__all__ = ["TESTED_TRANSFORMERS", "Seq2SeqTrainer", "Trainer", "enable", "from_pretrained"]
 
 _FOLDER = "fullshard"  # in a checkpoint of the Trainer's: model, optimizer and scheduler, as fullshard.checkpoint saves
 
@@ -158,6 +162,7 @@ class _Sharding(transformers.Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         if self.sharding is None:  # a rank need not have room for a whole model
+            read_waiting(model)
             super()._move_model_to_device(model, device)
 
     def _saved_model(self) -> nn.Module:
@@ -198,6 +203,54 @@ def enable() -> None:
         (transformers.trainer_seq2seq, Seq2SeqTrainer),
     ):
         setattr(module, cls.__name__, cls)
+
+
+def from_pretrained(
+    cls: Any,
+    folder: str | PathLike[str],
+    *,
+    dtype: str | torch.dtype = "auto",
+    rename: Callable[[str], str | None] | None = None,
+    **options: Any,
+) -> Any:
+    """`cls.from_pretrained(folder)`, but for the weights: they stay in their files until the model is sharded.
+
+    Then each rank reads the rows that are its own, so that no process ever holds more of a model than its shards and
+    one unit. The Trainers here and `Accelerator.prepare` shard a model, or read all of it where nothing is to be
+    sharded.
+
+    Args:
+        cls: a model class of transformers, such as `AutoModelForCausalLM`.
+        folder: with `config.json` and safetensors files, as `save_pretrained` writes it.
+        dtype: of the parameters; "auto" is that of `config.json`.
+        rename: gives the FQN for a name in the files, or None to leave it out.
+        options: replace values of the configuration.
+
+    Raises:
+        ConfigError: `folder` is none, or has no configuration.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"from_pretrained: {folder} is no folder with a config.json and safetensors files. Download the model, or "
+            "let save_pretrained write one."
+        )
+    config = transformers.AutoConfig.from_pretrained(folder, **options)
+    chosen: torch.dtype | None = (
+        config.dtype if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    )
+    with accelerate.init_empty_weights(include_buffers=False):  # buffers that files do not hold are computed
+        model = _build(cls, config, chosen)
+    model.tie_weights()
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    wait_for(model, folder, rename)
+    return model.eval()
+
+
+def _build(cls: Any, config: Any, dtype: torch.dtype | None) -> Any:
+    """A model of class `cls`: an automatic one chooses by the configuration."""
+    return (cls.from_config if hasattr(cls, "from_config") else cls._from_config)(config, dtype=dtype)
 
 
 def _plugin_of(args: Any) -> ShardingPlugin | None:
