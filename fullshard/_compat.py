@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -81,8 +81,10 @@ def shares_memory(tensor: Tensor) -> bool:
     return storage_references(tensor.untyped_storage()) > 2  # the tensor's own, and that of the handle just made
 
 
-def coalesced(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which collectives of one kind on `group` are launched as one."""
+def coalesced(group: dist.ProcessGroup, device: torch.device, count: int) -> AbstractContextManager[Any]:
+    """A context in which `count` collectives of one kind on `group` are launched as one."""
+    if count == 1:
+        return nullcontext()
     return dist.distributed_c10d._coalescing_manager(group, device=device)
 
 
@@ -134,8 +136,11 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 
 
 def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
-    """A `DTensor` around `local` that is placed just as `other` is."""
-    return DTensor(local, other._spec, requires_grad=False)
+    """A `DTensor` around `local` that is placed just as `other` is.
+
+    Its `__init__` has nothing to do but to keep the compiler away, at more than its making costs.
+    """
+    return DTensor.__new__(DTensor, local, other._spec, requires_grad=False)
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
@@ -193,6 +198,9 @@ def outside_of_selective_checkpoints() -> Iterator[None]:
     torch keeps account of every operation of such a region, and wants the same ones when it is computed again.
     """
     stack = _get_current_dispatch_mode_stack()
+    if not stack:
+        yield
+        return
     first = next((i for i, mode in enumerate(stack) if isinstance(mode, _SELECTIVE)), len(stack))
     others = [mode for mode in stack[first:] if not isinstance(mode, _SELECTIVE)]
     _replace_modes(len(stack) - first, others)

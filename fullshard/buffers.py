@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fullshard._compat import storage_references
+from fullshard.layout import contiguous_strides
 
 __all__ = ["Pool", "Slot", "typed_view"]
 
@@ -31,9 +32,8 @@ def typed_view(storage: torch.UntypedStorage, dtype: torch.dtype, byte_offset: i
     Writing through another view does not disturb autograd's check of this one.
     """
     view = torch.empty(0, dtype=dtype, device=storage.device)
-    strides = torch.empty(shape, device="meta").stride()
     with torch.no_grad():
-        return view.set_(storage, byte_offset // dtype.itemsize, shape, strides)
+        return view.set_(storage, byte_offset // dtype.itemsize, shape, contiguous_strides(shape))
 
 
 class Slot:
@@ -93,24 +93,33 @@ class Pool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: list[torch.UntypedStorage] = []
+        self._free: list[Tensor] = []  # each the only view of its storage
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of `numel` elements, contents undefined."""
         if self._device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=self._device)
         nbytes = numel * dtype.itemsize
-        fitting = [storage for storage in self._free if storage.nbytes() >= nbytes]
-        if fitting:
-            storage = min(fitting, key=lambda candidate: candidate.nbytes())
-            self._free = [other for other in self._free if other is not storage]
-        else:
+        fitting = [free for free in self._free if _room(free) >= nbytes]
+        if not fitting:
             if self._free:  # grow rather than keep what is too small
-                self._free.remove(min(self._free, key=lambda candidate: candidate.nbytes()))
-            storage = torch.UntypedStorage(nbytes, device=self._device)
-        return typed_view(storage, dtype, 0, (numel,))
+                self._remove(min(self._free, key=_room))
+            return typed_view(torch.UntypedStorage(nbytes, device=self._device), dtype, 0, (numel,))
+        found = min(fitting, key=_room)
+        self._remove(found)
+        if found.dtype == dtype and found.numel() == numel:
+            return found
+        return typed_view(found.untyped_storage(), dtype, 0, (numel,))
 
     def give(self, tensor: Tensor) -> None:
         """Take `tensor`'s memory back. The caller must not use it again."""
         if self._device.type == "cpu":
-            self._free.append(tensor.untyped_storage())
+            self._free.append(tensor)
+
+    def _remove(self, tensor: Tensor) -> None:
+        self._free = [other for other in self._free if other is not tensor]
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes of the storage that `tensor` lies in."""
+    return tensor.untyped_storage().nbytes()

@@ -614,7 +614,7 @@ class NativeCollectives(Collectives):
     is_queued = True
 
     def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        with coalesced(self.group, parts[0].device):
+        with coalesced(self.group, parts[0].device, len(parts)):
             for whole, part in zip(wholes, parts, strict=True):
                 all_gather_single(whole, part, group=self.group)
         return _nothing
@@ -625,7 +625,7 @@ class NativeCollectives(Collectives):
         # Rows missing in the last part are the one reason to copy a gradient: the backend wants equal parts.
         equal = [_padded(whole, n * self.world) for whole, n in zip(wholes, part_numels, strict=True)]
         room = [s if s.numel() == n else s.new_empty(n) for s, n in zip(sums, part_numels, strict=True)]
-        with coalesced(self.group, sums[0].device):
+        with coalesced(self.group, sums[0].device, len(sums)):
             for out, whole in zip(room, equal, strict=True):
                 reduce_scatter_single(out, whole, group=self.group)
         for out, total in zip(room, sums, strict=True):
@@ -635,7 +635,7 @@ class NativeCollectives(Collectives):
         return _nothing
 
     def _all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
-        with coalesced(self.group, tensors[0].device):
+        with coalesced(self.group, tensors[0].device, len(tensors)):
             for tensor in tensors:
                 dist.all_reduce(tensor, group=self.group)
         _divide(tensors, divisor)

@@ -29,6 +29,7 @@ __all__ = [
     "align",
     "aligned_offsets",
     "choose_cut",
+    "contiguous_strides",
     "lay_out",
     "overlaps",
     "owned",
@@ -49,6 +50,12 @@ def owned(size: int, world: int, rank: int) -> range:
     part = -(-size // world)
     start = min(rank * part, size)
     return range(start, min(start + part, size))
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """How far apart, in elements, neighbours along each dim of a contiguous tensor of `shape` lie."""
+    sizes = [max(1, size) for size in shape]
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def align(position: int, step: int) -> int:

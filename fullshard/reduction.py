@@ -97,14 +97,14 @@ class Reduction:
             for hook in grad_hooks(param):
                 hook(param)
                 hooked = True
-        if hooked and all(param.grad is None for param in section.params):
+        if hooked and not any(param.has_grad for param in section.params):
             section.grads = None  # they have been used, and those of other units are to have that memory
 
     # -- optimizer sharded: reduce-scatter ----------------------------------------------------------------------------
 
     def _start_scatter(self) -> Pending:
         section, layout = self._section, self._section.layout
-        accumulates = any(section.params[i].grad is not None for i in self._grads)
+        accumulates = any(section.params[i].has_grad for i in self._grads)
         direct = (
             section.contract.reduce == section.contract.stored
             and section.home.device == section.device
@@ -156,35 +156,25 @@ class Reduction:
     def _packed_by_rank(self) -> Tensor:
         """The gradients of packed parameters, each rank's parts side by side: the one copy, of little."""
         section, layout = self._section, self._section.layout
-        wire = self._take(layout.world * layout.pack_numel).zero_().view(layout.world, layout.pack_numel)
-        rows, parts = [], []
-        for i in layout.packed:
-            if i not in self._grads:
-                continue
-            place, grad = layout.places[i], self._grads[i]
-            columns = section.columns(place, wire)
-            if place.cut.dim is None:
-                rows.append(columns)
-                parts.append(grad.view(1, -1).expand_as(columns))
-            else:
-                for part, row in section.row_pairs(place.cut, grad.view(place.cut.shape), columns):
-                    rows.append(row)
-                    parts.append(part)
-        torch._foreach_copy_(rows, parts)
-        return wire.view(-1)
+        wire = self._take(layout.world * layout.pack_numel)
+        section.pack(wire.view(layout.world, layout.pack_numel), self._grads)
+        return wire
 
     def _deliver_shards(self) -> None:
         section = self._section
-        shards, fresh = self._shards, [i for i in self._grads if section.params[i].grad is None]
+        shards, fresh = self._shards, {i for i in self._grads if not section.params[i].has_grad}
         if shards is not section.grads and len(fresh) == len(self._grads):
             shards = section.new_grad_shards()
             shards.copy_(self._shards, non_blocking=True)
+        is_scratch = shards is self._shards and shards is not section.grads  # must not outlive this call
         for i in self._grads:
-            shard = section.shard_view(i, shards).view(section.own_shapes[i])
-            if shards is self._shards and shards is not section.grads:  # scratch: must not outlive this call
-                _add_grad(section.params[i], shard.to(section.home.device, section.contract.stored, copy=i in fresh))
+            param, shard = section.params[i], section.shard_like(i, shards)
+            if is_scratch:
+                shard = shard.to(section.home.device, section.contract.stored, copy=i in fresh)
+            if i in fresh:
+                param.grad = shard
             else:
-                _add_grad(section.params[i], shard)
+                _add_grad(param, shard)
 
     def _take(self, numel: int) -> Tensor:
         scratch = self._section.wires.scratch.take(numel, self._section.contract.reduce)

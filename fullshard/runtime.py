@@ -316,8 +316,10 @@ class Runtime:
     def on_grad(self, turn: Turn, param: ShardedParam) -> None:
         """Note that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
         self.begin_backward()
+        unit = turn.unit
+        unit.has_new_grads = True
         turn.arrived.add(id(param))
-        if len(turn.arrived) == turn.unit.trainable and not turn.unit.settings.reduces_unused:
+        if len(turn.arrived) == unit.trainable and not unit.settings.reduces_unused:
             self._start_reduce(turn)
 
     def end_calls_since(self, time: int) -> None:
@@ -665,7 +667,7 @@ def install(turn: Turn) -> None:
         vars(module).update({_TURN: turn, **refusals})  # the class may stay the user's own
         module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(_after_forward, always_call=True)
-    turn.unit.watch(_on_grad)
+    turn.unit.watch(partial(_on_grad, turn))
 
 
 def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -694,9 +696,9 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
         return turn.runtime.after_forward(turn, module, output)
 
 
-def _on_grad(unit: Unit, param: ShardedParam) -> None:
-    turn = turn_of(unit.module)
-    runtime_of(unit.module).on_grad(turn, param)
+def _on_grad(turn: Turn, param: ShardedParam) -> None:
+    runtime = turn.runtime or runtime_of(turn.unit.module)
+    runtime.on_grad(turn, param)
 
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")

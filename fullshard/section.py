@@ -11,7 +11,7 @@ A gather reads homes and fills the whole buffer; a reduction reads gradients whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,7 +24,7 @@ from fullshard._compat import storage_references
 from fullshard.buffers import Pool, typed_view
 from fullshard.collectives import Collectives, Pending, collectives_for
 from fullshard.encoded import EncodedGather, EncodedSums, Residuals, TermName
-from fullshard.layout import Cut, Place, SectionLayout, lay_out
+from fullshard.layout import Cut, Place, SectionLayout, contiguous_strides, lay_out
 from fullshard.mesh import Axes, own_part, subgroup
 from fullshard.precision import DtypeContract
 from fullshard.record import Origin
@@ -139,11 +139,16 @@ class Section:
     def _settle(self, layout: SectionLayout) -> None:
         """Lie so from now on. What every step needs of it is computed once."""
         self.layout = layout
-        self.own_shapes = [place.cut.shard_shape(self.rank) for place in layout.places]
+        # Bytes of the whole buffer, and of the pack's place beside it.
+        self.whole_nbytes = (layout.whole_numel + layout.world * layout.pack_numel) * self.contract.compute.itemsize
+        shapes = [place.cut.shard_shape(self.rank) for place in layout.places]
         starts = [place.shard_offset for place in layout.places]
-        self._own_slices = [
-            slice(start, start + prod(shape)) for start, shape in zip(starts, self.own_shapes, strict=True)
+        self._own_slices = [slice(start, start + prod(shape)) for start, shape in zip(starts, shapes, strict=True)]
+        self._own_strides = [
+            (shape, contiguous_strides(shape), start) for shape, start in zip(shapes, starts, strict=True)
         ]
+        self._padding: dict[int, Tensor] = {}  # columns of zeros for the pack, by their number
+        self._columns_to_pack = list(_columns_to_pack(layout))
 
     # -- buffers ------------------------------------------------------------------------------------------------------
 
@@ -165,13 +170,7 @@ class Section:
     @property
     def is_at_home(self) -> bool:
         """Whether every sharded parameter still holds its shard where it was put."""
-        return all(param.local.data_ptr() == home for param, home in zip(self.params, self._homes, strict=True))
-
-    @property
-    def whole_nbytes(self) -> int:
-        """Bytes of the whole buffer, and of the pack's place beside it."""
-        numel = self.layout.whole_numel + self.layout.world * self.layout.pack_numel
-        return numel * self.contract.compute.itemsize
+        return [param.local.data_ptr() for param in self.params] == self._homes
 
     @property
     def rest_nbytes(self) -> int:
@@ -193,18 +192,19 @@ class Section:
         for param, whole in zip(self.params, wholes, strict=bool(self.params)):
             param.lie_in(whole)
         wire = self._pack_wire.view(layout.world, layout.pack_numel)
-        self._unpacked = [
+        unpacked = [
             pair
             for place, whole in zip(layout.places, wholes, strict=True)
             if not place.in_place
-            for pair in self.row_pairs(place.cut, whole, self.columns(place, wire))
+            for pair in self._row_pairs(place.cut, whole, self._columns(place, wire))
         ]
+        self._unpacked = [to for to, _ in unpacked], [sent for _, sent in unpacked]
 
     def unbind(self) -> None:
         """Drop all views of the storage."""
         nothing = torch.empty(0, dtype=self.contract.compute, device=self.device)
         self.whole = self._pack_wire = nothing
-        self._gather_places, self._wholes, self._unpacked = [], [], []
+        self._gather_places, self._wholes, self._unpacked = [], [], ([], [])
         for param in self.params:
             param.lie_in(nothing)
 
@@ -282,28 +282,25 @@ class Section:
         start = place.whole_offset + self.rank * cut.part_numel
         return self.whole[start : start + prod(shape)].view(shape)
 
-    def columns(self, place: Place, wire: Tensor) -> Tensor:
+    def _columns(self, place: Place, wire: Tensor) -> Tensor:
         """The columns of the pack, which has a row a rank, that hold one parameter."""
         start = place.shard_offset - self.layout.pack_offset
         return wire[:, start : start + place.cut.part_numel]
 
-    def row_pairs(self, cut: Cut, whole: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _row_pairs(self, cut: Cut, whole: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pairs (stretch of the parameter, stretch of `rows`) that hold the same values; `rows` has one a rank."""
         if cut.dim is None:
-            yield whole.reshape(1, -1), rows[self.rank : self.rank + 1]
-        elif cut.dim == 0 and cut.part_numel:
-            full = cut.numel // cut.part_numel
-            flat = whole.reshape(-1)
-            yield flat[: full * cut.part_numel].view(full, -1), rows[:full]
-            rest = cut.numel - full * cut.part_numel
-            if rest:
-                yield flat[full * cut.part_numel :], rows[full, :rest]
+            yield whole.view(1, -1), rows[self.rank : self.rank + 1]
         elif cut.part_numel:
-            for rank in range(cut.world):
-                span = cut.span(rank)
-                if span:
-                    part = whole.narrow(cut.dim, span.start, len(span))
-                    yield part, rows[rank, : part.numel()].view(part.shape)
+            size, part = cut.shape[cut.dim], len(cut.span(0))
+            before, after = prod(cut.shape[: cut.dim]), prod(cut.shape[cut.dim + 1 :])
+            spread = whole.view(before, size, after)
+            full = size // part  # so many ranks have a part of the same size; one may have the rest
+            equal = spread[:, : full * part].unflatten(1, (full, part)).transpose(0, 1)
+            yield equal, rows[:full].unflatten(1, (before, part, after))
+            rest = spread[:, full * part :]
+            if rest.numel():
+                yield rest, rows[full, : rest.numel()].view(rest.shape)
 
     # -- gather -------------------------------------------------------------------------------------------------------
 
@@ -313,7 +310,7 @@ class Section:
         return self._gathered_version >= 0 and self._gathered_version == self._version()
 
     def _version(self) -> int:
-        return sum(param.sharded._version for param in self.params)
+        return sum([param.sharded._version for param in self.params])
 
     def forget(self) -> None:
         """Gather anew when whole parameters are needed next."""
@@ -326,7 +323,7 @@ class Section:
             Whether there are gradients still.
         """
         if self._may_have_stepped:
-            self._may_have_stepped = any(param.grad is not None for param in self.params)
+            self._may_have_stepped = any(param.has_grad for param in self.params)
             self.forget()
             self._group_version = -1
         return self._may_have_stepped or self.is_partial
@@ -407,9 +404,10 @@ class Section:
         if self._sent is not None:
             self.wires.scratch.give(self._sent)
             self._sent = None
-        if self.cuts_optimizer and self._unpacked:
+        wholes, sent = self._unpacked
+        if self.cuts_optimizer and wholes:
             with torch.no_grad():
-                torch._foreach_copy_([to for to, _ in self._unpacked], [sent for _, sent in self._unpacked])
+                torch._foreach_copy_(wholes, sent)
         self._gathered_version = self._version()
 
     def _parts_to_send(self) -> list[Tensor]:
@@ -427,6 +425,39 @@ class Section:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
+    def pack(self, wire: Tensor, grads: Mapping[int, Tensor]) -> None:
+        """Write the gradients of packed parameters to `wire`, each rank's parts side by side: the one copy, of little.
+
+        Args:
+            wire: a row a rank. Padding becomes zeros.
+            grads: whole gradients by index of the parameter; what is missing becomes zeros.
+        """
+        columns, odd = [], []
+        for i, width in self._columns_to_pack:
+            grad = grads.get(i)
+            if grad is None:
+                columns.append(self._zeros(width, wire))
+                continue
+            cut = self.layout.places[i].cut
+            if cut.dim == 0:
+                columns.append(grad)
+            elif cut.dim is None:
+                columns.append(grad.view(1, -1).expand(self.layout.world, -1))
+            else:
+                columns.append(self._zeros(width, wire))
+                odd.append(i)
+        torch._chunk_cat(columns, 0, self.layout.world, out=wire)
+        for i in odd:
+            place = self.layout.places[i]
+            for part, row in self._row_pairs(place.cut, grads[i], self._columns(place, wire)):
+                row.copy_(part)
+
+    def _zeros(self, width: int, wire: Tensor) -> Tensor:
+        """So many columns of zeros, for `wire`."""
+        if width not in self._padding:
+            self._padding[width] = wire.new_zeros(1).expand(self.layout.world, width)
+        return self._padding[width]
+
     def hold_grads(self) -> None:
         """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""
         if self.contract.reduce == self.contract.compute:
@@ -436,13 +467,17 @@ class Section:
 
     def take_grads(self) -> dict[int, Tensor]:
         """The whole gradients, by index of the parameter, that this microbatch and those held back have left."""
-        grads = {}
+        grads, reduce = {}, self.contract.reduce
         for i, param in enumerate(self.params):
             grad = param.take_grad()
             held = self._held.pop(i, None)
             if grad is not None:
-                grad = grad.to_dense() if grad.layout != torch.strided else grad
-                grad = grad.to(self.contract.reduce).contiguous()
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+                if grad.dtype is not reduce:
+                    grad = grad.to(reduce)
+                if not grad.is_contiguous():
+                    grad = grad.contiguous()
             if held is not None:
                 grad = held if grad is None else held.add_(grad)
             if grad is not None:
@@ -519,3 +554,21 @@ class Section:
     def shard_view(self, i: int, buffer: Tensor) -> Tensor:
         """This rank's stretch of a shard buffer for parameter `i`, 1-D, without padding."""
         return buffer[self._own_slices[i]]
+
+    def shard_like(self, i: int, buffer: Tensor) -> Tensor:
+        """This rank's stretch of a shard buffer for parameter `i`, in its shape. The buffer starts its storage."""
+        return buffer.as_strided(*self._own_strides[i])
+
+
+def _columns_to_pack(layout: SectionLayout) -> Iterator[tuple[int, int]]:
+    """Index of the parameter, -1 for padding, and width of each stretch of columns in the pack, from left to right."""
+    end = layout.pack_offset
+    for i in layout.packed:
+        place = layout.places[i]
+        if place.shard_offset > end:
+            yield -1, place.shard_offset - end
+        if place.cut.part_numel:
+            yield i, place.cut.part_numel
+        end = place.part.stop
+    if layout.shard_numel > end:
+        yield -1, layout.shard_numel - end

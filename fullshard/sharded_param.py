@@ -72,7 +72,7 @@ class ShardedParam:
         self.sharded = nn.Parameter(at_rest, requires_grad=requires_grad)
         nothing = torch.empty(0, dtype=compute, device=device)
         self.unsharded = nn.Parameter(self.guise.in_compute(nothing), requires_grad=requires_grad)
-        self._on_grad: Callable[[], None] | None = None
+        self._on_grad: Callable[[ShardedParam], None] | None = None
         self._watched = False
         for attribute, value in vars(source.param).items():  # marks that users leave on their parameters
             setattr(self.sharded, attribute, value)
@@ -110,6 +110,11 @@ class ShardedParam:
     @grad.setter
     def grad(self, shard: Tensor) -> None:
         self.sharded.grad = dtensor_like(shard, self.dtensor)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether the optimizer will see a gradient."""
+        return self.sharded.grad is not None
 
     def take_own(self, whole: Tensor) -> Tensor:
         """The part of a whole tensor that is this rank's: a view."""
@@ -162,14 +167,14 @@ class ShardedParam:
         vars(current).update(vars(self.unsharded))  # marks that users left, which torch does not carry over
         return changed
 
-    def watch(self, on_grad: Callable[[], None]) -> None:
-        """Call `on_grad` whenever autograd has added to the whole gradient, now or once it is trained."""
+    def watch(self, on_grad: Callable[[ShardedParam], None]) -> None:
+        """Call `on_grad(self)` whenever autograd has added to the whole gradient, now or once it is trained."""
         self._on_grad = on_grad
         self._watched = False
         self.follow_requires_grad()
 
-    def follow_requires_grad(self) -> None:
-        """Let the unsharded form be trained or frozen as the sharded one now is."""
+    def follow_requires_grad(self) -> bool:
+        """Let the unsharded form be trained or frozen as the sharded one now is, and say which."""
         trained = self.sharded.requires_grad
         if self.unsharded.requires_grad is not trained:
             self.unsharded.requires_grad_(trained)
@@ -179,10 +184,11 @@ class ShardedParam:
             def tell(_: Tensor) -> None:
                 param = myself()
                 if param is not None and param._on_grad is not None:
-                    param._on_grad()
+                    param._on_grad(param)
 
             self.unsharded.register_post_accumulate_grad_hook(tell)
             self._watched = True
+        return trained
 
     def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:
         """Start the unsharded form afresh, in another dtype or on another device."""

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -92,6 +91,7 @@ class Unit:
         self.settings = settings
         self.form = Form.SHARDED
         self.microbatch = 0  # of the step, from 1 on
+        self.has_new_grads = False  # autograd has added to whole gradients since they were last taken
         self._withholds = False  # whole gradients wait for a later microbatch's reduction
         self.slot = Slot(_device_of(sources, settings.device))
         self.wires = Wires.along(settings.axes, settings.device, _scratch_of(settings.device))
@@ -236,10 +236,9 @@ class Unit:
             section.finish_gather()
         self._pending, self._gathered, self._stale = [], None, []
         self.form = Form.UNSHARDED
+        self.trainable = sum(param.follow_requires_grad() for param in self.params)
         for param in self.params:
-            param.follow_requires_grad()
             param.show(param.unsharded)
-        self.trainable = sum(param.unsharded.requires_grad for param in self.params)
 
     def reshard(self, phase: Phase = Phase.IDLE, *, keep: bool = False) -> None:
         """Let the modules have the shards, and give the whole parameters' memory back.
@@ -396,10 +395,10 @@ class Unit:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def watch(self, on_grad: Callable[[Unit, ShardedParam], None]) -> None:
-        """Call `on_grad(unit, param)` whenever autograd has added to a whole gradient."""
+    def watch(self, on_grad: Callable[[ShardedParam], None]) -> None:
+        """Call `on_grad(param)` whenever autograd has added to the whole gradient of one of its parameters."""
         for param in self.params:
-            param.watch(partial(on_grad, self, param))
+            param.watch(on_grad)
 
     @property
     def finishes_sums(self) -> bool:
@@ -419,7 +418,8 @@ class Unit:
     @property
     def has_whole_grads(self) -> bool:
         """Whether whole gradients wait for a reduction."""
-        return any(p.unsharded.grad is not None for p in self.params) or any(s.holds_grads for s in self.sections)
+        left = self.has_new_grads and any(param.unsharded.grad is not None for param in self.params)
+        return left or any(section.holds_grads for section in self.sections)
 
     def hold_grads(self) -> None:
         """Keep whole gradients for a later reduction."""
@@ -429,13 +429,13 @@ class Unit:
 
     def drop_grads(self) -> None:
         """Forget whole gradients."""
-        self._withholds = False
+        self._withholds = self.has_new_grads = False
         for section in self.sections:
             section.drop_grads()
 
     def start_reduce(self, lane: Lane, phase: Phase) -> UnitReduction:
         """Begin to turn whole gradients into what the optimizer sees."""
-        self._withholds = False
+        self._withholds = self.has_new_grads = False
         with torch.no_grad():
             return UnitReduction(self, lane, phase)
 
