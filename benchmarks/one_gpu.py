@@ -1,0 +1,208 @@
+"""What one GPU can show of sharding, in one call; the same on a CPU, with models of a size for that.
+
+    python benchmarks/one_gpu.py --json one_gpu.json
+
+Three parts, one after the other:
+
+alone     a world of one rank over NCCL (gloo on a CPU): this library, FSDP2 and DDP beside the plain loop.
+pretend   rank 0 of 8, 64 and 512 over the fake backend, beside FSDP2: what the host does, the copies and the memory
+          are real there, and only the wire is not.
+threads   several ranks as threads on one device, with collectives that are copies: losses beside those of the plain
+          loop on the whole batch. Not timed.
+
+Each measurement of the first two is a process of its own, the systems in turn, and ratios are taken within a round. A
+step is forward, backward and a fused AdamW, parameters at rest in float32, bfloat16 in compute on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from fullshard.bench import peers
+from fullshard.bench.model import Model, Shape
+from fullshard.bench.ours import ours
+from fullshard.bench.trainer import Trainer
+from fullshard.bench.workload import Workload
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
+# A block of the second has as many parameters as one of Llama 3 8B.
+MODELS = {
+    "GPT-2 XL": Shape(vocab=50304, width=1600, layers=48, heads=25, seq=1024, batch=2),
+    "Llama 3 8B": Shape(vocab=32768, width=4096, layers=24, heads=32, mlp_ratio=5, seq=2048),
+}
+ON_A_CPU = {"vocab": 512, "layers": 4, "seq": 16, "batch": 1}  # what is left of them there, with a quarter of the width
+BUILDS = {
+    "plain": lambda workload, model: Trainer(
+        workload, model, workload.make_optimizer(model.parameters()), autocast=True
+    ),
+    "fullshard": ours("zero3"),
+    "FSDP2": peers.fsdp2(),
+    "DDP": peers.ddp(bucket_views=True),
+}
+PARTS = {"alone": ("plain", "fullshard", "FSDP2", "DDP"), "pretend": ("fullshard", "FSDP2")}
+
+
+def workload_of(model: str, world: int) -> Workload:
+    shape = MODELS[model]
+    if not GPU:
+        shape = replace(shape, **ON_A_CPU, width=shape.width // 4, heads=shape.heads if shape.heads != 25 else 10)
+    return Workload(shape=shape, world=world, dtype="bf16" if GPU else "fp32", device_type=DEVICE.type)
+
+
+def measure(system: str, model: str, world: int, steps: int) -> dict[str, float]:
+    """Milliseconds of a step, the median, and MB: the most that was allocated, or that this process has had."""
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    else:
+        store = dist.HashStore()
+        dist.init_process_group("nccl" if GPU else "gloo", store=store, rank=0, world_size=1)
+    workload = workload_of(model, world)
+    trainer = BUILDS[system](workload, workload.model(DEVICE))
+    tokens = workload.tokens(0, 0).to(DEVICE)
+    taken = []
+    for number in range(3 + steps):
+        if number == 3 and GPU:
+            torch.cuda.reset_peak_memory_stats()
+        finish()
+        start = time.perf_counter()
+        trainer.step(tokens)
+        finish()
+        taken.append(1e3 * (time.perf_counter() - start))
+    found = {"ms": statistics.median(taken[3:])}
+    if GPU:
+        found |= {
+            "allocated": torch.cuda.max_memory_allocated() / 1e6,
+            "reserved": torch.cuda.max_memory_reserved() / 1e6,
+        }
+    return found
+
+
+def finish() -> None:
+    if GPU:
+        torch.cuda.synchronize()
+
+
+def beside(part: str, model: str, world: int, rounds: int, steps: int) -> dict[str, Any]:
+    """What every system of a part has taken, in each round; in turn."""
+    found: dict[str, list[dict[str, float]]] = {system: [] for system in PARTS[part]}
+    for number in range(rounds):
+        for system in list(found)[:: 1 if number % 2 else -1]:
+            command = [sys.executable, __file__, "--one", system, model, str(world), str(steps)]
+            ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+            found[system].append(json.loads(ran.stdout.splitlines()[-1]))
+    print(f"{part}: {model}, rank 0 of {world}")
+    for system, rows in found.items():
+        told = []
+        for what in rows[0]:
+            middle = statistics.median(row[what] for row in rows)
+            ratio = statistics.median(
+                ours[what] / row[what] for ours, row in zip(found["fullshard"], rows, strict=True)
+            )
+            told.append(f"{what} {middle:8.1f}, ours is {ratio:.3f} of it")
+        print(f"  {system:10} {'; '.join(told)}", flush=True)
+    return {"part": part, "model": model, "world": world, "systems": found}
+
+
+# -- ranks as threads -------------------------------------------------------------------------------------------------
+
+
+def in_threads(world: int, steps: int) -> dict[str, Any]:
+    """The losses of ranks that are threads, averaged over them, and of the plain loop on all of their batches."""
+    from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
+
+    from fullshard import collectives, runtime, unit
+    from fullshard.buffers import Pool
+
+    shape = Shape(vocab=512, width=256, layers=4, heads=4, seq=64)
+    workload = Workload(shape=shape, world=world, device_type=DEVICE.type)
+    store, losses, failures = dist.HashStore(), [[0.0] * steps for _ in range(world)], []
+    building = threading.Lock()  # all threads draw from one generator
+    unit._scratch_of = Pool  # else threads would take one another's
+    runtime.watch = lambda: None  # a watchdog looks after processes
+    collectives.coalesced = lambda *args: nullcontext()  # their backend launches one collective after the other
+    _install_threaded_pg()
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+
+    def run(rank: int) -> None:
+        try:
+            dist.init_process_group("threaded", store=store, rank=rank, world_size=world)
+            with torch.autograd.set_multithreading_enabled(False):  # ranks wait for one another within backward
+                with building:
+                    model = workload.model(DEVICE)
+                trainer = ours("zero3")(workload, model)
+                for number in range(steps):
+                    losses[rank][number] = trainer.step(workload.tokens(number, rank).to(DEVICE)).item()
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    _uninstall_threaded_pg()
+    if failures:
+        raise failures[0]
+    model: Model = workload.model(DEVICE)
+    optimizer = workload.make_optimizer(model.parameters())
+    plain = []
+    for number in range(steps):
+        of_ranks = [workload.loss(model, workload.tokens(number, rank).to(DEVICE)) for rank in range(world)]
+        loss = sum(of_ranks[1:], of_ranks[0]) / world
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.append(loss.item())
+    mean = [statistics.fmean(row[number] for row in losses) for number in range(steps)]
+    differs = max(abs(a - b) for a, b in zip(mean, plain, strict=True))
+    print(f"threads: {world} ranks on {DEVICE}, {steps} steps: losses differ by {differs:.2e} at most")
+    return {"part": "threads", "world": world, "losses": mean, "plain": plain}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="alone,pretend,threads")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--worlds", default="8,64,512", help="that the fake backend pretends")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", help="a file for all of it")
+    parser.add_argument("--one", nargs=4, metavar=("SYSTEM", "MODEL", "WORLD", "STEPS"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.one:
+        system, model, world, steps = args.one
+        print(json.dumps(measure(system, model, int(world), int(steps))))
+        return
+    print(f"on {torch.cuda.get_device_name(0) if GPU else 'a CPU'}, torch {torch.__version__}")
+    found = []
+    for part in args.parts.split(","):
+        if part == "threads":
+            found.append(in_threads(4, 5))
+            continue
+        for model in args.models.split(",")[: 1 if part == "alone" else None]:
+            for world in (1,) if part == "alone" else map(int, args.worlds.split(",")):
+                found.append(beside(part, model, world, args.rounds, args.steps))
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
