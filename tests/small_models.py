@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,6 +22,10 @@ from fullshard.testing import assert_same
 
 VOCABULARY, WIDTH, HEAD, HIDDEN, BLOCKS = 131, 97, 32, 192, 3
 ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
+# Two strategies that differ in all that a scenario may meet; the others are for `make test-all`.
+under_strategies = pytest.mark.parametrize(
+    "strategies", [("zero1", "zero3"), pytest.param(("ddp", "zero2"), marks=pytest.mark.slow)], ids=" and ".join
+)
 
 
 class Block(nn.Module):
@@ -121,22 +127,46 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor | None]:
 
 
 def gathered(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """What `full_tensor()` gives of each, by one message for all: tests do this often."""
+    """What `full_tensor()` gives of each, by one message of bytes for all: tests do this often."""
     local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
     sharded = {name: t for name, t in tensors.items() if isinstance(t, DTensor) and t.placements[-1].is_shard()}
     result = {name: None if t is None else t.detach().clone() for name, t in local.items()}
     if sharded:
         mesh = next(iter(sharded.values())).device_mesh
-        mine = {name: as_bytes(result[name]) for name in sharded}
-        parts: list[dict[str, Tensor]] = [{} for _ in range(mesh.size(mesh.ndim - 1))]
-        dist.all_gather_object(parts, mine, group=mesh.get_group(mesh.ndim - 1))
-        for name, tensor in sharded.items():
-            result[name] = torch.cat([part[name] for part in parts], dim=tensor.placements[-1].dim).view(tensor.dtype)
+        world, group = mesh.size(mesh.ndim - 1), mesh.get_group(mesh.ndim - 1)
+        shapes = [{name: shard_shape(t, world, rank) for name, t in sharded.items()} for rank in range(world)]
+        starts, end = {}, 0
+        for name, t in sharded.items():
+            starts[name] = end
+            end += -(-prod(shapes[0][name]) * t.itemsize // 16) * 16
+        messages = [torch.zeros(end, dtype=torch.uint8) for _ in range(world)]
+        mine = torch.zeros(end, dtype=torch.uint8)
+        for name in sharded:
+            part = result[name].contiguous().view(-1).view(torch.uint8)
+            mine[starts[name] : starts[name] + part.numel()] = part
+        dist.all_gather(messages, mine, group=group)
+        for name, t in sharded.items():
+            parts = [
+                message[starts[name] : starts[name] + prod(shape[name]) * t.itemsize]
+                .view(as_bytes(t).dtype)
+                .view(shape[name])
+                for message, shape in zip(messages, shapes, strict=True)
+            ]
+            result[name] = torch.cat(parts, dim=t.placements[-1].dim).view(t.dtype)
     return result
 
 
+def shard_shape(tensor: DTensor, world: int, rank: int) -> tuple[int, ...]:
+    """The shape of `rank`'s shard, cut as `torch.chunk` cuts."""
+    dim = tensor.placements[-1].dim
+    shape = list(tensor.shape)
+    part = -(-shape[dim] // world)
+    shape[dim] = max(0, min(part, shape[dim] - rank * part))
+    return tuple(shape)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
-    """What can be pickled and concatenated, as 8-bit floats cannot; anything else is left as it is."""
+    """What can be concatenated, as 8-bit floats cannot; anything else is left as it is."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 

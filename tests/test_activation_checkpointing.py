@@ -208,10 +208,11 @@ def learn(build: Callable[[Shard, int], Any], shard: Shard) -> list[Any]:
     return [*left, wholes(model)]
 
 
+@pytest.mark.parametrize("strategies", [("zero3",), pytest.param(("zero1", "zero2"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [name for name in (*KINDS, *BITS_ONLY) if name != "nothing"])
-def test_what_is_computed_again_gives_plain_bits(name):
+def test_what_is_computed_again_gives_plain_bits(name, strategies):
     build = KINDS[name].build if name in KINDS else BITS_ONLY[name]
-    run_ranks(2, agree_with_plain, partial(learn, build), "zero1", "zero2", "zero3")
+    run_ranks(2, agree_with_plain, partial(learn, build), *strategies)
 
 
 def count_gathers() -> dict[str, tuple[int, int, bool, int, bool]]:

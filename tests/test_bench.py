@@ -114,6 +114,7 @@ def check_json(told: dict) -> None:
         assert system["tensor_bytes"] > 4 * 4 * told["workload"]["parameters"] / 2  # a rank's half of all four states
 
 
+@pytest.mark.slow
 def test_on_three_ranks_this_library_still_has_the_same_bits():
     workload = Workload(shape=SIZES["tiny"], world=3, optimizer="sgd")
     assert differences(plan("fullshard-zero3", workload=workload)) == {"fullshard-zero3": 0.0}

@@ -221,6 +221,7 @@ def optimizers_go_on(folder: Path) -> None:
             assert_same(learn(model, optimizer, range(2, 4)), expected, name=f"{name} into {strategy}")
 
 
+@pytest.mark.slow
 def test_every_optimizer_goes_on(tmp_path):
     run_ranks(2, optimizers_go_on, tmp_path, timeout=170)
 

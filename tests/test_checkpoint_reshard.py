@@ -103,6 +103,7 @@ def check(sources: dict[int, tuple[str, ...]], targets: dict[int, list[tuple[Sou
         run_ranks(world, read_all, folder, cases, timeout=170)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_under_any_strategy_at_any_world_size(tmp_path):
     """Every source at every world size; strategies take turns."""
     sources = [(world, strategy) for world, strategies in FEW.items() for strategy in strategies]

@@ -123,6 +123,7 @@ def compare_in_the_wrapper() -> None:
     assert_same(in_wrapper, plain)
 
 
+@pytest.mark.slow
 def test_the_wrapper_can_be_compiled():
     run_ranks(2, compare_in_the_wrapper, timeout=170)
 
@@ -133,6 +134,7 @@ def compare_in_low_precision() -> None:
     torch.testing.assert_close(compiled(blocks_by_method, {"backend": "aot_eager"}, shard), learn(chain(shard)))
 
 
+@pytest.mark.slow
 def test_compiled_models_compute_in_the_dtype_that_was_asked_for():
     run_ranks(2, compare_in_low_precision, timeout=170)
 

@@ -110,6 +110,7 @@ def test_digits():
     assert by_size.count("FullyShardedDataParallel(") == 3
 
 
+@pytest.mark.slow
 def test_digits_from_idx_files(tmp_path):
     data = sklearn.datasets.load_digits()
     for split, chosen in (("train", slice(0, 320)), ("t10k", slice(320, 480))):
@@ -132,6 +133,7 @@ def test_digits_say_which_file_is_missing(tmp_path):
         mnist(tmp_path)
 
 
+@pytest.mark.slow
 def test_hybrid():
     ranks, placed, gathers, scatters, reductions, learned = printed_by(4, "5_hybrid.py").splitlines()
     assert ranks == "shards within ranks [0, 1], replicas on ranks [0, 2]"
@@ -143,6 +145,7 @@ def test_hybrid():
     assert_learns(learned)
 
 
+@pytest.mark.slow
 def test_meta_device():
     on_meta, learned, loaded = printed_by(2, "6_meta_device.py").splitlines()
     assert on_meta == "on the meta device when sharded: True"

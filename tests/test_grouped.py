@@ -57,6 +57,7 @@ def agree_with_zero3() -> None:
         assert_same(learn(partial(fully_shard, reshard_after_forward=count)), expected, name=f"to {count} ranks")
 
 
+@pytest.mark.slow
 def test_whoever_has_the_parameters_the_bits_are_those_of_zero3():
     run_ranks(4, agree_with_zero3)
 

@@ -1,13 +1,13 @@
 """Adapters in frozen bases of any dtype: what is trained learns as without sharding, what is not costs its gather."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from small_models import ONE_AXIS, Shard, agree_with_plain, inputs, leave, whole_grads, wholes
+from small_models import ONE_AXIS, Shard, agree_with_plain, inputs, leave, under_strategies, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -139,15 +139,16 @@ def learn_on(base: str, shard: Shard) -> list[Any]:
     return learn(adapted(shard, base))
 
 
-def all_agree_with_plain(bases: list[str]) -> None:
+def all_agree_with_plain(bases: list[str], strategies: Sequence[str]) -> None:
     for base in bases:
-        agree_with_plain(partial(learn_on, base))
+        agree_with_plain(partial(learn_on, base), *strategies)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@under_strategies
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("bases", [["float32", "bfloat16", "float64", "masked"], ["int8", "int32", "e4m3", "e5m2"]])
-def test_adapters_learn_the_bits_of_plain_ones_whatever_the_base_is_made_of(world, bases):
-    run_ranks(world, all_agree_with_plain, bases, timeout=170)
+def test_adapters_learn_the_bits_of_plain_ones_whatever_the_base_is_made_of(world, bases, strategies):
+    run_ranks(world, all_agree_with_plain, bases, strategies, timeout=170)
 
 
 def learn_on_three() -> None:
@@ -205,8 +206,9 @@ def thaw_and_freeze(shard: Shard) -> list[Any]:
     return [*left, wholes(model)]
 
 
-def test_bases_thaw_and_adapters_freeze_in_mid_run():
-    run_ranks(2, agree_with_plain, thaw_and_freeze, timeout=170)
+@under_strategies
+def test_bases_thaw_and_adapters_freeze_in_mid_run(strategies):
+    run_ranks(2, agree_with_plain, thaw_and_freeze, *strategies, timeout=170)
 
 
 def merge(shard: Shard) -> list[Any]:
@@ -284,9 +286,10 @@ def is_in_last_block(name: str) -> bool:
     return name.startswith("2.")
 
 
+@under_strategies
 @pytest.mark.parametrize(("base", "ignores"), [("e4m3", is_base), ("float32", is_adapter), ("int8", is_in_last_block)])
-def test_what_is_ignored_stays_whole_and_learns_its_own_gradients(base, ignores):
-    run_ranks(2, agree_with_plain, partial(learn_with_some_ignored, base, ignores), timeout=170)
+def test_what_is_ignored_stays_whole_and_learns_its_own_gradients(base, ignores, strategies):
+    run_ranks(2, agree_with_plain, partial(learn_with_some_ignored, base, ignores), *strategies, timeout=170)
 
 
 # -- whole again ------------------------------------------------------------------------------------------------------

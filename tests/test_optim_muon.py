@@ -500,6 +500,7 @@ def run_the_example() -> None:
     assert len(hidden) + len(adamw.param_groups[0]["params"]) == len(list(model.parameters()))
 
 
+@pytest.mark.slow
 def test_the_example_runs():
     run_ranks(2, run_the_example)
 
@@ -541,7 +542,9 @@ def load(folder: str, expected: dict[str, Any]) -> None:
         assert_same(wholes(model), expected["after"], name=f"{strategy}, {by_files}")
 
 
-@pytest.mark.parametrize(("saved_by", "strategy", "loaded_by"), [(2, "zero3", 3), (3, "ddp", 1)])
+@pytest.mark.parametrize(
+    ("saved_by", "strategy", "loaded_by"), [(2, "zero3", 3), pytest.param(3, "ddp", 1, marks=pytest.mark.slow)]
+)
 def test_a_step_after_loading_at_any_world_size_is_the_step_that_would_have_been(
     tmp_path, saved_by, strategy, loaded_by
 ):

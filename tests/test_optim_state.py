@@ -140,7 +140,7 @@ def compare_states() -> None:
             assert_same(full["state"], expected, name=f"{name}, {strategy}: a full one is a snapshot")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_states_have_the_user_s_own_names_and_plain_values(world):
     """For every optimizer, under every strategy, whole or sharded."""
     run_ranks(world, compare_states)
@@ -193,6 +193,7 @@ def resume_every_optimizer() -> None:
         resume_under_every_strategy(name)
 
 
+@pytest.mark.slow
 def test_what_is_loaded_goes_on_with_the_same_losses():
     """Bit for bit, for every optimizer, into every strategy; what was given stays as it is."""
     run_ranks(2, resume_every_optimizer)

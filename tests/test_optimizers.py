@@ -53,7 +53,7 @@ def every_optimizer_agrees(names: Sequence[str]) -> None:
         agree_with_plain(partial(trained, make=ELEMENTWISE[name]), "ddp", "zero3")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_optimizer_of_torch_gives_the_bits_of_plain_training(world):
     run_ranks(world, every_optimizer_agrees, list(ELEMENTWISE), timeout=120)
 
@@ -98,7 +98,7 @@ def optimizers_made_before_train_the_shards() -> None:
     agree_with_plain(partial(made_before, scales=True), "zero3")
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_optimizer_made_before_sharding_trains_the_shards(world):
     """With its groups, their options, its scheduler and a scaler."""
     run_ranks(world, optimizers_made_before_train_the_shards)
@@ -151,7 +151,7 @@ def steps_in_backward_agree() -> None:
     assert_same(stepping_in_backward(partial(fully_shard, strategy="zero3")), after)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_steps_within_backward_give_the_bits_of_steps_after_it(world):
     run_ranks(world, steps_in_backward_agree)
 

@@ -105,6 +105,7 @@ def test_one_rank_gives_the_bits_of_plain_pytorch(recipe):
     assert_all_same((1,), recipe, ONE_AXIS, "plain")
 
 
+@pytest.mark.slow
 @EACH_RECIPE
 def test_a_mesh_of_one_rank_gives_the_bits_of_plain_pytorch(recipe):
     assert_all_same((1, 1), recipe, (*ONE_AXIS, "hsdp", "hsdp_zero2"), "plain")
@@ -116,11 +117,12 @@ def test_two_ranks_give_the_bits_of_distributed_data_parallel(recipe):
 
 
 @EACH_RECIPE
-@pytest.mark.parametrize("world", [2, 3, FOUR])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow), FOUR])
 def test_strategies_give_one_another_s_bits(recipe, world):
     assert_all_same((world,), recipe, ("zero1", "zero2", "zero3"), "ddp")
 
 
+@pytest.mark.slow
 @EACH_RECIPE
 def test_strategies_give_one_another_s_bits_on_two_axes(recipe):
     """Hybrid sharding sums over the shard axis first, and so does every strategy on the same mesh."""
@@ -128,7 +130,7 @@ def test_strategies_give_one_another_s_bits_on_two_axes(recipe):
 
 
 @EACH_RECIPE
-@pytest.mark.parametrize("shape", [(2,), (3,), ON_FOUR, (2, 2)])
+@pytest.mark.parametrize("shape", [(2,), (3,), ON_FOUR, pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_ranks_agree_on_everything_but_their_own_losses(recipe, shape):
     first, *others = (of_rank[recipe, "zero3"] for of_rank in traces(*shape))
     for other in others:

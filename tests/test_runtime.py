@@ -27,6 +27,7 @@ from small_models import (
     most_whole,
     poison_freed,
     sgd,
+    under_strategies,
     whole,
     whole_grads,
     wholes,
@@ -105,8 +106,9 @@ def fail_in_between(phase: str, shard: Shard) -> list[Any]:
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-def test_a_step_that_failed_leaves_no_trace(phase):
-    run_ranks(2, agree_with_plain, partial(fail_in_between, phase))
+@under_strategies
+def test_a_step_that_failed_leaves_no_trace(phase, strategies):
+    run_ranks(2, agree_with_plain, partial(fail_in_between, phase), *strategies)
 
 
 def fail_and_look(phase: str) -> None:
@@ -328,8 +330,9 @@ def learn_without_writing(model: nn.Module) -> list[Any]:
         a_hold_on_the_graph,
     ],
 )
-def test_any_order_of_forward_and_backward_gives_plain_bits(scenario):
-    run_ranks(2, agree_with_plain, scenario)
+@under_strategies
+def test_any_order_of_forward_and_backward_gives_plain_bits(scenario, strategies):
+    run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
 # -- what modules take and give ---------------------------------------------------------------------------------------
@@ -494,8 +497,9 @@ def hooks_of_users(shard: Shard) -> list[Any]:
         hooks_of_users,
     ],
 )
-def test_whatever_modules_take_and_give_gives_plain_bits(scenario):
-    run_ranks(2, agree_with_plain, scenario)
+@under_strategies
+def test_whatever_modules_take_and_give_gives_plain_bits(scenario, strategies):
+    run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
 # -- frozen, unfrozen, nested -----------------------------------------------------------------------------------------
@@ -599,8 +603,9 @@ def one_unit_whole_after_backward(shard: Shard) -> list[Any]:
         one_unit_whole_after_backward,
     ],
 )
-def test_any_choice_of_units_gives_plain_bits(scenario):
-    run_ranks(2, agree_with_plain, scenario)
+@under_strategies
+def test_any_choice_of_units_gives_plain_bits(scenario, strategies):
+    run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
 # -- writing to parameters by other ways than an optimizer ------------------------------------------------------------
@@ -644,9 +649,10 @@ def written_between_steps(write: Callable[[nn.Parameter], None], shard: Shard) -
 @pytest.mark.parametrize(
     "write", [write_by_no_grad, write_by_data, write_by_detach, write_by_foreach, write_by_local_tensor]
 )
-def test_what_is_written_to_parameters_is_computed_with(write):
+@under_strategies
+def test_what_is_written_to_parameters_is_computed_with(write, strategies):
     """By whatever way, and where whole parameters are kept between steps, too."""
-    run_ranks(2, agree_with_plain, partial(written_between_steps, write))
+    run_ranks(2, agree_with_plain, partial(written_between_steps, write), *strategies)
 
 
 # -- methods of units -------------------------------------------------------------------------------------------------
@@ -693,8 +699,9 @@ def whole_by_hand(shard: Shard) -> list[Any]:
 
 
 @pytest.mark.parametrize("scenario", [a_method_beside_forward, whole_by_hand])
-def test_what_units_are_asked_for_by_hand_gives_plain_bits(scenario):
-    run_ranks(2, agree_with_plain, scenario)
+@under_strategies
+def test_what_units_are_asked_for_by_hand_gives_plain_bits(scenario, strategies):
+    run_ranks(2, agree_with_plain, scenario, *strategies)
 
 
 def prefetch_by_choice() -> list[str]:

@@ -118,6 +118,7 @@ def copy_twice(memory: Path) -> None:
     copy_steps(memory, 2)
 
 
+@pytest.mark.slow
 def test_the_hosts_that_are_left_go_on_at_another_world_size(tmp_path):
     run_ranks(3, copy_twice, tmp_path)
     run_ranks(2, go_on_without_each, tmp_path)

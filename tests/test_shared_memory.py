@@ -273,7 +273,7 @@ def test_one_rank_that_has_it_switched_off_is_enough():
     assert run_ranks(2, switched_off_on_one_rank) == [True, True]
 
 
-@pytest.mark.parametrize(("value", "shares"), [("0", False), ("1", True)])
+@pytest.mark.parametrize(("value", "shares"), [("0", False), pytest.param("1", True, marks=pytest.mark.slow)])
 def test_the_environment_switches_it_off(value, shares):
     told = subprocess.run(
         [sys.executable, "-c", "from fullshard import shared_memory; print(shared_memory._shares)"],
@@ -475,7 +475,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("how", ["alone", "fork"])
+@pytest.mark.parametrize("how", ["alone", pytest.param("fork", marks=pytest.mark.slow)])
 def test_nothing_is_left_behind_when_a_rank_is_killed(how):
     """Neither files nor memory; the other rank gets an error at once, even while a child of the dead one lives."""
     with socket.socket() as probe:

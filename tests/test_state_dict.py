@@ -255,7 +255,7 @@ def compare_all_state_dicts() -> None:
         compare_state_dicts("wrapper", strategy)
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_state_dicts_have_the_user_s_own_names_and_values(world):
     """In the user's own order, before training and after, under every strategy."""
     run_ranks(world, compare_all_state_dicts)
@@ -562,6 +562,7 @@ def load_sharded_from_every_strategy() -> None:
                 assert all(source[key] is before[key] for key in [*source, *before])
 
 
+@pytest.mark.slow
 def test_sharded_state_dicts_of_one_strategy_are_loaded_under_another():
     run_ranks(2, load_sharded_from_every_strategy)
 

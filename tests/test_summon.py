@@ -98,7 +98,7 @@ def look() -> None:
             assert_same(step(model, optimizer, number), step(reference, other, number), name=str(way))
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_parameters_are_whole_and_plain_within_and_shards_after(world):
     run_ranks(world, look)
 
@@ -144,7 +144,7 @@ def write(writeback: bool) -> None:
         assert_same(wholes(model), dict(reference.state_dict()), name=str(way))
 
 
-@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("writeback", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_changes_are_kept_as_asked_and_computed_with(writeback):
     """Under every strategy, also where whole parameters stay in memory between steps."""
     run_ranks(2, write, writeback)
@@ -400,7 +400,7 @@ def summon_after_a_failure(phase: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_after_a_failure_parameters_can_be_summoned(phase):
     run_ranks(2, summon_after_a_failure, phase)
 
@@ -425,7 +425,7 @@ def summon_within(phase: str) -> None:
         assert "Call it between steps." in said[0]
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("phase", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
 def test_summoning_within_a_forward_or_backward_is_refused(phase):
     run_ranks(2, summon_within, phase)
 

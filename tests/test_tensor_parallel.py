@@ -270,6 +270,7 @@ def train_in_odd_units() -> None:
     assert_same(losses(fully_shard(model, mesh=mesh["data"]), by_hand=False), expected)
 
 
+@pytest.mark.slow
 def test_any_module_may_be_a_unit_and_axes_lie_in_any_order():
     run_ranks(4, train_in_odd_units)
 
@@ -301,6 +302,7 @@ def step_with_an_optimizer_from_before() -> None:
     assert_same(train(model, mesh["shard"], optimizer=optimizer, steps=range(1)), expected)
 
 
+@pytest.mark.slow
 def test_an_optimizer_made_between_placing_and_sharding_trains_the_shards():
     run_ranks(4, step_with_an_optimizer_from_before)
 
@@ -346,6 +348,7 @@ def count_a_step() -> None:
         assert 0.5 < along.sent_bytes(name) / without.sent_bytes(name) < 0.51
 
 
+@pytest.mark.slow
 def test_as_many_messages_are_sent_as_without_of_half_the_bytes():
     run_ranks(4, count_a_step)
 

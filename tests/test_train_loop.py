@@ -84,17 +84,17 @@ def test_another_seed_gives_other_numbers(two_ranks: Path, tmp_path: Path) -> No
     assert losses(trained(2, tmp_path, "--seed", "1")) != losses(two_ranks)
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_do_not_depend_on_the_world_size(two_ranks: Path, world: int, tmp_path: Path) -> None:
     assert losses(trained(world, tmp_path)) == pytest.approx(losses(two_ranks), rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("strategy", ["zero1", *(pytest.param(it, marks=pytest.mark.slow) for it in ("ddp", "zero2"))])
 def test_losses_do_not_depend_on_the_strategy(two_ranks: Path, strategy: str, tmp_path: Path) -> None:
     assert losses(trained(2, tmp_path, "--strategy", strategy)) == losses(two_ranks)
 
 
-@pytest.mark.parametrize("strategy", ["hsdp", "hsdp_zero2"])
+@pytest.mark.parametrize("strategy", ["hsdp", pytest.param("hsdp_zero2", marks=pytest.mark.slow)])
 def test_losses_of_hybrid_strategies_are_near(two_ranks: Path, strategy: str, tmp_path: Path) -> None:
     """Two replicas of one rank each: the norm of the whole gradient is added up in another order."""
     assert losses(trained(2, tmp_path, "--strategy", strategy)) == pytest.approx(losses(two_ranks), rel=1e-6)

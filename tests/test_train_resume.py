@@ -141,6 +141,7 @@ def test_damage_costs_the_steps_since_the_one_before(whole, tmp_path):
     assert_same(weights(tmp_path), weights(whole))
 
 
+@pytest.mark.slow
 def test_a_run_of_its_own_begins_with_what_a_checkpoint_holds(whole, tmp_path):
     out = ran(2, tmp_path / "new", "--resume", str(whole / "checkpoints" / "step-000000002"))
     assert_same(weights(out), weights(whole))
@@ -224,6 +225,7 @@ def test_any_number_of_ranks_learns_from_the_same_sequences_without_more_memory(
             assert settings.accumulate == 1 or rows_of(settings, world) * (settings.accumulate - 1) < len(counted)
 
 
+@pytest.mark.slow
 def test_a_run_may_begin_with_any_number_of_ranks(tmp_path):
     """A batch that was meant for other ranks is kept, a step learns from as many sequences."""
     for world, batch, accumulate in product(range(1, 9), (1, 4, 6, 16), (1, 3)):

@@ -302,6 +302,7 @@ def all_generate_between_steps() -> None:
         agree_with_plain(partial(generate_between_steps, name), "zero1", "zero3")
 
 
+@pytest.mark.slow
 def test_a_sharded_model_generates_the_plain_one_s_tokens_between_steps():
     run_ranks(2, all_generate_between_steps, timeout=170)
 
