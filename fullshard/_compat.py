@@ -71,6 +71,11 @@ def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
     return tuple((param._post_accumulate_grad_hooks or {}).values())
 
 
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
 def storage_references(storage: torch.UntypedStorage) -> int:
     """How many tensors (those that autograd saved included) and handles keep `storage` alive."""
     return int(torch._C._storage_Use_Count(storage._cdata))

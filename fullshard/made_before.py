@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.errors import StateError
+from fullshard.stepping import has_shards, step_shards
 from fullshard.unit import managed_by
 
 __all__ = ["point_to_shards", "watch_optimizers"]
@@ -45,5 +46,11 @@ def _sharded(param: Any, optimizer: Optimizer) -> Any:
 
 @cache
 def watch_optimizers() -> None:
-    """Point every optimizer to the shards before it steps, from now on."""
-    register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: point_to_shards(optimizer))
+    """Look after every optimizer before it steps, from now on."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not has_shards(optimizer):
+        point_to_shards(optimizer)
+        step_shards(optimizer)

@@ -42,6 +42,7 @@ FLOORS = [
         "wrap",
         "state_dict",
         "optim_state",
+        "stepping",
         "made_before",
         "optim",
         "checkpoint",

@@ -1,15 +1,20 @@
 """Any optimizer of torch's, made before or after sharding, stepping after backward or within it."""
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from small_models import Chain, Layer, agree_with_plain, chain, inputs, wholes
+from small_models import Chain, Layer, agree_with_plain, chain, inputs, leave, whole, wholes
 from test_docs import code_blocks, page, section
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import ShardedGradScaler, StateError, fully_shard
 from fullshard.runtime import turns_in
@@ -201,3 +206,153 @@ def test_gradients_never_coexist_where_steps_are_taken_within_backward():
     few, many = run_ranks(2, gradient_peak, True, 2), run_ranks(2, gradient_peak, True, 6)
     assert few == many
     assert run_ranks(2, gradient_peak, False, 6)[0] > 4 * many[0]
+
+
+# -- stepping shards --------------------------------------------------------------------------------------------------
+
+
+class OnDTensors(TorchDispatchMode):
+    """Names of the operations that are given a `DTensor`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            self.names.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+def backward(model: nn.Module, step: int) -> None:
+    model(inputs(step)).square().mean().backward()
+
+
+def operations_on_dtensors(name: str) -> None:
+    model = chain(fully_shard)
+    optimizer = ELEMENTWISE[name](list(model.parameters()))
+    steps(model, optimizer, 2)
+    params = optimizer.param_groups[0]["params"]
+    states = {param: dict(optimizer.state[param]) for param in params}
+    optimizer.zero_grad()
+    backward(model, 2)
+    with OnDTensors() as seen:
+        optimizer.step()
+    assert seen.names == []
+    assert optimizer.param_groups[0]["params"] is params
+    assert list(optimizer.state) == params == list(model.parameters())
+    for param, before in states.items():
+        after = optimizer.state[param]
+        assert before.keys() == after.keys()
+        for key, value in after.items():
+            assert isinstance(value, DTensor) == (isinstance(value, Tensor) and value.ndim > 0)
+            assert not isinstance(value, DTensor) or value is before[key]
+        assert isinstance(param.grad, DTensor)
+        assert param._local_tensor.grad is None
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD"])
+def test_from_the_second_step_on_shards_are_stepped_as_plain_tensors(name):
+    """And whatever users see of groups and states are `DTensor`s, the same as before."""
+    run_ranks(2, operations_on_dtensors, name)
+
+
+class Careful(torch.optim.SGD):
+    """Derived from one that may, so nobody knows what it does."""
+
+
+def see_dtensors() -> None:
+    """What users are given within a step, and what they find when one has failed."""
+    model = chain(fully_shard)
+    seen: list[bool] = []
+
+    def note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        seen.append(all(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"]))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps(model, optimizer, 2)
+    backward(model, 0)
+    optimizer.step(lambda: note(optimizer))
+    for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
+        with closing(SimpleNamespace(close=register(note).remove)):
+            optimizer.step()
+    derived = Careful(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with OnDTensors() as dispatched:
+            derived.step()
+        seen.append(bool(dispatched.names))
+    assert seen == [True] * 5
+
+    params = optimizer.param_groups[0]["params"]
+    shape = params[0].grad._local_tensor.shape
+    params[0].grad._local_tensor = torch.zeros(7, 11)  # so that the step fails
+    with pytest.raises(RuntimeError, match="size"):
+        optimizer.step()
+    assert optimizer.param_groups[0]["params"] is params
+    params[0].grad._local_tensor = torch.zeros(shape)
+    optimizer.step()
+    assert optimizer.param_groups[0]["params"] is params
+
+
+def test_hooks_closures_and_failures_see_the_parameters_that_users_know():
+    run_ranks(2, see_dtensors)
+
+
+def scheduled(shard: Any, *, late: bool) -> list[Any]:
+    """A scheduler takes the optimizer's `step` apart, before or after this library has."""
+    model = chain(shard)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = None if late else torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    rates = []
+    for step in range(5):
+        if late and step == 3:
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return [torch.tensor(rates), wholes(model)]
+
+
+def schedule_before_and_after() -> None:
+    for late in (False, True):
+        agree_with_plain(partial(scheduled, late=late), "zero1", "zero3")
+
+
+def test_schedulers_may_come_before_or_after():
+    run_ranks(2, schedule_before_and_after)
+
+
+def drop_an_optimizer() -> bool:
+    model = chain(fully_shard)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(model, optimizer, 3)
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    del optimizer
+    gc.enable()
+    return gone() is None
+
+
+def test_an_optimizer_is_freed_with_its_last_reference():
+    """It is in no reference cycle: its state is most of a rank's memory, and the garbage collector comes late."""
+    assert run_ranks(1, drop_an_optimizer) == [True]
+
+
+def late_states(shard: Any) -> list[Any]:
+    """A parameter has its first gradient when shards are stepped already; its state is as that of others."""
+    model = chain(shard)
+    model.head.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    steps(model, optimizer)
+    model.head.weight.requires_grad_(True)
+    left = steps(model, optimizer)
+    buffer = optimizer.state[model.head.weight]["momentum_buffer"]
+    assert isinstance(buffer, DTensor) == (shard is not leave)
+    return [left, whole(buffer)]
+
+
+def test_state_that_is_made_later_is_sharded_too():
+    run_ranks(2, agree_with_plain, late_states)
