@@ -130,7 +130,7 @@ class Reduction:
 
     @property
     def _packs(self) -> bool:
-        return len(self._in_place) < len(self._grads)
+        return self._section.layout.pack_numel > 0 and len(self._in_place) < len(self._grads)
 
     def _terms(self) -> tuple[list[Tensor], list[int]]:
         """What is sent, gradients in place and the pack, and how many elements of each are one rank's."""

@@ -147,7 +147,7 @@ class Section:
         self._own_strides = [
             (shape, contiguous_strides(shape), start) for shape, start in zip(shapes, starts, strict=True)
         ]
-        self._padding: dict[int, Tensor] = {}  # columns of zeros for the pack, by their number
+        self._gaps: dict[int, Tensor] = {}  # columns of zeros for the pack, by their number
         self._columns_to_pack = list(_columns_to_pack(layout))
 
     # -- buffers ------------------------------------------------------------------------------------------------------
@@ -436,15 +436,15 @@ class Section:
         for i, width in self._columns_to_pack:
             grad = grads.get(i)
             if grad is None:
-                columns.append(self._zeros(width, wire))
+                columns.append(self._gap(width, wire) if i < 0 else wire.new_zeros(wire.shape[0], width))
                 continue
             cut = self.layout.places[i].cut
             if cut.dim == 0:
                 columns.append(grad)
             elif cut.dim is None:
-                columns.append(grad.view(1, -1).expand(self.layout.world, -1))
+                columns.append(grad.view(1, -1).expand(self.layout.world, -1).contiguous())
             else:
-                columns.append(self._zeros(width, wire))
+                columns.append(wire.new_zeros(wire.shape[0], width))
                 odd.append(i)
         torch._chunk_cat(columns, 0, self.layout.world, out=wire)
         for i in odd:
@@ -452,11 +452,11 @@ class Section:
             for part, row in self._row_pairs(place.cut, grads[i], self._columns(place, wire)):
                 row.copy_(part)
 
-    def _zeros(self, width: int, wire: Tensor) -> Tensor:
-        """So many columns of zeros, for `wire`."""
-        if width not in self._padding:
-            self._padding[width] = wire.new_zeros(1).expand(self.layout.world, width)
-        return self._padding[width]
+    def _gap(self, width: int, wire: Tensor) -> Tensor:
+        """So many columns of zeros, for `wire`. Not expanded: a GPU has one kernel for columns that are contiguous."""
+        if width not in self._gaps:
+            self._gaps[width] = wire.new_zeros(wire.shape[0], width)
+        return self._gaps[width]
 
     def hold_grads(self) -> None:
         """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""

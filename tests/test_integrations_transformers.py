@@ -19,16 +19,19 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     GenerationConfig,
     Seq2SeqTrainingArguments,
     TrainerCallback,
     TrainingArguments,
 )
 
-from fullshard import ConfigError, StateError
+from fullshard import CheckpointError, ConfigError, StateError
+from fullshard.integrations.accelerate import Accelerator
 from fullshard.integrations.plugin import ShardingPlugin
 from fullshard.integrations.preparing import shard
 from fullshard.integrations.transformers import TESTED_TRANSFORMERS, Seq2SeqTrainer, Trainer, from_pretrained
+from fullshard.integrations.waiting_weights import read_waiting
 from fullshard.plan.ledger import peak_during, storage_bytes
 from fullshard.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
@@ -369,17 +372,79 @@ def test_a_folder_is_read_straight_into_shards(tmp_path):
         assert found["generation"] == 7
 
 
+def resume_waiting(folder: str, weights: str) -> list[list[float]]:
+    """What follows the second step of a run of DDP, sharded: of a model that is there, and of one that waits."""
+    Script(folder, SAVED, model=AutoModelForCausalLM.from_pretrained(weights)).run()
+    losses = []
+    for build in (AutoModelForCausalLM.from_pretrained, partial(from_pretrained, AutoModelForCausalLM)):
+        resumed = {"model": build(weights), "trainer": Trainer, "resume": f"{folder}/checkpoint-2"}
+        losses.append(Script(folder, {**SHARDED, "save_strategy": "no"}, **resumed).run()[0].losses)
+    return losses
+
+
+@pytest.mark.slow
+def test_a_model_whose_weights_wait_goes_on_from_a_checkpoint_of_ddp(tmp_path):
+    weights = str(tmp_path / "weights")
+    llama().save_pretrained(weights)
+    for plain, waiting in run_ranks(2, resume_waiting, str(tmp_path / "run"), weights):
+        assert waiting == plain
+
+
+def test_what_cannot_be_read_straight_is_refused(tmp_path):
+    transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_local_experts=2,
+        )
+    ).save_pretrained(tmp_path / "mixtral")
+    llama().save_pretrained(tmp_path / "llama")
+    with pytest.raises(ConfigError, match="is no folder with a config"):
+        from_pretrained(AutoModelForCausalLM, tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="renames or merges the weights of mixtral models"):
+        from_pretrained(AutoModelForCausalLM, tmp_path / "mixtral")
+    with pytest.raises(ConfigError, match="no_such_option: there is no such value"):
+        from_pretrained(AutoModelForCausalLM, tmp_path / "llama", no_such_option=3)
+    within = nn.Sequential(from_pretrained(AutoModelForCausalLM, tmp_path / "llama"))
+    with pytest.raises(ConfigError, match=r"the weights of 0 \(LlamaForCausalLM\) wait in"):
+        read_waiting(within)
+
+
+def test_a_failed_read_can_be_tried_again(tmp_path):
+    llama().save_pretrained(tmp_path)
+    model = from_pretrained(AutoModelForCausalLM, tmp_path)
+    hidden = (tmp_path / "model.safetensors").rename(tmp_path / "hidden")
+    with pytest.raises(CheckpointError):
+        read_waiting(model)
+    hidden.rename(tmp_path / "model.safetensors")
+    read_waiting(model)
+    assert_same(dict(model.state_dict()), dict(llama().state_dict()))
+
+
+def test_what_must_have_more_digits_has_them(tmp_path):
+    t5().half().save_pretrained(tmp_path)
+    expected = AutoModelForSeq2SeqLM.from_pretrained(tmp_path)
+    found = from_pretrained(AutoModelForSeq2SeqLM, tmp_path)
+    read_waiting(found)
+    assert {param.dtype for param in expected.parameters()} == {torch.float16, torch.float32}
+    assert_same(dict(found.state_dict()), dict(expected.state_dict()))
+
+
 def test_a_folder_is_read_whole_where_nothing_is_sharded(tmp_path):
     weights = str(tmp_path / "weights")
     llama().to(torch.bfloat16).save_pretrained(weights)
+    accelerated = Accelerator(cpu=True).prepare(from_pretrained(AutoModelForCausalLM, weights))
+    assert not any(param.is_meta for param in accelerated.parameters())
     model = from_pretrained(AutoModelForCausalLM, weights)
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     assert all(param.is_meta for param in model.parameters())
     Script(str(tmp_path), {"max_steps": 1, "learning_rate": 0.0}, model=model, trainer=Trainer).run()
     expected = AutoModelForCausalLM.from_pretrained(weights).state_dict()
     assert_same(dict(model.state_dict()), dict(expected))
-    with pytest.raises(ConfigError, match="is no folder with a config"):
-        from_pretrained(AutoModelForCausalLM, tmp_path / "nowhere")
 
 
 def test_without_fsdp_nothing_is_sharded(tmp_path):
@@ -436,7 +501,12 @@ def test_the_private_hooks_are_those_of_the_version_that_was_checked():
         assert list(inspect.signature(getattr(transformers.Trainer, name)).parameters) == parameters, name
     assert "Accelerator" in vars(transformers.trainer)
     assert "fsdp_plugin_args" in inspect.getsource(TrainingArguments)
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.distributed.fsdp import is_fsdp_managed_module
+
+    assert "add_legacy" in inspect.signature(get_model_conversion_mapping).parameters
+    assert list(inspect.signature(transformers.PreTrainedModel._get_dtype_plan).parameters) == ["self", "dtype"]
+    assert callable(transformers.PreTrainedModel._from_config)
 
     marked = nn.Linear(1, 1)
     marked._is_fsdp_managed_module = True

@@ -35,7 +35,14 @@ from small_models import (
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import RankMismatchError, StateError, fully_shard, recording, register_fsdp_forward_method
+from fullshard import (
+    MixedPrecisionPolicy,
+    RankMismatchError,
+    StateError,
+    fully_shard,
+    recording,
+    register_fsdp_forward_method,
+)
 from fullshard.record import Phase
 from fullshard.runtime import runtime_of, turns_in
 from fullshard.testing import assert_same, run_ranks
@@ -889,3 +896,80 @@ def gather_by_full_tensor() -> None:
 def test_parameters_are_true_dtensors():
     """What `full_tensor()` gives is what this file's quicker way of gathering gives."""
     run_ranks(2, gather_by_full_tensor)
+
+
+# -- odd parameters and odd beginnings --------------------------------------------------------------------------------
+
+
+class Fused(torch.autograd.Function):
+    """Writes its weight's gradient itself, as kernels that accumulate do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        ctx.weight.grad = grad.T @ x
+        return grad @ ctx.weight.detach(), None
+
+
+class FusedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(48, 48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Fused.apply(x, self.weight)
+
+
+def gradients_without_a_sign(shard: Shard) -> list[Any]:
+    return learn(chain(shard, Chain([FusedLayer() for _ in range(3)])))
+
+
+class Empty(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.nothing.sum()
+
+
+class OnlyEmpty(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.nothing.sum()
+
+
+def parameters_without_elements(shard: Shard) -> list[Any]:
+    return learn(chain(shard, Chain([Empty(), OnlyEmpty(), Layer()])))
+
+
+@under_strategies
+@pytest.mark.parametrize("scenario", [gradients_without_a_sign, parameters_without_elements])
+def test_odd_parameters_give_plain_bits(scenario, strategies):
+    run_ranks(2, agree_with_plain, scenario, *strategies)
+
+
+def evaluate_in_inference_mode_first() -> None:
+    """In low precision, so that scratch memory is taken there first."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    left = []
+    for evaluates in (False, True):
+        model = chain(partial(fully_shard, mp_policy=policy))
+        if evaluates:
+            with torch.inference_mode():
+                model(inputs())
+        left.append(learn(model))
+    assert_same(left[1], left[0])
+
+
+def test_inference_mode_may_come_before_training():
+    run_ranks(2, evaluate_in_inference_mode_first)

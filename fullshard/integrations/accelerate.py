@@ -44,6 +44,7 @@ from fullshard.integrations.plugin import (  # noqa: E402
     plugin_from_environment,
 )
 from fullshard.integrations.preparing import shard  # noqa: E402
+from fullshard.integrations.waiting_weights import read_waiting  # noqa: E402
 from fullshard.made_before import point_to_shards  # noqa: E402
 from fullshard.runtime import is_unit  # noqa: E402
 from fullshard.state_dict import FullStateDictConfig, StateDictSettings, StateDictType, as_configured  # noqa: E402
@@ -123,6 +124,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         A model that is only evaluated is sharded too: it takes as little memory as one that is trained.
         """
         if not self.shards:
+            read_waiting(model)
             return super().prepare_model(model, device_placement, evaluation_mode)
         assert self.sharding is not None
         inner = self.unwrap_model(model, keep_torch_compile=False)

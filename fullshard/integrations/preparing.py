@@ -42,6 +42,7 @@ def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype 
         CheckpointError: the files that the model's weights wait in are missing or damaged, or do not fit.
     """
     if is_unit(model):
+        read_waiting(model)
         return
     ignored = _ignored(model, plugin)
     units = _units(model, plugin, ignored)

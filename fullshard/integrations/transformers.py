@@ -42,7 +42,7 @@ from fullshard.errors import ConfigError, StateError  # noqa: E402
 from fullshard.integrations.accelerate import Accelerator  # noqa: E402
 from fullshard.integrations.adapters import trained_part  # noqa: E402
 from fullshard.integrations.plugin import FULL, SHARDED, ShardingPlugin, plugin_from_environment  # noqa: E402
-from fullshard.integrations.waiting_weights import read_waiting, wait_for  # noqa: E402
+from fullshard.integrations.waiting_weights import is_waiting, read_waiting, wait_for  # noqa: E402
 from fullshard.state_dict import shard_of  # noqa: E402
 from fullshard.unit import managed_by  # noqa: E402
 
@@ -60,6 +60,11 @@ class _Sharding(transformers.Trainer):
     def sharding(self) -> ShardingPlugin | None:
         """How the model is sharded; None if it is not."""
         return self.accelerator.sharding if isinstance(self.accelerator, Accelerator) else None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.sharding is None and self.model is not None:
+            read_waiting(self.model)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, one that shards if the arguments or the launcher say so.
@@ -149,7 +154,11 @@ class _Sharding(transformers.Trainer):
                 super()._load_optimizer_and_scheduler(checkpoint_path)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.sharding is None or not (Path(resume_from_checkpoint) / _FOLDER).exists():
+        is_ours = self.sharding is not None and (Path(resume_from_checkpoint) / _FOLDER).exists()
+        resumed: Any = model or self.model
+        if not is_ours and is_waiting(resumed):
+            wait_for(resumed, resume_from_checkpoint)
+        elif not is_ours:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         # else: along with the optimizer, once the model is sharded
 
@@ -209,7 +218,7 @@ def from_pretrained(
     cls: Any,
     folder: str | PathLike[str],
     *,
-    dtype: str | torch.dtype = "auto",
+    dtype: torch.dtype | None = None,
     rename: Callable[[str], str | None] | None = None,
     **options: Any,
 ) -> Any:
@@ -222,12 +231,13 @@ def from_pretrained(
     Args:
         cls: a model class of transformers, such as `AutoModelForCausalLM`.
         folder: with `config.json` and safetensors files, as `save_pretrained` writes it.
-        dtype: of the parameters; "auto" is that of `config.json`.
+        dtype: of the parameters; that of `config.json`, if None.
         rename: gives the FQN for a name in the files, or None to leave it out.
         options: replace values of the configuration.
 
     Raises:
-        ConfigError: `folder` is none, or has no configuration.
+        ConfigError: `folder` is none, or has no configuration; or transformers converts the weights of such a model
+            when it reads them, and there is no `rename`; or an option is none of the configuration's.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -235,12 +245,23 @@ def from_pretrained(
             f"from_pretrained: {folder} is no folder with a config.json and safetensors files. Download the model, or "
             "let save_pretrained write one."
         )
-    config = transformers.AutoConfig.from_pretrained(folder, **options)
-    chosen: torch.dtype | None = (
-        config.dtype if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    )
+    config, unknown = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+    if unknown:
+        raise ConfigError(
+            f"from_pretrained: {', '.join(unknown)}: there is no such value in the configuration of "
+            f"{config.model_type}. Only such can be given; transformers' own from_pretrained knows other options."
+        )
+    chosen: torch.dtype | None = dtype or config.dtype
     with accelerate.init_empty_weights(include_buffers=False):  # buffers that files do not hold are computed
         model = _build(cls, config, chosen)
+    if rename is None and _converts(model):
+        raise ConfigError(
+            f"from_pretrained: transformers renames or merges the weights of {config.model_type} models when it reads "
+            "them, so the files do not have those of the model. Use its own from_pretrained, with "
+            "cpu_ram_efficient_loading in fsdp_config to read them on one rank only; or pass rename= where names are "
+            "all that differs."
+        )
+    _raise_dtypes(model, chosen)
     model.tie_weights()
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -248,9 +269,27 @@ def from_pretrained(
     return model.eval()
 
 
+# Private to transformers, too, and in the same test.
+
+
 def _build(cls: Any, config: Any, dtype: torch.dtype | None) -> Any:
     """A model of class `cls`: an automatic one chooses by the configuration."""
     return (cls.from_config if hasattr(cls, "from_config") else cls._from_config)(config, dtype=dtype)
+
+
+def _converts(model: Any) -> bool:
+    """Whether files have other weights than `model`, or the same by other names."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _raise_dtypes(model: Any, dtype: torch.dtype | None) -> None:
+    """Have in float32 what its authors say must be, where the rest is of fewer digits."""
+    for pattern, wide in model._get_dtype_plan(dtype).items():
+        for name, param in model.named_parameters():
+            if pattern in name:
+                param.data = param.data.to(wide)
 
 
 def _plugin_of(args: Any) -> ShardingPlugin | None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from torch import nn
 
 from fullshard.checkpoint import load_safetensors
+from fullshard.errors import ConfigError
 
-__all__ = ["read_waiting", "wait_for"]
+__all__ = ["is_waiting", "read_waiting", "wait_for"]
 
 _WAITING = "_fullshard_waiting"  # the attribute by which a model remembers where its weights are
 
@@ -27,12 +28,27 @@ def wait_for(model: nn.Module, path: str | PathLike[str], rename: Callable[[str]
     vars(model)[_WAITING] = _Waiting(Path(path), rename)
 
 
+def is_waiting(model: nn.Module) -> bool:
+    """Whether the weights of `model` are still in files."""
+    return _WAITING in vars(model)
+
+
 def read_waiting(model: nn.Module) -> None:
     """Read what `model` waits for, if anything: each rank the rows that are its own, if it is sharded by now.
 
     Raises:
         CheckpointError: the files are missing or damaged, or do not fit; the same error on every rank.
+        ConfigError: it is a part of `model` that waits, which was put into another model since.
     """
-    waiting: _Waiting | None = vars(model).pop(_WAITING, None)
-    if waiting is not None:
+    if is_waiting(model):
+        waiting: _Waiting = vars(model)[_WAITING]
         load_safetensors(model, waiting.path, rename=waiting.rename)
+        del vars(model)[_WAITING]
+        return
+    for name, part in model.named_modules():
+        if is_waiting(part):
+            raise ConfigError(
+                f"the weights of {name} ({type(part).__name__}) wait in {vars(part)[_WAITING].path} until it is "
+                f"sharded, and it is within a {type(model).__name__}, which has others besides. Load it by its own "
+                "from_pretrained before adapters or heads are put around it."
+            )
