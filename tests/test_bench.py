@@ -63,6 +63,7 @@ def differences(of: Plan) -> dict[str, float]:
 # -- the same losses as one process -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_system_that_is_installed_has_the_losses_of_one_process(tmp_path, capsys):
     """On two ranks every sum has two terms, so that there is one way to add them: all systems have the same bits."""
     file = tmp_path / "result.json"

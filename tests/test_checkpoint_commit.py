@@ -50,7 +50,9 @@ def save_and_die(folder: Path, step: int, operation: int) -> None:
     save(folder, model=plain(step), step=step, keep=1)
 
 
-@pytest.mark.parametrize("step", [2, 1], ids=["another step", "the same step again"])
+@pytest.mark.parametrize(
+    "step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["another step", "the same step again"]
+)
 def test_a_save_killed_at_any_operation_loses_nothing(step, tmp_path):
     """Before every single operation on files: what is there is the old checkpoint or the new one, whole."""
     save(tmp_path / "first", model=plain(1), step=1)

@@ -315,6 +315,7 @@ def every_way_into_every_other(folder: Path) -> None:
         assert_same(found, expected, name=f"{way} as {other}")
 
 
+@pytest.mark.slow
 def test_how_a_model_is_wrapped_is_no_part_of_a_checkpoint(tmp_path):
     run_ranks(2, every_way_into_every_other, tmp_path, timeout=120)
 

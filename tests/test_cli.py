@@ -130,6 +130,7 @@ def command(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_run_on_two_ranks_leaves_everything_behind_and_says_what_it_reached(tmp_path: Path) -> None:
     out = tmp_path / "run"
     ended = command("train", "--ranks", "2", "--text", __file__, "--out", str(out), *QUICK)

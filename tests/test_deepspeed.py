@@ -350,6 +350,7 @@ def go_on_at_two_stages(folder: str) -> Any:
     return runs
 
 
+@pytest.mark.slow
 def test_deepspeeds_runs_go_on_here(tmp_path, capsys):
     """With the numbers that DeepSpeed itself had; and the same run under another stage."""
     for case in IMPORTED:

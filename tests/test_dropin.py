@@ -3,6 +3,7 @@
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,15 @@ from fullshard.testing import run_ranks
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parent / "dropin").glob("*.py"))}
 # torch's older interface cannot be built on a machine without an accelerator, so it is no peer to compare with here.
 WITH_A_PEER = [name for name in SCRIPTS if name.startswith("fully_shard")]
-REPEATING = {"fully_shard_layers", "fully_shard_checkpointed"}  # what others and other tests do, too
+REPEATING = {  # what others and other tests do, too
+    *("fully_shard_layers", "fully_shard_checkpointed", "fully_shard_meta"),
+    *("fsdp_manual_wrap", "fsdp_mixed_units", "fsdp_meta_device", "fsdp_hybrid", "fsdp_cnn_size_based"),
+}
 IMPORT = re.compile(r"^from torch\.distributed\.fsdp(\.\w+)? import", re.MULTILINE)
+
+
+def marked(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow) if name in REPEATING else name
 
 
 def moved(text: str) -> str:
@@ -42,15 +50,13 @@ def assert_learnt(losses: torch.Tensor) -> None:
     assert losses[-quarter:].mean() < 0.8 * losses[:quarter].mean()
 
 
-@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in WITH_A_PEER])
+@pytest.mark.parametrize("name", [marked(name) for name in SCRIPTS if name not in WITH_A_PEER])
 def test_a_script_learns_after_only_its_imports_change(name, tmp_path):
     for losses in losses_of(name, tmp_path):
         assert_learnt(losses)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in REPEATING else name for name in WITH_A_PEER]
-)
+@pytest.mark.parametrize("name", [marked(name) for name in WITH_A_PEER])
 def test_a_moved_script_has_the_losses_of_the_original(name, tmp_path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     ours.mkdir()

@@ -99,6 +99,7 @@ def accuracies(printed: str) -> dict[str, str]:
     return dict(re.findall(r"^(.+): test accuracy (.+)$", printed, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_digits():
     printed = printed_by(2, "4_digits.py", "--epochs", "3")
     by_way = accuracies(printed)

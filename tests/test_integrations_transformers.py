@@ -305,6 +305,7 @@ def best_and_saved(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_and_saved_for_others(tmp_path):
     for found in run_ranks(2, best_and_saved, str(tmp_path)):
         for loaded, saved, checkpoint in found.values():

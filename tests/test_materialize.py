@@ -224,7 +224,7 @@ def measure_every_way(path: str) -> dict[str, tuple[int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(tmp_path, world):
     """Counted after every operation, in every way of giving values; what is loaded from a mapped file is not held."""
     total = sum(param.nbytes for param in Model().parameters())

@@ -567,6 +567,7 @@ def in_large_world() -> Recorder:
     return step_once([(1024, 16)] * (2 * WORLD), "zero3")
 
 
+@pytest.mark.slow
 def test_rank_0_of_512_orthogonalises_its_share():
     """By the backend's own all-to-all. A fake one takes parts as large as the rooms: every rank has two matrices."""
     record = run_ranks(1, in_large_world)[0]

@@ -654,7 +654,12 @@ def written_between_steps(write: Callable[[nn.Parameter], None], shard: Shard) -
 
 
 @pytest.mark.parametrize(
-    "write", [write_by_no_grad, write_by_data, write_by_detach, write_by_foreach, write_by_local_tensor]
+    "write",
+    [
+        write_by_no_grad,
+        write_by_local_tensor,
+        *(pytest.param(it, marks=pytest.mark.slow) for it in (write_by_data, write_by_detach, write_by_foreach)),
+    ],
 )
 @under_strategies
 def test_what_is_written_to_parameters_is_computed_with(write, strategies):

@@ -92,7 +92,7 @@ def go_there_and_back(folder: Path, strategies: tuple[str, ...]) -> None:
     assert_same(losses, losses[:1] * len(losses))
 
 
-@pytest.mark.parametrize("world", FEW)
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(it, marks=pytest.mark.slow) for it in (3, 4))])
 def test_weights_go_out_and_come_back(tmp_path, world):
     """In several files, at every world size; into models that have other numbers, and that have no memory yet."""
     run_ranks(world, go_there_and_back, tmp_path, FEW[world])
@@ -214,7 +214,7 @@ def measure(folder: Path) -> None:
         assert strategy == "zero1" or sum(read) < 1.1 * total / dist.get_world_size()
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_rank_holds_more_than_its_shards_and_one_unit_and_reads_only_what_is_its_own(tmp_path, world):
     run_ranks(world, measure, tmp_path)
 

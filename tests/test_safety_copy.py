@@ -277,6 +277,7 @@ def keeper_of(folder: Path) -> int:
     raise AssertionError(f"nobody keeps {folder}")
 
 
+@pytest.mark.slow
 def test_a_folder_outlives_the_process_that_has_asked_for_it(launcher, tmp_path):
     """And the signals that a scheduler sends to all that belongs to a job, before it kills."""
     code = "import sys, fullshard.checkpoint.keeper as it; it.kept_folder(int(sys.argv[1]), it.Path(sys.argv[2]))"

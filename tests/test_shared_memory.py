@@ -273,7 +273,9 @@ def test_one_rank_that_has_it_switched_off_is_enough():
     assert run_ranks(2, switched_off_on_one_rank) == [True, True]
 
 
-@pytest.mark.parametrize(("value", "shares"), [("0", False), pytest.param("1", True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("value", "shares"), [pytest.param(*case, marks=pytest.mark.slow) for case in (("0", False), ("1", True))]
+)
 def test_the_environment_switches_it_off(value, shares):
     told = subprocess.run(
         [sys.executable, "-c", "from fullshard import shared_memory; print(shared_memory._shares)"],

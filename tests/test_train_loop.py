@@ -80,6 +80,7 @@ def test_the_same_seed_gives_the_same_numbers(two_ranks: Path, tmp_path: Path) -
     assert (two_ranks / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_another_seed_gives_other_numbers(two_ranks: Path, tmp_path: Path) -> None:
     assert losses(trained(2, tmp_path, "--seed", "1")) != losses(two_ranks)
 
@@ -109,12 +110,17 @@ def test_computing_blocks_again_changes_no_loss(two_ranks: Path, tmp_path: Path)
     assert losses(trained(2, tmp_path, "--activation-checkpointing")) == losses(two_ranks)
 
 
+@pytest.mark.slow
 def test_training_in_bfloat16_stays_near(two_ranks: Path, tmp_path: Path) -> None:
     assert losses(trained(2, tmp_path, "--dtype", "bfloat16")) == pytest.approx(losses(two_ranks), rel=0.02)
 
 
 @pytest.mark.parametrize(
-    "wires", [("--gather-wire", "fp8"), ("--strategy", "hsdp", "--gather-wire", "int8", "--reduce-wire", "int4")]
+    "wires",
+    [
+        pytest.param(("--gather-wire", "fp8"), marks=pytest.mark.slow),
+        ("--strategy", "hsdp", "--gather-wire", "int8", "--reduce-wire", "int4"),
+    ],
 )
 def test_training_with_less_on_the_wire_stays_near(two_ranks: Path, wires: tuple[str, ...], tmp_path: Path) -> None:
     found = losses(trained(2, tmp_path, *wires))
