@@ -358,6 +358,7 @@ def test_ranks_that_wait_for_their_turn_use_no_processor():
     assert max(a - b for a, b in zip(after, before, strict=True)) < 0.1
 
 
+@pytest.mark.slow
 def test_a_system_that_dies_is_left_out_and_the_others_go_on():
     started: dict[str, set[int | None]] = {}
     seen: set[int | None] = set()

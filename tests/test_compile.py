@@ -155,6 +155,7 @@ def poison_what_was_freed() -> None:
     assert_same(left[STEPS:], left[:STEPS])
 
 
+@pytest.mark.slow
 def test_a_compiled_backward_reads_nothing_that_was_freed():
     """What a graph keeps for its backward is views of whole parameters, or copies of what it made of them."""
     run_ranks(2, poison_what_was_freed, timeout=170)

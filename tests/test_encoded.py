@@ -292,6 +292,7 @@ def sums_are_off_by_one_message(strategies: Any, wires: Any) -> None:
             assert 0 < off <= bound, (strategy, wire, off, bound)
 
 
+@pytest.mark.slow
 def test_what_was_ever_applied_is_off_by_what_one_message_lacks():
     run_ranks(2, sums_are_off_by_one_message, ("ddp", "zero1", "zero3"), ("int8", "int4"))
 

@@ -76,6 +76,7 @@ def agree_with_hsdp(accumulate: int) -> None:
         )
 
 
+@pytest.mark.slow
 def test_sums_by_groups_have_the_bits_of_hybrid_sharding():
     run_ranks(4, agree_with_hsdp, 3)
 

@@ -259,6 +259,7 @@ def resume_alone(folder: str) -> int:
     return len(fit(FullShardStrategy(), Module(), ckpt_path=f"{folder}/0/last.ckpt")[0])
 
 
+@pytest.mark.slow
 def test_a_fit_that_goes_on_has_the_numbers_of_one_that_never_stopped(tmp_path):
     for rank in run_ranks(2, stop_all, str(tmp_path), timeout=150.0):
         for (losses, _, weights), before, (after, _, resumed) in rank:

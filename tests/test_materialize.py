@@ -172,6 +172,7 @@ def clean(state: dict[str, Any]) -> dict[str, Any]:
     return {name.replace("_fsdp_wrapped_module.", ""): value for name, value in state.items()}
 
 
+@pytest.mark.slow
 def test_values_are_the_same_at_every_world_size_and_under_every_strategy():
     """Where every rank has the same seed: each draws whole values, and keeps its part of them."""
     [expected] = run_ranks(1, draw_values, ONE_AXIS)
