@@ -31,7 +31,7 @@ SYSTEMS = ("fullshard", "FSDP2", "FSDP1")
 
 
 class Block(nn.Module):
-    """Gated mixing and an MLP, as in a transformer, with six matrices and vectors each."""
+    """Gated mixing and an MLP, as in a transformer: four matrices and eight vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def main() -> None:
         if args.profile:
             subprocess.run([*command, "--profile", args.profile], check=True)
             continue
-        found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
         print(f"world {world}: unsharded {statistics.median(found['unsharded']):.0f} us a unit and microbatch")
         for system in SYSTEMS:
             ratio = statistics.median(a / b for a, b in zip(found["fullshard"], found[system], strict=True))

@@ -44,7 +44,7 @@ MODELS = {
     "GPT-2 XL": Shape(vocab=50304, width=1600, layers=48, heads=25, seq=1024, batch=2),
     "Llama 3 8B": Shape(vocab=32768, width=4096, layers=24, heads=32, mlp_ratio=5, seq=2048),
 }
-ON_A_CPU = {"vocab": 512, "layers": 4, "seq": 16, "batch": 1}  # what is left of them there, with a quarter of the width
+ON_A_CPU = {"vocab": 512, "layers": 4, "seq": 16, "batch": 1}  # and a quarter of the width
 BUILDS = {
     "plain": lambda workload, model: Trainer(
         workload, model, workload.make_optimizer(model.parameters()), autocast=True
@@ -59,12 +59,12 @@ PARTS = {"alone": ("plain", "fullshard", "FSDP2", "DDP"), "pretend": ("fullshard
 def workload_of(model: str, world: int) -> Workload:
     shape = MODELS[model]
     if not GPU:
-        shape = replace(shape, **ON_A_CPU, width=shape.width // 4, heads=shape.heads if shape.heads != 25 else 10)
+        shape = replace(shape, **ON_A_CPU, width=shape.width // 4)
     return Workload(shape=shape, world=world, dtype="bf16" if GPU else "fp32", device_type=DEVICE.type)
 
 
 def measure(system: str, model: str, world: int, steps: int) -> dict[str, float]:
-    """Milliseconds of a step, the median, and MB: the most that was allocated, or that this process has had."""
+    """Milliseconds of a step, the median; and on a GPU the most MB that were allocated and reserved in a step."""
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
@@ -196,8 +196,11 @@ def main() -> None:
         if part == "threads":
             found.append(in_threads(4, 5))
             continue
-        for model in args.models.split(",")[: 1 if part == "alone" else None]:
-            for world in (1,) if part == "alone" else map(int, args.worlds.split(",")):
+        models, worlds = args.models.split(","), [int(world) for world in args.worlds.split(",")]
+        if part == "alone":
+            models, worlds = models[:1], [1]  # with all of its optimizer's state, no larger one fits
+        for model in models:
+            for world in worlds:
                 found.append(beside(part, model, world, args.rounds, args.steps))
     if args.json:
         with open(args.json, "w") as file:

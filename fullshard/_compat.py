@@ -26,6 +26,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
+from fullshard.layout import contiguous_strides
+
 __all__ = [
     "all_gather_single",
     "coalesced",
@@ -135,8 +137,8 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 
     `DTensor.from_local` would move a shard that is offloaded to the CPU back to the mesh's device.
     """
-    stride = torch.empty(shape, device="meta").stride()
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, local.dtype))
+    tensor_meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), local.dtype)
+    spec = DTensorSpec(mesh, placements, tensor_meta=tensor_meta)
     return DTensor(local, spec, requires_grad=False)
 
 

@@ -29,10 +29,11 @@ __all__ = ["Pool", "Slot", "typed_view"]
 def typed_view(storage: torch.UntypedStorage, dtype: torch.dtype, byte_offset: int, shape: tuple[int, ...]) -> Tensor:
     """A contiguous tensor over a stretch of `storage` with a version counter of its own.
 
-    Writing through another view does not disturb autograd's check of this one.
+    Writing through another view does not disturb autograd's check of this one. It may be written to at any time, though
+    it was made in inference mode.
     """
-    view = torch.empty(0, dtype=dtype, device=storage.device)
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
+        view = torch.empty(0, dtype=dtype, device=storage.device)
         return view.set_(storage, byte_offset // dtype.itemsize, shape, contiguous_strides(shape))
 
 
@@ -104,12 +105,12 @@ class Pool:
         if not fitting:
             if self._free:  # grow rather than keep what is too small
                 self._remove(min(self._free, key=_room))
-            return _lasting(torch.UntypedStorage(nbytes, device=self._device), dtype, numel)
+            return typed_view(torch.UntypedStorage(nbytes, device=self._device), dtype, 0, (numel,))
         found = min(fitting, key=_room)
         self._remove(found)
         if found.dtype == dtype and found.numel() == numel:
             return found
-        return _lasting(found.untyped_storage(), dtype, numel)
+        return typed_view(found.untyped_storage(), dtype, 0, (numel,))
 
     def give(self, tensor: Tensor) -> None:
         """Take `tensor`'s memory back. The caller must not use it again."""
@@ -118,14 +119,6 @@ class Pool:
 
     def _remove(self, tensor: Tensor) -> None:
         self._free = [other for other in self._free if other is not tensor]
-
-
-def _lasting(storage: torch.UntypedStorage, dtype: torch.dtype, numel: int) -> Tensor:
-    """A view of `storage` from its start on that may be written to at any time, though made in inference mode."""
-    if not torch.is_inference_mode_enabled():
-        return typed_view(storage, dtype, 0, (numel,))
-    with torch.inference_mode(False):
-        return typed_view(storage, dtype, 0, (numel,))
 
 
 def _room(tensor: Tensor) -> int:

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard.errors import ConfigError, StateError
-from fullshard.made_before import watch_optimizers
 from fullshard.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
 from fullshard.mesh import resolve_axes, resolve_groups
 from fullshard.offload_policy import OffloadPolicy
@@ -34,6 +33,7 @@ from fullshard.runtime import (
 )
 from fullshard.sharded_param import Source
 from fullshard.state_dict import register_hooks
+from fullshard.stepping import watch_optimizers
 from fullshard.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.strategy import Placements as StrategyPlacements
 from fullshard.unit import Unit, UnitSettings

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard.errors import StateError
-from fullshard.stepping import has_shards, step_shards
 from fullshard.unit import managed_by
 
-__all__ = ["point_to_shards", "watch_optimizers"]
+__all__ = ["point_to_shards"]
 
 
 def point_to_shards(optimizer: Optimizer) -> None:
@@ -42,15 +39,3 @@ def _sharded(param: Any, optimizer: Optimizer) -> Any:
             "FullyShardedDataParallel.optim_state_dict_to_load makes of the old one's state by FQN."
         )
     return sharded.sharded
-
-
-@cache
-def watch_optimizers() -> None:
-    """Look after every optimizer before it steps, from now on."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if not has_shards(optimizer):
-        point_to_shards(optimizer)
-        step_shards(optimizer)

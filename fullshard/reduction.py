@@ -51,6 +51,8 @@ class Reduction:
             for i in section.partial.keys() - grads.keys():
                 shape = section.layout.places[i].cut.shape
                 grads[i] = torch.zeros(shape, dtype=section.contract.reduce, device=section.device)
+        self._in_place = [i for i in grads if section.layout.places[i].in_place]
+        self._packs = section.layout.pack_numel > 0 and len(self._in_place) < len(grads)
         self._pending = self._start_scatter() if section.cuts_optimizer else self._start_all_reduce()
 
     @property
@@ -123,14 +125,6 @@ class Reduction:
         return section.sums_over(section.wires.shard, self._term_names).reduce_scatter(
             self._sums(), wholes, part_numels, divisor, tag=self._tag, origin=self._origin
         )
-
-    @property
-    def _in_place(self) -> list[int]:
-        return [i for i in self._grads if self._section.layout.places[i].in_place]
-
-    @property
-    def _packs(self) -> bool:
-        return self._section.layout.pack_numel > 0 and len(self._in_place) < len(self._grads)
 
     def _terms(self) -> tuple[list[Tensor], list[int]]:
         """What is sent, gradients in place and the pack, and how many elements of each are one rank's."""

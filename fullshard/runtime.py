@@ -309,8 +309,6 @@ class Runtime:
         self._calls.append(call)
         self._free_recomputed(turn)
         self._hold(turn)
-        for needed in (turn, *self._lenders(turn)):
-            needed.unit.may_have_grads = True  # a function of the user's may write them itself, without a sign
         if turn.unshards_in_backward:
             self._unshard(turn, Phase.PRE_BACKWARD)
         self._prefetch_backward(turn)
@@ -319,7 +317,6 @@ class Runtime:
         """Note that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
         self.begin_backward()
         unit = turn.unit
-        unit.may_have_grads = True
         turn.arrived.add(id(param))
         if len(turn.arrived) == unit.trainable and not unit.settings.reduces_unused:
             self._start_reduce(turn)

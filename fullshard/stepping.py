@@ -10,18 +10,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import update_wrapper
+from functools import cache, update_wrapper
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard._compat import dtensor_like, has_step_hooks, make_dtensor
+from fullshard.made_before import point_to_shards
 from fullshard.unit import managed_by
 
-__all__ = ["has_shards", "step_shards"]
+__all__ = ["watch_optimizers"]
 
 # These very classes: a class derived from one of them may do anything.
 _ELEMENTWISE = frozenset(
@@ -34,14 +36,21 @@ _stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have sha
 _MARK = "_fullshard_steps_shards"
 
 
-def has_shards(optimizer: Optimizer) -> bool:
-    """Whether `optimizer` has shards in the place of parameters at the moment."""
-    return optimizer in _stepping
+@cache
+def watch_optimizers() -> None:
+    """Look after every optimizer before it steps, from now on: it has the shards, and steps them as plain tensors."""
+    register_optimizer_step_pre_hook(_before_step)
 
 
-def step_shards(optimizer: Optimizer) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _stepping:
+        point_to_shards(optimizer)
+        _step_shards(optimizer)
+
+
+def _step_shards(optimizer: Optimizer) -> None:
     """Let `optimizer` step shards from its next step on, if it is one that may. Nothing happens if it does already."""
-    if type(optimizer) not in _ELEMENTWISE or has_shards(optimizer) or hasattr(optimizer.step, _MARK):
+    if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer.step, _MARK):
         return
     if not any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
         return

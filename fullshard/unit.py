@@ -91,7 +91,6 @@ class Unit:
         self.settings = settings
         self.form = Form.SHARDED
         self.microbatch = 0  # of the step, from 1 on
-        self.may_have_grads = False  # there may be whole gradients that no reduction has taken
         self._withholds = False  # whole gradients wait for a later microbatch's reduction
         self.slot = Slot(_device_of(sources, settings.device))
         self.wires = Wires.along(settings.axes, settings.device, _scratch_of(settings.device))
@@ -418,8 +417,7 @@ class Unit:
     @property
     def has_whole_grads(self) -> bool:
         """Whether whole gradients wait for a reduction."""
-        left = self.may_have_grads and any(param.unsharded.grad is not None for param in self.params)
-        return left or any(section.holds_grads for section in self.sections)
+        return any(p.unsharded.grad is not None for p in self.params) or any(s.holds_grads for s in self.sections)
 
     def hold_grads(self) -> None:
         """Keep whole gradients for a later reduction."""
@@ -429,13 +427,13 @@ class Unit:
 
     def drop_grads(self) -> None:
         """Forget whole gradients."""
-        self._withholds = self.may_have_grads = False
+        self._withholds = False
         for section in self.sections:
             section.drop_grads()
 
     def start_reduce(self, lane: Lane, phase: Phase) -> UnitReduction:
         """Begin to turn whole gradients into what the optimizer sees."""
-        self._withholds = self.may_have_grads = False
+        self._withholds = False
         with torch.no_grad():
             return UnitReduction(self, lane, phase)
 
