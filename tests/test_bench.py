@@ -10,6 +10,7 @@ import math
 import mmap
 import multiprocessing
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from rich.console import Console
 from test_docs import page, rows, section
 
 import fullshard.bench.command
+import fullshard.bench.rounds
 import fullshard.bench.settings
 from fullshard.bench.floor import FloorSeconds, FloorTurn
 from fullshard.bench.memory import PeakMemory, process_bytes
@@ -377,6 +379,16 @@ def test_a_system_that_dies_is_left_out_and_the_others_go_on():
     assert [system.name for system in report.systems] == ["fullshard-zero3"]
     assert "ended with exit code -9" in report.failed["torch-ddp"].reason
     assert multiprocessing.active_children() == []
+
+
+def test_a_system_for_which_no_memory_is_left_is_not_started(monkeypatch):
+    frees = iter([1 << 40, 1 << 10])
+    monkeypatch.setattr(fullshard.bench.rounds, "available_bytes", lambda: next(frees))
+    report = measure(plan("fullshard-zero3", "torch-ddp"), lambda stage, what: None)
+    assert [system.name for system in report.systems] == ["fullshard-zero3"]
+    assert re.search(
+        r"must be free to start it beside 1 other systems, .* Name fewer", report.failed["torch-ddp"].reason
+    )
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

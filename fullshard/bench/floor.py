@@ -74,8 +74,9 @@ class Floor:
         self._model = workload.model(self._device).to(workload.compute_dtype)
         whole, world = workload.parameter_count(), workload.world
         self._whole = torch.zeros(whole, dtype=workload.compute_dtype, device=self._device)
-        self._received = torch.zeros(whole, dtype=workload.compute_dtype, device=self._device)
-        self._terms = [torch.zeros(-(-whole // world), device=self._device) for _ in range(world)]
+        terms = torch.zeros(world, -(-whole // world), device=self._device)
+        self._terms = terms.unbind()
+        self._received = terms.flatten().view(workload.compute_dtype)[:whole]
         self._shard = torch.zeros(-(-whole // world), device=self._device, requires_grad=True)
         self._shard.grad = torch.zeros_like(self._shard)
         self._optimizer = workload.make_optimizer([self._shard])

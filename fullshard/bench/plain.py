@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fullshard.bench.memory import Memory, PeakMemory
 from fullshard.bench.workload import Workload
 
 __all__ = ["Plain"]
@@ -16,6 +17,7 @@ class Plain:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self._device = workload.device(0)
+        self._memory = PeakMemory(self._device)
         self._model = workload.model(self._device)
         self._computing = workload.model(self._device).to(workload.compute_dtype)
         self._optimizer = workload.make_optimizer(self._model.parameters())
@@ -23,6 +25,10 @@ class Plain:
     def losses(self, steps: int) -> list[list[float]]:
         """The losses of the first `steps` steps: one for each rank in each."""
         return [self._step(step) for step in range(steps)]
+
+    def memory(self) -> Memory:
+        """The most that it has needed so far."""
+        return self._memory.peak()
 
     def _step(self, step: int) -> list[float]:
         with torch.no_grad():

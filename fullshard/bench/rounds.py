@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fullshard.bench.floor import FLOOR, Floor, FloorSeconds
-from fullshard.bench.memory import Memory
+from fullshard.bench.memory import Memory, available_bytes
 from fullshard.bench.plain import Plain
 from fullshard.bench.report import BenchReport, Failure, SystemResult
 from fullshard.bench.team import Team, TeamFailed
 from fullshard.bench.training import WATCHED_STEPS, Training
 from fullshard.bench.turns import Span
 from fullshard.bench.workload import Workload
+from fullshard.train.bytes_table import in_bytes
 
 __all__ = ["Plan", "Tell", "measure"]
 
@@ -72,6 +73,7 @@ class _Bench:
         self._plan = plan
         self._tell = tell
         self._expected: list[list[float]] = []
+        self._room = 0  # bytes that must be free before a system is started
         self._floor: Team | None = None
         self._floors: list[FloorSeconds] = []
         self._running: dict[str, _Running] = {}
@@ -84,6 +86,7 @@ class _Bench:
         plain = Team(Plain, plan.workload, world=1, timeout=plan.timeout)
         try:
             self._expected = plain.ask("losses", WATCHED_STEPS + (plan.warmup + plan.rounds) * plan.steps)[0]
+            self._room = plan.workload.world * (plain.ask("memory")[0].process or 0)
         finally:
             plain.end()
         self._tell("starting", FLOOR)
@@ -128,6 +131,7 @@ class _Bench:
 
     def _start(self, name: str) -> None:
         plan = self._plan
+        self._check_room()
         team = Team(partial(Training, name=name), plan.workload, timeout=plan.timeout)
         try:
             prepared = team.ask("prepare")
@@ -136,6 +140,18 @@ class _Bench:
             raise
         losses = list(zip(*(rank.losses for rank in prepared), strict=True))
         self._running[name] = _Running(team, max(rank.tensor_bytes for rank in prepared), list(losses))
+
+    def _check_room(self) -> None:
+        """Refuse to start one more system where the kernel might end another to make room for it.
+
+        The plain process keeps gradients of its own and those of all ranks, more than any rank of a system.
+        """
+        free = available_bytes()
+        if self._plan.workload.device_type == "cpu" and free is not None and free < self._room:
+            raise TeamFailed(
+                f"{in_bytes(self._room)} must be free to start it beside {len(self._running)} other systems, "
+                f"and {in_bytes(free)} are. Name fewer by --systems."
+            )
 
     def _floor_turn(self, first: int, counts: bool) -> None:
         assert self._floor is not None
