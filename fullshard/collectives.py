@@ -67,6 +67,8 @@ class Pending:
     def __init__(self, finish: Callable[[], None] | None = None, event: Event | None = None) -> None:
         self._finish = finish
         self._event = event
+        self.has_come: Callable[[], bool] = _unknown
+        """Whether `wait()` is sure not to wait for other ranks. Not every collective knows."""
 
     def wait(self) -> None:
         """Return when the result is in place.
@@ -171,10 +173,12 @@ class Collectives(ABC):
         short or empty. The wholes must stay unchanged until `wait()` returns.
         """
         nbytes, messages = _nbytes(wholes), len(sums) * (self.world - 1)
-        return self._start(
+        pending = self._start(
             _Call("reduce_scatter", origin, len(wholes), nbytes, nbytes - _nbytes(sums), messages),
             lambda: self._reduce_scatter(sums, wholes, part_numels, divisor, tag),
         )
+        pending.has_come = self._arrival(tag)
+        return pending
 
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, *, tag: int, origin: Origin) -> Pending:
         """The sum over ranks of each tensor, divided by `divisor`, in its place. Uses two tags a tensor."""
@@ -274,6 +278,10 @@ class Collectives(ABC):
         None where the backend has no way to do so: a mismatch is then for a time-out to find.
         """
         return None
+
+    def _arrival(self, tag: int) -> Callable[[], bool]:
+        """Tells, without waiting, whether what the collective that was started last waits for has come."""
+        return _unknown
 
     def _record(self, call: _Call) -> Event | None:
         recorder = active_recorder()
@@ -462,6 +470,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
                 plans = self._exchange(digest, self._plan_tag)()
                 if not sizes or any(other != digest for other in plans):
                     return []
+                neighbours.drop_free()  # what was gathered went through them, and will not any more
                 collective, _ = self._next_key(0)
                 return [memory.storage for memory in neighbours.common(sizes, collective)]
             except PeerGoneError as gone:
@@ -529,8 +538,12 @@ class SharedMemoryCollectives(PairwiseCollectives):
             return super()._reduce_scatter(sums, wholes, part_numels, divisor, tag)
         key = self._next_key(tag)
         parts = self._parts_by_rank(wholes, part_numels)
-        self._show(neighbours, key, parts)
+        self._show(neighbours, key, parts, patiently=True)
         return lambda: self._sum(neighbours, key, sums, parts[self.rank], divisor)
+
+    def _arrival(self, tag: int) -> Callable[[], bool]:
+        neighbours = self.neighbours
+        return _unknown if neighbours is None else partial(neighbours.have_told, (self._started, tag))
 
     def _all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
         neighbours = self.neighbours
@@ -569,7 +582,9 @@ class SharedMemoryCollectives(PairwiseCollectives):
         pairs = list(zip(wholes, part_numels, strict=True))
         return {rank: [_part(whole, n, rank) for whole, n in pairs] for rank in range(self.world)}
 
-    def _show(self, neighbours: Neighbours, key: Key, parts: Mapping[int, Sequence[Tensor]]) -> None:
+    def _show(
+        self, neighbours: Neighbours, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
+    ) -> None:
         """Put every other rank's `parts` where it can take them from, and tell. The same for several lie there once."""
         starts: dict[int, int] = {}
         shown: dict[tuple[int, ...], tuple[int, Sequence[Tensor]]] = {}
@@ -581,7 +596,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
                 shown[which] = (end, tensors)
                 end += nbytes_end_to_end(tensors)
             starts[peer], _ = shown[which]
-        block = neighbours.take(end)
+        block = neighbours.take(end, patiently=patiently)
         for start, tensors in shown.values():
             _copy_each(block.memory.tensors_like(tensors, start), tensors)
         neighbours.tell(key, block, starts, self._take_claim())
@@ -666,6 +681,11 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
 
 def _nothing() -> None:
     """What is left to do when the backend has done it all."""
+
+
+def _unknown() -> bool:
+    """What is said of an arrival where nothing tells of it."""
+    return False
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

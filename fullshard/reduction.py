@@ -51,6 +51,7 @@ class Reduction:
             for i in section.partial.keys() - grads.keys():
                 shape = section.layout.places[i].cut.shape
                 grads[i] = torch.zeros(shape, dtype=section.contract.reduce, device=section.device)
+        self._summed = list(grads)
         self._in_place = [i for i in grads if section.layout.places[i].in_place]
         self._packs = section.layout.pack_numel > 0 and len(self._in_place) < len(grads)
         self._pending = self._start_scatter() if section.cuts_optimizer else self._start_all_reduce()
@@ -59,9 +60,16 @@ class Reduction:
     def _has_second_level(self) -> bool:
         return self._section.wires.replicate is not None
 
+    @property
+    def has_come(self) -> bool:
+        """Whether `complete()` is sure not to wait for other ranks."""
+        return not self._has_second_level and self._pending.has_come()
+
     def complete(self) -> None:
-        """Wait for the first sums, and take the second ones."""
+        """Wait for the first sums, and take the second ones. Nobody needs whole gradients then that were cut."""
         self._pending.wait()
+        if self._section.cuts_optimizer:
+            self._grads.clear()
         if self._has_second_level and self._finishes:
             self._add_partial()
             self._finish_sums()
@@ -70,7 +78,7 @@ class Reduction:
         section, replicas = self._section, self._section.wires.replicate
         assert replicas is not None
         cuts = section.cuts_optimizer
-        over = section.sums_over(replicas, (lambda: [("shards", *sorted(self._grads))]) if cuts else self._whole_names)
+        over = section.sums_over(replicas, (lambda: [("shards", *sorted(self._summed))]) if cuts else self._whole_names)
         sums = [self._shards] if cuts else self._wholes
         over.all_reduce(sums, self._divisor, tag=section.replicate_tag, origin=self._origin).wait()
 
@@ -94,7 +102,7 @@ class Reduction:
         """Call what users have registered to be called when a gradient is complete, such as an optimizer's step."""
         section = self._section
         hooked = False
-        for i in self._grads if self._finishes else ():
+        for i in self._summed if self._finishes else ():
             param = section.params[i].sharded
             for hook in grad_hooks(param):
                 hook(param)
@@ -138,7 +146,7 @@ class Reduction:
 
     def _term_names(self) -> list[TermName]:
         """What each of the terms is of."""
-        pack = ("pack", *(i for i in self._section.layout.packed if i in self._grads))
+        pack = ("pack", *(i for i in self._section.layout.packed if i in self._summed))
         return [*((i,) for i in self._in_place), *([pack] if self._packs else [])]
 
     def _sums(self) -> list[Tensor]:
@@ -156,12 +164,12 @@ class Reduction:
 
     def _deliver_shards(self) -> None:
         section = self._section
-        shards, fresh = self._shards, {i for i in self._grads if not section.params[i].has_grad}
-        if shards is not section.grads and len(fresh) == len(self._grads):
+        shards, fresh = self._shards, {i for i in self._summed if not section.params[i].has_grad}
+        if shards is not section.grads and len(fresh) == len(self._summed):
             shards = section.new_grad_shards()
             shards.copy_(self._shards, non_blocking=True)
         is_scratch = shards is self._shards and shards is not section.grads  # must not outlive this call
-        for i in self._grads:
+        for i in self._summed:
             param, shard = section.params[i], section.shard_like(i, shards)
             if is_scratch:
                 shard = shard.to(section.home.device, section.contract.stored, copy=i in fresh)
@@ -208,7 +216,7 @@ class Reduction:
 
     def _keep_partial(self) -> None:
         section = self._section
-        for i in self._grads:
+        for i in self._summed:
             term, kept = self._first_sum(i), section.partial.get(i)
             section.partial[i] = term.clone() if kept is None else kept.add_(term)
         for scratch in self._scratch:

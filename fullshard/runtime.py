@@ -306,6 +306,7 @@ class Runtime:
     def before_backward(self, call: Call) -> None:
         """Have the unit of `call` whole again, and start the gather of the one that comes next."""
         turn = call.turn
+        self._complete_arrived()
         self._calls.append(call)
         self._free_recomputed(turn)
         self._hold(turn)
@@ -316,6 +317,7 @@ class Runtime:
     def on_grad(self, turn: Turn, param: ShardedParam) -> None:
         """Note that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
         self.begin_backward()
+        self._complete_arrived()
         unit = turn.unit
         turn.arrived.add(id(param))
         if len(turn.arrived) == unit.trainable and not unit.settings.reduces_unused:
@@ -379,6 +381,15 @@ class Runtime:
             # One at a time: gradients of more than two units at once would be memory without a bound.
             self._finish_reductions()
             self._reductions.append(unit.start_reduce(self._reduce_lane, Phase.POST_BACKWARD))
+
+    def _complete_arrived(self) -> None:
+        """Free whole gradients as soon as other ranks' have come.
+
+        Ranks do so at different moments, so the optimizer's gradients stay as they are: if a backward fails, all ranks
+        must have the same.
+        """
+        for reduction in self._reductions:
+            reduction.complete_if_come()
 
     def _finish_reductions(self) -> None:
         for reduction in self._reductions:

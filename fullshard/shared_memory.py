@@ -61,6 +61,7 @@ _MESSAGE_NBYTES = 1024  # more than any message has
 _HEAD = struct.Struct("<BIQQQ")  # kind, block, collective, tag, and a number that depends on the kind
 _HELLO = struct.Struct("<i16s")  # rank, and the token of the one that listens
 _DESCRIPTOR = struct.Struct("i")
+_PATIENCE_S = 1.0  # how long to wait for a block to be read, rather than to have one more
 _POLL_S = 3600.0  # epoll takes no more than some weeks
 _FULL_MS = 10  # how long to wait for room in a socket before looking for messages again
 
@@ -182,12 +183,21 @@ class Neighbours:
         """What this rank has to put data in."""
         return list(self._blocks.values())
 
-    def take(self, nbytes: int) -> Block:
-        """A block of at least `nbytes`, contents undefined. It is free again when all neighbours have read it."""
-        while self._receive(0):
-            pass
+    def take(self, nbytes: int, *, patiently: bool = False) -> Block:
+        """A block of at least `nbytes`, contents undefined. It is free again when all neighbours have read it.
+
+        Args:
+            patiently: wait a moment for one that neighbours are about to read, before there is one more. They must not
+                wait for what is to be put into it.
+        """
+        self._receive_all()
+        large = [block for block in self._blocks.values() if block.memory.nbytes >= nbytes]
+        if patiently and large:
+            deadline = monotonic() + _PATIENCE_S
+            while all(block.readers for block in large) and self._receive(deadline - monotonic()):
+                pass
+        fitting = [block for block in large if not block.readers]
         free = [block for block in self._blocks.values() if not block.readers]
-        fitting = [block for block in free if block.memory.nbytes >= nbytes]
         if fitting:
             block = min(fitting, key=lambda candidate: candidate.memory.nbytes)
         else:
@@ -210,6 +220,12 @@ class Neighbours:
         finally:
             os.close(descriptor)
         return block
+
+    def drop_free(self) -> None:
+        """Give up the memory of all blocks that are not under way."""
+        self._receive_all()
+        for block in [block for block in self._blocks.values() if not block.readers]:
+            self._drop(block)
 
     def _drop(self, block: Block) -> None:
         del self._blocks[block.number]
@@ -238,6 +254,11 @@ class Neighbours:
         self._wait_for_all(lambda other: key in other.told)
         return [other.told.pop(key) for other in self._others.values()]
 
+    def have_told(self, key: Key) -> bool:
+        """Whether all neighbours have told of `key`, so that `told` does not wait."""
+        self._receive_all()
+        return all(key in other.told for other in self._others.values())
+
     def have_read(self, told: Iterable[Told]) -> None:
         """Let those who told know that their blocks are theirs again."""
         for one in told:
@@ -254,8 +275,7 @@ class Neighbours:
 
     def when_signed(self, key: Key, act: Callable[[], None]) -> None:
         """Call `act` as soon as it is known here that every neighbour is as far as `key` stands for."""
-        while self._receive(0):
-            pass
+        self._receive_all()
         self._acts[key] = act
         self._act(key)
 
@@ -316,6 +336,10 @@ class Neighbours:
             f"Timed out: rank {self.rank} of the process group has waited for its {named_ranks(ranks)} for "
             f"{self._timeout_s:g} s, the group's time-out."
         )
+
+    def _receive_all(self) -> None:
+        while self._receive(0):
+            pass
 
     def _receive(self, timeout_s: float) -> bool:
         """Take one message from each neighbour that has sent some; if none has, wait. Whether any came."""

@@ -463,6 +463,13 @@ class UnitReduction:
                 self._complete_all()
             self._ended = lane.mark()
 
+    def complete_if_come(self) -> None:
+        """Free the whole gradients already, if nobody need wait for other ranks."""
+        if not self._complete and all(reduction.has_come for reduction in self._reductions):
+            with torch.no_grad():
+                self._complete_all()
+            self._complete = True
+
     def finish(self) -> None:
         """Let the sharded parameters have their gradients. The compute lane waits for them."""
         with torch.no_grad():

@@ -33,7 +33,7 @@ from fullshard import (
 from fullshard.buffers import Slot
 from fullshard.collectives import Collectives, SharedMemoryCollectives, collectives_for
 from fullshard.record import Origin, Phase
-from fullshard.runtime import turns_in
+from fullshard.runtime import Runtime, turns_in
 from fullshard.shared_memory import ADDRESS_NBYTES, CannotShareError, Neighbours, connect
 from fullshard.testing import assert_same, run_ranks
 from fullshard.watchdog import PeerGoneError
@@ -126,6 +126,44 @@ def test_blocks_are_used_again_and_replaced_by_larger_ones(meet):
     assert len(first.blocks) == 1
     second.take(1)  # has it look at its messages
     assert [len(other.blocks) for other in second._others.values()] == [1]
+
+
+@pytest.mark.parametrize(("patience_s", "waits"), [(60.0, True), (0.01, False)])
+def test_one_with_patience_has_the_same_block_again_unless_it_would_hang(meet, monkeypatch, patience_s, waits):
+    monkeypatch.setattr(shared_memory, "_PATIENCE_S", patience_s)
+    first, second = meet(Ranks(2))
+    block = first.take(100)
+    first.tell((1, 0), block)
+    reader = Thread(target=lambda: second.have_read(second.told((1, 0))))
+    if waits:
+        reader.start()
+    assert (first.take(80, patiently=True) is block) == waits
+    if not waits:
+        reader.start()
+    reader.join()
+    assert first.take(1000, patiently=True).memory.nbytes >= 1000  # too large for any that one could wait for
+
+
+def test_free_blocks_can_be_given_up_and_others_not(meet):
+    first, second = meet(Ranks(2))
+    busy, free = first.take(100), first.take(100)
+    for collective, block in enumerate((busy, free)):
+        first.tell((collective, 0), block)
+    second.have_read(second.told((1, 0)))
+    first.drop_free()
+    assert first.blocks == [busy]
+    assert second.have_told((0, 0))
+    assert [len(other.blocks) for other in second._others.values()] == [1]
+
+
+def test_who_can_be_sure_not_to_wait_is_told_so_once_all_have_told(meet):
+    first, second, third = meet(Ranks(3))
+    assert not first.have_told((1, 0))
+    second.tell((1, 0), second.take(8))
+    assert not first.have_told((1, 0))
+    third.tell((1, 0), third.take(8))
+    assert first.have_told((1, 0))
+    assert len(first.told((1, 0))) == 2
 
 
 def test_what_is_told_of_one_collective_is_not_taken_for_another(meet):
@@ -298,9 +336,40 @@ def train_and_count() -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def test_training_needs_few_blocks_and_not_more_with_time():
-    for few, many in run_ranks(2, train_and_count):
-        assert max(few, many) <= 5  # gathers and reductions under way, and those that the other has not read yet
+def test_training_needs_one_block_and_not_more_with_time():
+    """For what is reduced: the memory that gathers needed before units took turns on memory in common is given up."""
+    assert run_ranks(2, train_and_count) == [(1, 1), (1, 1)]
+
+
+def complete_before_the_next() -> list[list[bool]]:
+    """By step and unit: whether its reduction was complete when that of the next began. No rank is late."""
+    model = chain(fully_shard)
+    seen: list[list[bool]] = []
+    finish = Runtime._finish_reductions
+
+    def finish_and_note(runtime: Runtime) -> None:
+        seen[-1] += [reduction._complete for reduction in runtime._reductions]
+        finish(runtime)
+
+    def meet_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: dist.barrier())
+
+    for layer in model.layers:
+        layer.register_forward_hook(meet_in_backward)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runtime, "_finish_reductions", finish_and_note)
+        for number in range(3):
+            seen.append([])
+            steps(model, [number])
+    return seen
+
+
+def test_whole_gradients_do_not_wait_for_the_next_unit_once_others_have_told_theirs():
+    """With the last unit nothing comes after which could look."""
+    for by_step in run_ranks(2, complete_before_the_next):
+        for complete in by_step:
+            assert len(complete) > 2
+            assert complete[:-1] == [True] * (len(complete) - 1)
 
 
 def steps(model: Any, numbers: Iterable[int]) -> None:
