@@ -158,9 +158,9 @@ class Runtime:
         self.serial = 0
         self._microbatch = 0  # of the step, from 1 on
         self._step = 0
-        self.shares_memory = _shares_memory
-        self.after_optimizer: torch.Event | torch.cuda.Event | None = None  # the next forward waits for it
         self._device = turns[0].unit.settings.device
+        self.shares_memory = self._device.type == "cpu" if _shares_memory is None else _shares_memory
+        self.after_optimizer: torch.Event | torch.cuda.Event | None = None  # the next forward waits for it
         self._gather_lane = Lane("gather", self._device)
         self._reduce_lane = Lane("reduce", self._device)
         self._stack: list[tuple[Turn, Call | None]] = []
@@ -502,10 +502,10 @@ class Runtime:
                 self.start_unshard(turn, phase)
 
     def _share_memory(self) -> None:
-        """Give units that are never whole at once the same memory, where memory that is given back is dear."""
+        """Give units that are never whole at once the same memory, which stays."""
         self._planned = True
         turns = [t for t in self.turns if not t.unit.keeps_whole and t.unit.whole_nbytes]
-        if self._device.type != "cpu" or not turns:
+        if not turns or not (self.shares_memory or self._device.type == "cpu"):  # on a CPU other ranks may ask
             return
         nbytes = {turn.number: turn.unit.whole_nbytes for turn in turns}
         may_move = self.shares_memory and not any(turn.unit.slot.is_referenced for turn in turns)
@@ -545,14 +545,19 @@ def _writes_to_parameters(module: nn.Module) -> bool:
 
 
 _TURN = "_fullshard_turn"  # the attribute by which a module holds its turn, so that both end together
-_shares_memory = True
+_shares_memory: bool | None = None
 
 
-def share_memory_between_units(enabled: bool) -> None:
-    """Whether, on a CPU, units that are never whole at the same time take turns on the same memory (they do).
+def share_memory_between_units(enabled: bool | None) -> None:
+    """Whether units that are never whole at the same time take turns on memory that stays. Without a call: on CPUs.
 
-    Concerns models whose first forward comes after this call. Without it every unit's memory goes back to the system
-    when it is resharded, which costs page faults in each gather.
+    Concerns models whose first forward comes after this call. Without it every unit's memory goes back to the allocator
+    when it is resharded. On a CPU that costs page faults in each gather. On a GPU it costs little and leaves the memory
+    to activations; but memory that stays, as much as is whole at once, means that the whole parameters of a unit are at
+    the same addresses from the second step on, as CUDA graphs of parts of a model need.
+
+    Args:
+        enabled: None for what is usual on the device.
     """
     global _shares_memory
     _shares_memory = enabled

@@ -30,6 +30,7 @@ from fullshard.precision import DtypeContract
 from fullshard.record import Origin
 from fullshard.sharded_param import ShardedParam, Source
 from fullshard.strategy import Placement, Placements
+from fullshard.streams import is_capturing
 from fullshard.two_level import TwoLevel
 from fullshard.wire_codec import codec_named
 
@@ -129,6 +130,7 @@ class Section:
         self._group: Tensor | None = None  # the group parts, one after another as the shards are
         self._group_version = -1
         self._may_have_stepped = False
+        self._is_replayed = False  # a CUDA graph has gradients of it: steps are taken that nothing here hears of
         self.grads: Tensor | None = None  # the optimizer's gradients, one after another as the shards are
         self._grads_own_references = 0
         self._held: dict[int, Tensor] = {}  # whole gradients of microbatches that were not reduced, in the reduce dtype
@@ -322,7 +324,7 @@ class Section:
         Returns:
             Whether there are gradients still.
         """
-        if self._may_have_stepped:
+        if self._may_have_stepped or self._is_replayed:
             self._may_have_stepped = any(param.has_grad for param in self.params)
             self.forget()
             self._group_version = -1
@@ -542,6 +544,7 @@ class Section:
     def expect_step(self) -> None:
         """Note that the optimizer has gradients to step with."""
         self._may_have_stepped = True
+        self._is_replayed |= is_capturing(self.device)
 
     def new_grad_shards(self) -> Tensor:
         """A buffer for the gradient shards, in the stored dtype: last step's, unless somebody still refers to it."""

@@ -14,7 +14,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-__all__ = ["Lane"]
+__all__ = ["Lane", "is_capturing"]
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is queued on `device` goes into a CUDA graph, to be done again with none of this library's code."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Lane:

@@ -8,7 +8,7 @@ import torch
 from small_models import ONE_AXIS, chain, inputs, leave, wholes
 from torch import nn
 
-from fullshard import MixedPrecisionPolicy, fully_shard
+from fullshard import MixedPrecisionPolicy, fully_shard, share_memory_between_units
 from fullshard.testing import assert_same, run_ranks
 
 pytestmark = [
@@ -74,6 +74,87 @@ def memory_from_step_to_step() -> list[tuple[int, int]]:
         torch.cuda.synchronize()
         found.append((torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()))
     return found
+
+
+def replay(strategy: str) -> list[Any]:
+    """Losses and weights of seven steps: three as they come, and four by a graph; then an evaluation without it."""
+    model = chain(partial(fully_shard, strategy=strategy))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
+    x = inputs().cuda()
+    losses = []
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            losses.append(step(model, optimizer, x))
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+    evaluated = []
+    for _ in range(4):
+        graph.replay()
+        losses.append(loss.detach().clone())
+        with torch.no_grad():
+            evaluated.append(model(x).float().square().mean())
+    return [torch.stack(losses).cpu(), torch.stack(evaluated).cpu(), wholes(model)]
+
+
+def do_without() -> list[Any]:
+    model = chain(leave).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True, capturable=True)
+    x = inputs().cuda()
+    losses, evaluated = [], []
+    for _ in range(7):
+        losses.append(step(model, optimizer, x))
+        with torch.no_grad():
+            evaluated.append(model(x).float().square().mean())
+    return [torch.stack(losses).cpu(), torch.stack(evaluated[3:]).cpu(), wholes(model)]
+
+
+def agree_in_a_graph(strategy: str) -> None:
+    assert_same(replay(strategy), do_without(), name=strategy)
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+def test_a_whole_step_in_a_cuda_graph_is_the_same_step(strategy):
+    run_ranks(1, agree_in_a_graph, strategy, backend="nccl")
+
+
+def addresses_by_step() -> list[list[int]]:
+    share_memory_between_units(True)
+    model, optimizer = made(fully_shard)
+    found: list[list[int]] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda layer, *_: found[-1].extend(p.data_ptr() for p in layer.parameters()))
+    for _ in range(5):
+        found.append([])
+        step(model, optimizer, inputs().cuda())
+    return found
+
+
+def test_units_that_share_memory_lie_at_the_same_addresses_in_every_step():
+    [found] = run_ranks(1, addresses_by_step, backend="nccl")
+    assert all(len(one) == len(found[0]) > 0 for one in found)
+    assert found[1:] == [found[1]] * 4
+
+
+def compiled(mode: str | None) -> list[Any]:
+    share_memory_between_units(True)
+    model, optimizer = made(fully_shard)
+    for layer in model.layers:
+        layer.compile(mode=mode)
+    return [torch.stack([step(model, optimizer, inputs(n).cuda()) for n in range(6)]).cpu(), wholes(model)]
+
+
+def agree_compiled() -> None:
+    assert_same(compiled("reduce-overhead"), compiled(None), name="reduce-overhead")
+
+
+def test_blocks_compiled_to_cuda_graphs_learn_the_same():
+    run_ranks(1, agree_compiled, backend="nccl")
 
 
 def test_memory_is_the_same_in_every_step():

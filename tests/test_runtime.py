@@ -42,6 +42,7 @@ from fullshard import (
     fully_shard,
     recording,
     register_fsdp_forward_method,
+    section,
 )
 from fullshard.record import Phase
 from fullshard.runtime import runtime_of, turns_in
@@ -665,6 +666,27 @@ def written_between_steps(write: Callable[[nn.Parameter], None], shard: Shard) -
 def test_what_is_written_to_parameters_is_computed_with(write, strategies):
     """By whatever way, and where whole parameters are kept between steps, too."""
     run_ranks(2, agree_with_plain, partial(written_between_steps, write), *strategies)
+
+
+def after_a_capture(shard: Shard) -> list[Any]:
+    """Steps that nothing is heard of, as those of a CUDA graph that is replayed."""
+    model = chain(shard)
+    left = learn(model, steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(section, "is_capturing", lambda device: True)
+        left += learn(model, steps=1)
+    for _ in range(3):
+        for param in model.parameters():
+            local = (param.to_local() if isinstance(param, DTensor) else param).detach().numpy()
+            local *= 1.1
+        with torch.no_grad():
+            left.append(model(inputs(40)))
+    return left
+
+
+@under_strategies
+def test_steps_of_a_cuda_graph_are_computed_with_though_nothing_tells_of_them(strategies):
+    run_ranks(2, agree_with_plain, after_a_capture, *strategies)
 
 
 # -- methods of units -------------------------------------------------------------------------------------------------
