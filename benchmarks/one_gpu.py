@@ -23,7 +23,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -125,7 +124,7 @@ def in_threads(world: int, steps: int) -> dict[str, Any]:
     """The losses of ranks that are threads, averaged over them, and of the plain loop on all of their batches."""
     from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
-    from fullshard import collectives, runtime, unit
+    from fullshard import runtime, unit
     from fullshard.buffers import Pool
 
     shape = Shape(vocab=512, width=256, layers=4, heads=4, seq=64)
@@ -134,7 +133,6 @@ def in_threads(world: int, steps: int) -> dict[str, Any]:
     building = threading.Lock()  # all threads draw from one generator
     unit._scratch_of = Pool  # else threads would take one another's
     runtime.watch = lambda: None  # a watchdog looks after processes
-    collectives.coalesced = lambda *args: nullcontext()  # their backend launches one collective after the other
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
 

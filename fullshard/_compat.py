@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -29,8 +30,8 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 from fullshard.layout import contiguous_strides
 
 __all__ = [
-    "all_gather_single",
-    "coalesced",
+    "all_gather_each",
+    "all_reduce_each",
     "default_store",
     "dtensor_like",
     "fake_tensors",
@@ -42,7 +43,7 @@ __all__ = [
     "on_backward_end",
     "outside_of_graphs",
     "outside_of_selective_checkpoints",
-    "reduce_scatter_single",
+    "reduce_scatter_each",
     "set_local_tensor",
     "shares_memory",
     "storage_info",
@@ -88,11 +89,36 @@ def shares_memory(tensor: Tensor) -> bool:
     return storage_references(tensor.untyped_storage()) > 2  # the tensor's own, and that of the handle just made
 
 
-def coalesced(group: dist.ProcessGroup, device: torch.device, count: int) -> AbstractContextManager[Any]:
-    """A context in which `count` collectives of one kind on `group` are launched as one."""
-    if count == 1:
-        return nullcontext()
-    return dist.distributed_c10d._coalescing_manager(group, device=device)
+def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Every rank's part, end to end, in the corresponding whole: one launch for all, queued on the current stream."""
+    options = AllgatherOptions()
+    options.asyncOp = False
+    _queue(_method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")(wholes, parts, options))
+
+
+def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:
+    """The sum over ranks of this rank's part of each whole in the corresponding one of `sums`, in the same way."""
+    options = ReduceScatterOptions()
+    options.asyncOp = False
+    _queue(_method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")(sums, wholes, options))
+
+
+def all_reduce_each(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """The sum over ranks of each tensor in its place, in the same way."""
+    options = AllreduceCoalescedOptions()
+    options.asyncOp = False
+    _queue(group.allreduce_coalesced(tensors, options))
+
+
+def _method(group: dist.ProcessGroup, name: str, until_2_12: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(group, name, None) or getattr(group, until_2_12)
+    return found
+
+
+def _queue(work: Any) -> None:
+    """Let the current stream go on after `work`; a backend whose host waits has done so, or does it now."""
+    if work is not None:
+        work.wait()
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
@@ -113,11 +139,6 @@ def store_address(store: dist.Store) -> tuple[str, int] | None:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
-
-
-# One tensor in, one out: the names until torch 2.12, which later ones warn of, and from then on.
-all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def tree_map(leaf: Callable[[Any], Any], tree: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard._compat import all_gather_single, coalesced, group_timeout_s, reduce_scatter_single
+from fullshard._compat import all_gather_each, all_reduce_each, group_timeout_s, reduce_scatter_each
 from fullshard.agreement import claim, compares_ranks, mismatch
 from fullshard.buffers import Pool
 from fullshard.errors import RankLostError, RankMismatchError
@@ -177,7 +177,8 @@ class Collectives(ABC):
             _Call("reduce_scatter", origin, len(wholes), nbytes, nbytes - _nbytes(sums), messages),
             lambda: self._reduce_scatter(sums, wholes, part_numels, divisor, tag),
         )
-        pending.has_come = self._arrival(tag)
+        if not self.is_queued:
+            pending.has_come = self._arrival(tag)
         return pending
 
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, *, tag: int, origin: Origin) -> Pending:
@@ -231,7 +232,9 @@ class Collectives(ABC):
             raise self._lost(gone, call) from gone
         if self.is_queued:
             here.queue(call.name, call.origin)
-            return Pending(finish, event)
+            pending = Pending(finish, event)
+            pending.has_come = _known
+            return pending
 
         def agree_and_finish() -> None:
             here.enter(call.name, call.origin)
@@ -629,9 +632,7 @@ class NativeCollectives(Collectives):
     is_queued = True
 
     def _all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        with coalesced(self.group, parts[0].device, len(parts)):
-            for whole, part in zip(wholes, parts, strict=True):
-                all_gather_single(whole, part, group=self.group)
+        all_gather_each([*wholes], [*parts], self.group)
         return _nothing
 
     def _reduce_scatter(
@@ -640,9 +641,7 @@ class NativeCollectives(Collectives):
         # Rows missing in the last part are the one reason to copy a gradient: the backend wants equal parts.
         equal = [_padded(whole, n * self.world) for whole, n in zip(wholes, part_numels, strict=True)]
         room = [s if s.numel() == n else s.new_empty(n) for s, n in zip(sums, part_numels, strict=True)]
-        with coalesced(self.group, sums[0].device, len(sums)):
-            for out, whole in zip(room, equal, strict=True):
-                reduce_scatter_single(out, whole, group=self.group)
+        reduce_scatter_each(room, equal, self.group)
         for out, total in zip(room, sums, strict=True):
             if out is not total:
                 total.copy_(out[: total.numel()])
@@ -650,9 +649,7 @@ class NativeCollectives(Collectives):
         return _nothing
 
     def _all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
-        with coalesced(self.group, tensors[0].device, len(tensors)):
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=self.group)
+        all_reduce_each([*tensors], self.group)
         _divide(tensors, divisor)
         return _nothing
 
@@ -686,6 +683,11 @@ def _nothing() -> None:
 def _unknown() -> bool:
     """What is said of an arrival where nothing tells of it."""
     return False
+
+
+def _known() -> bool:
+    """What is said of one that the host need not wait for."""
+    return True
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

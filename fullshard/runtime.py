@@ -389,7 +389,8 @@ class Runtime:
         must have the same.
         """
         for reduction in self._reductions:
-            reduction.complete_if_come()
+            if not reduction.is_complete:
+                reduction.complete_if_come()
 
     def _finish_reductions(self) -> None:
         for reduction in self._reductions:

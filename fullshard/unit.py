@@ -458,22 +458,22 @@ class UnitReduction:
                         origin=unit.origin(phase),
                     )
                     self._reductions.append(reduction)
-            self._complete = lane.is_stream
-            if self._complete:
+            self.is_complete = lane.is_stream  # whether nothing is left to wait for
+            if self.is_complete:
                 self._complete_all()
             self._ended = lane.mark()
 
     def complete_if_come(self) -> None:
         """Free the whole gradients already, if nobody need wait for other ranks."""
-        if not self._complete and all(reduction.has_come for reduction in self._reductions):
+        if all(reduction.has_come for reduction in self._reductions):
             with torch.no_grad():
                 self._complete_all()
-            self._complete = True
+            self.is_complete = True
 
     def finish(self) -> None:
         """Let the sharded parameters have their gradients. The compute lane waits for them."""
         with torch.no_grad():
-            if not self._complete:
+            if not self.is_complete:
                 self._complete_all()
             Lane.hold_compute(self._ended)
             for reduction in self._reductions:
@@ -485,7 +485,7 @@ class UnitReduction:
     def abandon(self) -> None:
         """Let what is under way arrive, and forget it: a message that nobody takes would be taken for a later one."""
         with torch.no_grad():
-            if not self._complete:
+            if not self.is_complete:
                 self._complete_all()
         self._reductions = []
 

@@ -207,3 +207,7 @@ def test_moving_over_covers_all_that_torch_has():
         for row in rows(section(text, heading)):
             there = [hasattr(getattr(ours, name), method.strip()) for method in row[0].split(",")]
             assert all(there) if "missing" not in row[1] else not all(there), row[0]
+
+
+def test_the_table_of_steps_says_what_was_measured():
+    assert runpy.run_path(str(ROOT / "benchmarks/summary.py"))["table"]() in page("README.md")

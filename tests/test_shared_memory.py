@@ -348,7 +348,7 @@ def complete_before_the_next() -> list[list[bool]]:
     finish = Runtime._finish_reductions
 
     def finish_and_note(runtime: Runtime) -> None:
-        seen[-1] += [reduction._complete for reduction in runtime._reductions]
+        seen[-1] += [reduction.is_complete for reduction in runtime._reductions]
         finish(runtime)
 
     def meet_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -19,6 +19,8 @@ from fullshard.train.bytes_table import in_bytes
 
 __all__ = ["Plan", "Tell", "measure"]
 
+_BYTES_OF_A_COPY = 4  # of a parameter, in float32
+
 Tell = Callable[[str, str], None]
 """Is told the stage, and what is done next in it."""
 
@@ -86,7 +88,8 @@ class _Bench:
         plain = Team(Plain, plan.workload, world=1, timeout=plan.timeout)
         try:
             self._expected = plain.ask("losses", WATCHED_STEPS + (plan.warmup + plan.rounds) * plan.steps)[0]
-            self._room = plan.workload.world * (plain.ask("memory")[0].process or 0)
+            needed = plain.ask("memory")[0].process or 0
+            self._room = plan.workload.world * (needed - plan.workload.parameter_count() * _BYTES_OF_A_COPY)
         finally:
             plain.end()
         self._tell("starting", FLOOR)
@@ -144,7 +147,8 @@ class _Bench:
     def _check_room(self) -> None:
         """Refuse to start one more system where the kernel might end another to make room for it.
 
-        The plain process keeps gradients of its own and those of all ranks, more than any rank of a system.
+        The plain process keeps the parameters, their gradients and two moments, and parameters and gradients once more,
+        to compute with and to add up. No rank of a system needs more than that less one of the copies.
         """
         free = available_bytes()
         if self._plan.workload.device_type == "cpu" and free is not None and free < self._room:

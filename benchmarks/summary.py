@@ -1,0 +1,52 @@
+"""The README's table of steps, made of the files in `benchmarks/results` that `fullshard bench --json` has written.
+
+    python benchmarks/summary.py
+
+Numbers are those of `zero3`: its step time over that of others in the same round (medians), and the most memory that a
+rank's process needed above its start.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+COLUMNS = {  # file: heading
+    "34m": "34M",
+    "wide86m": "wide 86M",
+    "34m_batch8_seq256": "34M, batch 8 x 256",
+    "124m": "124M, batch 4 x 256",
+    "34m_4_ranks": "34M, 4 ranks",
+}
+OURS = "fullshard-zero3"
+OTHERS = {
+    "floor": "the floor",
+    "torch-ddp": "DDP",
+    "torch-zero1": "ZeRO-1",
+    "torch-fsdp1": "FSDP1",
+    "torch-fsdp2": "FSDP2",
+}
+
+
+def table() -> str:
+    """In Markdown."""
+    found = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in COLUMNS}
+    rows = [["", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS))]
+    for name, words in OTHERS.items():
+        over = [result["systems"][OURS]["over"][name]["median"] for result in found.values()]
+        rows.append([f"step time over {words}", *(f"{ratio:.2f}" for ratio in over)])
+    rows.append(["step", *(f"{1e3 * result['systems'][OURS]['step_s']['median']:.0f} ms" for result in found.values())])
+    for name in (OURS, "torch-ddp", "torch-fsdp2"):
+        words = "memory of a process" if name == OURS else f"the same of {OTHERS[name]}"
+        rows.append([words, *(_megabytes(result["systems"][name]) for result in found.values())])
+    links = [f"[numbers](benchmarks/results/{name}.json), [bars](benchmarks/results/{name}.png)" for name in COLUMNS]
+    rows.append(["all of it", *links])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _megabytes(system: dict[str, Any]) -> str:
+    return f"{system['process_bytes'] / 1e6:.0f} MB"
+
+
+if __name__ == "__main__":
+    print(table())
