@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ParamSpec, TypeVar
@@ -37,6 +38,7 @@ __all__ = [
     "fake_tensors",
     "grad_hooks",
     "group_timeout_s",
+    "holders",
     "in_backward",
     "joined_mesh",
     "make_dtensor",
@@ -82,6 +84,13 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def storage_references(storage: torch.UntypedStorage) -> int:
     """How many tensors (those that autograd saved included) and handles keep `storage` alive."""
     return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def holders(tensor: DTensor) -> tuple[int, ...]:
+    """How many refer to `tensor` and its local tensor, from Python and otherwise: equal until somebody new does."""
+    local: Any = tensor._local_tensor
+    outer: Any = tensor
+    return sys.getrefcount(outer), outer._use_count(), sys.getrefcount(local), local._use_count()
 
 
 def shares_memory(tensor: Tensor) -> bool:

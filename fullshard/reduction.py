@@ -108,7 +108,7 @@ class Reduction:
                 hook(param)
                 hooked = True
         if hooked and not any(param.has_grad for param in section.params):
-            section.grads = None  # they have been used, and those of other units are to have that memory
+            section.drop_grad_shards()  # they have been used, and those of other units are to have that memory
 
     # -- optimizer sharded: reduce-scatter ----------------------------------------------------------------------------
 
@@ -168,6 +168,10 @@ class Reduction:
         if shards is not section.grads and len(fresh) == len(self._summed):
             shards = section.new_grad_shards()
             shards.copy_(self._shards, non_blocking=True)
+        if shards is section.grads and len(fresh) == len(self._summed):
+            for i in self._summed:
+                section.give_grad(i)
+            return
         is_scratch = shards is self._shards and shards is not section.grads  # must not outlive this call
         for i in self._summed:
             param, shard = section.params[i], section.shard_like(i, shards)

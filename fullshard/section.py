@@ -19,8 +19,9 @@ from zlib import crc32
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from fullshard._compat import storage_references
+from fullshard._compat import dtensor_like, holders, storage_references
 from fullshard.buffers import Pool, typed_view
 from fullshard.collectives import Collectives, Pending, collectives_for
 from fullshard.encoded import EncodedGather, EncodedSums, Residuals, TermName
@@ -132,6 +133,8 @@ class Section:
         self._may_have_stepped = False
         self._is_replayed = False  # a CUDA graph has gradients of it: steps are taken that nothing here hears of
         self.grads: Tensor | None = None  # the optimizer's gradients, one after another as the shards are
+        self._grad_shards: list[DTensor] = []  # as it sees them, each with how many refer to it when nobody else does
+        self._grad_holders: list[tuple[int, ...]] = []
         self._grads_own_references = 0
         self._held: dict[int, Tensor] = {}  # whole gradients of microbatches that were not reduced, in the reduce dtype
         self.partial: dict[int, Tensor] = {}  # sums over the shard axis, or the group, that miss the other level
@@ -248,7 +251,7 @@ class Section:
         self._settle(lay_out([cut.shape for cut in cuts], self.layout.world, contract.itemsize, dims))
         for param, place in zip(self.params, self.layout.places, strict=True):
             param.place = place
-        self.grads = None
+        self.drop_grad_shards()
         self._residuals.clear()
         self.forget()
         self.release_group()
@@ -549,10 +552,29 @@ class Section:
     def new_grad_shards(self) -> Tensor:
         """A buffer for the gradient shards, in the stored dtype: last step's, unless somebody still refers to it."""
         grads = self.grads
-        if grads is None or storage_references(grads.untyped_storage()) > self._grads_own_references:
+        if grads is None or self._others_have_grads(grads):
             grads = self.grads = self.home.zeros(self.layout.shard_numel, self.contract.stored)
+            shards = [self.shard_like(i, grads) for i in range(len(self.params))]
+            self._grad_shards = [dtensor_like(s, p.dtensor) for s, p in zip(shards, self.params, strict=True)]
+            del shards
+            self._grad_holders = [holders(shard) for shard in self._grad_shards]
             self._grads_own_references = storage_references(grads.untyped_storage())
         return grads
+
+    def _others_have_grads(self, grads: Tensor) -> bool:
+        return (
+            storage_references(grads.untyped_storage()) > self._grads_own_references
+            or [holders(shard) for shard in self._grad_shards] != self._grad_holders
+        )
+
+    def give_grad(self, i: int) -> None:
+        """Let the optimizer see what lies in `grads` as the gradient of parameter `i`."""
+        self.params[i].sharded.grad = self._grad_shards[i]
+
+    def drop_grad_shards(self) -> None:
+        """Have no buffer for the gradient shards any more."""
+        self.grads = None
+        self._grad_shards, self._grad_holders = [], []
 
     def shard_view(self, i: int, buffer: Tensor) -> Tensor:
         """This rank's stretch of a shard buffer for parameter `i`, 1-D, without padding."""

@@ -3,6 +3,7 @@
 That the bytes are those of the formulas is held by `test_docs.py`.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import (
@@ -23,7 +25,7 @@ from fullshard import (
 )
 from fullshard.record import Phase, Recorder
 from fullshard.runtime import turns_in
-from fullshard.testing import run_ranks
+from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
@@ -275,3 +277,53 @@ def memory_is_stable(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_from_the_fourth_step_on_buffers_stay_where_they_are(strategy):
     run_ranks(2, memory_is_stable, strategy)
+
+
+def without_autograd(grad: DTensor) -> Tensor:
+    with torch.no_grad():
+        return grad.to_local()  # the very tensor that the DTensor has
+
+
+def as_it_is(grad: DTensor) -> DTensor:
+    return grad
+
+
+def a_part(grad: DTensor) -> Tensor:
+    return grad.to_local().flatten()[:1]
+
+
+def gradients_that_are_kept(keep: Callable[[DTensor], Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """What a user has kept of every gradient, at once and after a step that has other gradients."""
+    model = chain(fully_shard)
+    optimizer = sgd(model)
+    for number in range(3):
+        step(model, optimizer, number)
+    model(inputs(3)).square().mean().backward()
+    kept = [keep(param.grad) for param in model.parameters()]
+    at_once = [(it.to_local() if isinstance(it, DTensor) else it).clone() for it in kept]
+    optimizer.zero_grad()
+    model(inputs(4)).square().mean().backward()
+    return at_once, [it.to_local() if isinstance(it, DTensor) else it for it in kept]
+
+
+@pytest.mark.parametrize("keep", [as_it_is, without_autograd, a_part])
+def test_a_gradient_that_a_user_keeps_is_not_written_to(keep):
+    for at_once, later in run_ranks(2, gradients_that_are_kept, keep):
+        assert_same(later, at_once)
+
+
+def gradients_by_step() -> list[list[tuple[int, int]]]:
+    model = chain(fully_shard)
+    optimizer = sgd(model)
+    seen = []
+    for number in range(4):
+        model(inputs(number)).square().mean().backward()
+        seen.append([(id(param.grad), param.grad.to_local().data_ptr()) for param in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def test_gradients_that_nobody_keeps_are_the_same_tensors_in_every_step():
+    for seen in run_ranks(2, gradients_by_step):
+        assert seen[1] == seen[2] == seen[3]
