@@ -33,19 +33,23 @@ def table() -> str:
     found = {name: json.loads((RESULTS / f"{name}.json").read_text()) for name in COLUMNS}
     rows = [["", *COLUMNS.values()], ["---"] * (1 + len(COLUMNS))]
     for name, words in OTHERS.items():
-        over = [result["systems"][OURS]["over"][name]["median"] for result in found.values()]
-        rows.append([f"step time over {words}", *(f"{ratio:.2f}" for ratio in over)])
+        rows.append([f"step time over {words}", *(_ratio(result["systems"][OURS], name) for result in found.values())])
     rows.append(["step", *(f"{1e3 * result['systems'][OURS]['step_s']['median']:.0f} ms" for result in found.values())])
     for name in (OURS, "torch-ddp", "torch-fsdp2"):
         words = "memory of a process" if name == OURS else f"the same of {OTHERS[name]}"
-        rows.append([words, *(_megabytes(result["systems"][name]) for result in found.values())])
+        rows.append([words, *(_megabytes(result["systems"].get(name)) for result in found.values())])
     links = [f"[numbers](benchmarks/results/{name}.json), [bars](benchmarks/results/{name}.png)" for name in COLUMNS]
     rows.append(["all of it", *links])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _megabytes(system: dict[str, Any]) -> str:
-    return f"{system['process_bytes'] / 1e6:.0f} MB"
+def _ratio(system: dict[str, Any], other: str) -> str:
+    spread = system["over"].get(other)  # where all did not fit, some were left out
+    return "" if spread is None else f"{spread['median']:.2f}"
+
+
+def _megabytes(system: dict[str, Any] | None) -> str:
+    return "" if system is None else f"{system['process_bytes'] / 1e6:.0f} MB"
 
 
 if __name__ == "__main__":
