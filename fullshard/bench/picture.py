@@ -47,8 +47,9 @@ def draw(report: BenchReport, path: Path) -> None:
     workload = report.workload
     figure.suptitle(
         f"{workload.parameter_count() / 1e6:.3g}M parameters, {workload.world} ranks on {workload.device_type}, "
-        f"{workload.dtype}: lower is better"
+        f"{workload.dtype}, batch {workload.shape.batch} x {workload.shape.seq} a rank: lower is better"
     )
+    figure.legend(loc="outside lower left")
     figure.savefig(path, dpi=150)
 
 
@@ -65,7 +66,6 @@ def _draw_time(report: BenchReport, axes: Axes) -> None:
     axes.axvline(floor, color=_LINE, linestyle="--", label=f"{FLOOR}: {floor:.3g} ms")
     axes.invert_yaxis()
     axes.set_xlabel("ms a step: median and middle half of the rounds")
-    axes.legend(loc="lower right")
 
 
 def _draw_memory(report: BenchReport, axes: Axes) -> None:
