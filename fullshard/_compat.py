@@ -48,6 +48,7 @@ __all__ = [
     "reduce_scatter_each",
     "set_local_tensor",
     "shares_memory",
+    "storage_holders",
     "storage_info",
     "storage_references",
     "storage_watch",
@@ -86,11 +87,18 @@ def storage_references(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-def holders(tensor: DTensor) -> tuple[int, ...]:
-    """How many refer to `tensor` and its local tensor, from Python and otherwise: equal until somebody new does."""
-    local: Any = tensor._local_tensor
+def holders(tensor: DTensor) -> Any:
+    """What stays equal until somebody refers to `tensor` or its local tensor, or makes something else of either."""
     outer: Any = tensor
-    return sys.getrefcount(outer), outer._use_count(), sys.getrefcount(local), local._use_count()
+    local: Any = tensor._local_tensor
+    counts = sys.getrefcount(outer), outer._use_count(), sys.getrefcount(local), local._use_count()
+    return counts, len(vars(outer)), outer.requires_grad, id(local), local.data_ptr(), local.shape, local.stride()
+
+
+def storage_holders(tensor: Tensor) -> tuple[int, int]:
+    """What stays equal until somebody refers to the storage of `tensor`, or nobody does any more who did."""
+    storage = tensor.untyped_storage()
+    return storage_references(storage), sys.getrefcount(storage)
 
 
 def shares_memory(tensor: Tensor) -> bool:
@@ -102,21 +110,28 @@ def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.Proce
     """Every rank's part, end to end, in the corresponding whole: one launch for all, queued on the current stream."""
     options = AllgatherOptions()
     options.asyncOp = False
-    _queue(_method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")(wholes, parts, options))
+    gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    _queue(gather(_as_real(wholes), _as_real(parts), options))
 
 
 def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:
     """The sum over ranks of this rank's part of each whole in the corresponding one of `sums`, in the same way."""
     options = ReduceScatterOptions()
     options.asyncOp = False
-    _queue(_method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")(sums, wholes, options))
+    reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+    _queue(reduce(_as_real(sums), _as_real(wholes), options))
 
 
 def all_reduce_each(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """The sum over ranks of each tensor in its place, in the same way."""
     options = AllreduceCoalescedOptions()
     options.asyncOp = False
-    _queue(group.allreduce_coalesced(tensors, options))
+    _queue(group.allreduce_coalesced(_as_real(tensors), options))
+
+
+def _as_real(tensors: list[Tensor]) -> list[Tensor]:
+    """Views without complex numbers, which NCCL does not know."""
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
 
 
 def _method(group: dist.ProcessGroup, name: str, until_2_12: str) -> Callable[..., Any]:

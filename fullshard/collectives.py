@@ -30,6 +30,7 @@ from fullshard.errors import RankLostError, RankMismatchError
 from fullshard.layout import owned
 from fullshard.record import Event, Origin, Phase, active_recorder
 from fullshard.shared_memory import (
+    Block,
     CannotShareError,
     Key,
     Neighbours,
@@ -541,8 +542,14 @@ class SharedMemoryCollectives(PairwiseCollectives):
             return super()._reduce_scatter(sums, wholes, part_numels, divisor, tag)
         key = self._next_key(tag)
         parts = self._parts_by_rank(wholes, part_numels)
-        self._show(neighbours, key, parts, patiently=True)
-        return lambda: self._sum(neighbours, key, sums, parts[self.rank], divisor)
+        block = self._show(neighbours, key, parts, patiently=True)
+
+        def finish() -> None:
+            self._sum(neighbours, key, sums, parts[self.rank], divisor)
+            # All have told, and whoever has not read it needs nothing more of this rank.
+            block.is_due = block.about == key
+
+        return finish
 
     def _arrival(self, tag: int) -> Callable[[], bool]:
         neighbours = self.neighbours
@@ -587,7 +594,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
     def _show(
         self, neighbours: Neighbours, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
-    ) -> None:
+    ) -> Block:
         """Put every other rank's `parts` where it can take them from, and tell. The same for several lie there once."""
         starts: dict[int, int] = {}
         shown: dict[tuple[int, ...], tuple[int, Sequence[Tensor]]] = {}
@@ -603,6 +610,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         for start, tensors in shown.values():
             _copy_each(block.memory.tensors_like(tensors, start), tensors)
         neighbours.tell(key, block, starts, self._take_claim())
+        return block
 
     def _take_claim(self) -> bytes:
         claim, self._claim = self._claim, b""

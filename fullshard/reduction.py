@@ -66,13 +66,16 @@ class Reduction:
         return not self._has_second_level and self._pending.has_come()
 
     def complete(self) -> None:
-        """Wait for the first sums, and take the second ones. Nobody needs whole gradients then that were cut."""
+        """Wait for the first sums, and take the second ones. Where work is queued, it is queued then, and not done."""
         self._pending.wait()
-        if self._section.cuts_optimizer:
-            self._grads.clear()
         if self._has_second_level and self._finishes:
             self._add_partial()
             self._finish_sums()
+
+    def drop_wholes(self) -> None:
+        """Forget whole gradients of which only a part is needed. Call when the sums are there."""
+        if self._section.cuts_optimizer:
+            self._grads.clear()
 
     def _finish_sums(self) -> None:
         section, replicas = self._section, self._section.wires.replicate

@@ -41,7 +41,7 @@ from fullshard.precision import is_castable
 from fullshard.record import Origin, Phase
 from fullshard.sharded_param import ShardedParam
 from fullshard.strategy import Placement
-from fullshard.streams import Lane
+from fullshard.streams import Lane, is_capturing
 from fullshard.unit import Form, Unit, UnitReduction
 from fullshard.watchdog import watch
 from fullshard.whereabouts import here
@@ -240,6 +240,9 @@ class Runtime:
         self._gather_lane.hold_compute_until(self.after_optimizer)
         self.after_optimizer = None
         self._forward = Follower(self._orders.get(top.number, ()))
+        if is_capturing(self._device):
+            for turn in [turn for turn in self.turns if turn.holds == 0]:
+                self._reshard(turn, Phase.IDLE)  # to be filled within the graph, in memory of the graph's
         waiting = [turn.unit.notice_step() for turn in self.turns]
         if torch.is_grad_enabled():
             self._microbatch = self._microbatch + 1 if any(waiting) else 1

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import dtensor_like, holders, storage_references
+from fullshard._compat import dtensor_like, holders, storage_holders
 from fullshard.buffers import Pool, typed_view
 from fullshard.collectives import Collectives, Pending, collectives_for
 from fullshard.encoded import EncodedGather, EncodedSums, Residuals, TermName
@@ -131,11 +131,12 @@ class Section:
         self._group: Tensor | None = None  # the group parts, one after another as the shards are
         self._group_version = -1
         self._may_have_stepped = False
+        self._written_by_graphs: list[Tensor | None] = []
         self._is_replayed = False  # a CUDA graph has gradients of it: steps are taken that nothing here hears of
         self.grads: Tensor | None = None  # the optimizer's gradients, one after another as the shards are
-        self._grad_shards: list[DTensor] = []  # as it sees them, each with how many refer to it when nobody else does
-        self._grad_holders: list[tuple[int, ...]] = []
-        self._grads_own_references = 0
+        self._grad_shards: list[DTensor] = []  # as it sees them, each with what it is like when nobody else has it
+        self._grad_holders: list[Any] = []
+        self._grads_own_holders: Any = None
         self._held: dict[int, Tensor] = {}  # whole gradients of microbatches that were not reduced, in the reduce dtype
         self.partial: dict[int, Tensor] = {}  # sums over the shard axis, or the group, that miss the other level
         self._residuals: dict[Collectives, Residuals] = {}  # what encoded gradients have lacked, by the wire
@@ -327,7 +328,7 @@ class Section:
         Returns:
             Whether there are gradients still.
         """
-        if self._may_have_stepped or self._is_replayed:
+        if self._may_have_stepped or self._is_replayed or is_capturing(self.device):
             self._may_have_stepped = any(param.has_grad for param in self.params)
             self.forget()
             self._group_version = -1
@@ -547,7 +548,9 @@ class Section:
     def expect_step(self) -> None:
         """Note that the optimizer has gradients to step with."""
         self._may_have_stepped = True
-        self._is_replayed |= is_capturing(self.device)
+        if is_capturing(self.device):
+            self._is_replayed = True
+            self._written_by_graphs.append(self.grads)  # whenever they are replayed, so that nobody else may have it
 
     def new_grad_shards(self) -> Tensor:
         """A buffer for the gradient shards, in the stored dtype: last step's, unless somebody still refers to it."""
@@ -558,12 +561,12 @@ class Section:
             self._grad_shards = [dtensor_like(s, p.dtensor) for s, p in zip(shards, self.params, strict=True)]
             del shards
             self._grad_holders = [holders(shard) for shard in self._grad_shards]
-            self._grads_own_references = storage_references(grads.untyped_storage())
+            self._grads_own_holders = storage_holders(grads)
         return grads
 
     def _others_have_grads(self, grads: Tensor) -> bool:
         return (
-            storage_references(grads.untyped_storage()) > self._grads_own_references
+            storage_holders(grads) != self._grads_own_holders
             or [holders(shard) for shard in self._grad_shards] != self._grad_holders
         )
 

@@ -115,6 +115,10 @@ class Memory:
         return self._typed[dtype]
 
 
+Key = tuple[int, int]
+"""What a message is about: the number of a collective of the group, and a tag."""
+
+
 @dataclass(eq=False)
 class Block:
     """Memory that this rank writes and its neighbours read."""
@@ -122,6 +126,8 @@ class Block:
     number: int
     memory: Memory
     readers: int = 0  # how many have not said that they have read it
+    about: Key | None = None  # what was told of it last
+    is_due: bool = False  # they have all they need to read it
 
 
 @dataclass(frozen=True)
@@ -136,10 +142,6 @@ class Told:
     def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Its data, as 1-D tensors of the sizes and dtypes of `tensors`."""
         return self.memory.tensors_like(tensors, self.byte_offset)
-
-
-Key = tuple[int, int]
-"""What a message is about: the number of a collective of the group, and a tag."""
 
 
 @dataclass(eq=False)
@@ -187,12 +189,11 @@ class Neighbours:
         """A block of at least `nbytes`, contents undefined. It is free again when all neighbours have read it.
 
         Args:
-            patiently: wait a moment for one that neighbours are about to read, before there is one more. They must not
-                wait for what is to be put into it.
+            patiently: wait a moment for one that is due to be read, before there is one more.
         """
         self._receive_all()
         large = [block for block in self._blocks.values() if block.memory.nbytes >= nbytes]
-        if patiently and large:
+        if patiently and any(block.is_due for block in large):
             deadline = monotonic() + _PATIENCE_S
             while all(block.readers for block in large) and self._receive(deadline - monotonic()):
                 pass
@@ -205,7 +206,7 @@ class Neighbours:
                 self._drop(min(free, key=lambda candidate: candidate.memory.nbytes))
             block = self._new_block(nbytes)
             self._blocks[block.number] = block
-        block.readers = len(self._others)
+        block.readers, block.is_due = len(self._others), False
         return block
 
     def _new_block(self, nbytes: int) -> Block:
@@ -240,6 +241,7 @@ class Neighbours:
         Args:
             claim: goes along; the others take it with `next_claims`.
         """
+        block.about = key
         for other in self._others.values():
             byte_offset = byte_offsets[other.rank] if byte_offsets else 0
             self._send(other, _HEAD.pack(_TELL, block.number, *key, byte_offset) + claim)

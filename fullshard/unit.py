@@ -464,10 +464,12 @@ class UnitReduction:
             self._ended = lane.mark()
 
     def complete_if_come(self) -> None:
-        """Free the whole gradients already, if nobody need wait for other ranks."""
+        """Free the whole gradients already, if nobody need wait for other ranks. Not for a lane that is a stream."""
         if all(reduction.has_come for reduction in self._reductions):
             with torch.no_grad():
                 self._complete_all()
+            for reduction in self._reductions:
+                reduction.drop_wholes()
             self.is_complete = True
 
     def finish(self) -> None:

@@ -3,6 +3,7 @@
 A scenario is written once and run on a plain model and on sharded ones; the bits must be the same.
 """
 
+import weakref
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from fullshard import (
     fully_shard,
     recording,
     register_fsdp_forward_method,
+    runtime,
     section,
 )
 from fullshard.record import Phase
@@ -687,6 +689,46 @@ def after_a_capture(shard: Shard) -> list[Any]:
 @under_strategies
 def test_steps_of_a_cuda_graph_are_computed_with_though_nothing_tells_of_them(strategies):
     run_ranks(2, agree_with_plain, after_a_capture, *strategies)
+
+
+def gathers_in_a_capture(options: dict[str, Any]) -> list[str]:
+    """Which units a graph gathers, though an evaluation before it has left all of them whole that it could."""
+    model = chain(partial(fully_shard, **options))
+    learn(model, steps=2)
+    with torch.no_grad():
+        model(inputs(40))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (section, runtime):
+            patch.setattr(module, "is_capturing", lambda device: True)
+        with recording() as record:
+            model(inputs(40))
+    return [event.origin.unit for event in record.collectives("all_gather")]
+
+
+@pytest.mark.parametrize("options", [{"strategy": "zero1"}, {"reshard_after_forward": False}], ids=str)
+def test_a_cuda_graph_gathers_all_that_it_computes_with(options):
+    for units in run_ranks(2, gathers_in_a_capture, options):
+        assert units == ["", "layers.0", "layers.1", "layers.2", "layers.3"]
+
+
+def gradients_written_by_a_graph() -> list[bool]:
+    """Whether the memory that a graph writes gradients to is there when nobody else has it any more."""
+    model = chain(fully_shard)
+    learn(model, steps=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(section, "is_capturing", lambda device: True)
+        model(inputs()).square().mean().backward()
+    written = [weakref.ref(part.grads) for turn in turns_in(model) for part in turn.unit.sections]
+    kept = [param.grad for param in model.parameters()]
+    model.zero_grad()
+    model(inputs()).square().mean().backward()  # has new memory
+    del kept
+    return [tensor() is not None for tensor in written]
+
+
+def test_what_a_cuda_graph_writes_to_stays():
+    for there in run_ranks(2, gradients_written_by_a_graph):
+        assert all(there)
 
 
 # -- methods of units -------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from small_models import chain, inputs, sgd
+from small_models import Chain, chain, initialise, inputs, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -128,12 +128,15 @@ def test_blocks_are_used_again_and_replaced_by_larger_ones(meet):
     assert [len(other.blocks) for other in second._others.values()] == [1]
 
 
-@pytest.mark.parametrize(("patience_s", "waits"), [(60.0, True), (0.01, False)])
-def test_one_with_patience_has_the_same_block_again_unless_it_would_hang(meet, monkeypatch, patience_s, waits):
+@pytest.mark.parametrize(
+    ("patience_s", "is_due", "waits"), [(60.0, True, True), (0.01, True, False), (3600.0, False, False)]
+)
+def test_one_with_patience_has_the_same_block_again_if_it_is_due(meet, monkeypatch, patience_s, is_due, waits):
     monkeypatch.setattr(shared_memory, "_PATIENCE_S", patience_s)
     first, second = meet(Ranks(2))
     block = first.take(100)
     first.tell((1, 0), block)
+    block.is_due = is_due
     reader = Thread(target=lambda: second.have_read(second.told((1, 0))))
     if waits:
         reader.start()
@@ -370,6 +373,22 @@ def test_whole_gradients_do_not_wait_for_the_next_unit_once_others_have_told_the
         for complete in by_step:
             assert len(complete) > 2
             assert complete[:-1] == [True] * (len(complete) - 1)
+
+
+def train_without_end_of_patience() -> None:
+    """Units with two messages a reduction, and gathers that go through blocks as reductions do."""
+    shared_memory._PATIENCE_S = 3600.0
+    share_memory_between_units(False)
+    model = Chain()
+    initialise(model)
+    for layer in model.layers:
+        layer.extra = nn.Parameter(torch.ones(48, 48, dtype=torch.float64))
+        layer.register_forward_hook(lambda layer, _, output: output + (output.double() @ layer.extra).float())
+    steps(chain(fully_shard, model), range(6))
+
+
+def test_no_rank_waits_for_a_block_that_others_cannot_read_yet():
+    run_ranks(2, train_without_end_of_patience)
 
 
 def steps(model: Any, numbers: Iterable[int]) -> None:

@@ -3,6 +3,7 @@
 That the bytes are those of the formulas is held by `test_docs.py`.
 """
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,8 +25,11 @@ from fullshard import (
     share_memory_between_ranks,
 )
 from fullshard.record import Phase, Recorder
+from fullshard.reduction import Reduction
 from fullshard.runtime import turns_in
+from fullshard.streams import Lane
 from fullshard.testing import assert_same, run_ranks
+from fullshard.unit import UnitReduction
 from fullshard.wrap import ModuleWrapPolicy
 
 LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
@@ -310,6 +314,76 @@ def gradients_that_are_kept(keep: Callable[[DTensor], Tensor]) -> tuple[list[Ten
 def test_a_gradient_that_a_user_keeps_is_not_written_to(keep):
     for at_once, later in run_ranks(2, gradients_that_are_kept, keep):
         assert_same(later, at_once)
+
+
+def gradients_after_another_change(change: Callable[[DTensor], None]) -> tuple[list[Tensor], list[Tensor]]:
+    """The same gradients twice, and what a user made of the first in between."""
+    model = chain(fully_shard)
+    found = []
+    for _ in range(2):
+        model(inputs()).square().mean().backward()
+        found.append([param.grad.to_local().clone() for param in model.parameters()])
+        for param in model.parameters():
+            with torch.no_grad():
+                change(param.grad)
+        model.zero_grad()
+    return found[0], found[1]
+
+
+def give_it_other_memory(grad: DTensor) -> None:
+    local = grad.to_local()
+    local.data = local + 1
+
+
+def give_it_another_local_tensor(grad: DTensor) -> None:
+    grad._local_tensor = grad._local_tensor + 1
+
+
+def watch_it(grad: DTensor) -> None:
+    grad.requires_grad_()
+
+
+@pytest.mark.parametrize("change", [give_it_other_memory, give_it_another_local_tensor, watch_it])
+def test_what_a_user_does_to_a_gradient_does_not_outlive_it(change):
+    for first, second in run_ranks(2, gradients_after_another_change, change):
+        assert_same(second, first)
+        assert not any(grad.requires_grad for grad in second)
+
+
+def whole_gradients_by_moment() -> list[tuple[int, int, int]]:
+    """How many whole gradients reductions began with, and how many were there when they were queued, and finished."""
+    found, alive = [], []
+    make, queue, finish = Reduction.__init__, UnitReduction.__init__, UnitReduction.finish
+
+    def note(reduction: Reduction, section: Any, grads: dict[int, Tensor], **options: Any) -> None:
+        alive[-1] += [weakref.ref(grad) for grad in grads.values()]
+        make(reduction, section, grads, **options)
+
+    def note_queued(reduction: UnitReduction, *args: Any) -> None:
+        alive.append([])
+        queue(reduction, *args)
+        found.append([len(alive[-1]), sum(ref() is not None for ref in alive[-1])])
+
+    def note_finished(reduction: UnitReduction) -> None:
+        finish(reduction)
+        found[-1].append(sum(ref() is not None for ref in alive[-1]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "is_stream", True)
+        patch.setattr(Reduction, "__init__", note)
+        patch.setattr(UnitReduction, "__init__", note_queued)
+        patch.setattr(UnitReduction, "finish", note_finished)
+        model = chain(fully_shard)
+        step(model, sgd(model), 0)
+    return found
+
+
+def test_gradients_stay_while_a_stream_may_still_read_them():
+    for found in run_ranks(2, whole_gradients_by_moment):
+        assert len(found) == len(LAYERS) + 1
+        for count, queued, finished in found:
+            assert count == queued > 0
+            assert finished == 0
 
 
 def gradients_by_step() -> list[list[tuple[int, int]]]:
