@@ -63,13 +63,18 @@ class Pending:
     Args:
         finish: returns when the result is in place.
         event: for the record.
+        has_come: tells whether `wait()` is sure not to wait for other ranks. Not every collective knows.
     """
 
-    def __init__(self, finish: Callable[[], None] | None = None, event: Event | None = None) -> None:
+    def __init__(
+        self,
+        finish: Callable[[], None] | None = None,
+        event: Event | None = None,
+        has_come: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._finish = finish
         self._event = event
-        self.has_come: Callable[[], bool] = _unknown
-        """Whether `wait()` is sure not to wait for other ranks. Not every collective knows."""
+        self.has_come = has_come
 
     def wait(self) -> None:
         """Return when the result is in place.
@@ -178,8 +183,7 @@ class Collectives(ABC):
             _Call("reduce_scatter", origin, len(wholes), nbytes, nbytes - _nbytes(sums), messages),
             lambda: self._reduce_scatter(sums, wholes, part_numels, divisor, tag),
         )
-        if not self.is_queued:
-            pending.has_come = self._arrival(tag)
+        pending.has_come = self._arrival(tag) or pending.has_come
         return pending
 
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, *, tag: int, origin: Origin) -> Pending:
@@ -233,9 +237,7 @@ class Collectives(ABC):
             raise self._lost(gone, call) from gone
         if self.is_queued:
             here.queue(call.name, call.origin)
-            pending = Pending(finish, event)
-            pending.has_come = _known
-            return pending
+            return Pending(finish, event, has_come=lambda: True)
 
         def agree_and_finish() -> None:
             here.enter(call.name, call.origin)
@@ -283,9 +285,9 @@ class Collectives(ABC):
         """
         return None
 
-    def _arrival(self, tag: int) -> Callable[[], bool]:
-        """Tells, without waiting, whether what the collective that was started last waits for has come."""
-        return _unknown
+    def _arrival(self, tag: int) -> Callable[[], bool] | None:
+        """What tells, without waiting, whether all has come that the collective started last waits for; if anything."""
+        return None
 
     def _record(self, call: _Call) -> Event | None:
         recorder = active_recorder()
@@ -551,9 +553,9 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
         return finish
 
-    def _arrival(self, tag: int) -> Callable[[], bool]:
+    def _arrival(self, tag: int) -> Callable[[], bool] | None:
         neighbours = self.neighbours
-        return _unknown if neighbours is None else partial(neighbours.have_told, (self._started, tag))
+        return None if neighbours is None else partial(neighbours.have_told, (self._started, tag))
 
     def _all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
         neighbours = self.neighbours
@@ -686,16 +688,6 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
 
 def _nothing() -> None:
     """What is left to do when the backend has done it all."""
-
-
-def _unknown() -> bool:
-    """What is said of an arrival where nothing tells of it."""
-    return False
-
-
-def _known() -> bool:
-    """What is said of one that the host need not wait for."""
-    return True
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

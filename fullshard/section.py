@@ -134,9 +134,9 @@ class Section:
         self._written_by_graphs: list[Tensor | None] = []
         self._is_replayed = False  # a CUDA graph has gradients of it: steps are taken that nothing here hears of
         self.grads: Tensor | None = None  # the optimizer's gradients, one after another as the shards are
-        self._grad_shards: list[DTensor] = []  # as it sees them, each with what it is like when nobody else has it
-        self._grad_holders: list[Any] = []
-        self._grads_own_holders: Any = None
+        self._grad_shards: list[DTensor] = []  # as it sees them, one a parameter
+        self._grad_holders: list[Any] = []  # what `holders` says of each while nobody else has it
+        self._grads_own_holders: Any = None  # what `storage_holders` says of `grads` then
         self._held: dict[int, Tensor] = {}  # whole gradients of microbatches that were not reduced, in the reduce dtype
         self.partial: dict[int, Tensor] = {}  # sums over the shard axis, or the group, that miss the other level
         self._residuals: dict[Collectives, Residuals] = {}  # what encoded gradients have lacked, by the wire
