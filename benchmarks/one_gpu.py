@@ -124,8 +124,8 @@ def in_threads(world: int, steps: int) -> dict[str, Any]:
     """The losses of ranks that are threads, averaged over them, and of the plain loop on all of their batches."""
     from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
-    from fullshard import runtime, unit
-    from fullshard.buffers import Pool
+    from fullshard.device.memory import Pool
+    from fullshard.engine import runtime, unit
 
     shape = Shape(vocab=512, width=256, layers=4, heads=4, seq=64)
     workload = Workload(shape=shape, world=world, device_type=DEVICE.type)

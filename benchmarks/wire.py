@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import compare_ranks
-from fullshard.buffers import typed_view
-from fullshard.collectives import PairwiseCollectives, SharedMemoryCollectives
-from fullshard.record import Origin, Phase
+from fullshard.comm.collectives import PairwiseCollectives, SharedMemoryCollectives
+from fullshard.device.memory import typed_view
+from fullshard.tape.recorder import Origin, Phase
 
 ORIGIN = Origin("benchmark", Phase.IDLE)
 Call = Callable[[], object]

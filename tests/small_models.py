@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
-from fullshard.record import Recorder
-from fullshard.runtime import turns_in
+from fullshard.engine.runtime import turns_in
+from fullshard.tape.recorder import Recorder
 from fullshard.testing import assert_same
 
 VOCABULARY, WIDTH, HEAD, HIDDEN, BLOCKS = 131, 97, 32, 192, 3

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, recording
-from fullshard.record import Recorder
+from fullshard.tape.recorder import Recorder
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -35,8 +35,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fullshard import fully_shard, recording
 from fullshard._compat import storage_watch
-from fullshard.record import Phase
-from fullshard.runtime import turns_in
+from fullshard.engine.runtime import turns_in
+from fullshard.tape.recorder import Phase
 from fullshard.testing import run_ranks
 
 STEPS, ROWS = 4, 128

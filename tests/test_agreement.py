@@ -14,8 +14,8 @@ from small_models import Chain, Layer, chain, inputs, leave, sgd, whole_grads
 from torch import Tensor, nn
 
 from fullshard import Placement, Placements, RankMismatchError, compare_ranks, fully_shard
-from fullshard.agreement import CLAIM_NBYTES, claim, mismatch
-from fullshard.record import Origin, Phase
+from fullshard.comm.fingerprint import CLAIM_NBYTES, claim, mismatch
+from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing import assert_same, run_ranks
 
 text = st.text(max_size=200)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from fullshard.checkpoint import export_safetensors, save
 from fullshard.checkpoint.exporting import export_stored
 from fullshard.checkpoint.stored import open_stored
-from fullshard.checkpoint_command import display
-from fullshard.checkpoint_command.display import SlowBar
 from fullshard.cli import main
+from fullshard.cli.checkpoint import display
+from fullshard.cli.checkpoint.display import SlowBar
 from fullshard.plan.ledger import peak_during
 from fullshard.testing import assert_same, run_ranks
 

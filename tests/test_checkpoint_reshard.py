@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.checkpoint import load, save
-from fullshard.optim_state import sharded_optim_state_dict
+from fullshard.state.optim_state import sharded_optim_state_dict
 from fullshard.testing import assert_same, run_ranks
 
 STRATEGIES = {

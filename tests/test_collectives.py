@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import share_memory_between_ranks
-from fullshard.collectives import Collectives, Pending, SharedMemoryCollectives, collectives_for
-from fullshard.layout import owned
-from fullshard.record import Origin, Phase, Recorder, recording
+from fullshard.comm.collectives import Collectives, Pending, SharedMemoryCollectives, collectives_for
+from fullshard.layout.shard_spec import owned
+from fullshard.tape.recorder import Origin, Phase, Recorder, recording
 from fullshard.testing import assert_same, run_ranks
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4])

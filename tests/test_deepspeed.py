@@ -17,21 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-
-from fullshard import ConfigError, StateError, recording
-from fullshard.cli import main
-from fullshard.errors import CheckpointError
-from fullshard.integrations import deepspeed
-from fullshard.integrations.deepspeed.configuration import BatchSizes, read
-from fullshard.integrations.deepspeed.importing import _knowing_deepspeeds_classes
-from fullshard.integrations.deepspeed.keys import KEYS, Fate, table
-from fullshard.integrations.deepspeed.loss_scale import LossScale
-from fullshard.integrations.deepspeed.schedules import SCHEDULES as OURS
-from fullshard.integrations.placing import repeated_layers
-from fullshard.runtime import turns_in
-from fullshard.testing import assert_same, run_ranks
-from fullshard.wrap import wrapped_modules
 from tests.deepspeed_runs import (
     CASES,
     MICROBATCHES,
@@ -54,6 +39,21 @@ from tests.deepspeed_runs import (
     train,
 )
 from tests.small_models import whole, wholes
+from torch import nn
+
+from fullshard import ConfigError, StateError, recording
+from fullshard.cli import main
+from fullshard.engine.runtime import turns_in
+from fullshard.errors import CheckpointError
+from fullshard.integrations import deepspeed
+from fullshard.integrations.deepspeed.configuration import BatchSizes, read
+from fullshard.integrations.deepspeed.importing import _knowing_deepspeeds_classes
+from fullshard.integrations.deepspeed.keys import KEYS, Fate, table
+from fullshard.integrations.deepspeed.loss_scale import LossScale
+from fullshard.integrations.deepspeed.schedules import SCHEDULES as OURS
+from fullshard.integrations.placing import repeated_layers
+from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import wrapped_modules
 
 
 @cache

@@ -26,14 +26,14 @@ from fullshard import (
     recording,
     share_memory_between_ranks,
 )
-from fullshard.buffers import Pool
-from fullshard.collectives import PairwiseCollectives
+from fullshard.comm.codec import codec_named
+from fullshard.comm.collectives import PairwiseCollectives
+from fullshard.device.memory import Pool
+from fullshard.engine.param_group import Section
+from fullshard.engine.runtime import turns_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
-from fullshard.record import Recorder
-from fullshard.runtime import turns_in
-from fullshard.section import Section
+from fullshard.tape.recorder import Recorder
 from fullshard.testing import assert_same, run_ranks
-from fullshard.wire_codec import codec_named
 
 S, G = Placement.SHARDED, Placement.GROUPED
 HPZ = Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S, group=2)

@@ -10,8 +10,8 @@ from small_models import Chain, chain, initialise, inputs
 from torch import nn
 
 from fullshard import ConfigError, MixedPrecisionPolicy, explain, fully_shard, recording
+from fullshard.engine.runtime import turns_in
 from fullshard.plan.ledger import predict_ledger
-from fullshard.runtime import turns_in
 from fullshard.testing import run_ranks
 
 

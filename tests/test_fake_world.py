@@ -8,11 +8,11 @@ import torch
 from small_models import ONE_AXIS, chain, inputs
 
 from fullshard import MixedPrecisionPolicy, fully_shard, recording
-from fullshard.collectives import NativeCollectives
+from fullshard.comm.codec import codec_named
+from fullshard.comm.collectives import NativeCollectives
+from fullshard.engine.runtime import turns_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
-from fullshard.runtime import turns_in
 from fullshard.testing import run_ranks
-from fullshard.wire_codec import codec_named
 
 WORLD = 512
 

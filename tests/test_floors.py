@@ -1,62 +1,56 @@
 """The house stands: imports go down or sideways to a room listed earlier, never up.
 
-A room is a file of `fullshard/`, or a folder of it with everything inside. What a room may import is what stands above
-it in FLOORS; a new file needs its place there.
+A room is a folder of the package, or a file at its root. What a room may import is what stands above it in ROOMS. Where
+a room lists its files, they are in reading order too: a file imports those before it. A new file needs its place there.
 """
 
 import ast
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "fullshard"
+PACKAGE = Path(__file__).parent.parent / "src" / "fullshard"
 PUBLIC = "__init__"  # the public names: an import from the bare package
-FLOORS = [
-    # 0: numbers in, numbers out
-    ["errors", "versions", "layout", "strategy", "precision", "offload_policy"],
-    # 1: tensors in, tensors out
-    [
-        "_compat",
-        "record",
-        "mesh",
-        "buffers",
-        "agreement",
-        "whereabouts",
-        "patient_store",
-        "ring",
-        "watchdog",
-        "shared_memory",
-        "collectives",
-        "wire_codec",
-        "encoded",
-        "two_level",
-        "streams",
+ROOMS: dict[str, list[str] | None] = {
+    "errors": None,
+    "versions": None,
+    "policy": ["strategy", "precision", "offload"],
+    "layout": ["offsets", "shard_spec", "group_layout", "slots"],
+    "_compat": None,
+    "device": ["lanes", "memory"],
+    "tape": ["recorder"],
+    "liveness": ["whereabouts", "store", "ring", "watchdog"],
+    "comm": ["mesh", "fingerprint", "neighbours", "collectives", "codec", "encoded", "two_level"],
+    "engine": [
+        "nested",
+        "order",
+        "param_view",
+        "sharded_param",
+        "param_group",
+        "reduction",
+        "unit",
+        "finite",
+        "runtime",
+        "materialize",
     ],
-    # 2: sharded things
-    ["guise", "sharded_param", "section", "reduction", "unit", "finite"],
-    # 3: runtime
-    ["order", "nested", "runtime", "materialize"],
-    # 4: what users call
-    [
-        "wrap",
-        "state_dict",
-        "optim_state",
-        "made_before",
-        "stepping",
-        "optim",
-        "checkpoint",
-        "fully_shard",
-        "summon",
-        "grads",
-        "wrapper",
-        "plan",
-    ],
-    # What users import, made of all that is above
-    [PUBLIC],
-    # 5: edges
-    ["options", "testing", "train", "integrations", "checkpoint_command", "bench", "cli"],
-]
+    "state": ["state_dict", "optim_state", "summon"],
+    "optim": ["rebinding", "local_steps", "clipping", "muon"],
+    "checkpoint": None,
+    "plan": None,
+    "wrap": None,
+    "fully_shard": None,
+    "wrapper": None,
+    # what users import, made of all that is above
+    PUBLIC: None,
+    # edges: nothing above imports these
+    "command_line": None,
+    "testing": None,
+    "train": None,
+    "integrations": None,
+    "bench": None,
+    "cli": None,
+}
 FORBIDDEN = "torch.distributed.fsdp"
 # `fullshard bench` measures torch's sharding as a peer. That one file may import it, and only inside the functions that
 # are measured, so that nothing of it is loaded, let alone used, by anything else.
@@ -88,17 +82,20 @@ def late_lines(path: Path) -> set[int]:
     return {line for function in functions for line in range(function.lineno + 1, (function.end_lineno or 0) + 1)}
 
 
-def complaints(package: Path, floors: Sequence[Sequence[str]]) -> list[str]:
+def complaints(package: Path, rooms: Mapping[str, Sequence[str] | None]) -> list[str]:
     """What is wrong with the imports and file names of `package`, one line each."""
-    place = {room: number for number, room in enumerate(room for floor in floors for room in floor)}
+    place = {room: number for number, room in enumerate(rooms)}
     found = []
     for path in sorted(package.rglob("*.py")):
         here, room = path.relative_to(package.parent), room_of(path, package)
         if path.stem in EMPTY_NAMES:
             found.append(f"{here}: name it after its subject; '{path.stem}' has none")
         if room not in place:
-            found.append(f"{here}: stands on no floor; add '{room}' to FLOORS, below all that it imports")
+            found.append(f"{here}: stands on no floor; add '{room}' to ROOMS, below all that it imports")
             continue
+        files = {file: number for number, file in enumerate(rooms[room] or ())}
+        if files and path.stem not in files and path.stem != PUBLIC:
+            found.append(f"{here}: has no place in its room; add '{path.stem}' to ROOMS['{room}']")
         exempt = late_lines(path) if path.relative_to(package).as_posix() == PEERS else set()
         for line, name in imported_names(path, package):
             target = target_room(name, package.name, place)
@@ -106,6 +103,10 @@ def complaints(package: Path, floors: Sequence[Sequence[str]]) -> list[str]:
                 found.append(f"{here}:{line}: imports {name}; fullshard is its own engine")
             if target is not None and place.get(target, len(place)) > place[room]:
                 found.append(f"{here}:{line}: imports {name}, which stands higher; move one of the two")
+            elif target == room and path.stem in files:
+                file = name.split(".")[2] if name.count(".") > 1 else PUBLIC
+                if files.get(file, len(files)) >= files[path.stem]:
+                    found.append(f"{here}:{line}: imports {name}, which stands higher in its room; move one of the two")
     return found
 
 
@@ -119,12 +120,14 @@ def target_room(name: str, package: str, places: dict[str, int]) -> str | None:
 
 
 def test_imports_never_go_up():
-    assert complaints(PACKAGE, FLOORS) == []
+    assert complaints(PACKAGE, ROOMS) == []
 
 
-def test_every_room_stands_on_one_floor():
-    rooms = [room for floor in FLOORS for room in floor]
-    assert sorted(rooms) == sorted(set(rooms))
+def test_no_room_or_file_is_listed_that_is_not_there():
+    here = {room for room in ROOMS if (PACKAGE / room).is_dir() or (PACKAGE / f"{room}.py").is_file()}
+    assert here == set(ROOMS)
+    listed = [PACKAGE / room / f"{file}.py" for room, files in ROOMS.items() for file in files or ()]
+    assert [path for path in listed if not path.is_file()] == []
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,7 @@ def test_every_room_stands_on_one_floor():
     ],
 )
 def test_the_check_sees_every_kind_of_import(tmp_path, source, said):
-    found = complaints(house(tmp_path, {"mid.py": source}), [["low", "mid"], ["high", PUBLIC, "attic"]])
+    found = complaints(house(tmp_path, {"mid.py": source}), dict.fromkeys(["low", "mid", "high", PUBLIC, "attic"]))
     assert len(found) == (said is not None)
     assert all(said in line and line.startswith("house/mid.py:") for line in found)
 
@@ -163,9 +166,9 @@ def test_a_folder_is_one_room(tmp_path):
         "attic/__init__.py": "from .box import x",
         "attic/box.py": "from .. import low\nfrom . import lid",
     }
-    assert complaints(house(tmp_path, files), [["low", "attic"]]) == []
+    assert complaints(house(tmp_path, files), dict.fromkeys(["low", "attic"])) == []
     files["attic/box.py"] = "from ..high import x"
-    assert len(complaints(house(tmp_path, files), [["low", "attic", "high"]])) == 1
+    assert len(complaints(house(tmp_path, files), dict.fromkeys(["low", "attic", "high"]))) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,14 +183,29 @@ def test_a_folder_is_one_room(tmp_path):
     ],
 )
 def test_peers_are_imported_in_one_file_and_late(tmp_path, file, source, allowed):
-    found = complaints(house(tmp_path, {file: source}), [["bench", "peers"]])
+    found = complaints(house(tmp_path, {file: source}), dict.fromkeys(["bench", "peers"]))
     assert [line for line in found if "own engine" in line] == found
     assert (found == []) == allowed
 
 
 def test_files_need_a_floor_and_a_name(tmp_path):
-    assert "add 'new' to FLOORS" in complaints(house(tmp_path, {"new.py": ""}), [["low"]])[0]
-    assert "name it after its subject" in complaints(house(tmp_path, {"attic/utils.py": ""}), [["new", "attic"]])[0]
+    assert "add 'new' to ROOMS" in complaints(house(tmp_path, {"new.py": ""}), {"low": None})[0]
+    assert (
+        "name it after its subject"
+        in complaints(house(tmp_path, {"attic/utils.py": ""}), {"new": None, "attic": None})[0]
+    )
+
+
+def test_files_of_a_room_import_those_listed_before_them(tmp_path):
+    rooms = {"low": None, "attic": ["box", "lid"]}
+    files = {"low.py": "", "attic/box.py": "from house import low", "attic/lid.py": "from house.attic.box import x"}
+    assert complaints(house(tmp_path, files), rooms) == []
+    files["attic/box.py"] = "from house.attic.lid import x"
+    assert "higher in its room" in complaints(house(tmp_path, files), rooms)[0]
+    files["attic/box.py"] = "def f():\n    from . import lid"
+    assert "higher in its room" in complaints(house(tmp_path, files), rooms)[0]
+    files = {"attic/box.py": "", "attic/new.py": ""}
+    assert "add 'new' to ROOMS['attic']" in complaints(house(tmp_path / "other", files), rooms)[0]
 
 
 def house(folder: Path, files: dict[str, str]) -> Path:

@@ -9,8 +9,8 @@ from small_models import Chain, chain, initialise, inputs, sgd, whole_grads, who
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import ConfigError, Placement, Placements, fully_shard, recording
+from fullshard.engine.runtime import turns_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
-from fullshard.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 
 W, G, S = Placement.WHOLE, Placement.GROUPED, Placement.SHARDED

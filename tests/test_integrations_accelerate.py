@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 from fullshard import ConfigError, MissingLibraryError, recording
+from fullshard.engine.runtime import turns_in
 from fullshard.integrations import required
 from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ShardingPlugin
 from fullshard.integrations.plugin import HONOURED, REFUSED
-from fullshard.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 
 # transformers looks at storages by a name that torch is about to drop.

@@ -27,13 +27,13 @@ from transformers import (
 )
 
 from fullshard import CheckpointError, ConfigError, StateError
+from fullshard.engine.runtime import turns_in
 from fullshard.integrations.accelerate import Accelerator
 from fullshard.integrations.plugin import ShardingPlugin
 from fullshard.integrations.preparing import shard
 from fullshard.integrations.transformers import TESTED_TRANSFORMERS, Seq2SeqTrainer, Trainer, from_pretrained
 from fullshard.integrations.waiting_weights import read_waiting
 from fullshard.plan.ledger import peak_during, storage_bytes
-from fullshard.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 
 pytestmark = [

@@ -9,18 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fullshard.errors import LayoutError
-from fullshard.layout import (
-    ALIGNMENT_BYTES,
-    MAX_PADDING,
-    PACK_BELOW_BYTES,
-    Cut,
-    SectionLayout,
-    align,
-    choose_cut,
-    lay_out,
-    overlaps,
-    owned,
-)
+from fullshard.layout.group_layout import ALIGNMENT_BYTES, MAX_PADDING, PACK_BELOW_BYTES, SectionLayout, lay_out
+from fullshard.layout.offsets import align
+from fullshard.layout.shard_spec import Cut, choose_cut, overlaps, owned
 
 WORLDS = st.integers(1, 9)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard
-from fullshard.buffers import Slot
-from fullshard.runtime import turns_in
+from fullshard.device.memory import Slot
+from fullshard.engine.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 
 

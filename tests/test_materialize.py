@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard, recording, summon_full_params
+from fullshard.engine.runtime import turns_in
 from fullshard.plan.ledger import peak_during, storage_bytes
-from fullshard.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import Placement, Placements, ShardingStrategy, clip_grad_norm_, fully_shard
-from fullshard.mesh import default_mesh
+from fullshard.comm.mesh import default_mesh
 from fullshard.testing import assert_same, run_ranks
 
 pytestmark = pytest.mark.slow  # two hosts take their time to start

@@ -15,8 +15,8 @@ from fullshard import (
     fully_shard,
     summon_full_params,
 )
-from fullshard.optim_state import full_optim_state_dict, optim_state_dict_to_load
-from fullshard.runtime import turns_in
+from fullshard.engine.runtime import turns_in
+from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from fullshard import FullyShardedDataParallel, Placement, Placements, RankMismatchError, fully_shard, optim, recording
 from fullshard._compat import storage_watch
-from fullshard.collectives import NativeCollectives, collectives_for
-from fullshard.layout import owned
-from fullshard.optim import Muon, divide, orthogonalised
-from fullshard.optim_state import full_optim_state_dict, optim_state_dict_to_load
-from fullshard.record import Recorder
+from fullshard.comm.collectives import NativeCollectives, collectives_for
+from fullshard.layout.shard_spec import owned
+from fullshard.optim.muon import Muon, divide, orthogonalised
+from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
+from fullshard.tape.recorder import Recorder
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 

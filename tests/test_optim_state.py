@@ -30,7 +30,7 @@ from fullshard import (
     StateDictType,
     recording,
 )
-from fullshard.optim_state import (
+from fullshard.state.optim_state import (
     full_optim_state_dict,
     optim_state_dict_to_load,
     sharded_optim_state_dict,

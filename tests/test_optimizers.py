@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import ShardedGradScaler, StateError, fully_shard
-from fullshard.runtime import turns_in
+from fullshard.engine.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

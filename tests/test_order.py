@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.order import Follower, Interval, assign_slots
+from fullshard.engine.order import Follower
+from fullshard.layout.slots import Interval, assign_slots
 
 UNITS = st.integers(0, 5)
 INTERVALS = st.lists(

@@ -11,8 +11,8 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import fully_shard
-from fullshard.runtime import turns_in
-from fullshard.section import Section
+from fullshard.engine.param_group import Section
+from fullshard.engine.runtime import turns_in
 from fullshard.testing import run_ranks
 
 

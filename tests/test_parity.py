@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import clip_grad_norm_
-from fullshard.runtime import turns_in
+from fullshard.engine.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 
 

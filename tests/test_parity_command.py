@@ -24,7 +24,7 @@ from rich.console import Console
 from small_models import batch, loss_of, small_gpt
 from torch import Tensor, nn
 
-import fullshard.collectives
+import fullshard.comm.collectives
 from fullshard.cli import main
 from fullshard.testing import ParityReport, ParityRow, RanksFailed, assert_same, check_parity, run_ranks
 from fullshard.testing.parity.cases import Case, cases_of
@@ -246,12 +246,12 @@ def never_begins_the_same() -> nn.Module:
 
 def with_broken_engine(attribute: str, broken: Callable[..., Any]) -> nn.Module:
     """A model that breaks the engine of the process that builds it."""
-    setattr(fullshard.collectives, attribute, broken)
+    setattr(fullshard.comm.collectives, attribute, broken)
     return Net()
 
 
 def adds_in_another_order() -> nn.Module:
-    right = fullshard.collectives._sum_in_rank_order
+    right = fullshard.comm.collectives._sum_in_rank_order
     return with_broken_engine(
         "_sum_in_rank_order", lambda out, terms, divisor: right(out, list(reversed(terms)), divisor)
     )

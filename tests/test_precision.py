@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fullshard import ConfigError, MixedPrecision, MixedPrecisionPolicy
-from fullshard.precision import DtypeContract
+from fullshard.policy.precision import DtypeContract
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

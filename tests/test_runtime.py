@@ -46,10 +46,10 @@ from fullshard import (
     runtime,
     section,
 )
-from fullshard.record import Phase
-from fullshard.runtime import runtime_of, turns_in
+from fullshard.engine.runtime import runtime_of, turns_in
+from fullshard.engine.unit import Form
+from fullshard.tape.recorder import Phase
 from fullshard.testing import assert_same, run_ranks
-from fullshard.unit import Form
 
 STEPS = 4  # units share memory from the third step on
 

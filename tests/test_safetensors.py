@@ -29,8 +29,8 @@ from fullshard import CheckpointError, ConfigError, FullyShardedDataParallel, fu
 from fullshard.checkpoint import Unmatched, export_safetensors, load_safetensors, tensor_files
 from fullshard.checkpoint.exporting import parse_size
 from fullshard.checkpoint.tensor_files import Description, TensorFile
+from fullshard.engine.runtime import turns_in
 from fullshard.plan.ledger import peak_during, storage_bytes
-from fullshard.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -30,13 +30,13 @@ from fullshard import (
     share_memory_between_units,
     shared_memory,
 )
-from fullshard.buffers import Slot
-from fullshard.collectives import Collectives, SharedMemoryCollectives, collectives_for
-from fullshard.record import Origin, Phase
-from fullshard.runtime import Runtime, turns_in
-from fullshard.shared_memory import ADDRESS_NBYTES, CannotShareError, Neighbours, connect
+from fullshard.comm.collectives import Collectives, SharedMemoryCollectives, collectives_for
+from fullshard.comm.neighbours import ADDRESS_NBYTES, CannotShareError, Neighbours, connect
+from fullshard.device.memory import Slot
+from fullshard.engine.runtime import Runtime, turns_in
+from fullshard.liveness.watchdog import PeerGoneError
+from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing import assert_same, run_ranks
-from fullshard.watchdog import PeerGoneError
 
 ORIGIN = Origin("block", Phase.FORWARD)
 
@@ -544,8 +544,8 @@ def shared_descriptors(pid: int) -> int:
 SCRIPT = """
 import os, sys, time
 import torch, torch.distributed as dist
-from fullshard.collectives import collectives_for
-from fullshard.record import Origin, Phase
+from fullshard.comm.collectives import collectives_for
+from fullshard.tape.recorder import Origin, Phase
 dist.init_process_group("gloo")
 wire = collectives_for(dist.group.WORLD, torch.device("cpu"))
 part, whole = torch.ones(1 << 20), torch.empty(2 << 20)

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from fullshard import ConfigError, Placement, Placements, ShardingStrategy
-from fullshard.strategy import resolve_placements
+from fullshard.policy.strategy import resolve_placements
 
 W, S = Placement.WHOLE, Placement.SHARDED
 

@@ -24,12 +24,12 @@ from fullshard import (
     recording,
     share_memory_between_ranks,
 )
-from fullshard.record import Phase, Recorder
-from fullshard.reduction import Reduction
-from fullshard.runtime import turns_in
-from fullshard.streams import Lane
+from fullshard.device.lanes import Lane
+from fullshard.engine.reduction import Reduction
+from fullshard.engine.runtime import turns_in
+from fullshard.engine.unit import UnitReduction
+from fullshard.tape.recorder import Phase, Recorder
 from fullshard.testing import assert_same, run_ranks
-from fullshard.unit import UnitReduction
 from fullshard.wrap import ModuleWrapPolicy
 
 LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from fullshard.command_line import option_types
 from fullshard.errors import ConfigError
-from fullshard.options import option_types
 from fullshard.train.options import parse_settings
 from fullshard.train.parallelism import replicas_of, rows_of, sequences_of
 from fullshard.train.run_folder import RunFolder

@@ -42,7 +42,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 from fullshard import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from fullshard._compat import storage_watch
-from fullshard.runtime import turns_in
+from fullshard.engine.runtime import turns_in
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import transformer_auto_wrap_policy
 

@@ -14,11 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from fullshard import ConfigError, set_collective_timeout
-from fullshard.patient_store import PatientStore
-from fullshard.record import Origin, Phase
-from fullshard.ring import Ring
-from fullshard.watchdog import EXIT_CODE
-from fullshard.whereabouts import Whereabouts
+from fullshard.liveness.ring import Ring
+from fullshard.liveness.store import PatientStore
+from fullshard.liveness.watchdog import EXIT_CODE
+from fullshard.liveness.whereabouts import Whereabouts
+from fullshard.tape.recorder import Origin, Phase
 
 WORLD = 3
 KILLED = 137 - 128
@@ -29,8 +29,8 @@ import os, signal, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 from fullshard import fully_shard, set_collective_timeout
-from fullshard.record import Origin, Phase
-from fullshard.whereabouts import here
+from fullshard.tape.recorder import Origin, Phase
+from fullshard.liveness.whereabouts import here
 
 dist.init_process_group("gloo")
 set_collective_timeout(float(sys.argv[2]))

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fullshard import wire_codec
-from fullshard.buffers import Pool
-from fullshard.wire_codec import BLOCK, codec_named
+from fullshard.comm import codec as wire_codec
+from fullshard.comm.codec import BLOCK, codec_named
+from fullshard.device.memory import Pool
 
 CODECS = pytest.mark.parametrize("name", ["bf16", "int8", "int4", "fp8"])
 BLOCKWISE = pytest.mark.parametrize("name", ["int8", "int4", "fp8"])

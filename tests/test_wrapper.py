@@ -40,9 +40,9 @@ from fullshard import (
     fully_shard,
     recording,
 )
-from fullshard.record import Phase, Recorder
-from fullshard.runtime import runtime_of, turns_in
-from fullshard.strategy import resolve_placements
+from fullshard.engine.runtime import runtime_of, turns_in
+from fullshard.policy.strategy import resolve_placements
+from fullshard.tape.recorder import Phase, Recorder
 from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 

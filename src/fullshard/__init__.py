@@ -1,0 +1,91 @@
+"""Fully sharded data parallel training for PyTorch: parameters, gradients and optimizer state sharded over the ranks.
+
+for block in model.blocks:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+from fullshard.comm.fingerprint import compare_ranks
+from fullshard.comm.neighbours import share_memory_between_ranks
+from fullshard.engine.finite import check_finite_gradients
+from fullshard.engine.runtime import share_memory_between_units
+from fullshard.errors import (
+    CheckpointError,
+    ConfigError,
+    FullshardError,
+    LayoutError,
+    MissingLibraryError,
+    NonFiniteError,
+    RankLostError,
+    RankMismatchError,
+    StateError,
+)
+from fullshard.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from fullshard.liveness.watchdog import set_collective_timeout
+from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
+from fullshard.plan.explain import explain
+from fullshard.policy.offload import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
+from fullshard.policy.strategy import Placement, Placements, ShardingStrategy
+from fullshard.state.state_dict import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fullshard.state.summon import summon_full_params
+from fullshard.tape.recorder import recording
+from fullshard.wrapper import BackwardPrefetch, FullyShardedDataParallel
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CPUOffloadPolicy",
+    "CheckpointError",
+    "ConfigError",
+    "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullshardError",
+    "FullyShardedDataParallel",
+    "LayoutError",
+    "LocalStateDictConfig",
+    "MissingLibraryError",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "NonFiniteError",
+    "OffloadPolicy",
+    "OptimStateDictConfig",
+    "Placement",
+    "Placements",
+    "RankLostError",
+    "RankMismatchError",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "StateError",
+    "UnshardHandle",
+    "check_finite_gradients",
+    "clip_grad_norm_",
+    "compare_ranks",
+    "explain",
+    "fully_shard",
+    "recording",
+    "register_fsdp_forward_method",
+    "set_collective_timeout",
+    "share_memory_between_ranks",
+    "share_memory_between_units",
+    "summon_full_params",
+]

@@ -1,0 +1,320 @@
+"""The only file that asks which torch this is, or uses what torch does not document."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
+from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+    is_traceable_wrapper_subclass,
+)
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+from fullshard.layout.offsets import contiguous_strides
+
+__all__ = [
+    "all_gather_each",
+    "all_reduce_each",
+    "default_store",
+    "dtensor_like",
+    "fake_tensors",
+    "grad_hooks",
+    "group_timeout_s",
+    "holders",
+    "in_backward",
+    "joined_mesh",
+    "make_dtensor",
+    "on_backward_end",
+    "outside_of_graphs",
+    "outside_of_selective_checkpoints",
+    "reduce_scatter_each",
+    "set_local_tensor",
+    "shares_memory",
+    "storage_holders",
+    "storage_info",
+    "storage_references",
+    "storage_watch",
+    "store_address",
+    "tree_map",
+    "waited",
+]
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_backward() -> bool:
+    """Whether autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Call `callback` once the backward pass that is executing has accumulated its last gradient."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
+    """What was registered by `param.register_post_accumulate_grad_hook`."""
+    return tuple((param._post_accumulate_grad_hooks or {}).values())
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether anything was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def storage_references(storage: torch.UntypedStorage) -> int:
+    """How many tensors (those that autograd saved included) and handles keep `storage` alive."""
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+def holders(tensor: DTensor) -> Any:
+    """What stays equal until somebody refers to `tensor` or its local tensor, or makes something else of either."""
+    outer: Any = tensor
+    local: Any = tensor._local_tensor
+    counts = sys.getrefcount(outer), outer._use_count(), sys.getrefcount(local), local._use_count()
+    return counts, len(vars(outer)), outer.requires_grad, id(local), local.data_ptr(), local.shape, local.stride()
+
+
+def storage_holders(tensor: Tensor) -> tuple[int, int]:
+    """What stays equal until somebody refers to the storage of `tensor`, or nobody does any more who did."""
+    storage = tensor.untyped_storage()
+    return storage_references(storage), sys.getrefcount(storage)
+
+
+def shares_memory(tensor: Tensor) -> bool:
+    """Whether another tensor lies in the memory of `tensor`."""
+    return storage_references(tensor.untyped_storage()) > 2  # the tensor's own, and that of the handle just made
+
+
+def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Every rank's part, end to end, in the corresponding whole: one launch for all, queued on the current stream."""
+    options = AllgatherOptions()
+    options.asyncOp = False
+    gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    _queue(gather(_as_real(wholes), _as_real(parts), options))
+
+
+def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:
+    """The sum over ranks of this rank's part of each whole in the corresponding one of `sums`, in the same way."""
+    options = ReduceScatterOptions()
+    options.asyncOp = False
+    reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
+    _queue(reduce(_as_real(sums), _as_real(wholes), options))
+
+
+def all_reduce_each(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """The sum over ranks of each tensor in its place, in the same way."""
+    options = AllreduceCoalescedOptions()
+    options.asyncOp = False
+    _queue(group.allreduce_coalesced(_as_real(tensors), options))
+
+
+def _as_real(tensors: list[Tensor]) -> list[Tensor]:
+    """Views without complex numbers, which NCCL does not know."""
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+
+
+def _method(group: dist.ProcessGroup, name: str, until_2_12: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(group, name, None) or getattr(group, until_2_12)
+    return found
+
+
+def _queue(work: Any) -> None:
+    """Let the current stream go on after `work`; a backend whose host waits has done so, or does it now."""
+    if work is not None:
+        work.wait()
+
+
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """How many seconds a collective of `group` on the CPU may take."""
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
+    return float(timeout.total_seconds())
+
+
+def default_store() -> dist.Store:
+    """The default process group's store, by a connection that is the caller's own."""
+    store = dist.distributed_c10d._get_default_store()
+    own: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's annotations lack it
+    return own
+
+
+def store_address(store: dist.Store) -> tuple[str, int] | None:
+    """Host and port of the server behind `store`, if it has one."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return (store.host, store.port) if isinstance(store, dist.TCPStore) else None
+
+
+def tree_map(leaf: Callable[[Any], Any], tree: Any) -> Any:
+    """`tree` (lists, tuples, dicts and what was registered as a pytree) with `leaf` applied to everything else."""
+    return _pytree.tree_map(leaf, tree)
+
+
+def storage_info(file: str, start: int, nbytes: int) -> Any:
+    """Where a value is, as the metadata of `torch.distributed.checkpoint` says it."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # late: a tenth of a second that most do without
+
+    return _StorageInfo(file, start, nbytes)
+
+
+def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
+    """A contiguous `DTensor` of global `shape` around `local` itself, wherever it lies.
+
+    `DTensor.from_local` would move a shard that is offloaded to the CPU back to the mesh's device.
+    """
+    tensor_meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), local.dtype)
+    spec = DTensorSpec(mesh, placements, tensor_meta=tensor_meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
+    """A `DTensor` around `local` that is placed just as `other` is.
+
+    Its `__init__` has nothing to do but to keep the compiler away, at more than its making costs.
+    """
+    return DTensor.__new__(DTensor, local, other._spec, requires_grad=False)
+
+
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Let `tensor` hold `local`, of the same shape and dtype, in place of the shard it holds."""
+    tensor._local_tensor = local
+
+
+def waited(tensor: Tensor) -> Tensor:
+    """`tensor`, or what comes of it where it stands for a collective of torch's that may be under way."""
+    if not isinstance(tensor, AsyncCollectiveTensor):
+        return tensor
+    result: Tensor = tensor.wait()
+    return result
+
+
+def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
+    """A mesh of the axes of both, those of `outer` first; None where they are not different axes of one mesh.
+
+    It is a mesh of its own, of the groups that are there: torch does not take a mesh for its axes in another order.
+    """
+    if outer.mesh_dim_names is None or inner.mesh_dim_names is None:
+        return None
+    try:
+        joined = DeviceMesh._concatenate([outer, inner])
+    except RuntimeError:
+        return None
+    return DeviceMesh.from_group(
+        [*outer.get_all_groups(), *inner.get_all_groups()],
+        joined.device_type,
+        joined.mesh,
+        mesh_dim_names=joined.mesh_dim_names,
+    )
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """A context in which tensors have shapes, dtypes and devices, but no memory."""
+    return FakeTensorMode()
+
+
+def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, which `torch.compile` does not look into: it runs as it is, between two graphs.
+
+    Other than `torch.compiler.disable`, it does not import the compiler before it is called.
+    """
+    return _disable_dynamo(function)
+
+
+_SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
+
+
+@contextmanager
+def outside_of_selective_checkpoints() -> Iterator[None]:
+    """A context whose operations are no part of a region that is checkpointed selectively.
+
+    torch keeps account of every operation of such a region, and wants the same ones when it is computed again.
+    """
+    stack = _get_current_dispatch_mode_stack()
+    if not stack:
+        yield
+        return
+    first = next((i for i, mode in enumerate(stack) if isinstance(mode, _SELECTIVE)), len(stack))
+    others = [mode for mode in stack[first:] if not isinstance(mode, _SELECTIVE)]
+    _replace_modes(len(stack) - first, others)
+    try:
+        yield
+    finally:
+        _replace_modes(len(others), stack[first:])
+
+
+def _replace_modes(count: int, modes: Sequence[TorchDispatchMode]) -> None:
+    for _ in range(count):
+        _pop_mode()
+    for mode in modes:
+        _push_mode(mode)
+
+
+class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manager, like a function
+    """A context that notes which memory is made in it. `live_bytes()` tells how much of that is still alive.
+
+    Args:
+        every_operation: count after each, at some cost, so that `peak_bytes` is known.
+    """
+
+    def __init__(self, *, every_operation: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[StorageWeakRef, int] = {}
+        self._given: set[StorageWeakRef] = set()
+        self._every_operation = every_operation
+        self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; what it returns in memory that was not among its inputs is new."""
+        for tensor in _tensors((args, kwargs or {})):
+            ref = StorageWeakRef(tensor.untyped_storage())
+            if ref not in self._made:
+                self._given.add(ref)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            ref = StorageWeakRef(tensor.untyped_storage())
+            if ref not in self._given and not tensor.is_meta:
+                self._made[ref] = tensor.untyped_storage().nbytes()
+        if self._every_operation:
+            self.peak_bytes = max(self.peak_bytes, self.present_bytes())
+        return result
+
+    def live_bytes(self) -> int:
+        """Bytes of the memory made within that something still refers to."""
+        return sum(nbytes for ref, nbytes in self._made.items() if not ref.expired())
+
+    def present_bytes(self) -> int:
+        """`live_bytes`, less what was given back of memory that is emptied and filled again."""
+        self._made = {ref: nbytes for ref, nbytes in self._made.items() if not ref.expired()}
+        storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made)
+        return sum(storage.nbytes() for storage in storages if storage is not None)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """The tensors in `tree`; of wrappers such as `DTensor` what is in them, which alone has memory."""
+    found: list[Tensor] = []
+    for leaf in _pytree.tree_leaves(tree):
+        if is_traceable_wrapper_subclass(leaf):
+            found += _tensors([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found

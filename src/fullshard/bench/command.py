@@ -1,0 +1,65 @@
+"""`fullshard bench`: measure in turn, show the tables, and say by the exit code whether every system could train."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from fullshard.bench.picture import check_picture, draw
+from fullshard.bench.progress import shown
+from fullshard.bench.report import WIDTH
+from fullshard.bench.rounds import measure
+from fullshard.bench.settings import BenchSettings, OutputSettings
+from fullshard.bench.team import TeamFailed
+from fullshard.command_line import check_writable, dumps_with_options, parse
+
+__all__ = ["run"]
+
+MEASURED, FAILED, INTERRUPTED = 0, 1, 130
+
+_DESCRIPTION = (
+    "Measure training steps of this library and of every peer that is installed, in turn, on the same model and the "
+    "same data: time, memory, and how far the losses are from those of one plain process, beside what this machine "
+    "allows at best. The exit code is 0 if every system could train, 1 if one could not."
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure as `argv` says; the exit code.
+
+    Raises:
+        ConfigError: something of what was asked for is not sound. Nothing has been started then.
+    """
+    settings = parse(BenchSettings, argv, prog="fullshard bench", description=_DESCRIPTION)
+    plan, output = settings.plan(), settings.output
+    _check_output(output)
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    try:
+        with shown(console, plan.turns) as tell:
+            report = measure(plan, tell)
+    except TeamFailed as failed:
+        sys.stderr.write(f"fullshard: there is nothing to compare with: {failed}\n{failed.details}")
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    for table in report.tables():
+        console.print(table)
+    console.print(report.said, markup=False, highlight=False, soft_wrap=True)
+    if output.json is not None:
+        output.json.write_text(dumps_with_options(settings, report.as_dict()))
+    if output.picture is not None and report.systems:
+        draw(report, output.picture)
+    return FAILED if report.failed else MEASURED
+
+
+def _check_output(output: OutputSettings) -> None:
+    """Refuse what cannot be written before anything is measured."""
+    if output.picture is not None:
+        check_picture(output.picture)
+    for name, path in (("json", output.json), ("picture", output.picture)):
+        if path is not None:
+            check_writable(name, path)

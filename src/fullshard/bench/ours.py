@@ -1,0 +1,41 @@
+"""This library, under each of its strategies."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard import MixedPrecisionPolicy, Placements, fully_shard
+from fullshard.bench.model import Model
+from fullshard.bench.trainer import Build, Trainer
+from fullshard.bench.workload import Workload
+from fullshard.policy.strategy import resolve_placements
+
+__all__ = ["REPLICAS", "ours"]
+
+REPLICAS = 2  # of a hybrid strategy
+
+
+def ours(strategy: str | Placements, *, gather_wire: str | None = None, reduce_wire: str | None = None) -> Build:
+    """`fully_shard` under `strategy`, each block a unit; numbers travel as the precision policy is told."""
+
+    def build(workload: Workload, model: Model) -> Trainer:
+        mesh = _mesh(workload.device_type, replicated=resolve_placements(strategy).replicated)
+        policy = MixedPrecisionPolicy(
+            param_dtype=workload.compute_dtype if workload.casts else None,
+            reduce_dtype=model.head.weight.dtype,
+            gather_wire=gather_wire,
+            reduce_wire=reduce_wire,
+        )
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh, strategy=strategy, mp_policy=policy)
+        return Trainer(workload, model, workload.make_optimizer(model.parameters()))
+
+    return build
+
+
+def _mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
+    world = dist.get_world_size()
+    if replicated:
+        return init_device_mesh(device_type, (REPLICAS, world // REPLICAS), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))

@@ -1,0 +1,200 @@
+"""Everything that `fullshard bench` can be told, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import torch
+
+from fullshard.bench.memory import available_bytes
+from fullshard.bench.model import SIZES, Shape
+from fullshard.bench.rounds import Plan
+from fullshard.bench.systems import ALL, SYSTEMS, chosen_systems
+from fullshard.bench.workload import DTYPES, OPTIMIZERS, Workload
+from fullshard.command_line import MaybeInt, MaybePath, MaybeStr
+from fullshard.errors import ConfigError
+from fullshard.train.bytes_table import in_bytes
+from fullshard.train.ranks import cores_of_machine
+
+__all__ = ["BenchSettings"]
+
+
+_DEVICES = ("cpu", "cuda")
+_RANKS_ON_CPU = 2
+_BYTES_OF_A_PARAMETER = 16  # itself, its gradient and two moments, in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """The model and its batch. A size names all dimensions; single ones given beside it win."""
+
+    size: str = "34m"
+    """One of the named sizes: tiny, 34m, wide86m, 124m."""
+    vocab: MaybeInt = None
+    """Different tokens."""
+    width: MaybeInt = None
+    """Numbers that describe one token between blocks."""
+    layers: MaybeInt = None
+    """Transformer blocks. Each is one unit of sharding."""
+    heads: MaybeInt = None
+    """Attention heads in a block. They divide the width."""
+    mlp_ratio: MaybeInt = None
+    """Width of a block's MLP as a multiple of the width."""
+    batch: MaybeInt = None
+    """Sequences that one rank trains on in a step."""
+    seq: MaybeInt = None
+    """Tokens in a sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """How every system trains it."""
+
+    dtype: str = "fp32"
+    """What computes: fp32 or bf16. Parameters at rest, sums of gradients and the optimizer stay in float32."""
+    optimizer: str = "adamw"
+    """The call that all systems make: adamw (fused), adamw-default (without that), sgd (with momentum)."""
+    seed: int = 0
+    """Fixes the first weights and the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureSettings:
+    """What is measured, where, and how often."""
+
+    systems: str = ALL
+    """Names of systems, separated by commas; all: every one that is installed, without variants of the same.
+    A wrong name is answered by the list of them."""
+    ranks: MaybeInt = None
+    """Processes of each system, all of which are there at once. Left out: one for each GPU, or two without GPUs."""
+    device: MaybeStr = None
+    """cpu or cuda. Left out: cuda where there is a GPU."""
+    rounds: int = 10
+    """Turns of each system that count."""
+    steps: int = 1
+    """Steps of each system in a turn."""
+    warmup: int = 2
+    """Turns of each system, before those, that do not count."""
+    timeout: float = 600.0
+    """Seconds that a turn may take, and that a system may take to start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """What is left behind."""
+
+    json: MaybePath = None
+    """A file for everything that was measured, as JSON."""
+    picture: MaybePath = None
+    """A file for bars of time and memory, with the floor as a line: .png, .svg or .pdf. Needs matplotlib."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings:
+    """All settings of one benchmark."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    measure: MeasureSettings = field(default_factory=MeasureSettings)
+    output: OutputSettings = field(default_factory=OutputSettings)
+
+    def plan(self) -> Plan:
+        """What is to be measured.
+
+        Raises:
+            ConfigError: something of it is not sound.
+        """
+        measure = self.measure
+        for name, least in (("rounds", 1), ("steps", 1), ("warmup", 0)):
+            _check_least(name, getattr(measure, name), least)
+        if measure.timeout <= 0:
+            raise ConfigError(f"--timeout {measure.timeout:g}: must be a positive number of seconds.")
+        workload = self.workload()
+        systems = chosen_systems(measure.systems, workload.world)
+        if workload.device_type == "cpu":
+            _check_memory(workload, systems)
+        return Plan(
+            workload=workload,
+            systems=systems,
+            rounds=measure.rounds,
+            steps=measure.steps,
+            warmup=measure.warmup,
+            timeout=measure.timeout,
+        )
+
+    def workload(self) -> Workload:
+        """What is trained.
+
+        Raises:
+            ConfigError: something of it is not sound.
+        """
+        device_type = _device_type(self.measure.device)
+        ranks = self.measure.ranks
+        usual = torch.cuda.device_count() if device_type == "cuda" else _RANKS_ON_CPU
+        world = usual if ranks is None else ranks
+        _check_least("ranks", world, 1)
+        if device_type == "cuda" and world > torch.cuda.device_count():
+            raise ConfigError(
+                f"--ranks {world}: there are {torch.cuda.device_count()} GPUs, and each rank needs one of its own. "
+                "Take as many ranks, or --device cpu."
+            )
+        return Workload(
+            shape=self.shape(),
+            dtype=_one_of("dtype", self.training.dtype, DTYPES),
+            optimizer=_one_of("optimizer", self.training.optimizer, OPTIMIZERS),
+            world=world,
+            threads=max(1, cores_of_machine() // world),
+            device_type=device_type,
+            seed=self.training.seed,
+        )
+
+    def shape(self) -> Shape:
+        """The named size, with the dimensions that are given on their own in place of its own.
+
+        Raises:
+            ConfigError: no size has that name, or the dimensions do not fit one another.
+        """
+        given = {dim.name: getattr(self.model, dim.name) for dim in fields(Shape)}
+        for name, value in given.items():
+            if value is not None:
+                _check_least(name, value, 1)
+        size = SIZES[_one_of("size", self.model.size, SIZES)]
+        shape = replace(size, **{name: value for name, value in given.items() if value is not None})
+        if shape.width % shape.heads:
+            raise ConfigError(
+                f"--width {shape.width}: {shape.heads} heads cannot share it in even parts. "
+                f"Take --width {shape.heads * -(-shape.width // shape.heads)}, or another --heads."
+            )
+        return shape
+
+
+def _check_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}.")
+
+
+def _one_of(option: str, name: str, known: Iterable[str]) -> str:
+    if name not in known:
+        raise ConfigError(f"--{option} {name}: unknown. Take one of {', '.join(known)}.")
+    return name
+
+
+def _device_type(named: str | None) -> str:
+    if named is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if _one_of("device", named, _DEVICES) == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU here. Take --device cpu.")
+    return named
+
+
+def _check_memory(workload: Workload, systems: Sequence[str]) -> None:
+    """Refuse what surely does not fit, since the kernel would end some process or other."""
+    available = available_bytes()
+    whole = workload.parameter_count() * _BYTES_OF_A_PARAMETER
+    needed = sum(whole * (workload.world if SYSTEMS[name].replicates else 1) for name in systems)
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"--systems: {len(systems)} systems on {workload.world} ranks keep at least {in_bytes(needed)} together, "
+            f"and {in_bytes(available)} are free. Name fewer systems, or a smaller model."
+        )

@@ -1,0 +1,200 @@
+"""What goes into a checkpoint: this rank's shards, what all ranks have alike, and what is its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from xxhash import xxh3_128
+
+from fullshard.checkpoint.plain import Path, outline, plain_copy
+from fullshard.checkpoint.random_states import random_states
+from fullshard.checkpoint.together import Ranks
+from fullshard.engine.runtime import clean_fqn, turns_in
+from fullshard.errors import CheckpointError
+from fullshard.policy.strategy import Placements, ShardingStrategy
+from fullshard.state.optim_state import sharded_optim_state_dict
+from fullshard.state.state_dict import StateDictType, state_dict_type
+
+__all__ = [
+    "MODEL",
+    "OPTIMIZER",
+    "OURS",
+    "Contents",
+    "HasState",
+    "collect",
+    "key_of_rank",
+    "model_state",
+    "put_optimizer",
+    "tied_names",
+]
+
+MODEL, OPTIMIZER = "model", "optimizer"  # sections of a checkpoint that torch's own scripts read too
+OURS = "fullshard"  # what all ranks have alike and is no tensor of the model or the optimizer
+_RANK = "rank"
+
+
+class HasState(Protocol):
+    """Anything whose state can be taken and put back: a scheduler, a position in the data."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Take over a state."""
+
+
+@dataclass
+class Contents:
+    """What one rank has to save. Tensors are the model's and the optimizer's own until somebody copies them."""
+
+    sharded: dict[Path, DTensor] = field(default_factory=dict)
+    plain: dict[Path, Tensor] = field(default_factory=dict)  # the first rank's are written, and what others have else
+    values: dict[Path, Any] = field(default_factory=dict)  # what is no tensor, as torch writes it
+    ties: dict[str, str] = field(default_factory=dict)
+    ours: dict[str, Any] = field(default_factory=dict)
+    own: dict[str, Any] = field(default_factory=dict)  # of this rank alone
+    strategy: str = ""
+
+    def put(self, path: Path, leaf: Any) -> str:
+        """Take `leaf` in; the key that it has in the checkpoint."""
+        if path in self.sharded or path in self.plain or path in self.values:
+            raise CheckpointError(f"two values are named {'.'.join(path)}. Give the keys of the state other names.")
+        if isinstance(leaf, DTensor):
+            self.sharded[path] = _without_partial_sums(leaf)
+        elif isinstance(leaf, Tensor):
+            self.plain[path] = leaf
+        else:
+            self.values[path] = copy.deepcopy(leaf)
+        return ".".join(path)
+
+    def entries(self, ranks: Ranks, doing: str) -> dict[str, Any]:
+        """What this rank gives to be written, as nested dicts. Ranks tell one another of their plain tensors.
+
+        Raises:
+            CheckpointError: some rank could not; `doing` begins the message.
+        """
+        compared = self.plain if ranks.world > 1 else {}
+        sums = ranks.share(doing, lambda: {path: _checksum(tensor) for path, tensor in compared.items()})
+        mine, of_first = sums[ranks.index], sums[0]
+        odd = [path for path in mine if mine[path] != of_first.get(path)]
+        own = {**self.own, "plain": {".".join(path): self.plain[path].detach().cpu() for path in odd}}
+        written: dict[Path, Any] = {**self.sharded, (_RANK, str(ranks.index)): as_one_value(own)}
+        if ranks.leads:
+            written |= {**self.plain, **self.values, (OURS,): as_one_value(self.ours)}
+        return _nested(written)
+
+
+def collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: HasState | None,
+    data: HasState | None,
+    extra: Any,
+) -> Contents:
+    """What this rank has to save.
+
+    Raises:
+        CheckpointError: something could not be read back without executing code.
+        ConfigError: the optimizer has a parameter that is not in the model.
+        StateError: a forward or backward is under way.
+    """
+    contents = Contents(strategy=_strategy_of(model))
+    state, tied = model_state(model), tied_names(model)
+    values: dict[str, Any] = {}  # what modules add to their state that is no tensor
+    for fqn, value in state.items():
+        if fqn in tied and tied[fqn] in state:
+            contents.ties[f"{MODEL}.{fqn}"] = f"{MODEL}.{tied[fqn]}"
+        elif isinstance(value, Tensor):
+            contents.put((MODEL, fqn), value)
+        else:
+            values[fqn] = value
+    ours = {"ties": contents.ties, "extra": extra, "model": values}
+    if optimizer is not None:
+        ours["optimizer"] = put_optimizer(contents, sharded_optim_state_dict(model, optimizer))
+    if scheduler is not None:
+        ours["scheduler"] = scheduler.state_dict()
+    contents.ours = plain_copy(ours, "the checkpoint's ")
+    contents.values |= {(MODEL, fqn): it for fqn, it in contents.ours["model"].items() if not isinstance(it, Mapping)}
+    own = {"random": random_states(), **({} if data is None else {"data": data.state_dict()})}
+    contents.own = plain_copy(own, "the checkpoint's ")
+    return contents
+
+
+def put_optimizer(contents: Contents, named: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the state of an optimizer, by FQN, into `contents`; what is left of it without its tensors."""
+    return {
+        "state": outline(named["state"], (OPTIMIZER, "state"), contents.put),
+        "param_groups": [
+            outline(group, (OPTIMIZER, "param_groups", str(index)), contents.put)
+            for index, group in enumerate(named["param_groups"])
+        ],
+    }
+
+
+def as_one_value(value: Any) -> tuple[Any]:
+    """`value` so that torch writes it in one piece: of a dict it would write every entry, its key as a string."""
+    return (value,)
+
+
+def key_of_rank(rank: int) -> str:
+    """The key under which a rank's own values are."""
+    return f"{_RANK}.{rank}"
+
+
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """The state dict of `model` with `DTensor`s of the shards, whatever it is set to give, by the user's own FQNs."""
+    with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return {clean_fqn(fqn): value for fqn, value in model.state_dict().items()}
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The other names of parameters and buffers that have several, each with the first."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        fqn = clean_fqn(name)
+        known = first.setdefault(id(tensor), fqn)
+        if known != fqn:
+            tied[fqn] = known
+    return tied
+
+
+def _strategy_of(model: nn.Module) -> str:
+    """The strategies of the units, by name where they have one; 'none' where there are no units."""
+    placements = dict.fromkeys(turn.unit.settings.placements for turn in turns_in(model))
+    return ", ".join(map(_name_of, placements)) or "none"
+
+
+def _name_of(placements: Placements) -> str:
+    named = (strategy.value for strategy in ShardingStrategy if strategy.placements == placements)
+    return next(named, str(placements))
+
+
+def _without_partial_sums(tensor: DTensor) -> DTensor:
+    """`tensor` with sums that ranks have not added up yet added up: the container would write one rank's share."""
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    return tensor.redistribute(placements=[Replicate() if it.is_partial() else it for it in tensor.placements])
+
+
+def _checksum(tensor: Tensor) -> str:
+    raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return f"{tuple(tensor.shape)} {tensor.dtype} {xxh3_128(raw.numpy().data).hexdigest()}"
+
+
+def _nested(entries: Mapping[Path, Any]) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in entries.items():
+        inner = nested
+        for name in path[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[path[-1]] = value
+    return nested

@@ -1,0 +1,345 @@
+"""Write a model as other people's tools read it: a folder of safetensors files, wholly or not at all.
+
+One tensor after another is gathered, and written by the first rank. Nobody holds more than one of them whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard._compat import dtensor_like
+from fullshard.checkpoint.contents import model_state, tied_names
+from fullshard.checkpoint.folder import discard, sync, write_synced
+from fullshard.checkpoint.manifest import Progress, StoredFile
+from fullshard.checkpoint.stored import Stored
+from fullshard.checkpoint.tensor_files import (
+    CHECKSUMS,
+    INDEX_SUFFIX,
+    WEIGHTS,
+    Description,
+    TensorFile,
+    dumps_checksums,
+)
+from fullshard.checkpoint.together import Ranks, default_ranks
+from fullshard.engine.runtime import unwrapped
+from fullshard.engine.sharded_param import whole_of
+from fullshard.errors import CheckpointError, ConfigError
+
+__all__ = ["export_safetensors", "export_stored", "parse_size", "write_safetensors"]
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def export_safetensors(
+    model: nn.Module,
+    folder: str | PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the weights of `model` to `folder` as Hugging Face's tools read them; the path of that.
+
+    Every rank calls it. It writes `model.safetensors`, or several files and `model.safetensors.index.json`; the
+    `config.json` of a model that has one, so that `from_pretrained` opens the folder; and `checksums.json`, by which
+    `load_safetensors` tells damage. Weights are gathered one after another, so no rank holds more than its shards and
+    one of them. Tied weights are written once; the file's metadata tells their other names. If anything is killed
+    meanwhile, there is no `folder`.
+
+    Args:
+        model: sharded or not.
+        folder: does not exist, or is empty.
+        max_shard_size: bytes of tensors in one file, as a number or such as "500MB". A larger tensor has its own file.
+        dtype: of floating-point tensors in the files; None keeps their own.
+        metadata: words to keep in each file.
+        progress: called with the bytes of tensors that are written, and all that will be.
+
+    Raises:
+        CheckpointError: the folder is there already, the model has what is no tensor or has no values, or the first
+            rank cannot write; the same error on every rank.
+        ConfigError: an argument cannot be honoured.
+    """
+    export = _Export(Path(folder), parse_size(max_shard_size), dtype, dict(metadata or {}))
+    ranks = default_ranks()
+    state, ties = ranks.do(export.doing, lambda: _weights(model))
+
+    def fetch(name: str) -> Tensor:
+        value = state[name]
+        if not isinstance(value, DTensor):
+            return value
+        return whole_of(dtensor_like(value.to_local().to(value.device_mesh.device_type), value))
+
+    export.write(_described(state), ties, ranks, fetch, partial(_configs, model), progress)
+    return export.folder
+
+
+def write_safetensors(state: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write `state`, sharded or not, to the one file `path`: one tensor is made whole at a time.
+
+    Every rank calls it, and the first one writes.
+
+    Args:
+        state: tensors by FQN, the same names in the same order on every rank.
+        path: file to write, or to replace once the new one is complete.
+        metadata: words to keep in the file's header.
+
+    Raises:
+        CheckpointError: the first rank cannot write; the same error on every rank.
+    """
+    ranks = default_ranks()
+    doing = f"writing {path}"
+    unfinished = path.with_name(f"{path.name}.tmp")
+    writer = _Writer(unfinished, _described(state), metadata or {})
+    for name in ranks.once(doing, writer.begin):
+        value = state[name]
+        writer.write(whole_of(value) if isinstance(value, DTensor) else value, value.dtype)
+    ranks.once(doing, writer.close)
+    ranks.once(doing, lambda: unfinished.replace(path))
+
+
+def _described(state: Mapping[str, Tensor]) -> dict[str, Description]:
+    return {name: Description(tuple(value.shape), value.dtype) for name, value in state.items()}
+
+
+def export_stored(
+    stored: Stored,
+    folder: Path,
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Write the weights of a checkpoint as `export_safetensors` writes those of a model. For one process.
+
+    No model is built, and no more than one tensor is held.
+
+    Raises:
+        CheckpointError: the folder is there already, the model had what is no tensor, or something cannot be read or
+            written.
+        ConfigError: an argument cannot be honoured.
+    """
+    export = _Export(folder, parse_size(max_shard_size), dtype, {})
+    if stored.values:
+        raise CheckpointError(_no_tensors(stored.path, stored.values))
+    if not stored.weights:
+        raise CheckpointError(f"{stored.path}: expected the weights of a model, found none. Name another checkpoint.")
+    kept = {name: told for name, told in stored.weights.items() if name not in stored.ties}
+    export.write(kept, stored.ties, Ranks(), stored.fetch, lambda _: {}, progress)
+    return folder
+
+
+def _no_tensors(where: object, names: Iterable[str]) -> str:
+    return (
+        f"{where}: {', '.join(names)} are no tensors, and a safetensors file holds nothing else. Leave them out of "
+        "the state dict."
+    )
+
+
+def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors of `model` by FQN, and the other names of those that have several."""
+    state, tied = model_state(model), tied_names(model)
+    ties = {name: kept for name, kept in tied.items() if name in state and kept in state}
+    weights = {name: value for name, value in state.items() if name not in ties}
+    odd = [name for name, value in weights.items() if not isinstance(value, Tensor)]
+    if odd:
+        raise CheckpointError(_no_tensors("the model", odd))
+    empty = [name for name, value in weights.items() if value.is_meta]
+    if empty:
+        raise CheckpointError(
+            f"{len(empty)} tensors of the model are on the meta device, such as {empty[0]}. Initialise or load them "
+            "first."
+        )
+    return weights, ties
+
+
+def _configs(model: nn.Module, written: Mapping[str, Description]) -> dict[str, Any]:
+    """What the transformers library keeps beside the weights of its models, by name of file."""
+    inner = unwrapped(model)
+    found: dict[str, Any] = {}
+    for attribute in ("config", "generation_config"):
+        to_json = getattr(getattr(inner, attribute, None), "to_json_string", None)
+        if callable(to_json):
+            found[f"{attribute}.json"] = json.loads(to_json())
+    config = found.get("config.json")
+    if config is not None:
+        config["architectures"] = [type(inner).__name__.removeprefix("FSDP")]
+        names = [it.dtype_name for it in written.values() if it.dtype.is_floating_point]
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = next(iter(names), None)
+    return found
+
+
+def parse_size(size: int | str) -> int:
+    """Bytes, of a number or of words such as "5GB".
+
+    Raises:
+        ConfigError: it is neither, or below 1.
+    """
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]B)?\s*", str(size), re.IGNORECASE)
+    try:
+        nbytes = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    except ValueError:
+        nbytes = 0
+    if nbytes < 1:
+        raise ConfigError(
+            f"max_shard_size={size!r} is no size of a file. Pass bytes, or words such as '500MB' or '5GB'."
+        )
+    return nbytes
+
+
+@dataclass(frozen=True)
+class _Export:
+    """What is to be written where."""
+
+    folder: Path
+    max_shard_nbytes: int
+    dtype: torch.dtype | None
+    metadata: dict[str, str]
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ConfigError(f"dtype={self.dtype}: weights cannot be cast to that. Pass a floating-point one.")
+        odd = [repr(it) for pair in self.metadata.items() for it in pair if not isinstance(it, str)]
+        if odd:
+            raise ConfigError(f"metadata has {odd[0]}: a safetensors file keeps words only. Pass strings.")
+
+    @property
+    def doing(self) -> str:
+        """What an error says was being done."""
+        return f"exporting to {self.folder}"
+
+    def write(
+        self,
+        tensors: Mapping[str, Description],
+        ties: Mapping[str, str],
+        ranks: Ranks,
+        fetch: Callable[[str], Tensor],
+        configs: Callable[[Mapping[str, Description]], Mapping[str, Any]],
+        progress: Progress | None = None,
+    ) -> None:
+        """Write `tensors`, which `fetch` gives by name, on every rank together; the first one writes.
+
+        Args:
+            ties: other names, with those of the tensors that are written.
+            configs: given what is written, tells what goes beside it as JSON, by name of file.
+
+        Raises:
+            CheckpointError: the first rank cannot write; the same error on every rank.
+        """
+        tensors = {name: self._cast(told) for name, told in tensors.items()}
+        total = sum(told.nbytes for told in tensors.values())
+        metadata = {"format": "pt", **ties, **self.metadata}
+        files = self._divided(tensors)
+        unfinished = ranks.once(self.doing, self._begin)
+        written: dict[str, StoredFile] = {}
+        done = 0
+        try:
+            for file, names in files.items():
+                writer = _Writer(unfinished / file, {name: tensors[name] for name in names}, metadata)
+                for name in ranks.once(self.doing, writer.begin):
+                    writer.write(fetch(name), tensors[name].dtype)
+                    done += tensors[name].nbytes
+                    if progress is not None:
+                        progress(done, total)
+                written[file] = ranks.once(self.doing, writer.close)
+            ranks.once(self.doing, lambda: self._commit(unfinished, files, total, written, configs(tensors)))
+        except CheckpointError:
+            if ranks.leads:
+                discard(unfinished)
+            raise
+
+    def _cast(self, told: Description) -> Description:
+        return told if self.dtype is None or not told.dtype.is_floating_point else replace(told, dtype=self.dtype)
+
+    def _divided(self, tensors: Mapping[str, Description]) -> dict[str, list[str]]:
+        """The names of the tensors in each file, in the order of the model."""
+        files: list[list[str]] = [[]]
+        nbytes = 0
+        for name, told in tensors.items():
+            if files[-1] and nbytes + told.nbytes > self.max_shard_nbytes:
+                files.append([])
+                nbytes = 0
+            files[-1].append(name)
+            nbytes += told.nbytes
+        if len(files) == 1:
+            return {WEIGHTS: files[0]}
+        stem = WEIGHTS.removesuffix(".safetensors")
+        return {f"{stem}-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
+
+    def _begin(self) -> Path:
+        """A new folder beside the one that is to be; what killed exports to it have left is removed."""
+        if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
+            raise CheckpointError("there is something already. Name a folder that does not exist, or is empty.")
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        beginning = f"{self.folder.name}.partial-"
+        for left in self.folder.parent.iterdir():
+            if left.name.startswith(beginning):
+                discard(left)
+        unfinished = self.folder.with_name(f"{beginning}{uuid.uuid4().hex}")
+        unfinished.mkdir()
+        return unfinished
+
+    def _commit(
+        self,
+        unfinished: Path,
+        files: Mapping[str, list[str]],
+        total: int,
+        written: dict[str, StoredFile],
+        configs: Mapping[str, Any],
+    ) -> None:
+        for name, config in configs.items():
+            write_synced(unfinished / name, (json.dumps(config, indent=2) + "\n").encode())
+        if len(files) > 1:
+            weight_map = {name: file for file, names in files.items() for name in names}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            name = WEIGHTS.removesuffix(".safetensors") + INDEX_SUFFIX
+            written = written | {name: write_synced(unfinished / name, (json.dumps(index, indent=2) + "\n").encode())}
+        write_synced(unfinished / CHECKSUMS, dumps_checksums(written).encode())
+        sync(unfinished)
+        unfinished.rename(self.folder)
+        sync(self.folder.parent)
+
+
+class _Writer:
+    """One file on the first rank. What fails there is told when the file is closed: others wait in a gather."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str]) -> None:
+        self._path = path
+        self._tensors = tensors
+        self._metadata = metadata
+        self._file: TensorFile | None = None
+        self._error: Exception | None = None
+
+    def begin(self) -> tuple[str, ...]:
+        """Lay out the file: the names of its tensors in the order in which they are written."""
+        self._file = TensorFile(self._path, self._tensors, self._metadata)
+        return self._file.order
+
+    def write(self, whole: Tensor, dtype: torch.dtype) -> None:
+        """Write the next tensor."""
+        if self._file is None or self._error is not None:
+            return
+        try:
+            self._file.write(whole.detach().to("cpu", dtype))
+        except Exception as error:
+            self._error = error
+
+    def close(self) -> StoredFile:
+        """End the file: what was written."""
+        assert self._file is not None
+        stored = self._file.close()
+        if self._error is not None:
+            raise self._error
+        return stored

@@ -1,0 +1,115 @@
+"""Does a checkpoint fit the model and the optimizer that are to take it? Told before anything is overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torch import Tensor
+
+from fullshard.checkpoint.opening import Opened
+from fullshard.checkpoint.saved import Saved
+from fullshard.errors import CheckpointError
+from fullshard.state.optim_state import StateTemplate
+
+__all__ = ["Misfit", "fit_model", "fit_optimizer"]
+
+_LISTED = 20  # FQNs of a kind
+_REMEDY = "Build model and optimizer as when it was saved, and pass only what was saved."
+_EXTRA_STATE = "_extra_state"  # what modules add to their state, in a shape of their choice
+
+
+@dataclass
+class Misfit:
+    """What does not fit, by kind."""
+
+    absent: list[str] = field(default_factory=list)  # whole parts that were asked for
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    untied: list[str] = field(default_factory=list)
+
+    def __add__(self, other: Misfit) -> Misfit:
+        return Misfit(*(getattr(self, it.name) + getattr(other, it.name) for it in fields(self)))
+
+    def check(self, what: str = "the checkpoint", remedy: str = _REMEDY) -> None:
+        """Raise if there is any; `what` does not fit, and `remedy` ends the message.
+
+        Raises:
+            CheckpointError: all that does not fit.
+        """
+        kinds = {
+            "it has no": self.absent,
+            "missing in it:": self.missing,
+            "unexpected in it:": self.unexpected,
+            "of another shape:": self.misshapen,
+            "tied in the model, but not in it:": self.untied,
+        }
+        told = [f"{kind} {_listed(names)}" for kind, names in kinds.items() if names]
+        if told:
+            raise CheckpointError(f"{what} does not fit; {'; '.join(told)}. Nothing was overwritten. {remedy}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def fit_model(
+    saved: Saved, opened: Opened, state: Mapping[str, Any], tied: Mapping[str, str]
+) -> tuple[dict[str, str], Misfit]:
+    """The key of each tensor in `state` but for other names of one that is there already; and what does not fit.
+
+    Args:
+        saved: where things are in the checkpoint.
+        opened: the checkpoint.
+        state: the model's state dict by FQN.
+        tied: other names of what has several in the model, each with the first.
+    """
+    sizes, misfit = opened.sizes(), Misfit()
+    keys: dict[str, str] = {}
+    for fqn, value in state.items():
+        if fqn in tied:
+            continue
+        there = saved.tensors if isinstance(value, Tensor) else saved.values
+        names = [name for name in (fqn, *_others(fqn, tied)) if name in there]
+        if not names:
+            misfit.missing.append(fqn)
+        elif isinstance(value, Tensor):
+            keys[fqn] = saved.tensors[names[0]]
+            size = sizes[keys[fqn]]
+            if size != value.shape and fqn.rpartition(".")[2] != _EXTRA_STATE:
+                misfit.misshapen.append(f"{fqn} ({tuple(size)} in it, {tuple(value.shape)} in the model)")
+            if saved.ties is not None and len({saved.ties.get(name, name) for name in names}) > 1:
+                misfit.untied.append(" and ".join(names))
+    misfit.unexpected += [fqn for fqn in (*saved.tensors, *saved.values) if fqn not in state]
+    return keys, misfit
+
+
+def _others(fqn: str, tied: Mapping[str, str]) -> list[str]:
+    return [other for other, first in tied.items() if first == fqn]
+
+
+def fit_optimizer(saved: Saved, opened: Opened, template: StateTemplate) -> Misfit:
+    """What of the optimizer's state does not fit what `template` tells of the optimizer."""
+    if saved.groups is None:
+        return Misfit(absent=["optimizer"])
+    stepped = [fqn for group in saved.groups for fqn in group.fqns]
+    sizes = opened.sizes()
+    misshapen = []
+    for fqn, (_, states) in saved.states.items():
+        for name, (kind, key) in states:
+            present = template.present(fqn, name) if fqn in template.fqns and kind == "tensor" else None
+            if present is not None and present.shape != sizes[key]:
+                misshapen.append(
+                    f"{name!r} of {fqn} in the optimizer ({tuple(sizes[key])} in it, {tuple(present.shape)} in the "
+                    "optimizer)"
+                )
+    return Misfit(
+        missing=[f"{fqn} in the optimizer" for fqn in template.fqns if fqn not in stepped],
+        unexpected=[
+            f"{fqn} in the optimizer" for fqn in dict.fromkeys([*stepped, *saved.states]) if fqn not in template.fqns
+        ],
+        misshapen=misshapen,
+    )

@@ -1,0 +1,200 @@
+"""Load weights from safetensors files: each rank reads the rows that are its own, straight into its shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from fullshard.checkpoint.background import checkpoints
+from fullshard.checkpoint.contents import model_state, tied_names
+from fullshard.checkpoint.fitting import Misfit
+from fullshard.checkpoint.manifest import Progress
+from fullshard.checkpoint.opening import verify
+from fullshard.checkpoint.tensor_files import CHECKSUMS, TensorFiles, open_tensor_files
+from fullshard.checkpoint.together import default_ranks
+from fullshard.comm.mesh import own_spans
+from fullshard.engine.materialize import allocate
+from fullshard.engine.runtime import clean_fqn
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.state.state_dict import StateDictType, device_of, state_dict_type
+
+__all__ = ["Unmatched", "load_safetensors"]
+
+_REMEDY = "Pass rename= to give tensors of the files other names, or strict=False to load what there is."
+
+
+@dataclass(frozen=True)
+class Unmatched:
+    """What files and model do not have in common: FQNs of the model, and renamed names of the files."""
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+def load_safetensors(
+    model: nn.Module,
+    path: str | PathLike[str],
+    *,
+    strict: bool = True,
+    dtype: torch.dtype | None = None,
+    rename: Callable[[str], str | None] | None = None,
+    progress: Progress | None = None,
+) -> Unmatched:
+    """Load the weights of safetensors files into `model`, in place. Every rank of the default process group calls it.
+
+    Each rank reads the rows that are its own, one tensor after another: none holds more than its shards and its part
+    of one tensor. Values are cast to the dtype of the parameter. What is on the meta device gets memory first, unit by
+    unit. Files that `export_safetensors` has written are verified before anything is read; of others, nothing tells
+    whether a byte was changed.
+
+    Args:
+        model: sharded or not, on the meta device too.
+        path: a file, an index, or a folder with an index or with one file.
+        strict: whether the files must have just what the model's state dict has. A tied weight may be there once, by
+            any of its names; where it is there by several, the values must be alike.
+        dtype: what the floating-point parameters and buffers of the model are cast to first; None keeps their own.
+        rename: gives the FQN for a name in the files, or None to leave it out.
+        progress: called with the bytes that this rank has verified of its share, and all of that; then with those of
+            its shards that it has read, and all that it will read.
+
+    Returns:
+        what files and model do not have in common; nothing if `strict`.
+
+    Raises:
+        CheckpointError: the files are missing or damaged, or do not fit; the same error on every rank. Nothing was
+            overwritten then, unless a file could be opened and not be read afterwards.
+        ConfigError: an argument cannot be honoured.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ConfigError(f"dtype={dtype}: weights cannot be cast to that. Pass a floating-point one.")
+    checkpoints.wait()
+    ranks, path = default_ranks(), Path(path)
+    doing = f"loading {path}"
+    files = ranks.do(doing, lambda: open_tensor_files(path))
+    if files.checksums is not None:
+        remedy = f"If it was changed on purpose, delete {CHECKSUMS}."
+        verify(files.folder, files.checksums, ranks, doing, remedy, progress)
+    taker = ranks.do(doing, lambda: _Taker(model, files, rename))
+    unmatched = ranks.do(doing, lambda: taker.fit(strict))
+    ranks.do(doing, lambda: taker.read(dtype, progress))
+    return unmatched
+
+
+class _Taker:
+    """A model that is to take tensors of files, on this rank."""
+
+    def __init__(self, model: nn.Module, files: TensorFiles, rename: Callable[[str], str | None] | None) -> None:
+        self._model = model
+        self._files = files
+        self._state = model_state(model)
+        self._tied = tied_names(model)
+        self._stored = _renamed(files.tensors, rename)
+        aliases = _renamed(files.ties, rename)
+        self._aliases = {fqn: files.ties[name] for fqn, name in aliases.items() if fqn not in self._stored}
+        self._names: dict[str, str] = {}  # the tensor in the files for each tensor of the state
+
+    def fit(self, strict: bool) -> Unmatched:
+        """What does not match, if it need not.
+
+        Raises:
+            CheckpointError: the files do not fit.
+        """
+        misfit = Misfit()
+        others = {first: [it for it, its in self._tied.items() if its == first] for first in self._tied.values()}
+        for fqn, value in self._state.items():
+            if fqn in self._tied:
+                continue
+            found = [self._name_of(it) for it in (fqn, *others.get(fqn, []))]
+            names = list(dict.fromkeys(name for name in found if name is not None))
+            if names and isinstance(value, Tensor):
+                self._names[fqn] = names[0]
+                self._compare(fqn, value, names, misfit)
+            else:
+                misfit.missing.append(fqn)
+        misfit.unexpected += [fqn for fqn in self._stored if fqn not in self._state]
+        unmatched = Unmatched()
+        if not strict:
+            unmatched = Unmatched(tuple(misfit.missing), tuple(misfit.unexpected))
+            without = [
+                fqn for fqn in misfit.missing if isinstance(self._state[fqn], Tensor) and self._state[fqn].is_meta
+            ]
+            misfit.missing = [f"{fqn} (on the meta device, where it has no values either)" for fqn in without]
+            misfit.unexpected = []
+        misfit.check(str(self._files.path), _REMEDY)
+        return unmatched
+
+    def _compare(self, fqn: str, value: Tensor, names: Sequence[str], misfit: Misfit) -> None:
+        """Note what keeps `value` from taking one of the tensors `names`."""
+        there = self._files.tensors[names[0]]
+        if isinstance(value, DTensor) and any(type(it) not in (Shard, Replicate) for it in value.placements):
+            raise CheckpointError(
+                f"{fqn} is placed {value.placements}, and no rank can tell its rows. Redistribute it to Shard(dim) or "
+                "Replicate() first."
+            )
+        if there.shape != value.shape:
+            misfit.misshapen.append(f"{fqn} ({there.shape} in it, {tuple(value.shape)} in the model)")
+        elif not torch.can_cast(there.dtype, value.dtype):
+            misfit.misshapen.append(f"{fqn} ({there.dtype} in it, {value.dtype} in the model)")
+        elif len(names) > 1 and not self._are_alike(names, value):
+            misfit.untied.append(" and ".join(names))
+
+    def _name_of(self, fqn: str) -> str | None:
+        """The tensor in the files that has the values of `fqn`."""
+        return self._stored.get(fqn) or self._aliases.get(fqn)
+
+    def _are_alike(self, names: Sequence[str], value: Tensor) -> bool:
+        """Whether this rank's parts of several tensors for one that is tied have the same bits."""
+        spans = _own_spans(value)
+        parts = [part.reshape(-1).view(torch.uint8) for _, part in self._files.read({it: (it, spans) for it in names})]
+        return all(torch.equal(part, parts[0]) for part in parts[1:])
+
+    @torch.no_grad()
+    def read(self, dtype: torch.dtype | None, progress: Progress | None) -> None:
+        """Give memory to what has none, and read everything."""
+        if dtype is not None:
+            self._model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+        allocate(self._model, device_of(self._model))
+        with state_dict_type(self._model, StateDictType.SHARDED_STATE_DICT):
+            state = self._model.state_dict()
+            targets = {clean_fqn(name): value for name, value in state.items()}
+            wanted = {fqn: (name, _own_spans(targets[fqn])) for fqn, name in self._names.items()}
+            total = sum(_local(targets[fqn]).nbytes for fqn in wanted)
+            done = 0
+            for fqn, part in self._files.read(wanted):
+                target = _local(targets[fqn])
+                target.copy_(part)
+                del part  # before the next one is read
+                done += target.nbytes
+                if progress is not None:
+                    progress(done, total)
+            self._model.load_state_dict(state)  # in place already, but modules have hooks, and units are to know
+
+
+def _renamed(names: Mapping[str, Any], rename: Callable[[str], str | None] | None) -> dict[str, str]:
+    """Names in the files by what they are to be."""
+    found: dict[str, str] = {}
+    for name in names:
+        fqn = name if rename is None else rename(name)
+        if fqn in found:
+            raise CheckpointError(f"rename gives {found[fqn]!r} and {name!r} the same name, {fqn!r}. Tell them apart.")
+        if fqn is not None:
+            found[fqn] = name
+    return found
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _own_spans(tensor: Tensor) -> list[range] | None:
+    """Where this rank's part of `tensor` lies; None for all of it."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return own_spans(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,0 +1,230 @@
+"""Load a run: into any number of ranks, under any strategy, and wholly or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.checkpoint.background import checkpoints
+from fullshard.checkpoint.contents import OURS, HasState, key_of_rank, model_state, tied_names
+from fullshard.checkpoint.fitting import fit_model, fit_optimizer
+from fullshard.checkpoint.folder import entries
+from fullshard.checkpoint.manifest import Progress
+from fullshard.checkpoint.opening import Opened, open_checkpoint
+from fullshard.checkpoint.plain import are_same, filled, keys_in
+from fullshard.checkpoint.random_states import derive_random_states, put_random_states
+from fullshard.checkpoint.saved import Saved, saved_by_others, saved_by_us
+from fullshard.checkpoint.together import default_ranks
+from fullshard.engine.materialize import allocate
+from fullshard.engine.runtime import clean_fqn
+from fullshard.errors import CheckpointError
+from fullshard.state.optim_state import StateTemplate, params_by_fqn
+from fullshard.state.state_dict import StateDictType, device_of, state_dict_type
+
+__all__ = ["Restored", "latest", "load"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint tells beside what was put back. All but `path` is None where fullshard has not written it."""
+
+    path: Path
+    step: int | None = None
+    extra: Any = None
+    world: int | None = None  # ranks that saved it
+    strategy: str | None = None
+    versions: Mapping[str, str] | None = None
+
+
+def latest(folder: str | PathLike[str]) -> Path | None:
+    """The newest complete checkpoint in `folder`, damaged or not; None if there is none."""
+    found = entries(Path(folder))
+    return found[0].path if found else None
+
+
+def load(
+    checkpoint: str | PathLike[str],
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: HasState | None = None,
+    data: HasState | None = None,
+    random_states: bool = True,
+    progress: Progress | None = None,
+) -> Restored:
+    """Put a run back as it was saved. Every rank of the default process group calls it.
+
+    World size, strategy, wrap policy and ties may be others than those that saved it. With as many ranks, the next
+    losses have the same bits. Every file is verified before anything is read, and no code is executed from any.
+
+    What `torch.distributed.checkpoint` has written alone is loaded too, as far as it has a model and an optimizer
+    as `get_state_dict` gives them; nothing there tells whether it is intact.
+
+    Args:
+        checkpoint: one checkpoint, or a folder of them: then the newest one that is intact, and a warning is logged
+            about each newer one that is not.
+        model: sharded or not; on the meta device too: what is there gets memory first.
+        optimizer: over parameters of `model`; it may divide them into other groups.
+        scheduler: anything with `load_state_dict()`.
+        data: the position in the data. Where as many ranks load as saved, each gets its own state.
+        random_states: whether random generators go on where they stopped; with another number of ranks they start
+            anew from seeds that follow from the checkpoint, the world size and the rank.
+        progress: called with the bytes that this rank has verified of its share, and all of that; then with the
+            elements that it has read, and all that it will read.
+
+    Raises:
+        CheckpointError: it is missing or damaged, or does not fit; the same error on every rank. Nothing was
+            overwritten then, unless a file could be verified and not be read afterwards.
+    """
+    checkpoints.wait()
+    ranks = default_ranks()
+    opened = open_checkpoint(Path(checkpoint), ranks, progress)
+    doing, manifest = opened.doing, opened.manifest
+    taker = ranks.do(doing, lambda: _Taker(model, optimizer, scheduler, data))
+    if manifest is None:
+        saved = saved_by_others(opened, taker.state, taker.params)
+        own: dict[str, Any] = {}
+    else:
+        ours, own = _accounts(opened, manifest.world, data is not None)
+        saved = saved_by_us(opened, ours)
+    saved = saved.renamed(taker.tied)
+    keys = ranks.do(doing, lambda: taker.fit(opened, saved, own))
+    targets = ranks.do(doing, lambda: taker.targets(opened, saved, keys))
+    opened.read(targets, progress)
+    ranks.do(doing, lambda: taker.put_back(saved, own, keys, targets))
+    if manifest is None:
+        return Restored(opened.path)
+    if random_states and manifest.world == ranks.world:
+        put_random_states(own["random"])
+    elif random_states:
+        derive_random_states(own["random"], ranks.index, ranks.world)
+    extra = saved.rest["extra"]
+    return Restored(opened.path, manifest.step, extra, manifest.world, manifest.strategy, manifest.versions)
+
+
+def _accounts(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `world` ranks saved alike, and what was saved for this rank alone; with another number of ranks, the first
+    one's in place of that.
+
+    Raises:
+        CheckpointError: the number is another, the data position is wanted, and ranks had different ones.
+    """
+    ranks = opened.ranks
+    if world == ranks.world:
+        ours, own = opened.accounts(OURS, key_of_rank(ranks.index))
+        return ours, own
+    ours, first, *others = opened.accounts(OURS, *map(key_of_rank, range(world if wants_data else 1)))
+    odd = [rank for rank, other in enumerate(others, 1) if not are_same(other.get("data"), first.get("data"))]
+    if odd:
+        raise CheckpointError(
+            f"{opened.doing}: {world} ranks saved it, and ranks 0 and {odd[0]} had different positions in the data, "
+            f"which cannot be divided over {ranks.world}. Pass data=None, and set the position by what you keep in "
+            "extra; or load with as many ranks."
+        )
+    return ours, {name: value for name, value in first.items() if name != "plain"}
+
+
+class _Taker:
+    """What is to take a checkpoint, on this rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scheduler: HasState | None,
+        data: HasState | None,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.data = data
+        self.state = model_state(model)
+        self.tied = tied_names(model)
+        self.params = {} if optimizer is None else params_by_fqn(model, optimizer)
+
+    @property
+    def template(self) -> StateTemplate | None:
+        """How the optimizer keeps states."""
+        return None if self.optimizer is None else StateTemplate(self.optimizer, self.params)
+
+    def fit(self, opened: Opened, saved: Saved, own: Mapping[str, Any]) -> dict[str, str]:
+        """The keys of the model's tensors by FQN.
+
+        Raises:
+            CheckpointError: the checkpoint does not fit.
+        """
+        keys, misfit = fit_model(saved, opened, self.state, self.tied)
+        if self.template is not None:
+            misfit += fit_optimizer(saved, opened, self.template)
+        if self.scheduler is not None and "scheduler" not in saved.rest:
+            misfit.absent.append("scheduler")
+        if self.data is not None and "data" not in own:
+            misfit.absent.append("data position")
+        misfit.check()
+        return keys
+
+    def targets(self, opened: Opened, saved: Saved, keys: Mapping[str, str]) -> dict[str, Tensor]:
+        """Where the tensors of the checkpoint belong, by key: in place, where there is one."""
+        allocate(self.model, device_of(self.model))
+        self.state = model_state(self.model)
+        sizes = opened.sizes()
+        targets: dict[str, Tensor] = {}
+        for fqn, key in keys.items():
+            value = self.state[fqn]
+            fits = value.shape == sizes[key]
+            targets[key] = value if fits else torch.empty(sizes[key], dtype=value.dtype, device=value.device)
+        return targets | self._optimizer_targets(opened, saved)
+
+    def _optimizer_targets(self, opened: Opened, saved: Saved) -> dict[str, Tensor]:
+        template, sizes = self.template, opened.sizes()
+        if template is None:
+            return {}
+        states = [(fqn, name, child) for fqn, (_, of_fqn) in saved.states.items() for name, child in of_fqn]
+        template.note_counters((fqn, name) for fqn, name, (kind, key) in states if kind == "tensor" and not sizes[key])
+        targets: dict[str, Tensor] = {}
+        for fqn, name, child in states:
+            for key in keys_in(child):
+                targets[key] = template.room(fqn, name, sizes[key], opened.dtype(key))
+        for group in saved.groups or ():
+            targets |= {key: torch.empty(sizes[key], dtype=opened.dtype(key)) for key in keys_in(group.options)}
+        return targets
+
+    def put_back(
+        self, saved: Saved, own: Mapping[str, Any], keys: Mapping[str, str], targets: dict[str, Tensor]
+    ) -> None:
+        """Let everything have what was read."""
+        for key, value in own.get("plain", {}).items():
+            if key in targets:
+                targets[key].copy_(value)
+        self._put_back_model(saved, keys, targets)
+        template = self.template
+        if template is not None and self.optimizer is not None:
+            state = {
+                fqn: {name: filled(child, targets.__getitem__) for name, child in of_fqn}
+                for fqn, (_, of_fqn) in saved.states.items()
+            }
+            groups = [
+                {**filled(group.options, targets.__getitem__), "params": group.fqns} for group in saved.groups or ()
+            ]
+            self.optimizer.load_state_dict(template.numbered({"state": state, "param_groups": groups}))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(saved.rest["scheduler"])
+        if self.data is not None:
+            self.data.load_state_dict(own["data"])
+
+    def _put_back_model(self, saved: Saved, keys: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
+        """Load what was read as a state dict, though most of it is in place already: modules may have hooks, and units
+        are to know that their shards have changed.
+        """
+        with state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
+            values = {}
+            for name in self.model.state_dict():
+                fqn = self.tied.get(clean_fqn(name), clean_fqn(name))
+                values[name] = targets[keys[fqn]] if fqn in keys else saved.values[fqn]
+            self.model.load_state_dict(values)

@@ -1,0 +1,79 @@
+"""The `fullshard` command: a subcommand for each thing it does."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fullshard.command_line import near_matches
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.versions import versions
+
+__all__ = ["main"]
+
+FAILED, BAD_INPUT = 1, 2
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """What a subcommand does, and the module whose `run(argv) -> int` does it."""
+
+    module: str
+    does: str
+
+
+SUBCOMMANDS = {
+    "train": Subcommand("fullshard.train.command", "train a byte-level GPT with everything sharded over the ranks"),
+    "parity": Subcommand(
+        "fullshard.testing.parity.command", "compare sharded training with plain training, bit for bit"
+    ),
+    "checkpoint": Subcommand(
+        "fullshard.cli.checkpoint.command", "list, inspect, verify, export and compare checkpoints"
+    ),
+    "bench": Subcommand("fullshard.bench.command", "measure training steps beside those of other libraries"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line (`sys.argv` if None): the exit code, 2 for bad input and 1 for a checkpoint that is of
+    no use, which one line on stderr explains.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        return dispatch(argv)
+    except (ConfigError, CheckpointError) as error:
+        if os.environ.get("RANK", "0") == "0":  # all ranks find the same mistake; one says so
+            print(f"fullshard: {error}", file=sys.stderr)
+        return BAD_INPUT if isinstance(error, ConfigError) else FAILED
+
+
+def dispatch(argv: Sequence[str]) -> int:
+    """Hand the command line to its subcommand.
+
+    Raises:
+        ConfigError: there is no such subcommand, or it finds its input unsound.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    name, *rest = argv
+    if name == "--version":
+        print(f"fullshard {versions()['fullshard']}")
+        return 0
+    if name not in SUBCOMMANDS:
+        raise ConfigError(
+            f"{name}: unknown subcommand.{near_matches(name, SUBCOMMANDS)} Take one of {', '.join(SUBCOMMANDS)}."
+        )
+    exit_code: int = importlib.import_module(SUBCOMMANDS[name].module).run(rest)
+    return exit_code
+
+
+def usage() -> str:
+    """What the command can do."""
+    lines = [f"  {name:<12}{subcommand.does}" for name, subcommand in SUBCOMMANDS.items()]
+    return "\n".join(
+        ["usage: fullshard SUBCOMMAND [options]", "", *lines, "", "fullshard SUBCOMMAND --help explains its options."]
+    )

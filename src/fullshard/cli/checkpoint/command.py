@@ -1,0 +1,323 @@
+"""`fullshard checkpoint ls|inspect|verify|export|diff|import-deepspeed`."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fullshard.checkpoint.exporting import export_stored
+from fullshard.checkpoint.folder import Entry, entries, unfinished
+from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, damage_in, step_of
+from fullshard.checkpoint.stored import Stored, holds_tensor_files, open_stored
+from fullshard.checkpoint.tensor_files import CHECKSUMS, Description, open_tensor_files
+from fullshard.cli.checkpoint.differences import Difference, differences
+from fullshard.cli.checkpoint.display import SlowBar, in_bytes, print_json, print_line, print_table
+from fullshard.cli.checkpoint.settings import ExportSettings, ShowSettings
+from fullshard.command_line import near_matches, parse, take_words
+from fullshard.errors import CheckpointError, ConfigError
+from fullshard.integrations.deepspeed.importing import import_deepspeed
+
+__all__ = ["run"]
+
+GOOD, BAD, NOT_DONE, INTERRUPTED = 0, 1, 2, 130
+_PROG = "fullshard checkpoint"
+
+
+@dataclass(frozen=True)
+class _Action:
+    """A subcommand."""
+
+    words: tuple[str, ...]  # what is named without options
+    does: str
+    run: Callable[..., int]
+    settings: type[Any] = ShowSettings
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do what `argv` says; the exit code: 1 if something is damaged or different, 2 if nothing could be done.
+
+    Raises:
+        ConfigError: something of what was asked for is not sound.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print_line(_usage())
+        return GOOD
+    name, *rest = argv
+    if name not in _ACTIONS:
+        raise ConfigError(f"{_PROG} {name}: unknown.{near_matches(name, _ACTIONS)} Take one of {', '.join(_ACTIONS)}.")
+    action = _ACTIONS[name]
+    prog = " ".join([_PROG, name, *action.words])
+    words, options = take_words(action.settings, rest, action.words, prog=prog)
+    settings = parse(action.settings, options, prog=prog, description=f"{action.does[0].upper()}{action.does[1:]}.")
+    try:
+        return action.run(*map(Path, words), settings)
+    except CheckpointError as error:
+        sys.stderr.write(f"fullshard: {error}\n")
+        return NOT_DONE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _usage() -> str:
+    calls = {" ".join([name, *action.words]): action.does for name, action in _ACTIONS.items()}
+    width = max(map(len, calls)) + 2
+    lines = [f"  {call:<{width}}{does}" for call, does in calls.items()]
+    return "\n".join([f"usage: {_PROG} SUBCOMMAND ... [options]", "", *lines, "", "Each takes --json, and --help."])
+
+
+# -- ls ---------------------------------------------------------------------------------------------------------------
+
+
+def _list(folder: Path, settings: ShowSettings) -> int:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: there is no such folder. Name one that holds checkpoints.")
+    rows = [_listed(entry) for entry in _entries(folder)]
+    left = [path.name for path in unfinished(folder)]
+    if settings.output.json:
+        print_json({"checkpoints": rows, "unfinished": left})
+        return GOOD
+    headings = ("name", "step", "world", "strategy", "saved at", "bytes", "files")
+    shown = [
+        [
+            row["name"],
+            str(row["step"]),
+            *(str(row[name] or "?") for name in ("world", "strategy", "saved_at")),
+            "?" if row["bytes"] is None else in_bytes(row["bytes"]),
+            "complete" if row["intact"] else "damaged",
+        ]
+        for row in rows
+    ]
+    shown += [[name, *[""] * 5, "unfinished"] for name in left]
+    if shown:
+        print_table(headings, shown, right=("step", "world", "bytes"))
+        for line in (line for row in rows for line in row["damage"]):
+            print_line(line)
+        print_line(f"Sizes of files were compared. {_PROG} verify compares their checksums.")
+    else:
+        print_line(f"There are no checkpoints in {folder}.")
+    return GOOD
+
+
+def _entries(folder: Path) -> list[Entry]:
+    """The checkpoints in `folder`, the newest first, or the one that it is."""
+    return [Entry(folder)] if (folder / MANIFEST).exists() or step_of(folder) is not None else entries(folder)
+
+
+def _listed(entry: Entry) -> dict[str, Any]:
+    manifest, damage = _account(entry)
+    if manifest is not None:
+        damage = list(damage_in(entry.path, manifest.files, reads=False))
+    return {
+        "name": entry.path.name,
+        "step": entry.step if manifest is None else manifest.step,
+        "world": manifest and manifest.world,
+        "strategy": manifest and manifest.strategy,
+        "saved_at": manifest and manifest.saved_at,
+        "bytes": manifest and manifest.nbytes,
+        "intact": not damage,
+        "damage": damage,
+    }
+
+
+def _account(entry: Entry) -> tuple[Manifest | None, list[str]]:
+    """The manifest, or what is wrong with it."""
+    try:
+        return Manifest.read(entry.path), []
+    except CheckpointError as error:
+        return None, [str(error)]
+
+
+# -- inspect ----------------------------------------------------------------------------------------------------------
+
+
+def _inspect(path: Path, settings: ShowSettings) -> int:
+    stored = open_stored(path, verifies=False)
+    rows = [*_tensors("model", stored.weights, stored.ties), *_tensors("other", stored.others, {})]
+    total = sum(row["bytes"] for row in rows)
+    about = _about(stored)
+    if settings.output.json:
+        print_json({"path": str(stored.path), **about, "bytes": total, "tensors": rows})
+        return GOOD
+    print_line(str(stored.path))
+    for name, value in about.items():
+        print_line(f"  {name.replace('_', ' ')}: {value}")
+    shown = [
+        [
+            row["name"],
+            str(tuple(row["shape"])),
+            row["dtype"],
+            f"= {row['tied_to']}" if row["tied_to"] else in_bytes(row["bytes"]),
+        ]
+        for row in rows
+    ]
+    print_table(
+        ("name", "shape", "dtype", "bytes"),
+        [*shown, [f"{len(rows)} tensors", "", "", in_bytes(total)]],
+        right=("bytes",),
+    )
+    return GOOD
+
+
+def _about(stored: Stored) -> dict[str, Any]:
+    """What a checkpoint says of the run."""
+    manifest = stored.manifest
+    if manifest is None:
+        return {}
+    versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+    return {
+        "step": manifest.step,
+        "world": manifest.world,
+        "strategy": manifest.strategy,
+        "saved_at": manifest.saved_at,
+        "versions": versions,
+    }
+
+
+def _tensors(section: str, tensors: Mapping[str, Description], ties: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "section": section,
+            "shape": list(told.shape),
+            "dtype": told.dtype_name,
+            "bytes": 0 if name in ties else told.nbytes,
+            "tied_to": ties.get(name),
+        }
+        for name, told in tensors.items()
+    ]
+
+
+# -- verify -----------------------------------------------------------------------------------------------------------
+
+
+def _verify(path: Path, settings: ShowSettings) -> int:
+    rows: list[dict[str, Any]] = []
+    with SlowBar() as bar:
+        for place, files, damage in _accounts(path):
+            tell = bar.telling(f"verifying {place.name}")
+            found = [*damage, *damage_in(place, files, progress=tell)]
+            nbytes = sum(stored.nbytes for stored in files.values())
+            rows.append({"path": str(place), "files": len(files), "bytes": nbytes, "damage": found})
+    if settings.output.json:
+        print_json(rows)
+    else:
+        for row in rows:
+            said = "damaged" if row["damage"] else f"intact ({row['files']} files, {in_bytes(row['bytes'])})"
+            print_line(f"{row['path']}: {said}")
+            for line in row["damage"]:
+                print_line(f"  {line}")
+    return BAD if any(row["damage"] for row in rows) else GOOD
+
+
+def _accounts(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str]]]:
+    """Folders with the files that they should have; and what is wrong already.
+
+    Raises:
+        CheckpointError: there is nothing to verify, or nothing to verify it by.
+    """
+    if holds_tensor_files(path):
+        try:
+            files = open_tensor_files(path)
+        except CheckpointError as error:
+            return [(path, {}, [str(error)])]
+        if files.checksums is None:
+            raise CheckpointError(
+                f"{path}: there is no {CHECKSUMS} to verify it by. Compare it with a copy: {_PROG} diff."
+            )
+        return [(files.folder, files.checksums, [])]
+    found = []
+    for entry in _entries(path):
+        manifest, damage = _account(entry)
+        found.append((entry.path, {} if manifest is None else manifest.files, damage))
+    if not found:
+        raise CheckpointError(f"{path}: found nothing to verify. Name a checkpoint, a folder of them, or an export.")
+    return found
+
+
+# -- export, import and diff ------------------------------------------------------------------------------------------
+
+
+def _export(checkpoint: Path, out: Path, settings: ExportSettings) -> int:
+    dtype = settings.dtype()
+    with SlowBar() as bar:
+        stored = open_stored(checkpoint, bar.telling("verifying"))
+        export_stored(
+            stored,
+            out,
+            max_shard_size=settings.files.max_shard_size,
+            dtype=dtype,
+            progress=bar.telling("exporting"),
+        )
+    files = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
+    if settings.output.json:
+        print_json({"from": str(stored.path), "to": str(out), "files": files})
+    else:
+        print_line(f"{stored.path} -> {out}: {len(files)} files, {in_bytes(sum(files.values()))}")
+    return GOOD
+
+
+def _import_deepspeed(folder: Path, out: Path, settings: ShowSettings) -> int:
+    with SlowBar() as bar:
+        written = import_deepspeed(folder, out, bar.telling("importing"))
+    if settings.output.json:
+        print_json({"from": str(folder), "to": str(written)})
+    else:
+        print_line(f"{folder} -> {written}")
+    return GOOD
+
+
+def _diff(one: Path, other: Path, settings: ShowSettings) -> int:
+    with SlowBar() as bar:
+        sides = [open_stored(path, bar.telling(f"verifying {path.name}")) for path in (one, other)]
+        found = list(differences(sides[0], sides[1], bar.telling("comparing")))
+    odd = [it for it in found if not it.bit_equal]
+    if settings.output.json:
+        tensors = [_as_json(it) for it in found]
+        print_json({"first": str(sides[0].path), "second": str(sides[1].path), "equal": not odd, "tensors": tensors})
+        return BAD if odd else GOOD
+    if odd:
+        headings = ("name", "differs in", "first", "second", "largest difference")
+        shown = [
+            [
+                it.name,
+                it.said,
+                str(it.one or "-"),
+                str(it.other or "-"),
+                "" if it.largest is None else f"{it.largest:.6g}",
+            ]
+            for it in odd
+        ]
+        print_table(headings, shown, right=("largest difference",))
+    print_line(f"{len(found) - len(odd)} of {len(found)} tensors are equal, bit for bit.")
+    return BAD if odd else GOOD
+
+
+def _as_json(found: Difference) -> dict[str, Any]:
+    def side(told: Description | None) -> dict[str, Any] | None:
+        return None if told is None else {"shape": list(told.shape), "dtype": told.dtype_name}
+
+    largest = found.largest
+    return {
+        "name": found.name,
+        "differs_in": None if found.bit_equal else found.said,
+        "first": side(found.one),
+        "second": side(found.other),
+        # JSON has no NaN and no infinity.
+        "largest_difference": largest if largest is None or math.isfinite(largest) else str(largest),
+    }
+
+
+_ACTIONS = {
+    "ls": _Action(("FOLDER",), "list the checkpoints of a folder, the newest first", _list),
+    "inspect": _Action(("PATH",), "tell what is in a checkpoint or in safetensors files", _inspect),
+    "verify": _Action(("PATH",), "compare every checksum; the exit code is 1 if anything is damaged", _verify),
+    "export": _Action(("PATH", "OUT"), "write the weights of a checkpoint as safetensors", _export, ExportSettings),
+    "diff": _Action(("ONE", "OTHER"), "compare tensor by tensor; the exit code is 1 if any differs", _diff),
+    "import-deepspeed": _Action(
+        ("FOLDER", "OUT"), "turn a ZeRO checkpoint of DeepSpeed's into one of ours", _import_deepspeed
+    ),
+}

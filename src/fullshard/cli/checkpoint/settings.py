@@ -1,0 +1,58 @@
+"""Everything that the subcommands of `fullshard checkpoint` can be told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from fullshard.command_line import MaybeStr
+from fullshard.errors import ConfigError
+
+__all__ = ["ExportSettings", "OutputSettings", "ShowSettings"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """How it is shown."""
+
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowSettings:
+    """What `ls`, `inspect`, `verify` and `diff` can be told."""
+
+    output: OutputSettings = field(default_factory=OutputSettings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSettings:
+    """What is written."""
+
+    max_shard_size: str = "5GB"
+    """Bytes of tensors in one file, in words such as 500MB. A larger tensor has a file of its own."""
+    dtype: MaybeStr = None
+    """Cast floating-point tensors to float32, bfloat16, float16 or float64. Left out: they keep their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings:
+    """What `export` can be told."""
+
+    files: FileSettings = field(default_factory=FileSettings)
+    output: OutputSettings = field(default_factory=OutputSettings)
+
+    def dtype(self) -> torch.dtype | None:
+        """The dtype to cast to.
+
+        Raises:
+            ConfigError: the name is not one of those above.
+        """
+        name = self.files.dtype
+        if name is not None and name not in _DTYPES:
+            raise ConfigError(f"--dtype {name}: unknown. Take one of {', '.join(_DTYPES)}.")
+        return None if name is None else _DTYPES[name]

@@ -1,0 +1,251 @@
+"""How numbers lie on the wire, where not as in memory: fewer bits for each, beside a scale for each block of them.
+
+A tensor of n elements is cut into blocks of `BLOCK`. Its encoding is
+
+    [scale of block 0][scale of block 1]...   [code, code, ... of block 0][... of block 1]...   up to 16 bytes
+
+with a scale in float32, so that the block's largest absolute value becomes the largest code:
+
+    int8    127 steps on both sides of zero     |x - decoded| <= largest / 254
+    int4      7 steps, two codes a byte         |x - decoded| <= largest / 14
+    fp8     float8_e4m3fn, largest is 448       |x - decoded| <= |x| / 16, or largest / 448 / 1024 near zero
+
+`bf16` has no blocks and no scales. Block-wise scaling of int8 is that of Dettmers et al., 2022 (arXiv:2110.02861). A
+block that has NaN or infinity in it is NaN when it is decoded: what is not finite does not vanish.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fullshard.device.memory import Pool
+from fullshard.layout.group_layout import ALIGNMENT_BYTES
+from fullshard.layout.offsets import align
+
+__all__ = ["BLOCK", "Codec", "codec_named"]
+
+BLOCK = 128
+"""Elements that share a scale: its four bytes are 3 % of an int8 message, 6 % of an int4 one."""
+
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # below, division would lose the bits that the codes are made of
+_CPU_PIECE, _PIECE = 1 << 18, 1 << 24  # elements at a time: what stays in a core's cache; what bounds a GPU's scratch
+
+
+class Codec(ABC):
+    """Numbers into bytes and back, row by row. The same numbers give the same bytes, and they the same numbers.
+
+    A row of numbers is 1-D and contiguous, in any floating-point dtype; its bytes start on a boundary of 16.
+    """
+
+    keeps_error = True  # whether senders add what a message lacks to the next one
+
+    @abstractmethod
+    def nbytes(self, numel: int) -> int:
+        """Bytes of `numel` numbers, with what is left free up to the next boundary."""
+
+    @abstractmethod
+    def encode(self, values: Tensor, wire: Tensor, scratch: Pool, *, keep_error: bool = False) -> None:
+        """Write `values`, of shape (rows, numel), to `wire`, bytes of shape (rows, nbytes(numel)).
+
+        Args:
+            values: the numbers. With `keep_error` they are in float32, and become what their encoding lacks of them.
+            wire: where the encoding goes.
+            scratch: memory to work in.
+            keep_error: leave the difference in `values`: zero where it is not finite, so that it spoils nothing later.
+        """
+
+    @abstractmethod
+    def decode(self, wire: Tensor, numel: int, out: Tensor, scratch: Pool, *, adds: bool = False) -> None:
+        """Write the numbers in `wire`, or add them with `adds`, to `out`.
+
+        Args:
+            wire: rows of encodings, of `numel` numbers each.
+            numel: how many were encoded.
+            out: as many rows; the first of the numbers if it is shorter.
+            scratch: memory to work in.
+            adds: sums up in the dtype of `out`.
+        """
+
+
+class _Bfloat16(Codec):
+    keeps_error = False
+
+    def nbytes(self, numel: int) -> int:
+        return align(2 * numel, ALIGNMENT_BYTES)
+
+    def encode(self, values: Tensor, wire: Tensor, scratch: Pool, *, keep_error: bool = False) -> None:
+        codes = _numbers(wire, values.shape[1])
+        codes.copy_(values)
+        if keep_error:
+            values.sub_(codes).nan_to_num_(0, 0, 0)
+
+    def decode(self, wire: Tensor, numel: int, out: Tensor, scratch: Pool, *, adds: bool = False) -> None:
+        codes = _numbers(wire, out.shape[1])
+        if adds:
+            out.add_(codes)
+        else:
+            out.copy_(codes)
+
+
+def _numbers(wire: Tensor, numel: int) -> Tensor:
+    return wire[:, : 2 * numel].view(torch.bfloat16)
+
+
+class _Blockwise(Codec):
+    """Codes that mean something beside their block's scale only."""
+
+    largest: float  # the code of a block's largest absolute value
+    code_nbytes: int  # of a block
+
+    @abstractmethod
+    def _write(self, steps: Tensor, codes: Tensor) -> None:
+        """Make codes of `steps`, numbers up to `largest` in blocks, which may be changed."""
+
+    @abstractmethod
+    def _read(self, codes: Tensor, steps: Tensor) -> None:
+        """The numbers that `_write` made codes of, rounded."""
+
+    def nbytes(self, numel: int) -> int:
+        return align(_blocks(numel) * (4 + self.code_nbytes), ALIGNMENT_BYTES)
+
+    def encode(self, values: Tensor, wire: Tensor, scratch: Pool, *, keep_error: bool = False) -> None:
+        numel = values.shape[1]
+        scales, codes = self._fields(wire, numel)
+        full, rest = numel // BLOCK, numel % BLOCK
+        if full:
+            blocks = values[:, : full * BLOCK].unflatten(1, (full, BLOCK))
+            self._encode_blocks(blocks, scales[:, :full], codes[:, :full], scratch, keep_error)
+        if rest:
+            last = values.new_zeros(len(values), 1, BLOCK)
+            last[:, 0, :rest] = values[:, full * BLOCK :]
+            self._encode_blocks(last, scales[:, full:], codes[:, full:], scratch, keep_error)
+            if keep_error:
+                values[:, full * BLOCK :] = last[:, 0, :rest]
+
+    def _encode_blocks(self, blocks: Tensor, scales: Tensor, codes: Tensor, scratch: Pool, keep_error: bool) -> None:
+        room = _room(blocks, scratch)
+        for rows, columns in _pieces(blocks):
+            piece, scale, code = blocks[rows, columns], scales[rows, columns], codes[rows, columns]
+            steps = room[: piece.numel()].view(piece.shape)
+            steps.copy_(piece).abs_()
+            scale.copy_(steps.amax(-1).div_(self.largest).clamp_(min=_LEAST_SCALE))
+            scale.add_(scale * 0)  # infinity becomes NaN, as what it scales must
+            torch.div(piece, scale.unsqueeze(-1), out=steps)
+            self._write(steps, code)
+            if keep_error:
+                self._read(code, steps)
+                piece.sub_(steps.mul_(scale.unsqueeze(-1))).nan_to_num_(0, 0, 0)
+        scratch.give(room)
+
+    def decode(self, wire: Tensor, numel: int, out: Tensor, scratch: Pool, *, adds: bool = False) -> None:
+        scales, codes = self._fields(wire, numel)
+        wanted = out.shape[1]
+        full, rest = wanted // BLOCK, wanted % BLOCK
+        if full:
+            blocks = out[:, : full * BLOCK].unflatten(1, (full, BLOCK))
+            self._decode_blocks(scales[:, :full], codes[:, :full], blocks, scratch, adds)
+        if rest:
+            last = torch.empty(len(out), 1, BLOCK, dtype=torch.float32, device=out.device)
+            end = slice(full, full + 1)
+            self._decode_blocks(scales[:, end], codes[:, end], last, scratch, adds=False)
+            place, numbers = out[:, full * BLOCK :], last[:, 0, :rest]
+            place.copy_(place + numbers if adds else numbers)
+
+    def _decode_blocks(self, scales: Tensor, codes: Tensor, blocks: Tensor, scratch: Pool, adds: bool) -> None:
+        room = _room(blocks, scratch)
+        for rows, columns in _pieces(blocks):
+            place = blocks[rows, columns]
+            steps = room[: place.numel()].view(place.shape)
+            self._read(codes[rows, columns], steps)
+            steps.mul_(scales[rows, columns].unsqueeze(-1))
+            if adds:
+                place.add_(steps)
+            else:
+                place.copy_(steps)
+        scratch.give(room)
+
+    def _fields(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Scales, of shape (rows, blocks), and codes, of shape (rows, blocks, bytes), in `wire`."""
+        blocks = _blocks(numel)
+        scales, codes = wire[:, : 4 * blocks], wire[:, 4 * blocks : (4 + self.code_nbytes) * blocks]
+        return scales.view(torch.float32), codes.unflatten(1, (blocks, self.code_nbytes))
+
+
+class _Int8(_Blockwise):
+    largest = 127.0
+    code_nbytes = BLOCK
+
+    def _write(self, steps: Tensor, codes: Tensor) -> None:
+        codes.view(torch.int8).copy_(steps.round_())
+
+    def _read(self, codes: Tensor, steps: Tensor) -> None:
+        steps.copy_(codes.view(torch.int8))
+
+
+class _Int4(_Blockwise):
+    """Two codes a byte: one of the block's first half in the lower bits, one of the second half in the upper."""
+
+    largest = 7.0
+    code_nbytes = BLOCK // 2
+
+    def _write(self, steps: Tensor, codes: Tensor) -> None:
+        lower, upper = steps.round_().add_(8).chunk(2, dim=-1)
+        codes.copy_(lower.add_(upper, alpha=16))
+
+    def _read(self, codes: Tensor, steps: Tensor) -> None:
+        lower, upper = steps.chunk(2, dim=-1)
+        lower.copy_(codes & 15)
+        upper.copy_(codes >> 4)
+        steps.sub_(8)
+
+
+class _Float8(_Blockwise):
+    largest = 448.0
+    code_nbytes = BLOCK
+
+    def _write(self, steps: Tensor, codes: Tensor) -> None:
+        codes.view(torch.float8_e4m3fn).copy_(steps)
+
+    def _read(self, codes: Tensor, steps: Tensor) -> None:
+        """By integers, since torch's own cast takes elements one by one on a CPU.
+
+        A float16 has a wider exponent above the same bits, so that these, moved there, are the number by 2 ** -8.
+        """
+        moved = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
+        steps.copy_(moved.view(torch.float16)).mul_(256)
+
+
+_CODECS: dict[str, Codec] = {"bf16": _Bfloat16(), "int8": _Int8(), "int4": _Int4(), "fp8": _Float8()}
+
+
+def codec_named(name: str) -> Codec:
+    """The codec of that name: bf16, int8, int4 or fp8."""
+    return _CODECS[name]
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _piece_numel(blocks: Tensor) -> int:
+    return _CPU_PIECE if blocks.device.type == "cpu" else _PIECE
+
+
+def _room(blocks: Tensor, scratch: Pool) -> Tensor:
+    return scratch.take(min(blocks.numel(), _piece_numel(blocks)), torch.float32)
+
+
+def _pieces(blocks: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Rows and columns of `blocks`, a piece at a time: whole rows as long as several fit, else parts of one."""
+    rows, columns, _ = blocks.shape
+    at_a_time = _piece_numel(blocks) // BLOCK
+    if columns <= at_a_time:
+        several = at_a_time // columns
+        yield from ((slice(row, row + several), slice(columns)) for row in range(0, rows, several))
+    else:
+        for row in range(rows):
+            yield from ((slice(row, row + 1), slice(c, c + at_a_time)) for c in range(0, columns, at_a_time))

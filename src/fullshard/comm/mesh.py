@@ -1,0 +1,221 @@
+"""Which mesh axis shards and which replicates, and the process groups along them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement as TensorPlacement
+from torch.distributed.tensor import Replicate, Shard
+
+from fullshard._compat import joined_mesh
+from fullshard.errors import ConfigError, RankMismatchError, StateError
+from fullshard.layout.shard_spec import Cut, owned
+from fullshard.policy.strategy import Placement, Placements
+
+__all__ = ["Axes", "default_mesh", "join", "own_part", "own_spans", "resolve_axes", "resolve_groups", "subgroup"]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """A mesh whose last axis is the shard axis and whose other axis, if it has two, is the replicate axis."""
+
+    mesh: DeviceMesh
+    group_size: int | None = None
+    """How many neighbours on the shard axis are a group, where it is used in two levels."""
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The ranks that hold different parts, this one among them."""
+        return self.mesh.get_group(self.mesh.ndim - 1)
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same parts as this one; None on a 1-D mesh."""
+        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+
+    @property
+    def group_ranks(self) -> tuple[list[int], list[int]]:
+        """The ranks of this rank's group on the shard axis, and those that have its place in every group.
+
+        Numbered as in the default process group, and in order.
+        """
+        assert self.group_size is not None, "the shard axis has one level"
+        ranks = dist.get_process_group_ranks(self.shard_group)
+        group, place = divmod(self.shard_rank, self.group_size)
+        return ranks[group * self.group_size :][: self.group_size], ranks[place :: self.group_size]
+
+    @property
+    def shard_world(self) -> int:
+        """Into how many parts a state that is sharded is cut."""
+        return self.mesh.size(self.mesh.ndim - 1)
+
+    @property
+    def shard_rank(self) -> int:
+        """Which part is this rank's."""
+        return self.mesh.get_local_rank(self.mesh.ndim - 1)
+
+    @property
+    def world(self) -> int:
+        """Over how many ranks a gradient is averaged."""
+        return self.mesh.size()
+
+    def tensor_placements(self, cut: Cut, *, sharded: bool) -> tuple[TensorPlacement, ...]:
+        """The `DTensor` placements, axis by axis, of a parameter that is cut so, or whole if not `sharded`."""
+        on_shard_axis = Shard(cut.dim) if sharded and cut.dim is not None else Replicate()
+        return (*(Replicate() for _ in range(self.mesh.ndim - 1)), on_shard_axis)
+
+
+def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> Tensor:
+    """The part of `whole` that is this rank's, cut along one axis of `mesh` after the other: a view."""
+    for dim, span in enumerate(own_spans(whole.shape, mesh, placements)):
+        whole = whole.narrow(dim, span.start, len(span))
+    return whole
+
+
+def own_spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> list[range]:
+    """Along each dim of a tensor of `shape`, the positions that are this rank's, cut as `own_part` does."""
+    spans = [range(size) for size in shape]
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            span = spans[placement.dim]
+            mine = owned(len(span), mesh.size(axis), mesh.get_local_rank(axis))
+            spans[placement.dim] = span[mine.start : mine.stop]
+    return spans
+
+
+def resolve_axes(mesh: DeviceMesh | None, placements: Placements, device_type: str) -> Axes:
+    """The axes to shard and replicate over: those of `mesh`, or of a default one over all ranks.
+
+    Raises:
+        ConfigError: the mesh has more than two axes, or only one where the strategy replicates.
+        StateError: there is no process group yet.
+    """
+    if mesh is None:
+        mesh = default_mesh(device_type, replicated=placements.replicated)
+    if mesh.ndim > 2:
+        raise ConfigError(
+            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: one shard axis and at most one replicate axis are "
+            "needed. Pass the part of it to shard over, such as mesh['replicate', 'shard']."
+        )
+    if placements.replicated and mesh.ndim != 2:
+        raise ConfigError(
+            f"strategy 'hsdp' needs a replicate and a shard axis, but mesh has one axis of size {mesh.size()}. Pass "
+            'init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
+        )
+    return Axes(mesh)
+
+
+def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements]:
+    """The axes with the shard axis in groups if a state is grouped, and the placements as they then are.
+
+    What is grouped in groups of one rank is whole, and in one group of all ranks it is sharded.
+
+    Raises:
+        ConfigError: the shard axis does not divide into such groups, or gradients would be summed in three levels.
+        RankMismatchError: hosts are to be groups, and have different numbers of ranks.
+    """
+    if not placements.is_grouped:
+        return axes, placements
+    if placements.gradients is Placement.GROUPED and axes.replicate_group is not None:
+        raise ConfigError(
+            f"gradients are grouped, but the mesh has a replicate axis of {axes.mesh.size(0)} besides: sums are taken "
+            "in two levels at most. Pass a mesh with one axis."
+        )
+    world = axes.shard_world
+    size = placements.group or _ranks_per_host(
+        axes.shard_group, "states are grouped by hosts", "Name the number of ranks: Placements(group=...)"
+    )
+    if size < 1 or world % size:
+        raise ConfigError(
+            f"groups of {size} ranks were asked for, but the shard axis has {world}, which {size} does not divide. "
+            f"Choose one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}."
+        )
+    if size in (1, world):
+        return axes, placements.without_groups(Placement.WHOLE if size == 1 else Placement.SHARDED)
+    return replace(axes, group_size=size), placements
+
+
+_subgroups: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
+
+
+def subgroup(ranks: list[int]) -> dist.ProcessGroup:
+    """The process group of `ranks`, this one among them; made when it is first asked for, by these ranks only."""
+    key = (dist.distributed_c10d._get_default_group(), tuple(ranks))
+    if key not in _subgroups:
+        _subgroups[key] = dist.new_group(ranks, use_local_synchronization=True)
+    return _subgroups[key]
+
+
+_joined: dict[tuple[dist.ProcessGroup, DeviceMesh, DeviceMesh], DeviceMesh | None] = {}
+
+
+def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
+    """A mesh of the axes of both, those of `outer` first, always the same one; None where they share ranks."""
+    key = (dist.distributed_c10d._get_default_group(), outer, inner)
+    if key not in _joined:
+        _joined[key] = joined_mesh(outer, inner)
+    return _joined[key]
+
+
+_defaults: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], DeviceMesh] = {}
+
+
+def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
+    """All ranks on one shard axis; if `replicated`, the ranks of a host on the shard axis and hosts as replicas.
+
+    Raises:
+        StateError: there is no process group yet.
+        ConfigError: the ranks do not divide into hosts.
+        RankMismatchError: hosts have different numbers of ranks.
+    """
+    if not dist.is_initialized():
+        raise StateError(
+            "there is no process group to shard over. Call torch.distributed.init_process_group() first, under "
+            "torchrun; one process alone is a valid world too."
+        )
+    world = dist.get_world_size()
+    shape: tuple[int, ...] = (world,)
+    if replicated:
+        asked = "strategy 'hsdp' without a mesh shards within a host"
+        remedy = "Pass mesh=init_device_mesh(device, (replicas, shards))"
+        ranks = _ranks_per_host(dist.distributed_c10d._get_default_group(), asked, remedy)
+        if world % ranks:
+            raise ConfigError(f"{asked}, but {world} ranks do not divide into hosts of {ranks}. {remedy}.")
+        shape = (world // ranks, ranks)
+    names = ("replicate", "shard")[-len(shape) :]
+    key = (dist.distributed_c10d._get_default_group(), device_type, shape)
+    if key not in _defaults:
+        _defaults[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return _defaults[key]
+
+
+_agreed: set[tuple[dist.ProcessGroup, int]] = set()
+
+
+def _ranks_per_host(group: dist.ProcessGroup, asked: str, remedy: str) -> int:
+    """How many ranks of `group` share a host: what torchrun says, or the number of GPUs, or all of them.
+
+    Raises:
+        RankMismatchError: not every host has as many. The message says what was `asked`, and the `remedy`.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or gpus or dist.get_world_size(group)
+    if (group, ranks) not in _agreed and dist.get_backend(group) != "fake":
+        # A rank knows its own host only, and all must raise alike: so they tell one another, once.
+        told: list[int] = [0] * dist.get_world_size(group)
+        dist.all_gather_object(told, ranks, group=group)
+        odd = next((place for place, other in enumerate(told) if other != told[0]), None)
+        if odd is not None:
+            first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, odd)
+            raise RankMismatchError(
+                f"{asked}, but hosts have different numbers of ranks: that of rank {first} has {told[0]}, that of rank "
+                f"{second} has {told[odd]}. {remedy}, or start as many ranks on every host."
+            )
+        _agreed.add((group, ranks))
+    return ranks

@@ -1,0 +1,523 @@
+"""Ranks on one host: memory that all of them see, and the small messages that say what lies in it.
+
+A rank puts what others are to read into a *block* of memory that it shares, and tells them. They read it where it lies
+and say so; from then on the block may be used again.
+
+[Note: what is left behind]
+Nothing, however a rank ends. Blocks are anonymous (memfd): no name in a file system can outlive the processes, and the
+kernel frees them with the last of these. /dev/shm and its limit are not used. Nor have sockets names in a file system.
+
+[Note: who waits]
+A rank that waits sleeps in the kernel until a message comes. If the rank it waits for ends, the kernel closes that
+rank's sockets, and the one that waits gets an error at once; if nothing comes at all, after the group's time-out.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.errors import named_ranks
+from fullshard.layout.offsets import align
+from fullshard.liveness.watchdog import PeerGoneError
+
+__all__ = [
+    "ADDRESS_NBYTES",
+    "Block",
+    "CannotShareError",
+    "Key",
+    "Memory",
+    "Neighbours",
+    "Told",
+    "connect",
+    "nbytes_end_to_end",
+    "share_memory_between_ranks",
+]
+
+_SWITCH = "FULLSHARD_SHARED_MEMORY"  # the environment variable: "0" does without
+
+ADDRESS_NBYTES = 512  # of what ranks tell one another in order to meet
+_ALIGNMENT = 64  # bytes: a tensor starts on a cache line
+_CONNECT_S = 60.0  # ranks come at the same time, so that waiting longer is of no use
+_GREETING_S = 5.0  # for a stranger to say nothing
+_MESSAGE_NBYTES = 1024  # more than any message has
+_HEAD = struct.Struct("<BIQQQ")  # kind, block, collective, tag, and a number that depends on the kind
+_HELLO = struct.Struct("<i16s")  # rank, and the token of the one that listens
+_DESCRIPTOR = struct.Struct("i")
+_PATIENCE_S = 1.0  # how long to wait for a block to be read, rather than to have one more
+_POLL_S = 3600.0  # epoll takes no more than some weeks
+_FULL_MS = 10  # how long to wait for room in a socket before looking for messages again
+
+_BLOCK, _DROP, _TELL, _READ, _SIGN = range(5)  # a new block; one that is gone; look here; I have; I am as far as that
+
+_shares = os.environ.get(_SWITCH) != "0"
+
+
+def share_memory_between_ranks(enabled: bool) -> None:
+    """Whether ranks on one host exchange data through memory that all of them see, instead of by gloo (they do).
+
+    Concerns process groups on CPUs whose first collective comes after this call. A group shares memory if all of its
+    ranks are on one Linux host, and none of them has this switched off, here or by `FULLSHARD_SHARED_MEMORY=0` in the
+    environment. The numbers are the same in any case.
+    """
+    global _shares
+    _shares = enabled
+
+
+def nbytes_end_to_end(tensors: Sequence[Tensor]) -> int:
+    """How many bytes `tensors` take if they are laid one after another as `Memory.tensors_like` does."""
+    return sum(align(tensor.nbytes, _ALIGNMENT) for tensor in tensors)
+
+
+class Memory:
+    """A stretch of shared memory, as this process sees it."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        with torch.inference_mode(False):  # may be written to in either mode
+            self._typed = {torch.uint8: torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)}
+
+    def tensors_like(self, tensors: Sequence[Tensor], byte_offset: int = 0) -> list[Tensor]:
+        """1-D tensors of the sizes and dtypes of `tensors`, laid one after another from `byte_offset` on."""
+        views = []
+        for tensor in tensors:
+            start = byte_offset // tensor.itemsize
+            views.append(self._of_dtype(tensor.dtype)[start : start + tensor.numel()])
+            byte_offset += align(tensor.nbytes, _ALIGNMENT)
+        return views
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """All of it."""
+        return self._typed[torch.uint8].untyped_storage()
+
+    def _of_dtype(self, dtype: torch.dtype) -> Tensor:
+        if dtype not in self._typed:
+            with torch.inference_mode(False):
+                self._typed[dtype] = self._typed[torch.uint8].view(dtype)
+        return self._typed[dtype]
+
+
+Key = tuple[int, int]
+"""What a message is about: the number of a collective of the group, and a tag."""
+
+
+@dataclass(eq=False)
+class Block:
+    """Memory that this rank writes and its neighbours read."""
+
+    number: int
+    memory: Memory
+    readers: int = 0  # how many have not said that they have read it
+    about: Key | None = None  # what was told of it last
+    is_due: bool = False  # they have all they need to read it
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a neighbour has told: its data lies from here on."""
+
+    rank: int
+    block: int
+    memory: Memory
+    byte_offset: int
+
+    def tensors_like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Its data, as 1-D tensors of the sizes and dtypes of `tensors`."""
+        return self.memory.tensors_like(tensors, self.byte_offset)
+
+
+@dataclass(eq=False)
+class _Neighbour:
+    rank: int
+    socket: socket.socket
+    ended: bool = False
+    blocks: dict[int, Memory] = field(default_factory=dict)
+    told: dict[Key, Told] = field(default_factory=dict)
+    signs: set[Key] = field(default_factory=set)
+    claims: deque[bytes] = field(default_factory=deque)
+
+
+class Neighbours:
+    """The other ranks of a group, all of them on this host. Ranks are numbered as in the group.
+
+    Args:
+        rank: this one.
+        sockets: a connection to each of the others, by rank.
+        timeout_s: how long to wait for anything.
+    """
+
+    def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
+        self.rank = rank
+        self._timeout_s = timeout_s
+        self._others = {peer: _Neighbour(peer, connection) for peer, connection in sorted(sockets.items())}
+        self._by_descriptor = {other.socket.fileno(): other for other in self._others.values()}
+        self._epoll = select.epoll()
+        for descriptor, other in self._by_descriptor.items():
+            other.socket.setblocking(False)
+            self._epoll.register(descriptor, select.EPOLLIN)
+        self._blocks: dict[int, Block] = {}
+        self._made = 0
+        self._acts: dict[Key, Callable[[], None]] = {}
+        _open.add(self)
+
+    # -- this rank's blocks -------------------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> list[Block]:
+        """What this rank has to put data in."""
+        return list(self._blocks.values())
+
+    def take(self, nbytes: int, *, patiently: bool = False) -> Block:
+        """A block of at least `nbytes`, contents undefined. It is free again when all neighbours have read it.
+
+        Args:
+            patiently: wait a moment for one that is due to be read, before there is one more.
+        """
+        self._receive_all()
+        large = [block for block in self._blocks.values() if block.memory.nbytes >= nbytes]
+        if patiently and any(block.is_due for block in large):
+            deadline = monotonic() + _PATIENCE_S
+            while all(block.readers for block in large) and self._receive(deadline - monotonic()):
+                pass
+        fitting = [block for block in large if not block.readers]
+        free = [block for block in self._blocks.values() if not block.readers]
+        if fitting:
+            block = min(fitting, key=lambda candidate: candidate.memory.nbytes)
+        else:
+            if free:  # grow rather than keep what is too small
+                self._drop(min(free, key=lambda candidate: candidate.memory.nbytes))
+            block = self._new_block(nbytes)
+            self._blocks[block.number] = block
+        block.readers, block.is_due = len(self._others), False
+        return block
+
+    def _new_block(self, nbytes: int) -> Block:
+        nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        number, self._made = self._made, self._made + 1
+        descriptor = os.memfd_create("fullshard")
+        try:
+            os.ftruncate(descriptor, nbytes)
+            block = Block(number, Memory(descriptor, nbytes))
+            for other in self._others.values():
+                self._send(other, _HEAD.pack(_BLOCK, number, 0, 0, nbytes), _DESCRIPTOR.pack(descriptor))
+        finally:
+            os.close(descriptor)
+        return block
+
+    def drop_free(self) -> None:
+        """Give up the memory of all blocks that are not under way."""
+        self._receive_all()
+        for block in [block for block in self._blocks.values() if not block.readers]:
+            self._drop(block)
+
+    def _drop(self, block: Block) -> None:
+        del self._blocks[block.number]
+        for other in self._others.values():
+            self._send(other, _HEAD.pack(_DROP, block.number, 0, 0, 0))
+
+    # -- telling and being told ---------------------------------------------------------------------------------------
+
+    def tell(self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, claim: bytes = b"") -> None:
+        """Let every neighbour know that what `key` stands for lies in `block`, at its own of `byte_offsets` if given.
+
+        Args:
+            claim: goes along; the others take it with `next_claims`.
+        """
+        block.about = key
+        for other in self._others.values():
+            byte_offset = byte_offsets[other.rank] if byte_offsets else 0
+            self._send(other, _HEAD.pack(_TELL, block.number, *key, byte_offset) + claim)
+
+    def told(self, key: Key) -> list[Told]:
+        """What every neighbour tells of `key`, once all have. Call `have_read` when it is not needed any more.
+
+        Raises:
+            PeerGoneError: one has ended.
+            DistError: one does not come within the time-out.
+        """
+        self._wait_for_all(lambda other: key in other.told)
+        return [other.told.pop(key) for other in self._others.values()]
+
+    def have_told(self, key: Key) -> bool:
+        """Whether all neighbours have told of `key`, so that `told` does not wait."""
+        self._receive_all()
+        return all(key in other.told for other in self._others.values())
+
+    def have_read(self, told: Iterable[Told]) -> None:
+        """Let those who told know that their blocks are theirs again."""
+        for one in told:
+            self._send(self._others[one.rank], _HEAD.pack(_READ, one.block, 0, 0, 0))
+
+    def sign(self, key: Key, claim: bytes = b"") -> None:
+        """Let every neighbour know that this rank is as far as `key` stands for.
+
+        Args:
+            claim: goes along; the others take it with `next_claims`.
+        """
+        for other in self._others.values():
+            self._send(other, _HEAD.pack(_SIGN, 0, *key, 0) + claim)
+
+    def when_signed(self, key: Key, act: Callable[[], None]) -> None:
+        """Call `act` as soon as it is known here that every neighbour is as far as `key` stands for."""
+        self._receive_all()
+        self._acts[key] = act
+        self._act(key)
+
+    def _act(self, key: Key) -> None:
+        if key in self._acts and all(key in other.signs for other in self._others.values()):
+            for other in self._others.values():
+                other.signs.remove(key)
+            self._acts.pop(key)()
+
+    def await_signs(self, key: Key) -> None:
+        """Return when every neighbour is as far as `key` stands for, and what was to be done then is done.
+
+        Raises:
+            PeerGoneError: one has ended.
+            DistError: one does not come within the time-out.
+        """
+        self._wait_for_all(lambda other: key not in self._acts or key in other.signs)
+
+    def common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
+        """Memory that all ranks write and read, one for each of `sizes` (bytes): a collective, whose number is given.
+
+        It is freed when no rank has it any more.
+        """
+        if self.rank == 0:
+            blocks = [self._new_block(nbytes) for nbytes in sizes]
+            for i, block in enumerate(blocks):
+                self.tell((collective, i), block)
+            return [block.memory for block in blocks]
+        first = self._others[0]
+        keys = [(collective, i) for i in range(len(sizes))]
+        self._wait_for_all(lambda other: other is not first or all(key in first.told for key in keys))
+        told = [first.told.pop(key) for key in keys]
+        return [first.blocks.pop(one.block) for one in told]
+
+    def next_claims(self) -> dict[int, bytes]:
+        """What came along with every neighbour's next `tell` that had a claim, by rank.
+
+        Raises:
+            PeerGoneError: one has ended.
+            DistError: one does not come within the time-out.
+        """
+        self._wait_for_all(lambda other: bool(other.claims))
+        return {rank: other.claims.popleft() for rank, other in self._others.items()}
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _wait_for_all(self, has_come: Callable[[_Neighbour], bool]) -> None:
+        deadline = monotonic() + self._timeout_s
+        while missing := [other for other in self._others.values() if not has_come(other)]:
+            for other in missing:
+                if other.ended:
+                    raise PeerGoneError(other.rank)
+            if not self._receive(deadline - monotonic()) and monotonic() >= deadline:
+                raise self._too_late([other.rank for other in missing])
+
+    def _too_late(self, ranks: Sequence[int]) -> dist.DistError:
+        return dist.DistError(
+            f"Timed out: rank {self.rank} of the process group has waited for its {named_ranks(ranks)} for "
+            f"{self._timeout_s:g} s, the group's time-out."
+        )
+
+    def _receive_all(self) -> None:
+        while self._receive(0):
+            pass
+
+    def _receive(self, timeout_s: float) -> bool:
+        """Take one message from each neighbour that has sent some; if none has, wait. Whether any came."""
+        ready = self._epoll.poll(min(max(0.0, timeout_s), _POLL_S))
+        for descriptor, _ in ready:
+            self._take_message(self._by_descriptor[descriptor])
+        return bool(ready)
+
+    def _take_message(self, other: _Neighbour) -> None:
+        try:
+            message, ancillary, _, _ = other.socket.recvmsg(_MESSAGE_NBYTES, socket.CMSG_SPACE(_DESCRIPTOR.size))
+        except BlockingIOError:  # it was taken while there was no room to send
+            return
+        except ConnectionError:
+            message, ancillary = b"", []
+        if not message:
+            other.ended = True
+            self._epoll.unregister(other.socket)
+            return
+        kind, number, collective, tag, value = _HEAD.unpack_from(message)
+        if kind == _BLOCK:
+            [descriptor] = _DESCRIPTOR.unpack(ancillary[0][2])
+            try:
+                other.blocks[number] = Memory(descriptor, value)
+            finally:
+                os.close(descriptor)
+        elif kind == _DROP:
+            del other.blocks[number]
+        elif kind == _TELL:
+            other.told[collective, tag] = Told(other.rank, number, other.blocks[number], value)
+            if len(message) > _HEAD.size:
+                other.claims.append(message[_HEAD.size :])
+        elif kind == _SIGN:
+            other.signs.add((collective, tag))
+            if len(message) > _HEAD.size:
+                other.claims.append(message[_HEAD.size :])
+            self._act((collective, tag))
+        else:
+            self._blocks[number].readers -= 1
+
+    def _send(self, other: _Neighbour, message: bytes, descriptor: bytes | None = None) -> None:
+        ancillary = [] if descriptor is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptor)]
+        deadline = monotonic() + self._timeout_s
+        while True:
+            try:
+                other.socket.sendmsg([message], ancillary)
+                return
+            except BlockingIOError:  # it has much to read; it may be waiting for us to read what it sent
+                if not self._receive(0) and monotonic() >= deadline:
+                    raise self._too_late([other.rank]) from None
+                room = select.poll()
+                room.register(other.socket, select.POLLOUT)
+                room.poll(_FULL_MS)
+            except ConnectionError:
+                return  # it has ended; what it sent before is still to be read
+
+    def close(self) -> None:
+        """Leave. The others take it for this rank's end."""
+        self._epoll.close()
+        for other in self._others.values():
+            other.socket.close()
+
+
+_open: weakref.WeakSet[Neighbours] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """A forked process, such as a data loader's worker, must not keep connections open that its parent's end closes."""
+    for neighbours in list(_open):
+        neighbours.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+# -- how ranks find one another ---------------------------------------------------------------------------------------
+
+
+class CannotShareError(Exception):
+    """The ranks of a group cannot share memory; the message says why."""
+
+
+def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: float) -> Neighbours:
+    """This rank's neighbours. All ranks of the group must call it, and all of them get theirs, or an error.
+
+    Args:
+        rank: this one.
+        exchange: what every rank gave to it, each `ADDRESS_NBYTES` long, in rank order. Called twice at most.
+        timeout_s: how long to wait for a neighbour later.
+
+    Raises:
+        CannotShareError: they are on several hosts, or one of them is not able to, or does not want to.
+    """
+    with ExitStack() as listening:
+        listener, address = _listen(listening)
+        addresses = [_Address(**json.loads(told)) for told in exchange(address.told())]
+        _refuse(one.obstacle for one in addresses)
+        hosts = {one.host for one in addresses}
+        _refuse([f"they are on {len(hosts)} hosts" if len(hosts) > 1 else ""])
+        sockets: dict[int, socket.socket] = {}
+        failure = ""
+        try:
+            assert listener is not None
+            _meet(sockets, listener, addresses, rank)
+        except OSError as error:
+            failure = f"rank {rank} could not connect: {error}"
+        try:
+            _refuse(_Address(**json.loads(told)).obstacle for told in exchange(_Address(obstacle=failure).told()))
+        except BaseException:
+            for connection in sockets.values():
+                connection.close()
+            raise
+    return Neighbours(rank, sockets, timeout_s)
+
+
+def _refuse(obstacles: Iterable[str]) -> None:
+    obstacle = next(filter(None, obstacles), "")
+    if obstacle:
+        raise CannotShareError(obstacle)
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Where a rank listens, or why it does not."""
+
+    host: str = ""
+    name: str = ""  # for all to see
+    token: str = ""  # known to the ranks of the group only
+    obstacle: str = ""
+
+    def told(self) -> bytes:
+        """As others are told, in `ADDRESS_NBYTES`."""
+        short = {**vars(self), "obstacle": self.obstacle.encode("ascii", "replace").decode()[:200]}
+        return json.dumps(short).encode().ljust(ADDRESS_NBYTES)
+
+
+def _listen(stack: ExitStack) -> tuple[socket.socket | None, _Address]:
+    """A socket that listens until `stack` is closed, and its address."""
+    if not _shares:
+        return None, _Address(obstacle="it is switched off")
+    if sys.platform != "linux":
+        return None, _Address(obstacle=f"it is not possible on {sys.platform}")
+    name = f"\0fullshard-{secrets.token_hex(16)}"
+    try:
+        host = _host()
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        listener.bind(name)
+        listener.listen(socket.SOMAXCONN)
+    except OSError as error:
+        return None, _Address(obstacle=str(error))
+    return listener, _Address(host, name, secrets.token_hex(8))
+
+
+def _host() -> str:
+    """The same for all that can meet on a socket without a file: one kernel, one namespace of its networks."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+
+
+def _meet(sockets: dict[int, socket.socket], listener: socket.socket, addresses: Sequence[_Address], rank: int) -> None:
+    """Add a connection to every other rank to `sockets`: made to those below this one, taken from those above."""
+    for peer in range(rank):
+        sockets[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(_CONNECT_S)
+        connection.connect(addresses[peer].name)
+        connection.sendall(_HELLO.pack(rank, addresses[peer].token.encode()))
+    listener.settimeout(_CONNECT_S)
+    while len(sockets) < len(addresses) - 1:
+        connection, _ = listener.accept()
+        connection.settimeout(_GREETING_S)
+        hello = b""
+        with suppress(OSError):
+            hello = connection.recv(_HELLO.size)
+        peer, token = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (rank, b"")
+        if secrets.compare_digest(token, addresses[rank].token.encode()):
+            sockets[peer] = connection
+        else:
+            connection.close()  # a stranger

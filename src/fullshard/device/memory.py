@@ -1,0 +1,126 @@
+"""Storages that are filled and emptied but never replaced, and memory that is used again.
+
+[Note: storage is emptied and filled, never replaced]
+Autograd saves views of an unsharded parameter in forward and reads them in backward. Between the two a unit may give
+its memory back; before backward the *same* storage is filled again, so the saved views are true again. Values in
+another storage would leave those views looking at whatever lies in the old one, and nothing would say so.
+
+[Note: units take turns on slots]
+On a GPU the caching allocator makes emptying and filling cheap. On a CPU, memory that was given back to the system is
+faulted in again page by page, at several times the cost of a copy. There, once the order of units is known, units that
+are never whole at the same time share long-lived storages, called slots. A unit moves to a slot only while nothing but
+the unit itself refers to its storage, which the storage's reference count tells exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fullshard._compat import storage_references
+from fullshard.layout.offsets import contiguous_strides
+
+__all__ = ["Pool", "Slot", "typed_view"]
+
+
+def typed_view(storage: torch.UntypedStorage, dtype: torch.dtype, byte_offset: int, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor over a stretch of `storage` with a version counter of its own.
+
+    Writing through another view does not disturb autograd's check of this one. It may be written to at any time, though
+    it was made in inference mode.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        view = torch.empty(0, dtype=dtype, device=storage.device)
+        return view.set_(storage, byte_offset // dtype.itemsize, shape, contiguous_strides(shape))
+
+
+class Slot:
+    """One storage that holds the whole parameters of one unit at a time.
+
+    Args:
+        device: where it lies.
+        shared: units take turns on it: it keeps its memory when emptied. Otherwise its memory goes back to the
+            allocator.
+        common: memory that the ranks of a group have in common, large enough for all units that take turns on it.
+    """
+
+    def __init__(
+        self, device: torch.device, *, shared: bool = False, common: torch.UntypedStorage | None = None
+    ) -> None:
+        self.storage = torch.UntypedStorage(0, device=device) if common is None else common
+        self.shared = shared
+        self.is_common = common is not None
+        self.occupant: object | None = None
+        self._own_references = 0
+
+    def fill(self, occupant: object, nbytes: int) -> None:
+        """Room for `nbytes` of `occupant`, which must be free or already its own. Contents are undefined."""
+        assert self.occupant in (None, occupant), "two units in one slot"
+        self.occupant = occupant
+        if self.storage.nbytes() < nbytes:
+            self.storage.resize_(nbytes)
+
+    def empty(self) -> None:
+        """Give up the contents, and the memory unless the slot is shared."""
+        self.occupant = None
+        if not self.shared:
+            self.storage.resize_(0)
+
+    def settle(self) -> None:
+        """Take the present number of references as those of the units themselves."""
+        self._own_references = storage_references(self.storage)
+
+    @contextmanager
+    def dropping_views(self) -> Iterator[None]:
+        """A context in which a unit drops its views, which are not among its units' references from then on."""
+        before = storage_references(self.storage)
+        yield
+        self._own_references -= before - storage_references(self.storage)
+
+    @property
+    def is_referenced(self) -> bool:
+        """Whether anything beyond the units themselves, such as a graph waiting for its backward, has a view of it."""
+        return storage_references(self.storage) > self._own_references
+
+
+class Pool:
+    """Scratch memory that is given back and taken again, so that a step after the first faults in no page.
+
+    A GPU's allocator already does this; there the pool hands out ordinary tensors and keeps none.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[Tensor] = []  # each the only view of its storage
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D tensor of `numel` elements, contents undefined."""
+        if self._device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=self._device)
+        nbytes = numel * dtype.itemsize
+        fitting = [free for free in self._free if _room(free) >= nbytes]
+        if not fitting:
+            if self._free:  # grow rather than keep what is too small
+                self._remove(min(self._free, key=_room))
+            return typed_view(torch.UntypedStorage(nbytes, device=self._device), dtype, 0, (numel,))
+        found = min(fitting, key=_room)
+        self._remove(found)
+        if found.dtype == dtype and found.numel() == numel:
+            return found
+        return typed_view(found.untyped_storage(), dtype, 0, (numel,))
+
+    def give(self, tensor: Tensor) -> None:
+        """Take `tensor`'s memory back. The caller must not use it again."""
+        if self._device.type == "cpu":
+            self._free.append(tensor)
+
+    def _remove(self, tensor: Tensor) -> None:
+        self._free = [other for other in self._free if other is not tensor]
+
+
+def _room(tensor: Tensor) -> int:
+    """Bytes of the storage that `tensor` lies in."""
+    return tensor.untyped_storage().nbytes()

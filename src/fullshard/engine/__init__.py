@@ -1,0 +1,1 @@
+"""The sharding engine, from one parameter up to a root and its hooks."""

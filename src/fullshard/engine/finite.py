@@ -1,0 +1,92 @@
+"""Are gradients finite? Looked at before they are summed over ranks, so that the rank they come from is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.unit import Unit
+from fullshard.errors import NonFiniteError, named_ranks
+
+__all__ = ["Tally", "check_finite_gradients", "checks_finite", "raise_on_every_rank", "tally"]
+
+_checks = False
+
+Tally = tuple[str, str, Tensor]
+"""FQN of the parameter, name of its unit, and how many values of its gradient are NaN and how many infinite."""
+
+
+def check_finite_gradients(enabled: bool) -> None:
+    """Whether each backward ends with a check that gradients hold no NaN and no infinity (it does not).
+
+    Where one does, `backward()` raises `NonFiniteError` on every rank, once gradients are reduced: with the parameters,
+    their units, and the ranks whose own microbatches they come from. All ranks must agree on whether to check.
+
+    Costs two passes over the gradients, one number to all ranks a backward and, on a GPU, a wait of the host.
+    """
+    global _checks
+    _checks = enabled
+
+
+def checks_finite() -> bool:
+    """Whether gradients are checked."""
+    return _checks
+
+
+def tally(unit: Unit) -> list[Tally]:
+    """What is not finite in the whole gradients that `unit` has of this rank's microbatches."""
+    found = []
+    for param in reversed(unit.params):
+        grad = param.unsharded.grad
+        if grad is not None:
+            grad = grad._local_tensor if isinstance(grad, DTensor) else grad
+            values = grad._values() if grad.is_sparse else grad
+            fqn = f"{unit.name}.{param.fqn}" if unit.name else param.fqn
+            found.append((fqn, unit.name, torch.stack([values.isnan().sum(), values.isinf().sum()])))
+    return found
+
+
+def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Raise on all ranks that `groups` reach, one after the other, alike if any of them has counted something.
+
+    Raises:
+        NonFiniteError: one has.
+    """
+    counts_here = torch.stack([counts for _, _, counts in tallies]) if tallies else torch.zeros(1, 2, device=device)
+    anywhere = counts_here.sum().to(torch.float32).reshape(1)
+    for group in groups:
+        dist.all_reduce(anywhere, group=group)
+    if not anywhere.item():
+        return
+    rank = dist.get_rank()
+    findings: list[Any] = [
+        (place, fqn, unit, rank, *counts.tolist()) for place, (fqn, unit, counts) in enumerate(tallies) if counts.any()
+    ]
+    for group in groups:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, findings, group=group)
+        findings = [finding for part in parts for finding in part]
+    raise NonFiniteError(_told(sorted(set(findings))))
+
+
+def _told(findings: Iterable[tuple[int, str, str, int, int, int]]) -> str:
+    """The findings, the same ones of several ranks together; parameters in the order in which their units reduced."""
+    ranks: dict[tuple[str, str], list[str]] = {}
+    for _, fqn, unit, rank, nans, infinities in findings:
+        counts = " and ".join(f"{n} {what}" for n, what in ((nans, "NaN"), (infinities, "infinite")) if n)
+        ranks.setdefault((fqn, unit), []).append(f"{counts} on {named_ranks([rank])}")
+    told = [f"{fqn} (unit {unit or 'the root'}): {', '.join(where)}" for (fqn, unit), where in ranks.items()]
+    shown = told[:_SHOWN] + ([f"and {len(told) - _SHOWN} more parameters"] if len(told) > _SHOWN else [])
+    return (
+        f"gradients are not finite. {'; '.join(shown)}. Backward came through these units from first to last: look at "
+        "the first one, and at the batch of its rank. The gradients have been reduced as they are: call "
+        "optimizer.zero_grad() before going on."
+    )
+
+
+_SHOWN = 8

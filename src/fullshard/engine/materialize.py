@@ -1,0 +1,208 @@
+"""From a module as the user made it to the parameters of a unit: found, initialised, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard._compat import dtensor_like
+from fullshard.comm.collectives import collectives_for
+from fullshard.comm.mesh import Axes
+from fullshard.engine.param_view import guise_of
+from fullshard.engine.runtime import changing_shards, clean_fqn, is_unit, turns_in
+from fullshard.engine.sharded_param import Owner, Source
+from fullshard.engine.unit import Unit, managed_by
+from fullshard.errors import ConfigError
+from fullshard.policy.precision import is_castable
+from fullshard.tape.recorder import Origin, Phase
+
+__all__ = ["Found", "allocate", "broadcast_from_first", "find_parameters", "initialise", "move_buffers", "own_modules"]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a new unit is made of."""
+
+    sources: list[Source]  # parameters that no unit has yet
+    borrowed: list[Unit]  # units that have a parameter tied to one of these modules'
+
+
+def own_modules(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules below, with names from the nearest of `modules`, that do not belong to a unit already.
+
+    A module that is found twice (shared by two parents) is given twice, under both names.
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        found.append((name, module))
+        for child_name, child in module.named_children():
+            if not is_unit(child):
+                visit(f"{name}.{child_name}" if name else child_name, child)
+
+    for module in modules:
+        visit("", module)
+    return found
+
+
+def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter], axes: Axes) -> Found:
+    """The parameters of `modules` to shard over `axes`: those not ignored, new ones and those tied to another unit's.
+
+    A tied parameter that another unit has is put in these modules' place too, so that the tie holds.
+
+    Raises:
+        ConfigError: a parameter is a `DTensor` that cannot be sharded over `axes` as well.
+    """
+    skip = {id(param) for param in ignored}
+    new: dict[int, Source] = {}
+    borrowed: list[Unit] = []
+    for prefix, module in own_modules(modules):
+        for name, param in list(module._parameters.items()):
+            if param is None or id(param) in skip:
+                continue
+            owner = Owner(module, name)
+            managed = managed_by(param)
+            if managed is not None:
+                unit, sharded = managed
+                if owner not in sharded.owners:
+                    sharded.owners.append(owner)
+                sharded.show(sharded.sharded)
+                if unit not in borrowed:
+                    borrowed.append(unit)
+                continue
+            fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
+            if id(param) not in new:
+                new[id(param)] = Source(param, [], fqn, guise_of(fqn, param, axes))
+            source = new[id(param)]
+            if owner not in source.owners:
+                source.owners.append(owner)
+    return Found(list(new.values()), borrowed)
+
+
+def initialise(
+    modules: Iterable[nn.Module],
+    device: torch.device,
+    ignored: Iterable[nn.Parameter],
+    param_init_fn: Callable[[nn.Module], None] | None,
+) -> None:
+    """Give memory and values to the parameters and buffers of `modules` that are on the meta device.
+
+    One module at a time, with `param_init_fn(module)` where it is given, else by `reset_parameters()`. A parameter that
+    several modules have stays one, and has the values that the first of them gave it.
+
+    Raises:
+        ConfigError: a module has neither, or `param_init_fn` left something on the meta device.
+    """
+    skip = {id(param) for param in ignored}
+    for name, module in own_modules(modules):
+        waiting = _on_meta(module, skip)
+        if not waiting:
+            continue
+        fqn = clean_fqn(name) or type(module).__name__
+        if param_init_fn is None and not callable(getattr(module, "reset_parameters", None)):
+            raise ConfigError(
+                f"{fqn} ({type(module).__name__}) has parameters on the meta device, such as {waiting[0]!r}, but no "
+                "reset_parameters() to initialise them. Pass param_init_fn=, or define reset_parameters() on it."
+            )
+        with _keeping_identity(module):
+            (param_init_fn or partial(_reset, device=device))(module)
+        left = _on_meta(module, skip)
+        if left:
+            raise ConfigError(
+                f"param_init_fn left {left[0]!r} of {fqn} on the meta device. Let it call "
+                "module.to_empty(device=..., recurse=False) and initialise the module's own parameters."
+            )
+
+
+def _reset(module: Any, device: torch.device) -> None:
+    """Give `module` memory on `device` and the values that it chooses itself. Buffers that have values keep them."""
+    valued = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and not buffer.is_meta}
+    module.to_empty(device=device, recurse=False)
+    module._buffers.update(valued)
+    with torch.no_grad():
+        module.reset_parameters()
+
+
+@contextmanager
+def _keeping_identity(module: nn.Module) -> Iterator[None]:
+    """A context in which `module` is initialised: it may be given other parameters, and has its own again after it.
+
+    Those on the meta device then have the values that the others were given. Those that have values already, since
+    they are tied to another module's, keep them: it is a stand-in for them that is initialised.
+    """
+    own = {name: param for name, param in module._parameters.items() if param is not None}
+    for name, param in own.items():
+        if not param.is_meta:
+            stand_in = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            module._parameters[name] = nn.Parameter(stand_in, requires_grad=param.requires_grad)
+    try:
+        yield
+    finally:
+        for name, param in own.items():
+            given = module._parameters[name]
+            if param.is_meta and given is not None and given is not param:
+                _swap(param, given)
+            module._parameters[name] = param
+
+
+def _on_meta(module: nn.Module, skip: set[int]) -> list[str]:
+    params = [name for name, p in module._parameters.items() if p is not None and p.is_meta and id(p) not in skip]
+    return params + [name for name, b in module._buffers.items() if b is not None and b.is_meta]
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give memory, and no values yet, to what of `model` is on the meta device and a state dict has: sharded parameters
+    where their unit keeps shards, other parameters and buffers on `device`. Parameters stay the same objects.
+    """
+    for turn in turns_in(model):
+        if turn.unit.is_meta:
+            with changing_shards(turn):
+                for param in turn.unit.params:
+                    local = torch.empty_like(param.local, device=turn.unit.settings.home.device)
+                    _give(param.sharded, dtensor_like(local, param.dtensor))
+    for module in model.modules():
+        for plain in module._parameters.values():
+            if plain is not None and plain.is_meta:
+                _give(plain, torch.empty_like(plain, device=device))
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _give(param: nn.Parameter, value: Tensor) -> None:
+    _swap(param, nn.Parameter(value, requires_grad=param.requires_grad))
+
+
+def _swap(param: nn.Parameter, given: nn.Parameter) -> None:
+    """Let `param` be what `given` is, but for what users have marked it with."""
+    marks = dict(vars(param))
+    torch.utils.swap_tensors(param, given)
+    vars(param).update(marks)
+
+
+def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """Move the buffers of `modules` to `device`, and floating-point ones to `dtype` if given. Meta ones stay."""
+    for _, module in own_modules(modules):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                cast = dtype if dtype is not None and is_castable(buffer.dtype) else buffer.dtype
+                module._buffers[name] = buffer.to(device, cast)
+
+
+def broadcast_from_first(sources: Iterable[Source], modules: Iterable[nn.Module], axes: Axes) -> None:
+    """Let every rank have the parameters and buffers of the mesh's first rank."""
+    tensors: list[Tensor] = [source.moved for source in sources]
+    tensors += [b for _, module in own_modules(modules) for b in module._buffers.values() if b is not None]
+    for group in (axes.shard_group, axes.replicate_group):
+        if group is not None and tensors:
+            staged = [tensor.to(axes.mesh.device_type).contiguous() for tensor in tensors]
+            collectives_for(group, staged[0].device).broadcast(staged, 0, origin=Origin("", Phase.IDLE))
+            for tensor, value in zip(tensors, staged, strict=True):
+                if value.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(value)

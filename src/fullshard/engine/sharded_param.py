@@ -1,0 +1,219 @@
+"""One parameter and its two forms: a `DTensor` at rest, a plain tensor in compute (but see `param_view.py`)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from fullshard._compat import dtensor_like, make_dtensor, set_local_tensor
+from fullshard.comm.mesh import Axes, own_part
+from fullshard.engine.param_view import Guise
+from fullshard.errors import StateError
+from fullshard.layout.group_layout import Place
+
+__all__ = ["Owner", "ShardedParam", "Source", "whole_of"]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that has a parameter, and under which name."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A parameter as the user made it: where it is found, and its FQN from the unit's module."""
+
+    param: nn.Parameter
+    owners: list[Owner]  # several where weights are tied
+    fqn: str
+    guise: Guise = field(default_factory=Guise)
+    dim: int | None = None  # along which the user wants it cut
+
+    @property
+    def moved(self) -> Tensor:
+        """What is to be cut of it: its values on this rank."""
+        return self.param._local_tensor if isinstance(self.param, DTensor) else self.param.detach()
+
+
+class ShardedParam:
+    """One parameter of a unit. Two forms, two objects; the module has one of them at a time.
+
+    `sharded` is what optimizers, checkpoints and users see between steps: an `nn.Parameter` around a `DTensor` whose
+    local tensor is this rank's shard. `unsharded` is what compute sees: an `nn.Parameter` of the whole shape in the
+    compute dtype, over storage that is emptied and filled again. Tensor parallelism has it a `DTensor` there, too.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        place: Place,
+        local: Tensor,
+        *,
+        axes: Axes,
+        sharded: bool,
+        compute: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.fqn = source.fqn
+        self.owners = list(source.owners)
+        self.place = place
+        self.guise = source.guise
+        requires_grad = source.param.requires_grad
+        at_rest = self.guise.at_rest(local, axes, place.cut, sharded=sharded)
+        self.sharded = nn.Parameter(at_rest, requires_grad=requires_grad)
+        nothing = torch.empty(0, dtype=compute, device=device)
+        self.unsharded = nn.Parameter(self.guise.in_compute(nothing), requires_grad=requires_grad)
+        self._on_grad: Callable[[ShardedParam], None] | None = None
+        self._watched = False
+        for attribute, value in vars(source.param).items():  # marks that users leave on their parameters
+            setattr(self.sharded, attribute, value)
+            setattr(self.unsharded, attribute, value)
+
+    @property
+    def dtensor(self) -> DTensor:
+        """The sharded parameter as the `DTensor` that it is."""
+        return _dtensor(self.sharded)
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's shard, as the sharded parameter holds it now."""
+        return self.dtensor._local_tensor
+
+    @local.setter
+    def local(self, shard: Tensor) -> None:
+        set_local_tensor(self.dtensor, shard)
+
+    def write(self, whole: Tensor) -> None:
+        """Make this rank's part of `whole` the parameter's value."""
+        self.local.copy_(self.take_own(whole))
+        torch.autograd.graph.increment_version(self.sharded)
+
+    @property
+    def version(self) -> int:
+        """A number that grows whenever anybody writes to the sharded parameter in place."""
+        return self.sharded._version
+
+    @property
+    def grad(self) -> Tensor | None:
+        """This rank's shard of the gradient that the optimizer will see."""
+        return None if self.sharded.grad is None else _dtensor(self.sharded.grad)._local_tensor
+
+    @grad.setter
+    def grad(self, shard: Tensor) -> None:
+        self.sharded.grad = dtensor_like(shard, self.dtensor)
+
+    @property
+    def has_grad(self) -> bool:
+        """Whether the optimizer will see a gradient."""
+        return self.sharded.grad is not None
+
+    def take_own(self, whole: Tensor) -> Tensor:
+        """The part of a whole tensor that is this rank's: a view."""
+        return own_part(whole, self.dtensor.device_mesh, self.dtensor.placements)
+
+    def lie_in(self, whole: Tensor) -> None:
+        """Let the unsharded parameter have its values in `whole` from now on."""
+        self.guise.lie_in(self.unsharded, whole)
+
+    def take_grad(self) -> Tensor | None:
+        """The whole gradient that autograd has left, which is forgotten: what is reduced of it."""
+        grad, self.unsharded.grad = self.unsharded.grad, None
+        return None if grad is None else self.guise.moved_of(grad)
+
+    def show(self, form: nn.Parameter) -> None:
+        """Let every module that has this parameter have it in the given form."""
+        for owner in self.owners:
+            owner.module._parameters[owner.name] = form
+
+    @property
+    def shown(self) -> nn.Parameter:
+        """The form that the modules have now."""
+        current = self.owners[0].module._parameters[self.owners[0].name]
+        assert current is not None
+        return current
+
+    def refuse_replacement(self, owner: Owner) -> NoReturn:
+        """Raise, since `owner` has something else in place of the sharded parameter.
+
+        Raises:
+            StateError: always.
+        """
+        found = owner.module._parameters.get(owner.name)
+        raise StateError(
+            f"{owner.name} of {type(owner.module).__name__} ({self.fqn}) was replaced by "
+            f"{'nothing' if found is None else f'another parameter, {tuple(found.shape)}'} after it was "
+            "sharded, which would be ignored. Replace, tie or reparametrise it before sharding; to change its "
+            "values, use load_state_dict or summon_full_params."
+        )
+
+    def adopt(self) -> bool:
+        """Take over the parameter that the module has now, which `Module.to` and its like may have replaced or moved.
+
+        Returns:
+            Whether it is no longer the one that was.
+        """
+        current = self.shown
+        changed = current is not self.sharded
+        self.sharded = current
+        vars(current).update(vars(self.unsharded))  # marks that users left, which torch does not carry over
+        return changed
+
+    def watch(self, on_grad: Callable[[ShardedParam], None]) -> None:
+        """Call `on_grad(self)` whenever autograd has added to the whole gradient, now or once it is trained."""
+        self._on_grad = on_grad
+        self._watched = False
+        self.follow_requires_grad()
+
+    def follow_requires_grad(self) -> bool:
+        """Let the unsharded form be trained or frozen as the sharded one now is, and say which."""
+        trained = self.sharded.requires_grad
+        if self.unsharded.requires_grad is not trained:
+            self.unsharded.requires_grad_(trained)
+        if trained and self._on_grad is not None and not self._watched:
+            myself = weakref.ref(self)  # the garbage collector does not see through a tensor's hooks
+
+            def tell(_: Tensor) -> None:
+                param = myself()
+                if param is not None and param._on_grad is not None:
+                    param._on_grad(param)
+
+            self.unsharded.register_post_accumulate_grad_hook(tell)
+            self._watched = True
+        return trained
+
+    def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:
+        """Start the unsharded form afresh, in another dtype or on another device."""
+        nothing = torch.empty(0, dtype=compute, device=device)
+        self.unsharded = nn.Parameter(self.guise.in_compute(nothing), requires_grad=self.sharded.requires_grad)
+        vars(self.unsharded).update(vars(self.sharded))
+        if self._on_grad is not None:
+            self.watch(self._on_grad)
+
+
+def _dtensor(tensor: Tensor) -> DTensor:
+    assert isinstance(tensor, DTensor)
+    return tensor
+
+
+@torch.no_grad()
+def whole_of(tensor: DTensor) -> Tensor:
+    """The whole values of `tensor`, in memory of their own: a collective, if it is sharded."""
+    gathered, placements = tensor, list(tensor.placements)
+    if tensor.dtype.itemsize == 1:  # gloo knows no 8-bit floats
+        local = tensor._local_tensor.view(torch.uint8)
+        gathered = make_dtensor(local, tensor.device_mesh, tensor.placements, tuple(tensor.shape))
+    for axis in range(1, len(placements))[::-1]:  # one after the other, or torch warns that it cannot do all at once
+        placements[axis] = Replicate()
+        gathered = gathered.redistribute(placements=placements)
+    whole = gathered.full_tensor().view(tensor.dtype)
+    own = whole.untyped_storage().data_ptr() != tensor._local_tensor.untyped_storage().data_ptr()
+    return whole if own else whole.clone()

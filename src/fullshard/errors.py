@@ -1,0 +1,72 @@
+"""The exceptions that callers of fullshard can meet.
+
+Every message says what was asked, what was found (with names and numbers) and what to do. A mistake is raised on
+every rank alike and before the first collective, so that no rank is left waiting for another.
+
+    FullshardError
+    ├── ConfigError         an argument, or a combination of arguments, that cannot be honoured
+    ├── LayoutError         a tensor that cannot be cut over the ranks as asked
+    ├── NonFiniteError      NaN or infinity in gradients, where users asked to be told
+    ├── StateError          a call that is not allowed in the present phase
+    ├── RankMismatchError   ranks that do not agree on the model, on the order of its units or on hosts
+    ├── RankLostError       another rank's process is gone
+    ├── CheckpointError     a checkpoint that cannot be written, is damaged, or is of another model
+    └── MissingLibraryError a library that an integration needs, and that is missing or too old
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "FullshardError",
+    "LayoutError",
+    "MissingLibraryError",
+    "NonFiniteError",
+    "RankLostError",
+    "RankMismatchError",
+    "StateError",
+]
+
+
+class FullshardError(Exception):
+    """The root of every exception that fullshard raises on purpose."""
+
+
+class ConfigError(FullshardError, ValueError):
+    """An argument, or a combination of arguments, that cannot be honoured."""
+
+
+class LayoutError(FullshardError, ValueError):
+    """A tensor that cannot be cut over the ranks as asked."""
+
+
+class StateError(FullshardError, RuntimeError):
+    """A call that is not allowed in the present phase of a unit or of its root."""
+
+
+class NonFiniteError(FullshardError, ArithmeticError):
+    """NaN or infinity in gradients."""
+
+
+class RankMismatchError(FullshardError, RuntimeError):
+    """Ranks that do not agree on the model, on its units, on their order or on how many of them share a host."""
+
+
+class RankLostError(FullshardError, RuntimeError):
+    """Another rank's process is gone, so that this one's collective cannot be completed."""
+
+
+class CheckpointError(FullshardError, RuntimeError):
+    """A checkpoint that cannot be written, cannot be read, is damaged, or is of another model."""
+
+
+class MissingLibraryError(FullshardError, ImportError):
+    """A library that an integration needs is not installed, or older than what was tested."""
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Such as "rank 3" or "ranks 0, 2", for messages."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,411 @@
+"""`fully_shard`: shard a module's parameters in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from fullshard.comm.mesh import resolve_axes, resolve_groups
+from fullshard.engine.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
+from fullshard.engine.runtime import (
+    Turn,
+    changing_shards,
+    install,
+    is_in_use,
+    is_unit,
+    run_as_forward,
+    runtime_of,
+    turn_of,
+    turns_in,
+)
+from fullshard.engine.sharded_param import Source
+from fullshard.engine.unit import Unit, UnitSettings
+from fullshard.errors import ConfigError, StateError
+from fullshard.optim.local_steps import watch_optimizers
+from fullshard.policy.offload import OffloadPolicy
+from fullshard.policy.precision import MixedPrecisionPolicy, check_wires
+from fullshard.policy.strategy import Placement, ShardingStrategy, resolve_placements
+from fullshard.policy.strategy import Placements as StrategyPlacements
+from fullshard.state.state_dict import register_hooks
+from fullshard.tape.recorder import Phase
+from fullshard.wrap import AutoWrapPolicy, wrapped_modules
+
+__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "shard_unit"]
+
+Strategy = str | ShardingStrategy | StrategyPlacements
+ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+M = TypeVar("M", bound=nn.Module)
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: Strategy = "zero3",
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+) -> M:
+    """`module` itself, as a unit: its parameters are now this rank's shards, whole only while they are computed with.
+
+    Call it on the inner modules first (each transformer block, say), on the outermost last: a unit takes the parameters
+    that no unit below it has. Between steps every parameter is a `DTensor`, so optimizers, gradient clipping and
+    checkpoints of torch work on it. The module gains the methods of `FSDPModule`.
+
+    Args:
+        module: what to shard. With several modules in a list, all are one unit, whole from the first one's forward on
+            to the last one's.
+        mesh: the ranks to shard over, on its only axis or the last of two; the first of two replicates. All ranks, if
+            None.
+        strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
+            `Placements`.
+        reshard_after_forward: whether to free the whole parameters between forward and backward; what the strategy
+            says, if None (a root keeps them, since its backward follows at once). A number is how many neighbouring
+            ranks keep the whole parameters together meanwhile, each its part: backward gathers among these only.
+        mp_policy: the dtypes of compute, of the reduction and of outputs.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU.
+        ignored_params: parameters to leave as they are, whole and unsynchronised.
+        auto_wrap_policy: which submodules become units of their own first; see `fullshard.wrap`.
+        shard_placement_fn: for each parameter, `Shard(dim)` to cut it along that dim, or None to leave it open. What is
+            not cut along dim 0 is copied on its way, since its shards do not lie end to end.
+
+    Raises:
+        ConfigError: an argument cannot be honoured, or the module is sharded already.
+        StateError: there is no process group.
+
+    Example:
+        ```python
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        ```
+    """
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "strategy": strategy,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": mp_policy,
+        "offload_policy": offload_policy,
+        "ignored_params": ignored_params,
+        "shard_placement_fn": shard_placement_fn,
+    }
+    modules = tuple(module) if isinstance(module, list | tuple) else (module,)
+    if auto_wrap_policy is not None:
+        for root in modules:
+            sharded = [child for child in root.modules() if is_unit(child)]
+            for child, overrides in wrapped_modules(root, auto_wrap_policy, ignored_modules=sharded).items():
+                fully_shard(child, **{**options, **overrides})
+    shard_unit(modules, **options)
+    for part in modules:
+        _gain_methods(part)
+    return module
+
+
+def shard_unit(
+    modules: Sequence[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    strategy: Strategy = "zero3",
+    reshard_after_forward: bool | int | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    device: torch.device | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    materialize: bool = False,
+    sync_module_states: bool = False,
+    buffer_dtype: torch.dtype | None = None,
+) -> Turn:
+    """What `fully_shard` and `FullyShardedDataParallel` share: make one unit of `modules` and install its hooks.
+
+    Args:
+        modules: see `fully_shard`, and so for all arguments that it has too.
+        device: where compute runs: the mesh's device type, current index, if None.
+        param_init_fn: initialises one module that is on the meta device.
+        materialize: whether modules on the meta device are initialised now, rather than stay there.
+        sync_module_states: whether every rank gets the values of the mesh's first rank.
+        buffer_dtype: floating-point buffers are cast to it.
+    """
+    _check(modules)
+    placements = resolve_placements(strategy)
+    if not isinstance(reshard_after_forward, bool | None):
+        placements = _resharded_to(reshard_after_forward, placements)
+        reshard_after_forward = reshard_after_forward > 1
+    precision = mp_policy or MixedPrecisionPolicy()
+    check_wires(precision, placements)
+    device = device or (mesh_device(mesh) if mesh is not None else default_device())
+    axes, placements = resolve_groups(resolve_axes(mesh, placements, device.type), placements)
+    ignored = list(ignored_params or ())
+    settings = UnitSettings(
+        axes=axes,
+        placements=placements,
+        precision=precision,
+        offload=offload_policy or OffloadPolicy(),
+        device=device,
+        reshard_after_forward=reshard_after_forward,
+    )
+    if materialize:
+        initialise(modules, device, ignored, param_init_fn)
+    found = find_parameters(modules, ignored, axes)
+    move_buffers(modules, device, buffer_dtype)
+    sources = found.sources
+    if shard_placement_fn is not None:
+        sources = [replace(source, dim=_chosen_dim(source, shard_placement_fn)) for source in sources]
+    if sync_module_states:
+        broadcast_from_first(sources, modules, axes)
+    turn = Turn(Unit(modules[0], sources, found.borrowed, settings), tuple(modules))
+    install(turn)
+    watch_optimizers()
+    register_hooks((module for _, module in own_modules(modules)), turn)
+    return turn
+
+
+def _resharded_to(group: int, placements: StrategyPlacements) -> StrategyPlacements:
+    """`placements` with parameters that are kept by groups of ranks from forward to backward."""
+    if not isinstance(group, int) or group < 1:
+        raise ConfigError(
+            f"reshard_after_forward={group!r}: True, False, None or a number of ranks from 1 on is needed."
+        )
+    if placements.parameters is not Placement.SHARDED:
+        raise ConfigError(
+            f"reshard_after_forward={group}: parameters are {placements.parameters.value} between steps under this "
+            "strategy, so there is nothing to reshard to. Use strategy='zero3' or 'hsdp'."
+        )
+    return replace(placements, parameters_in_step=Placement.GROUPED, group=group)
+
+
+def _chosen_dim(source: Source, shard_placement_fn: ShardPlacementFn) -> int | None:
+    """Along which dim `shard_placement_fn` wants a parameter cut."""
+    placement, shape = shard_placement_fn(source.param), tuple(source.param.shape)
+    if placement is None:
+        return None
+    if type(placement) is not Shard or not -len(shape) <= placement.dim < len(shape):
+        raise ConfigError(
+            f"shard_placement_fn gave {placement!r} for {source.fqn} of shape {shape}. Return Shard(dim) with one of "
+            f"its {len(shape)} dims, or None to leave it open; the mesh is the same for all parameters of a unit."
+        )
+    return placement.dim % len(shape)
+
+
+def default_device() -> torch.device:
+    """The present GPU where there is one and the default process group can reach it; else the CPU."""
+    if torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of `mesh`."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _check(modules: Sequence[nn.Module]) -> None:
+    if not modules:
+        raise ConfigError("fully_shard was given an empty list of modules. Pass a module, or a list with at least one.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"fully_shard needs an nn.Module, or a list of them, but found {type(module).__name__}.")
+        if is_unit(module):
+            raise ConfigError(
+                f"{type(module).__name__} is sharded already. Call fully_shard once on each module, inner ones first."
+            )
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ConfigError(
+                f"{type(module).__name__} has no forward, so it would never be gathered. Call fully_shard on each of "
+                "the modules in it, then on the module that has it."
+            )
+
+
+class UnshardHandle:
+    """A gather that was started by `unshard(async_op=True)`."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._turns = list(turns)
+
+    def wait(self) -> None:
+        """Have the whole parameters in the module when this returns."""
+        for turn in self._turns:
+            turn.unit.wait_unshard()
+
+
+class FSDPModule:
+    """What a module can do once `fully_shard` was called on it. Methods with `recurse` concern the units below, too."""
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Have the unit's parameters whole now, until `reshard` or the module's next forward frees them.
+
+        Args:
+            async_op: start the gather only, and return a handle to wait for it.
+        """
+        turn = turn_of(_module(self))
+        runtime_of(_module(self)).start_unshard(turn, Phase.IDLE)
+        turn.is_asked_for = True
+        handle = UnshardHandle([turn])
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Have the unit's shards, and free the whole parameters."""
+        turn = turn_of(_module(self))
+        turn.is_asked_for = False
+        turn.unit.reshard()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward adds to whole gradients and sends nothing.
+
+        The first backward after it reduces everything at once. Whole gradients take memory meanwhile.
+        """
+        before = [(turn, turn.unit.settings.syncs_gradients) for turn in turns_in(_module(self))]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for turn, syncs in before:
+                turn.unit.settings.syncs_gradients = syncs
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients over the ranks: off for all microbatches of a step but the last."""
+        for turn in self._turns(recurse):
+            turn.unit.settings.syncs_gradients = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces over the replicate axis too, or keeps the sums over the shard axis for later."""
+        for turn in self._turns(recurse):
+            turn.unit.settings.syncs_replicas = requires_all_reduce
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters without a gradient count as zero, as they must if only some ranks use them.
+
+        The units themselves must be called on all ranks. A unit is then reduced when its backward is over instead of
+        with its last gradient, and parameters that no rank used get a gradient of zeros.
+        """
+        for turn in self._turns(recurse):
+            turn.unit.settings.reduces_unused = reduce_scatter_unused_params
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether whole parameters are freed between forward and backward."""
+        for turn in self._turns(recurse):
+            turn.unit.settings.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether whole parameters are freed after backward. Without it a further microbatch gathers nothing."""
+        for turn in self._turns(recurse):
+            turn.unit.settings.reshard_after_backward = reshard_after_backward
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted for scripts written for torch: every backward ends with its reductions finished, last or not."""
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether this unit's parameters are gathered for its backward.
+
+        They need not be where backward reads none of them, as that of an embedding, and must be anywhere else: what
+        backward would read then is memory that was given back.
+        """
+        turn_of(_module(self)).unshards_in_backward = unshard_in_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of this unit's gradients is divided by, instead of the number of ranks."""
+        if not factor > 0:
+            raise ConfigError(f"set_gradient_divide_factor({factor!r}): a positive number is needed.")
+        turn_of(_module(self)).unit.settings.divisor = factor
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted for scripts written for torch: gradients are always summed, and divided afterwards."""
+
+    def set_post_optim_event(self, event: torch.Event | torch.cuda.Event) -> None:
+        """Let the next forward wait for `event`, recorded on the stream on which the optimizer steps.
+
+        Where there are no streams, on a CPU, the step is over when it returns, and nothing waits.
+        """
+        runtime_of(_module(self)).after_optimizer = event
+
+    def reset_iter_state(self) -> None:
+        """Clear up what a failed forward or backward has left: all units are sharded, and none is in use.
+
+        Gradients that have not been reduced are dropped; call `zero_grad()` for those that have. The next forward does
+        so by itself, and so do `state_dict` and `summon_full_params`.
+
+        Raises:
+            StateError: a forward or backward is under way.
+        """
+        if any(is_in_use(turn) for turn in turns_in(_module(self))):
+            raise StateError("reset_iter_state within a forward or backward. Call it once the exception is caught.")
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Start the gathers of these units at this one's forward, instead of the one that the recorded order tells."""
+        turn_of(_module(self)).next_forward = [turn_of(module) for module in modules]
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Start the gathers of these units at this one's backward, instead of the one that the recorded order tells."""
+        turn_of(_module(self)).next_backward = [turn_of(module) for module in modules]
+
+    def _turns(self, recurse: bool) -> list[Turn]:
+        module = _module(self)
+        return turns_in(module) if recurse else [turn_of(module)]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """What `nn.Module.to` and its like do, on the shards, which then move into buffers of their own again."""
+        with changing_shards(turn_of(_module(self))):
+            super()._apply(fn, recurse)  # type: ignore[misc]  # the class it is mixed into is an nn.Module
+        return _module(self)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let `module.method_name(...)`, such as `generate`, have whole parameters just as `forward` has.
+
+    Modules that are not units are left alone.
+
+    Raises:
+        ConfigError: the module has no such method.
+    """
+    if not is_unit(module):
+        return
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to make whole parameters for.")
+
+    @functools.wraps(method)
+    def whole(*args: Any, **kwargs: Any) -> Any:
+        return run_as_forward(module, method, args, kwargs)
+
+    setattr(module, method_name, whole)
+
+
+_classes: dict[type, type] = {}
+
+
+def _gain_methods(module: nn.Module) -> None:
+    """Let `module` be an `FSDPModule` too: its class becomes one of the same name with the methods mixed in."""
+    cls = type(module)
+    if cls not in _classes:
+        _classes[cls] = type(
+            f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__}
+        )
+    module.__class__ = _classes[cls]
+
+
+def _module(mixed: FSDPModule) -> nn.Module:
+    return cast(nn.Module, mixed)

@@ -1,0 +1,294 @@
+"""accelerate's `Accelerator`, with this engine where its own would wrap the model in DDP or in torch's FSDP.
+
+    from fullshard.integrations.accelerate import Accelerator      # was: from accelerate import Accelerator
+
+    accelerator = Accelerator()                                     # under accelerate launch --use_fsdp
+    accelerator = Accelerator(fsdp_plugin=ShardingPlugin(strategy="zero2"))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+Everything else in a loop stays as it is. Where no plugin and no `accelerate launch` asks for sharding, this is
+accelerate's own `Accelerator`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullshard.integrations.required import require
+
+TESTED_ACCELERATE = "1.15"
+require("accelerate", TESTED_ACCELERATE, extra="accelerate")
+
+import accelerate  # noqa: E402  # once it is known to be there
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+
+from fullshard import checkpoint  # noqa: E402
+from fullshard.checkpoint.contents import tied_names  # noqa: E402
+from fullshard.engine.runtime import is_unit  # noqa: E402
+from fullshard.errors import CheckpointError, ConfigError, StateError  # noqa: E402
+from fullshard.integrations.adapters import trained_part  # noqa: E402
+from fullshard.integrations.plugin import (  # noqa: E402
+    FULL,
+    ShardingPlugin,
+    plugin_from_config_file,
+    plugin_from_environment,
+)
+from fullshard.integrations.preparing import shard  # noqa: E402
+from fullshard.integrations.waiting_weights import read_waiting  # noqa: E402
+from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_  # noqa: E402
+from fullshard.optim.rebinding import point_to_shards  # noqa: E402
+from fullshard.state.state_dict import FullStateDictConfig, StateDictSettings, StateDictType, as_configured  # noqa: E402
+
+__all__ = ["TESTED_ACCELERATE", "Accelerator", "ShardingPlugin", "plugin_from_config_file"]
+
+_COMPUTES_IN = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_WHOLE_ON_FIRST_RANK = StateDictSettings(
+    StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+)
+_EXCLUDED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
+_FOLDER = "fullshard"  # in what save_state writes: model and optimizer, as fullshard.checkpoint saves them
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no types, so it may be anything
+    """accelerate's `Accelerator`; models that it prepares are sharded in place, and stay what they are.
+
+    Args: those of accelerate's. `fsdp_plugin` may be a `ShardingPlugin`, accelerate's own plugin, or None for what
+    `accelerate launch` was told.
+
+    Raises:
+        ConfigError: a setting cannot be honoured.
+        StateError: processes train together, and accelerate was told before that each trains alone.
+    """
+
+    sharding: ShardingPlugin | None  # how models are sharded; None for accelerate's own ways
+    scaler: torch.amp.GradScaler | None
+    _leaves_models = False  # while a checkpoint is written whose models are left to fullshard
+    _models: list[nn.Module]
+    _optimizers: list[AcceleratedOptimizer]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(accelerate.Accelerator).bind(*args, **kwargs).arguments
+        plugin = given.pop("fsdp_plugin", None)
+        self.sharding = plugin_from_environment() if plugin is None else ShardingPlugin.of(plugin)
+        if self.sharding is None:
+            super().__init__(**given)
+            return
+        _check(given)
+        if not torch.accelerator.is_available():
+            given["cpu"] = True  # without it accelerate lets each process train alone
+        with _without_torch_fsdp():
+            super().__init__(**given)
+        if int(os.environ.get("WORLD_SIZE", "1")) != self.num_processes:
+            raise StateError(
+                f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but accelerate counts {self.num_processes}. It was "
+                "set up for GPUs before. On CPUs set TrainingArguments(use_cpu=True), or the environment "
+                "variable ACCELERATE_USE_CPU=true."
+            )
+        if self.sharding.cpu_ram_efficient_loading:
+            os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+        if self.scaler is not None:
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
+            self.scaler = ShardedGradScaler(self.device.type, **options)
+
+    @property
+    def shards(self) -> bool:
+        """Whether models that are prepared are sharded: it is told how, and processes train together."""
+        return self.sharding is not None and dist.is_initialized()
+
+    # -- preparing ----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """What accelerate's `prepare` returns. Models are sharded in place, and optimizers step their shards."""
+        prepared = super().prepare(*args, **kwargs)
+        if self.shards:
+            for one in prepared if isinstance(prepared, tuple) else (prepared,):
+                if isinstance(one, AcceleratedOptimizer):
+                    point_to_shards(one.optimizer)  # now, so that nothing keeps whole parameters alive
+        return prepared
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """`model`, sharded in place, its forward under mixed precision; compiled around that where asked for.
+
+        A model that is only evaluated is sharded too: it takes as little memory as one that is trained.
+        """
+        if not self.shards:
+            read_waiting(model)
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        assert self.sharding is not None
+        inner = self.unwrap_model(model, keep_torch_compile=False)
+        if not is_unit(inner):
+            if inner is not model:
+                raise ConfigError(
+                    f"prepare got a {type(model).__name__} around a {type(inner).__name__}. Prepare the model itself: "
+                    "it is sharded first, and then compiled."
+                )
+            shard(model, self.sharding, computes_in=_COMPUTES_IN.get(self.mixed_precision) if self.native_amp else None)
+            _remember_names(model)
+        # In evaluation mode accelerate does all that it does but wrap the model.
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """The norm of all gradients before clipping, over all ranks; see `fullshard.clip_grad_norm_`."""
+        if not self.shards:
+            plain: Tensor = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            return plain
+        self.unscale_gradients()
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # -- what others read ---------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole weights of `model` in host memory on rank 0, and an empty dict elsewhere. Every rank calls it."""
+        if self._leaves_models:
+            return {}
+        inner = self.unwrap_model(model, keep_torch_compile=False)
+        if not is_unit(inner):
+            plain: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return plain
+        tied = tied_names(inner)
+        state = {name: value for name, value in inner.state_dict().items() if name not in tied}
+        as_configured(inner, state, "", _WHOLE_ON_FIRST_RANK)
+        return state | {name: state[first] for name, first in tied.items() if first in state}
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """Save the run to `output_dir`: each rank its shards, and all else as accelerate does. Every rank calls it.
+
+        What is written last makes it a checkpoint: one that a killed run has left unfinished is not loaded.
+
+        Raises:
+            CheckpointError: some rank could not; the same error on every rank.
+        """
+        if self.sharding is None:
+            place: str = super().save_state(output_dir, safe_serialization, **kwargs)
+            return place
+        number = self.save_iteration
+        with self._leaving_to_us():
+            place = super().save_state(output_dir, safe_serialization, **kwargs)
+        self.wait_for_everyone()
+        for index, (model, optimizer) in enumerate(self._with_optimizers()):
+            folder = Path(place) / f"{_FOLDER}_{index}"
+            if self.sharding.state_dict_type == FULL:
+                checkpoint.export_safetensors(model, folder.with_name(f"model_{index}"))
+            checkpoint.save(folder, model=trained_part(model), optimizer=optimizer, step=number, keep=1)
+        return place
+
+    def load_state(
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        """Put a run back as `save_state` has saved it, with as many ranks and the strategy that there are now.
+
+        Args: those of accelerate's. Where `input_dir` is None and checkpoints are named by accelerate, the newest one
+        that is complete.
+
+        Raises:
+            CheckpointError: it is missing, unfinished or damaged, or of other models; the same error on every rank.
+        """
+        if self.sharding is None:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+            return
+        place = Path(input_dir).expanduser() if input_dir is not None else self._newest_checkpoint()
+        with self._leaving_to_us():
+            super().load_state(str(place), load_kwargs, **kwargs)
+        for index, (model, optimizer) in enumerate(self._with_optimizers()):
+            checkpoint.load(place / f"{_FOLDER}_{index}", model=trained_part(model), optimizer=optimizer)
+
+    def _newest_checkpoint(self) -> Path:
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ConfigError(
+                "load_state() without input_dir needs checkpoints that accelerate names. Pass input_dir, or make the "
+                "Accelerator with ProjectConfiguration(automatic_checkpoint_naming=True)."
+            )
+        folder = Path(self.project_dir) / "checkpoints"
+        found = sorted(folder.glob("checkpoint_*"), key=lambda path: int(path.name.removeprefix("checkpoint_")))
+        complete = [path for path in found if checkpoint.latest(path / f"{_FOLDER}_0") is not None]
+        if not complete:
+            raise CheckpointError(f"{folder} has no complete checkpoint among {len(found)}.")
+        return complete[-1]
+
+    # -- private to accelerate ----------------------------------------------------------------------------------------
+    # All that is used of what accelerate does not document. tests/test_integrations_accelerate.py says with which
+    # version it was checked, and fails where one of these is gone.
+
+    def _with_optimizers(self) -> Iterator[tuple[nn.Module, Optimizer | None]]:
+        """Each prepared model, and the optimizer that steps its parameters.
+
+        Raises:
+            ConfigError: two optimizers step parameters of one model.
+        """
+        for prepared in self._models:
+            model = self.unwrap_model(prepared, keep_torch_compile=False)
+            own = {id(param) for param in model.parameters()}
+            found = [
+                one.optimizer
+                for one in self._optimizers
+                if any(id(param) in own for group in one.param_groups for param in group["params"])
+            ]
+            if len(found) > 1:
+                raise ConfigError(
+                    f"{len(found)} optimizers step parameters of one {type(model).__name__}, and a checkpoint has room "
+                    "for one. Make one optimizer of several parameter groups."
+                )
+            yield model, found[0] if found else None
+
+    @contextmanager
+    def _leaving_to_us(self) -> Iterator[None]:
+        """A context in which accelerate saves and loads all but models and optimizers; users' hooks see the models."""
+        optimizers, self._optimizers, self._leaves_models = self._optimizers, [], True
+        handles = (
+            self.register_save_state_pre_hook(lambda models, weights, folder: weights.clear()),
+            self.register_load_state_pre_hook(lambda models, folder: models.clear()),
+        )
+        try:
+            yield
+        finally:
+            self._optimizers, self._leaves_models = optimizers, False
+            for handle in handles:
+                handle.remove()
+
+
+def _check(given: dict[str, Any]) -> None:
+    """Raise for what cannot be had beside sharding."""
+    for name in _EXCLUDED:
+        if given.get(name) is not None:
+            raise ConfigError(f"Accelerator({name}=...) excludes sharding by fullshard. Leave one of them out.")
+    if str(given.get("mixed_precision")) == "fp8":
+        raise ConfigError("mixed_precision='fp8' cannot be honoured: nothing computes in 8 bits here. Choose 'bf16'.")
+    if getattr(given.get("dynamo_plugin"), "use_regional_compilation", False):
+        raise ConfigError(
+            "use_regional_compilation cannot be honoured: it puts copies in the place of modules, and the units stay "
+            "behind. Call compile() on each layer before prepare, or let the whole model be compiled."
+        )
+
+
+@contextmanager
+def _without_torch_fsdp() -> Iterator[None]:
+    """A context in which accelerate does not see that it is to shard."""
+    before = os.environ.pop("ACCELERATE_USE_FSDP", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["ACCELERATE_USE_FSDP"] = before
+
+
+def _remember_names(model: nn.Module) -> None:
+    """Let `model` go by its class's own name where others ask for it, and by their mark of what needs all ranks."""
+    name = type(model).__name__.removeprefix("FSDP")
+    model._get_name = lambda: name  # type: ignore[method-assign]  # the Trainer's label smoothing looks it up
+    model._is_fsdp_managed_module = True  # type: ignore[assignment]  # so generate() ends on all ranks together

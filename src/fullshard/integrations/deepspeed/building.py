@@ -1,0 +1,130 @@
+"""Optimizers, schedulers and loaders as a DeepSpeed configuration and the arguments of `initialize` ask for them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from fullshard.engine.unit import managed_by
+from fullshard.errors import ConfigError
+from fullshard.integrations.deepspeed.configuration import Part
+from fullshard.integrations.deepspeed.schedules import SCHEDULES
+from fullshard.optim.rebinding import point_to_shards
+
+__all__ = ["ModelParameters", "make_loader", "make_optimizer", "make_scheduler"]
+
+ModelParameters = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+MakeOptimizer = Callable[[Any], Optimizer]
+MakeScheduler = Callable[[Optimizer], Any]
+
+
+def make_optimizer(
+    model: nn.Module,
+    parameters: ModelParameters | None,
+    given: Optimizer | MakeOptimizer | None,
+    part: Part | None,
+) -> Optimizer | None:
+    """The optimizer that is `given`, or made by it, or that the configuration asks for; over the shards.
+
+    Args:
+        model: sharded.
+        parameters: what to optimize, as it was before sharding: parameters, or groups of them. All that are trained, if
+            None.
+        given: an optimizer, or what makes one of parameters.
+        part: the configuration's section.
+    """
+    if isinstance(given, Optimizer):
+        point_to_shards(given)
+        return given
+    if given is None and part is None:
+        return None
+    over = _sharded(list(model.parameters() if parameters is None else parameters))
+    if given is not None:
+        return given(over)
+    assert part is not None
+    make, arguments = _class_of(part)
+    return cast(Optimizer, _called(make, "optimizer", part.type, over, arguments))
+
+
+def _class_of(part: Part) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The class that an optimizer section names, and the arguments of it."""
+    arguments = dict(part.params)
+    name = part.type.lower()
+    if "max_grad_norm" in arguments:
+        raise ConfigError("optimizer.params.max_grad_norm: DeepSpeed does not take it. Set gradient_clipping.")
+    if name in ("adam", "adamw"):
+        decoupled = arguments.pop("adam_w_mode", True) or name == "adamw"
+        torchs = arguments.pop("torch_adam", False)
+        arguments.pop("fp32_optimizer_states", None)  # moments are in the shards' dtype, which is float32
+        if not torchs:  # DeepSpeed's own kernel: other defaults than torch's class has
+            arguments = {"weight_decay": 0.0, **arguments}
+            if not arguments.pop("bias_correction", True):
+                raise ConfigError(
+                    "optimizer.params.bias_correction=False: torch's Adam always corrects. Pass optimizer= to "
+                    "initialize."
+                )
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), arguments
+    if name in ("lamb", "lion", "muon", "muadam", "muadamw", "musgd", "onebitadam", "zerooneadam", "onebitlamb"):
+        instead = "fullshard.optim.Muon" if name == "muon" else "one of yours, or of a library,"
+        raise ConfigError(f"optimizer.type={part.type!r}: torch has none. Pass {instead} as optimizer= to initialize.")
+    cls = torch.optim.Adagrad if name == "adagrad" else getattr(torch.optim, part.type, None)
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        known = sorted(it for it, value in vars(torch.optim).items() if isinstance(value, type))
+        raise ConfigError(f"optimizer.type={part.type!r} is unknown. Take one of {', '.join(known)}.")
+    return cls, arguments
+
+
+def _called(make: Callable[..., Any], section: str, name: str, first: Any, arguments: Mapping[str, Any]) -> Any:
+    """`make(first, **arguments)`, once it is known to take them."""
+    try:
+        inspect.signature(make).bind(first, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"{section}.params of {name}: {error}. Change them to what {make.__name__} takes.") from error
+    return make(first, **arguments)
+
+
+def _sharded(items: Sequence[Any]) -> list[Any]:
+    """The sharded parameter in place of each, and the groups with those. What is not trained is left out."""
+    if items and isinstance(items[0], Mapping):
+        groups = [{**group, "params": _sharded(list(group["params"]))} for group in items]
+        return [group for group in groups if group["params"]]
+    found = []
+    for param in items:
+        managed = managed_by(param)
+        found.append(param if managed is None else managed[1].sharded)
+    return [param for param in dict.fromkeys(found) if param.requires_grad]
+
+
+def make_scheduler(optimizer: Optimizer | None, given: Any, part: Part | None) -> Any:
+    """The scheduler that is `given`, or made by it of the optimizer, or that the configuration asks for."""
+    if given is not None:
+        return given(optimizer) if callable(given) else given
+    if part is None:
+        return None
+    cls = SCHEDULES.get(part.type) or getattr(torch.optim.lr_scheduler, part.type, None)
+    if optimizer is None or not isinstance(cls, type):
+        found = "there is no optimizer" if optimizer is None else f"there are {', '.join(SCHEDULES)}, and torch's own"
+        raise ConfigError(f"scheduler.type={part.type!r}: {found}. Change the configuration.")
+    return _called(cls, "scheduler", part.type, optimizer, part.params)
+
+
+def make_loader(
+    data: Dataset[Any], batch_size: int, *, collate_fn: Callable[..., Any] | None, drop_last: bool, pin_memory: bool
+) -> DataLoader[Any]:
+    """A loader of this rank's part of `data`, shuffled alike on every rank, that loads in this process."""
+    streams = isinstance(data, IterableDataset)
+    sampler: DistributedSampler[Any] | None = None if streams else DistributedSampler(data)
+    return DataLoader(
+        data,
+        batch_size=batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        pin_memory=pin_memory,
+    )

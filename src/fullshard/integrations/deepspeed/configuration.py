@@ -1,0 +1,280 @@
+"""A DeepSpeed configuration as what it asks of this engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import ConfigError
+from fullshard.integrations.deepspeed.keys import KEYS, check, leaves, settings_of
+from fullshard.integrations.deepspeed.loss_scale import LossScale
+from fullshard.policy.offload import CPUOffloadPolicy, OffloadPolicy
+from fullshard.policy.precision import MixedPrecisionPolicy
+
+__all__ = ["BatchSizes", "Configuration", "Part", "read", "told"]
+
+STRATEGIES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
+_DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "float", "torch.float32"), torch.float32),
+    **dict.fromkeys(("fp16", "float16", "half", "torch.float16"), torch.float16),
+    **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), torch.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """An optimizer or a scheduler that a configuration asks for."""
+
+    type: str
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Samples of a step over all ranks, of a microbatch of one rank, and microbatches of a step."""
+
+    step: int
+    microbatch: int
+    microbatches: int
+
+    @classmethod
+    def resolve(cls, step: int | None, microbatch: int | None, microbatches: int | None, world: int) -> BatchSizes:
+        """All three, of those that are given.
+
+        Raises:
+            ConfigError: too few are given, one is not a positive number, or they disagree.
+        """
+        given = {
+            "train_batch_size": step,
+            "train_micro_batch_size_per_gpu": microbatch,
+            "gradient_accumulation_steps": microbatches,
+        }
+        odd = {
+            name: it for name, it in given.items() if it is not None and not (type(it) is int and it > 0)
+        }  # a bool is an int
+        if odd:
+            raise ConfigError(f"{odd} in the DeepSpeed configuration: batch sizes are whole numbers above 0.")
+        if step is None and microbatch is None:
+            raise ConfigError(
+                "the DeepSpeed configuration has neither train_batch_size nor train_micro_batch_size_per_gpu. "
+                "Set one of them."
+            )
+        if microbatches is None:
+            microbatches = step // (microbatch * world) if step is not None and microbatch is not None else 1
+        if microbatch is None:
+            assert step is not None
+            microbatch = step // (microbatches * world)
+        if step is None:
+            step = microbatch * microbatches * world
+        if step != microbatch * microbatches * world:
+            raise ConfigError(
+                f"the DeepSpeed configuration has { ({k: v for k, v in given.items() if v is not None}) }, but "
+                f"{step} is not {microbatch} x {microbatches} x {world} ranks. Set two of the three; the other follows."
+            )
+        return cls(step, microbatch, microbatches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Configuration:
+    """What a DeepSpeed configuration asks for."""
+
+    sizes: BatchSizes
+    stage: int = 0
+    dtype: torch.dtype = torch.float32  # of compute
+    communication: torch.dtype = torch.float32  # in which gradients are summed over ranks
+    casts_inputs: bool = False
+    clips_to: float = 1.0
+    skips_overflows: bool = False
+    always_norm: bool = True
+    averages: bool = True
+    together: int | None = None  # neighbouring ranks that keep parameters from forward to backward
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    optimizer: Part | None = None
+    scheduler: Part | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
+    drops_last: bool = False
+    steps_per_print: int | None = None
+
+    @property
+    def strategy(self) -> str:
+        """The strategy of the stage."""
+        return STRATEGIES[self.stage]
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether it computes in 16 bits."""
+        return self.dtype is not torch.float32
+
+    def policy(self, *, root: bool) -> MixedPrecisionPolicy:
+        """The dtypes of a unit. Inputs are cast at the root alone, as DeepSpeed's `auto_cast` does."""
+        return MixedPrecisionPolicy(
+            param_dtype=self.dtype if self.low_precision else None,
+            reduce_dtype=self.communication if self.low_precision else None,
+            cast_forward_inputs=root and self.casts_inputs,
+        )
+
+
+def read(config: str | PathLike[str] | Mapping[str, Any], world: int) -> Configuration:
+    """What a DeepSpeed configuration, a JSON file or a dict, asks of `world` ranks.
+
+    Raises:
+        ConfigError: it cannot be read, or a key of it cannot be honoured; the message names the key.
+    """
+    found = settings_of(_loaded(config))
+    zero = "zero_optimization."
+    stage = found.get(zero + "stage", 0)
+    if type(stage) is not int or stage not in STRATEGIES:
+        raise ConfigError(f"zero_optimization.stage={stage!r}: there are the stages 0, 1, 2 and 3.")
+    dtype = _compute_dtype(found)
+    communication = found.get("communication_data_type")
+    if communication is not None and dtype is torch.float32 and _dtype(communication) is not torch.float32:
+        raise ConfigError(
+            f"communication_data_type={communication!r} with float32 compute: gradients are summed in float32 then. "
+            "Set bf16.enabled or fp16.enabled, or leave it out."
+        )
+    skips = stage > 0 or dtype is torch.float16
+    if dtype is torch.bfloat16:
+        skips = bool(found.get("bf16.check_grad_overflow", True))
+    return Configuration(
+        sizes=BatchSizes.resolve(
+            found.get("train_batch_size"),
+            found.get("train_micro_batch_size_per_gpu"),
+            found.get("gradient_accumulation_steps"),
+            world,
+        ),
+        stage=stage,
+        dtype=dtype,
+        communication=dtype if communication is None else _dtype(communication),
+        casts_inputs=dtype is torch.float16 and bool(found.get("fp16.auto_cast", False)),
+        clips_to=_number(found, "gradient_clipping", 1.0),
+        skips_overflows=skips,
+        always_norm=bool(found.get(zero + "compute_grad_norm", True)),
+        averages=_averages(found),
+        together=_together(found.get(zero + "zero_hpz_partition_size", 1), stage),
+        offload=_offload(found),
+        optimizer=_part(found, "optimizer"),
+        scheduler=_part(found, "scheduler"),
+        loss_scale=_loss_scale(found) if dtype is torch.float16 else LossScale(),
+        drops_last=bool(found.get("dataloader_drop_last", False)),
+        steps_per_print=found.get("steps_per_print"),
+    )
+
+
+def told(config: str | PathLike[str] | Mapping[str, Any]) -> str:
+    """A line for each key of a DeepSpeed configuration that says what it becomes, or why it is needless.
+
+    Raises:
+        ConfigError: a key cannot be honoured; the message names it.
+    """
+    loaded = _loaded(config)
+    lines = [f"{path} = {json.dumps(it)}: {check(path, it).told}" for path, it in leaves(loaded)]
+    if "gradient_clipping" not in loaded:
+        lines.append(f"gradient_clipping = 1.0, since it is left out: {KEYS['gradient_clipping'].told}")
+    return "\n".join(lines)
+
+
+def _loaded(config: str | PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(config, Mapping):
+        return config
+    path = Path(config)
+    try:
+        loaded = json.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(
+            f"the DeepSpeed configuration {path} cannot be read ({error.strerror}). Pass the path of a JSON file, or a "
+            "dict."
+        ) from error
+    except ValueError as error:
+        raise ConfigError(
+            f"the DeepSpeed configuration {path} is not JSON ({error}). DeepSpeed reads HJSON, too: remove comments "
+            "and trailing commas."
+        ) from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"the DeepSpeed configuration {path} holds a {type(loaded).__name__}, not an object of keys.")
+    return loaded
+
+
+def _compute_dtype(found: Mapping[str, Any]) -> torch.dtype:
+    bf16, fp16 = bool(found.get("bf16.enabled", False)), bool(found.get("fp16.enabled", False))
+    if bf16 and fp16:
+        raise ConfigError("bf16.enabled and fp16.enabled are both set. Choose one.")
+    dtype = torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
+    wanted = found.get("data_types.param_dtype")
+    if wanted is not None and _dtype(wanted) is not dtype:
+        raise ConfigError(f"data_types.param_dtype={wanted!r}, but compute is in {dtype}. Set bf16 or fp16 alone.")
+    return dtype
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name.lower() not in _DTYPES:
+        raise ConfigError(f"{name!r} in the DeepSpeed configuration is no dtype. Write fp32, fp16 or bf16.")
+    return _DTYPES[name.lower()]
+
+
+def _number(found: Mapping[str, Any], key: str, default: float) -> float:
+    value = found.get(key, default)
+    if type(value) not in (int, float) or not value >= 0:
+        raise ConfigError(f"{key}={value!r} in the DeepSpeed configuration: a number from 0 on is needed.")
+    return float(value)
+
+
+def _averages(found: Mapping[str, Any]) -> bool:
+    operation = str(found.get("gradient_allreduce_op", "mean")).lower()
+    if operation not in ("mean", "sum"):
+        raise ConfigError(f"gradient_allreduce_op={operation!r}: choose mean or sum.")
+    return operation == "mean"
+
+
+def _together(size: Any, stage: int) -> int | None:
+    if size in (0, 1, None):
+        return None
+    if type(size) is not int or size < 0 or stage != 3:
+        raise ConfigError(
+            f"zero_hpz_partition_size={size!r} under stage {stage}: a number of neighbouring ranks is needed, and "
+            "stage 3. Leave it out under other stages, where parameters stay whole from forward to backward."
+        )
+    return size
+
+
+def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
+    devices, pins = [], found.get("zero_optimization.cpu_offload_use_pin_memory", True)
+    for which, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
+        device = found.get(f"zero_optimization.{which}.device", "none")
+        if device not in ("none", "cpu", None):
+            raise ConfigError(
+                f"zero_optimization.{which}.device={device!r} has no counterpart. Write cpu, or none to keep it on "
+                "the device; nothing is swapped to a disk."
+            )
+        devices += [device, "cpu" if found.get(f"zero_optimization.{old}") else "none"]
+        pins = found.get(f"zero_optimization.{which}.pin_memory", pins)
+    return CPUOffloadPolicy(pin_memory=bool(pins)) if "cpu" in devices else OffloadPolicy()
+
+
+def _part(found: Mapping[str, Any], section: str) -> Part | None:
+    kind = found.get(f"{section}.type")
+    if kind is None:
+        return None
+    return Part(kind, dict(found.get(f"{section}.params") or {}))
+
+
+def _loss_scale(found: Mapping[str, Any]) -> LossScale:
+    fixed = _number(found, "fp16.loss_scale", 0)
+    if fixed:
+        return LossScale(scale=fixed)
+    window, smallest = found.get("fp16.loss_scale_window", 1000), found.get("fp16.min_loss_scale", 1)
+    if not (window > 0 and smallest > 0):
+        raise ConfigError(f"fp16 has loss_scale_window={window}, min_loss_scale={smallest}: both must be above 0.")
+    return LossScale(
+        scale=2.0 ** found.get("fp16.initial_scale_power", 16),
+        adapts=True,
+        window=window,
+        hysteresis=found.get("fp16.hysteresis", 2),
+        restores_hysteresis=bool(found.get("fp16.consecutive_hysteresis", False)),
+        smallest=float(smallest),
+    )

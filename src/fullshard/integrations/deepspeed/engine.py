@@ -1,0 +1,469 @@
+"""The engine of a DeepSpeed training loop: forward, backward, step, and checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from fullshard.checkpoint import latest, load, save
+from fullshard.checkpoint.contents import model_state
+from fullshard.checkpoint.folder import write_synced
+from fullshard.checkpoint.together import default_ranks
+from fullshard.engine.sharded_param import whole_of
+from fullshard.errors import CheckpointError, ConfigError, StateError
+from fullshard.fully_shard import FSDPModule
+from fullshard.integrations.deepspeed.building import make_loader
+from fullshard.integrations.deepspeed.configuration import BatchSizes, Configuration
+from fullshard.optim.clipping import clip_grad_norm_, total_norm
+from fullshard.policy.precision import is_castable
+
+__all__ = ["Engine"]
+
+logger = logging.getLogger(__name__)
+
+LATEST = "latest"  # the file that names the newest tag, as DeepSpeed's own checkpoints have it
+
+
+class Engine(nn.Module):
+    """A sharded model with its optimizer and scheduler, driven as DeepSpeed's engine is.
+
+        for batch in loader:
+            loss = engine(batch)
+            engine.backward(loss)
+            engine.step()
+
+    `initialize` makes it. `module` is the user's own model; what the engine does not have, it looks for there.
+
+    Attributes:
+        module: the model, sharded in place.
+        optimizer: torch's own, over the shards; None where there is nothing to train.
+        lr_scheduler: steps after every step of the optimizer that is not skipped; None if there is none.
+        training_dataloader: loads `training_data`; None if there is none.
+        global_steps: optimizer steps so far, the skipped ones included.
+        micro_steps: microbatches so far.
+        global_samples: samples so far, over all ranks.
+        skipped_steps: steps that were skipped since gradients were not finite.
+        device: where the model computes.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        configuration: Configuration,
+        config: Any,
+        device: torch.device,
+        *,
+        optimizer: Optimizer | None,
+        lr_scheduler: Any,
+        training_data: Dataset[Any] | None,
+        collate_fn: Callable[..., Any] | None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.config = config
+        self.device = device
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.dp_world_size = self.world_size
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.global_steps = self.micro_steps = self.global_samples = self.skipped_steps = 0
+        self._settings = configuration
+        self._sizes = configuration.sizes
+        self._loss_scale = configuration.loss_scale
+        self._norm: float | None = None
+        self._applied = False
+        self._backwards = 0  # since the last step()
+        self._collate_fn = collate_fn
+        self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
+
+    def __getattr__(self, name: str) -> Any:
+        """The engine's own attribute, or the model's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns."""
+        return self.module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Add the gradients of `loss`; the loss divided by the number of microbatches.
+
+        Args:
+            loss: a scalar.
+            retain_graph: see `torch.Tensor.backward`.
+            scale_wrt_gas: whether to divide by the number of microbatches.
+
+        Raises:
+            StateError: there is no optimizer.
+        """
+        self._trained()
+        if scale_wrt_gas:
+            loss = loss / self._sizes.microbatches
+        if self._settings.stage < 2:  # gradients are whole until they are reduced, so once a step will do
+            self._sharded.set_requires_gradient_sync(self.is_gradient_accumulation_boundary() and not self._apart)
+        (loss * self._loss_scale.scale).backward(retain_graph=retain_graph)
+        self._backwards += 1
+        return loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Count a microbatch, and step optimizer and scheduler if it was the last of its step.
+
+        Raises:
+            StateError: there is no optimizer, or no backward since the last call.
+        """
+        optimizer = self._trained()
+        if not self._backwards:
+            raise StateError(
+                "engine.step() without engine.backward(loss) since the last step. Call engine.backward(loss) rather "
+                "than loss.backward(): it scales the loss, and knows which microbatch is the last of a step."
+            )
+        self._backwards = 0
+        self._applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._applied = self._clip(optimizer)
+            if self._applied:
+                optimizer.step()
+                if self.lr_scheduler is not None:
+                    self.lr_scheduler.step(**(lr_kwargs or {}))
+            else:
+                self.skipped_steps += 1
+            self.zero_grad()
+            self.global_steps += 1
+            self.global_samples += self._sizes.step
+            self._report()
+        self.micro_steps += 1
+
+    def _clip(self, optimizer: Optimizer) -> bool:
+        """Unscale and clip the gradients; whether they are good to step with."""
+        settings = self._settings
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        scale = self._loss_scale.scale
+        if scale != 1:
+            for param in params:
+                param.grad.div_(scale)
+        if settings.clips_to > 0:
+            norm = clip_grad_norm_(params, settings.clips_to)
+        elif settings.always_norm or settings.skips_overflows:
+            norm = total_norm([param.grad for param in params])
+        else:
+            self._norm = None
+            return True
+        overflowed = settings.skips_overflows and not bool(torch.isfinite(norm))
+        self._norm = float("inf") if overflowed else float(norm)
+        self._loss_scale.update(overflowed)
+        return not overflowed
+
+    def _report(self) -> None:
+        every = self._settings.steps_per_print
+        if every and self.global_steps % every == 0 and self.global_rank == 0:
+            logger.info(
+                "step %d, %d skipped, learning rates %s, loss scale %g",
+                self.global_steps,
+                self.skipped_steps,
+                self.get_lr(),
+                self._loss_scale.scale,
+            )
+
+    def _trained(self) -> Optimizer:
+        if self.optimizer is None:
+            raise StateError(
+                "the engine has no optimizer. Pass optimizer= to initialize, or name one in the configuration."
+            )
+        return self.optimizer
+
+    @property
+    def _sharded(self) -> FSDPModule:
+        return cast(FSDPModule, self.module)
+
+    # -- accumulation -------------------------------------------------------------------------------------------------
+
+    _apart = False  # within no_sync()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the microbatch under way is the last of its step."""
+        return (self.micro_steps + 1) % self._sizes.microbatches == 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward adds to whole gradients and sends nothing; a backward after it sends all."""
+        self._apart = True
+        try:
+            with self._sharded.no_sync():
+                yield
+        finally:
+            self._apart = False
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Let a step have this many samples over all ranks, in more or fewer microbatches of the same size.
+
+        Raises:
+            ConfigError: they cannot be divided so.
+        """
+        self._sizes = BatchSizes.resolve(train_batch_size, self._sizes.microbatch, None, self.world_size)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients of the model."""
+        self.module.zero_grad(set_to_none=set_to_none)
+
+    # -- what it tells ------------------------------------------------------------------------------------------------
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group of parameters."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of each group, or its betas."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return self._of_groups("momentum" if any("momentum" in group for group in groups) else "betas")
+
+    def _of_groups(self, option: str) -> list[Any]:
+        return [] if self.optimizer is None else [group.get(option, 0.0) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of all gradients of the last step before they were clipped."""
+        return self._norm
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed parameters."""
+        return self._applied
+
+    def train_batch_size(self) -> int:
+        """Samples of a step over all ranks."""
+        return self._sizes.step
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples of a microbatch of one rank."""
+        return self._sizes.microbatch
+
+    def gradient_accumulation_steps(self) -> int:
+        """Microbatches of a step."""
+        return self._sizes.microbatches
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples of a step over all ranks, of a microbatch of one rank, and microbatches of a step."""
+        return self._sizes.step, self._sizes.microbatch, self._sizes.microbatches
+
+    def gradient_clipping(self) -> float:
+        """The norm that gradients are clipped to; 0 if they are not."""
+        return self._settings.clips_to
+
+    def zero_optimization_stage(self) -> int:
+        """The ZeRO stage."""
+        return self._settings.stage
+
+    def zero_optimization(self) -> bool:
+        """Whether anything is sharded."""
+        return self._settings.stage > 0
+
+    def fp16_enabled(self) -> bool:
+        """Whether it computes in float16."""
+        return self._settings.dtype is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether it computes in bfloat16."""
+        return self._settings.dtype is torch.bfloat16
+
+    def loss_scale(self) -> float:
+        """What losses are multiplied by at present."""
+        return self._loss_scale.scale
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def deepspeed_io(
+        self, dataset: Dataset[Any], batch_size: int | None = None, collate_fn: Callable[..., Any] | None = None
+    ) -> DataLoader[Any]:
+        """A loader of this rank's part of `dataset`, in microbatches unless `batch_size` says otherwise."""
+        return make_loader(
+            dataset,
+            batch_size or self._sizes.microbatch,
+            collate_fn=collate_fn or self._collate_fn,
+            drop_last=self._settings.drops_last,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything as a checkpoint of ours in `save_dir`/`tag`. Every rank calls it.
+
+        Args:
+            save_dir: on storage that all hosts share.
+            tag: the name of its folder; `global_step` and the number of steps, if None.
+            client_state: what `load_checkpoint` gives back: plain values and plain tensors. The first rank's is kept.
+            save_latest: whether `load_checkpoint` finds it without a tag.
+            exclude_frozen_parameters: must be False: a checkpoint is complete.
+
+        Raises:
+            CheckpointError: some rank could not, or ranks have different tags; the same error on every rank.
+            ConfigError: an argument cannot be honoured.
+        """
+        if exclude_frozen_parameters:
+            raise ConfigError("exclude_frozen_parameters=True: a checkpoint is complete. Use save_16bit_model for it.")
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        folder, ranks = Path(save_dir), default_ranks()
+        doing = f"saving {folder / name}"
+        names = ranks.share(doing, lambda: name)
+        if len(set(names)) > 1:
+            raise CheckpointError(f"{doing}: ranks have the tags {', '.join(names)}. Pass the same on every rank.")
+        counters = {
+            "global_steps": self.global_steps,
+            "micro_steps": self.micro_steps,
+            "global_samples": self.global_samples,
+            "skipped_steps": self.skipped_steps,
+            "loss_scale": self._loss_scale.state_dict(),
+        }
+        save(
+            folder / name,
+            model=self.module,
+            optimizer=self.optimizer,
+            scheduler=self.lr_scheduler,
+            step=self.global_steps,
+            extra={"engine": counters, "client_state": dict(client_state or {})},
+            keep=1,
+        )
+        if save_latest:
+            ranks.once(doing, lambda: _write_latest(folder, name))
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what `save_checkpoint` has saved, at any number of ranks and under any stage. Every rank calls it.
+
+        Random generators go on where they stopped, too, so that the losses are those of a run that was never stopped.
+
+        Args:
+            load_dir: the folder that was saved to.
+            tag: which checkpoint; the latest, if None.
+            load_module_strict: must be True.
+            load_optimizer_states: whether to load the optimizer.
+            load_lr_scheduler_states: whether to load the scheduler.
+            load_module_only: whether to load nothing but the model.
+            custom_load_fn: must be None.
+
+        Returns:
+            The path of the checkpoint and the client state; (None, None) if there is none in `load_dir`.
+
+        Raises:
+            CheckpointError: it is damaged, does not fit, or is DeepSpeed's; the same error on every rank.
+            ConfigError: an argument cannot be honoured.
+        """
+        if not load_module_strict or custom_load_fn is not None:
+            raise ConfigError(
+                "load_module_strict=False and custom_load_fn cannot be honoured: a checkpoint is loaded wholly or not "
+                "at all. Use engine.module.load_state_dict(..., strict=False) for weights of your own."
+            )
+        ranks, folder = default_ranks(), Path(load_dir)
+        doing = f"loading {folder}"
+        path = ranks.once(doing, lambda: _find(folder, None if tag is None else str(tag)))
+        if path is None:
+            logger.warning("there is no checkpoint in %s, so nothing is loaded", folder)
+            return None, None
+        restored = load(
+            path,
+            model=self.module,
+            optimizer=self.optimizer if load_optimizer_states and not load_module_only else None,
+            scheduler=self.lr_scheduler if load_lr_scheduler_states and not load_module_only else None,
+            random_states=not load_module_only,
+        )
+        extra = restored.extra or {}
+        if not load_module_only:
+            counters = extra.get("engine", {})
+            self.global_steps = counters.get("global_steps", restored.step or 0)
+            self.micro_steps = counters.get("micro_steps", self.global_steps * self._sizes.microbatches)
+            self.global_samples = counters.get("global_samples", self.global_steps * self._sizes.step)
+            self.skipped_steps = counters.get("skipped_steps", 0)
+            if "loss_scale" in counters:
+                self._loss_scale.load_state_dict(counters["loss_scale"])
+        return str(restored.path), extra.get("client_state", {})
+
+    def save_16bit_model(
+        self,
+        save_dir: str | PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the whole weights, in the dtype of compute, to one file that `torch.load` reads. Every rank calls it.
+
+        The first rank holds all of them meanwhile; `fullshard.checkpoint.export_safetensors` needs no such memory.
+        """
+        frozen = {name for name, param in self.module.named_parameters() if not param.requires_grad}
+        ranks, path = default_ranks(), Path(save_dir) / save_filename
+        weights: dict[str, Tensor] = {}
+        for name, value in model_state(self.module).items():
+            if not isinstance(value, Tensor) or (exclude_frozen_parameters and name in frozen):
+                continue
+            whole = whole_of(value) if isinstance(value, DTensor) else value
+            if ranks.leads:
+                casts = isinstance(value, DTensor) and is_castable(whole.dtype) and self._settings.low_precision
+                weights[name] = whole.detach().to("cpu", self._settings.dtype if casts else whole.dtype)
+        ranks.once(f"writing {path}", lambda: _write_weights(path, weights))
+        return True
+
+    def save_fp16_model(self, save_dir: str | PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """The older name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def destroy(self) -> None:
+        """Nothing: there is nothing to give back."""
+
+
+def _write_latest(folder: Path, name: str) -> None:
+    unfinished = folder / f"{LATEST}.partial"
+    write_synced(unfinished, name.encode())
+    unfinished.replace(folder / LATEST)
+
+
+def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(weights, path)
+
+
+def _find(folder: Path, tag: str | None) -> Path | None:
+    """The checkpoint of `tag` in `folder`, or the latest; None if there is no checkpoint at all."""
+    if tag is None and (folder / LATEST).is_file():
+        tag = (folder / LATEST).read_text().strip()
+    place = folder if tag is None else folder / tag
+    if latest(place) is not None or (place / "manifest.json").is_file():
+        return place
+    if next(place.glob("*_optim_states.pt"), None) or next(place.glob("*_model_states.pt"), None):
+        raise CheckpointError(
+            f"{place} is a checkpoint of DeepSpeed's. Turn it into one of ours first: "
+            f"fullshard checkpoint import-deepspeed {place} OUT"
+        )
+    if tag is not None:
+        raise CheckpointError(f"there is no checkpoint {place}. Pass the tag and the folder that it was saved to.")
+    return None

@@ -1,0 +1,389 @@
+"""Every key of a DeepSpeed configuration, and what it becomes here: the one source of the reader and of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from fullshard.command_line import near_matches
+from fullshard.errors import ConfigError
+
+__all__ = ["KEYS", "Fate", "Key", "check", "leaves", "settings_of", "table"]
+
+
+class Fate(Enum):
+    """What happens to a key."""
+
+    HONOURED = "honoured"
+    NEEDLESS = "needless"  # accepted without effect: what it tunes does not exist here
+    REFUSED = "refused"  # an error, unless its value asks for nothing
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key, named by its path.
+
+    Args:
+        path: the sections and the key, with dots. One that ends in `.*` stands for everything in a section.
+        fate: what happens to it.
+        said: what it becomes; why it is needless; or what to use instead.
+        idle: of a refused one, the values that ask for nothing, and so are accepted.
+    """
+
+    path: str
+    fate: Fate
+    said: str
+    idle: tuple[Any, ...] = (None, False)
+
+    @property
+    def told(self) -> str:
+        """Its fate in words."""
+        return f"{self.fate.value}. {self.said}"
+
+
+def _honoured(path: str, said: str) -> Key:
+    return Key(path, Fate.HONOURED, said)
+
+
+def _needless(why: str, *paths: str) -> list[Key]:
+    return [Key(path, Fate.NEEDLESS, why) for path in paths]
+
+
+def _refused(path: str, instead: str, *idle: Any) -> Key:
+    return Key(path, Fate.REFUSED, instead, idle or (None, False))
+
+
+_ZERO = "zero_optimization."
+_IN_UNITS = "A unit's parameters travel in one message, straight from and to where they lie: there are no buckets."
+_RECORDED = "What is gathered ahead follows from the recorded order of units: one unit at a time."
+_ALL = (
+    # -- batch sizes
+    _honoured("train_batch_size", "Samples of a step over all ranks; checked against the two below, or derived."),
+    _honoured("train_micro_batch_size_per_gpu", "Samples of a microbatch of a rank: the batch size of the loader."),
+    _honoured(
+        "gradient_accumulation_steps",
+        "Microbatches of a step. Losses are divided by it. Stages 0 and 1 reduce gradients with the last one only.",
+    ),
+    _refused(
+        "managed_gradient_accumulation",
+        "Set gradient_accumulation_steps, or call engine.module.set_requires_gradient_sync yourself.",
+        None,
+        True,
+    ),
+    _honoured("dataloader_drop_last", "`drop_last` of the loader that is made for `training_data`."),
+    # -- optimizer, scheduler
+    _honoured(
+        "optimizer.type",
+        "Adam and AdamW (decoupled weight decay, unless `adam_w_mode` is false), Adagrad, or the class of that name in "
+        "`torch.optim`. Others: pass `optimizer=` to initialize; `fullshard.optim.Muon` for Muon.",
+    ),
+    _honoured(
+        "optimizer.params",
+        "Arguments of that class. `torch_adam`, `adam_w_mode` and `fp32_optimizer_states` are understood.",
+    ),
+    *_needless("Optimizers of torch choose their kernels themselves.", "optimizer.legacy_fusion"),
+    *_needless(
+        "Every optimizer of torch works on sharded parameters, and on the CPU.",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+    ),
+    _honoured(
+        "scheduler.type",
+        "LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or the class of that name in "
+        "`torch.optim.lr_scheduler`.",
+    ),
+    _honoured("scheduler.params", "Arguments of that class."),
+    _honoured("gradient_clipping", "The norm that gradients are clipped to, 1.0 if left out; 0 clips nothing."),
+    # -- dtypes
+    _honoured("bf16.enabled", "Compute and gathers in bfloat16; shards, gradients in them and moments in float32."),
+    _honoured("bf16.check_grad_overflow", "Whether a step with infinite or NaN gradients is skipped, as by default."),
+    *_needless("Gradients are added to the shards' as they arrive.", "bf16.immediate_grad_update"),
+    _refused(
+        "bf16.bf16_master_weights_and_grads",
+        "Call model.to(torch.bfloat16) and leave bf16 out: weights, gradients and moments are bfloat16 then.",
+    ),
+    _refused("bf16.bf16_optimizer_states", "Call model.to(torch.bfloat16) and leave bf16 out: moments follow weights."),
+    _honoured("fp16.enabled", "Compute and gathers in float16; shards, gradients in them and moments in float32."),
+    _honoured("fp16.auto_cast", "Whether floating-point inputs of the model are cast to float16."),
+    _honoured("fp16.loss_scale", "A fixed loss scale; 0, which is the default, for one that adapts."),
+    _honoured("fp16.initial_scale_power", "The first adapting loss scale is 2 to this power; 16 if left out."),
+    _honoured("fp16.loss_scale_window", "Steps without an overflow until the loss scale doubles; 1000 if left out."),
+    _honoured("fp16.hysteresis", "Overflows until the loss scale is halved; 2 if left out."),
+    _honoured("fp16.consecutive_hysteresis", "Whether each step without an overflow restores the hysteresis."),
+    _honoured("fp16.min_loss_scale", "The smallest adapting loss scale; 1 if left out."),
+    _refused(
+        "fp16.fp16_master_weights_and_grads",
+        "Call model.half() and leave fp16 out: weights, gradients and moments are float16 then.",
+    ),
+    _refused("torch_autocast.enabled", "Run the forward in torch.autocast yourself, or set bf16.enabled."),
+    *_needless("It belongs to torch_autocast.enabled.", "torch_autocast.*"),
+    _honoured(
+        "communication_data_type",
+        "The dtype in which gradients are summed over ranks: fp32, fp16 or bf16; that of compute if left out.",
+    ),
+    _honoured("data_types.param_dtype", "Must be the dtype that bf16 and fp16 ask for."),
+    _refused(
+        "data_types.grad_accum_dtype",
+        "Leave it out: gradients add up in the shards' dtype, which is float32.",
+        None,
+        "fp32",
+        "float32",
+        "float",
+        "torch.float32",
+    ),
+    _refused("data_types.buffer_dtype", "Cast the buffers before initialize; they keep the dtype they have.", None),
+    *_needless("Buffers keep their dtype.", "data_types.keep_in_fp32_modules"),
+    # -- reduction
+    _honoured("gradient_allreduce_op", "mean, or sum: then gradients are not divided by the number of ranks."),
+    _refused("prescale_gradients", "Set communication_data_type to fp32: sums do not overflow there."),
+    _refused(
+        "gradient_predivide_factor", "Set communication_data_type to fp32: sums do not overflow there.", None, 1, 1.0
+    ),
+    *_needless("Gathers are all-gathers, whatever this says.", "disable_allgather"),
+    *_needless("There is no sequence parallelism for it to concern.", "seq_parallel_communication_data_type"),
+    # -- sharding
+    _honoured(_ZERO + "stage", "0: strategy ddp. 1: zero1. 2: zero2. 3: zero3."),
+    _honoured(
+        _ZERO + "offload_optimizer.device",
+        "cpu: shards, their gradients and the optimizer step live on the CPU. none: on the device. nvme is refused.",
+    ),
+    _honoured(_ZERO + "offload_param.device", "As offload_optimizer.device: parameters rest where optimizers step."),
+    _honoured(_ZERO + "offload_optimizer.pin_memory", "Whether that CPU memory is page-locked."),
+    _honoured(_ZERO + "offload_param.pin_memory", "Whether that CPU memory is page-locked."),
+    _honoured(_ZERO + "cpu_offload", "As offload_optimizer.device: cpu."),
+    _honoured(_ZERO + "cpu_offload_param", "As offload_param.device: cpu."),
+    _honoured(_ZERO + "cpu_offload_use_pin_memory", "As offload_optimizer.pin_memory."),
+    _refused(_ZERO + "offload_optimizer.ratio", "Offload all or nothing: parts of a unit are not split.", None, 1, 1.0),
+    _refused(_ZERO + "offload_optimizer.super_offload", "Leave it out: the optimizer steps as torch has it."),
+    *_needless(
+        "Nothing is swapped to a disk, so there is nothing to buffer or to tile.",
+        *(
+            f"{_ZERO}offload_{which}.{key}"
+            for which, keys in {
+                "optimizer": (
+                    "nvme_path",
+                    "buffer_count",
+                    "pipeline_read",
+                    "pipeline_write",
+                    "fast_init",
+                    "cpuadam_cores_perc",
+                ),
+                "param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+            }.items()
+            for key in keys
+        ),
+        _ZERO + "sub_group_size",
+        "aio.*",
+    ),
+    _honoured(
+        _ZERO + "zero_hpz_partition_size",
+        "Under stage 3, the neighbouring ranks that keep parameters together from forward to backward.",
+    ),
+    _refused(_ZERO + "zero_quantized_weights", "Set bf16.enabled: gathers move bfloat16 then."),
+    _refused(_ZERO + "zero_quantized_nontrainable_weights", "Quantise frozen weights in the model; they stay so."),
+    _refused(_ZERO + "zero_quantized_gradients", "Set communication_data_type to bf16."),
+    _refused(_ZERO + "mics_shard_size", "Use fullshard.fully_shard with strategy='hsdp' and a mesh.", None, -1),
+    _refused(_ZERO + "mics_hierarchical_params_gather", "Use fullshard.fully_shard with strategy='hsdp' and a mesh."),
+    _refused(_ZERO + "zenflow", "Leave it out: gradients are applied in the step in which they were made.", None),
+    _refused(_ZERO + "legacy_stage1", "Leave it out."),
+    _refused(_ZERO + "leaf_module", "Pass auto_wrap_policy= to initialize: it says which modules are units.", None),
+    _honoured(_ZERO + "compute_grad_norm", "Whether the norm is computed where nothing is clipped, as by default."),
+    _refused(
+        _ZERO + "ignore_unused_parameters",
+        "Leave it true: parameters without a gradient count as having zeros, in every strategy.",
+        None,
+        True,
+    ),
+    _refused(_ZERO + "load_from_fp32_weights", "Leave it true: float32 weights are what is saved.", None, True),
+    *_needless(
+        _IN_UNITS,
+        _ZERO + "contiguous_gradients",
+        _ZERO + "reduce_scatter",
+        _ZERO + "reduce_bucket_size",
+        _ZERO + "use_multi_rank_bucket_allreduce",
+        _ZERO + "allgather_partitions",
+        _ZERO + "allgather_bucket_size",
+        _ZERO + "round_robin_gradients",
+        _ZERO + "stage3_use_all_reduce_for_fetch_params",
+        _ZERO + "stage3_allgather_sequential",
+        "allgather_size",
+    ),
+    *_needless("Gathers and reductions always run beside compute.", _ZERO + "overlap_comm"),
+    *_needless("Every shard starts on a 16-byte boundary.", _ZERO + "parameter_alignment"),
+    *_needless(
+        _RECORDED,
+        _ZERO + "stage3_prefetch_bucket_size",
+        _ZERO + "stage3_max_live_parameters",
+        _ZERO + "stage3_max_reuse_distance",
+        _ZERO + "log_trace_cache_warnings",
+    ),
+    *_needless(
+        "Small parameters are sharded too, and packed into one message.",
+        _ZERO + "stage3_param_persistence_threshold",
+        _ZERO + "stage3_model_persistence_threshold",
+    ),
+    *_needless("Units are whole layers.", _ZERO + "stage3_module_granularity_threshold"),
+    *_needless(
+        "`save_16bit_model` gathers under every stage.",
+        _ZERO + "stage3_gather_16bit_weights_on_model_save",
+        _ZERO + "stage3_gather_fp16_weights_on_model_save",
+    ),
+    *_needless(
+        "Checkpoints load at any number of ranks and under any stage.",
+        _ZERO + "elastic_checkpoint",
+        _ZERO + "pipeline_loading_checkpoint",
+    ),
+    *_needless("Modules of the user are not replaced.", _ZERO + "memory_efficient_linear"),
+    *_needless("`module.apply` between steps sees shards.", _ZERO + "override_module_apply"),
+    *_needless("What the ranks are about to do is always compared.", _ZERO + "enable_sanity_checks"),
+    *_needless("Nothing is swapped to a disk.", _ZERO + "save_muon_momentum_buffer_in_memory"),
+    # -- checkpoints
+    *_needless("Tags of ranks are always compared, and a difference is an error.", "checkpoint.tag_validation"),
+    *_needless("Each rank writes what it has, in one file.", "checkpoint.parallel_write"),
+    _refused("checkpoint.load_universal", "Leave it out: checkpoints load at any number of ranks as they are."),
+    _refused("checkpoint.use_node_local_storage", "Save to a folder that all hosts share."),
+    _refused("checkpoint.writer", "Use fullshard.checkpoint.async_save to write behind the training.", None),
+    _refused("datastates_ckpt", "Use fullshard.checkpoint.async_save to write behind the training.", None),
+    # -- what is told
+    _honoured("steps_per_print", "Every so many steps, rank 0 logs step, loss scale and learning rate (INFO)."),
+    *_needless("Levels are set by `logging.getLogger('fullshard')`.", "log_level"),
+    *_needless("Sizes need not be multiples of anything.", "vocabulary_size"),
+    _refused("dump_state", "print(fullshard.explain(engine.module))."),
+    _refused("disable_python_gc", "Call gc.disable() in the script."),
+    _refused("wall_clock_breakdown", "Use torch.profiler, or fullshard.recording()."),
+    _refused("memory_breakdown", "print(fullshard.explain(engine.module)), or torch.profiler."),
+    *(
+        _refused(f"{section}.enabled", instead)
+        for section, instead in {
+            "flops_profiler": "Use torch.utils.flop_counter.FlopCounterMode.",
+            "comms_logger": "Use fullshard.recording(), which counts collectives and bytes.",
+            "tensorboard": "Log what you want to see from the script.",
+            "wandb": "Log what you want to see from the script.",
+            "csv_monitor": "Log what you want to see from the script.",
+            "comet": "Log what you want to see from the script.",
+            "autotuning": "Set the batch sizes: there are no buckets to tune.",
+            "data_efficiency": "Choose samples in the script's own loader.",
+            "curriculum_learning": "Choose samples in the script's own loader.",
+            "hybrid_engine": "Leave it out: generate with engine.module.",
+            "progressive_layer_drop": "Drop layers in the model.",
+            "eigenvalue": "Leave it out: DeepSpeed has dropped it as well.",
+            "quantize_training": "Use torch's quantisation.",
+            "elasticity": "Leave it out: checkpoints load at any number of ranks.",
+            "amp": "Set bf16.enabled or fp16.enabled.",
+        }.items()
+    ),
+    *(
+        _refused(section, instead, None, {})
+        for section, instead in {
+            "compression_training": "Compress the model outside of training.",
+            "weight_quantization": "Use torch's quantisation.",
+            "sparse_attention": "Use torch.nn.attention.",
+            "pipeline": "Pipeline parallelism is not offered.",
+            "nebula": "Use fullshard.checkpoint.async_save.",
+        }.items()
+    ),
+    _refused("sparse_gradients", "Leave it out: gradients are dense."),
+    _refused("compile.deepcompile", "Use torch.compile on the model."),
+    _refused("tensor_parallel.autotp_size", "Use torch.distributed.tensor.parallel beside fully_shard.", None, 0, 1),
+    _refused("sequence_parallel_size", "Sequence parallelism is not offered.", None, 1),
+    _refused("expert_parallel", "Expert parallelism is not offered.", None, {}),
+    *_needless("All ranks are data parallel.", "data_parallel_size", "use_data_before_expert_parallelism"),
+    # -- what belongs to a section that is off
+    *_needless("It tunes a section that is off.", "timers.*"),
+    *(
+        _refused(f"activation_checkpointing.{key}", "Use torch.utils.checkpoint in the model.", None, False)
+        for key in (
+            "partition_activations",
+            "contiguous_memory_optimization",
+            "cpu_checkpointing",
+            "number_checkpoints",
+            "synchronize_checkpoint_boundary",
+            "profile",
+        )
+    ),
+)
+
+
+def table() -> list[tuple[str, str, str]]:
+    """For each fate and what is said of it: the keys, the fate, and what is said. In the order of the page."""
+    found: dict[tuple[Fate, str], list[str]] = {}
+    for key in _ALL:
+        found.setdefault((key.fate, key.said), []).append(f"`{key.path}`")
+    rows = [(", ".join(keys), fate.value, said) for (fate, said), keys in found.items()]
+    return sorted(rows, key=lambda row: [fate.value for fate in Fate].index(row[1]))
+
+
+KEYS: Mapping[str, Key] = {key.path: key for key in _ALL}
+
+# Older or shorter names of sections and keys.
+_ALIASES = {
+    "bfloat16": "bf16",
+    **{
+        f"{_ZERO}{name}": f"{_ZERO}stage3_{name}"
+        for name in (
+            "prefetch_bucket_size",
+            "param_persistence_threshold",
+            "model_persistence_threshold",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "gather_16bit_weights_on_model_save",
+            "module_granularity_threshold",
+            "use_all_reduce_for_fetch_params",
+            "allgather_sequential",
+        )
+    },
+}
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `config` by the path of their key, once every key is known and none asks for what there is not.
+
+    Raises:
+        ConfigError: a key is unknown or refused, or has a value that somebody else was to fill in.
+    """
+    found: dict[str, Any] = {}
+    for path, value in leaves(config):
+        key = check(path, value)
+        if key.fate is Fate.HONOURED:
+            found[key.path] = value
+    return found
+
+
+def check(path: str, value: Any) -> Key:
+    """The key at `path`.
+
+    Raises:
+        ConfigError: it is unknown, or refused and its value asks for something.
+    """
+    key = _find(path)
+    if key is None:
+        raise ConfigError(
+            f"the DeepSpeed configuration has {path!r}, which is not known.{near_matches(path, KEYS)} Remove it, or "
+            "see docs/deepspeed.md for all that are."
+        )
+    if "auto" in (value.values() if isinstance(value, Mapping) else (value,)):
+        raise ConfigError(f"{path} has the value 'auto', which a trainer around DeepSpeed fills in. Write a number.")
+    if key.fate is Fate.REFUSED and not any(value == it and type(value) is type(it) for it in key.idle):
+        raise ConfigError(f"{path}={value!r} of the DeepSpeed configuration has no counterpart. {key.said}")
+    return key
+
+
+def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Paths and values of all keys; arguments of optimizers and schedulers stay together."""
+    off = section.get("enabled") is False
+    for name, value in section.items():
+        path = f"{prefix}{name}"
+        path = _ALIASES.get(path, path)
+        if path in KEYS:
+            yield path, value
+        elif isinstance(value, Mapping | None) and any(known.startswith(f"{path}.") for known in KEYS):
+            yield from leaves(value or {}, f"{path}.")
+        elif not (off and f"{prefix}enabled" in KEYS):  # what tunes a section that is off asks for nothing
+            yield path, value
+
+
+def _find(path: str) -> Key | None:
+    section = path.rpartition(".")[0]
+    return KEYS.get(path) or KEYS.get(f"{section}.*")

@@ -1,0 +1,157 @@
+"""`initialize` and what a DeepSpeed script calls before it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
+
+from fullshard.engine.runtime import turns_in
+from fullshard.errors import ConfigError
+from fullshard.fully_shard import default_device
+from fullshard.integrations.deepspeed.building import MakeOptimizer, ModelParameters, make_optimizer, make_scheduler
+from fullshard.integrations.deepspeed.configuration import Configuration, read
+from fullshard.integrations.deepspeed.engine import Engine
+from fullshard.integrations.placing import shard_model
+from fullshard.policy.precision import is_castable
+from fullshard.wrap import AutoWrapPolicy
+
+__all__ = ["add_config_arguments", "init_distributed", "initialize"]
+
+Config = str | PathLike[str] | Mapping[str, Any]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    model_parameters: ModelParameters | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Config | None = None,
+    mesh_param: Any = None,
+    config_params: Config | None = None,
+    *,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+) -> tuple[Engine, Optimizer | None, DataLoader[Any] | None, Any]:
+    """An engine that trains `model` as a DeepSpeed configuration says, its optimizer, loader and scheduler.
+
+    The model is sharded in place, as the configuration's ZeRO stage says; every rank gets the first rank's values.
+
+    Args:
+        args: may have `deepspeed_config`, the path of the configuration.
+        model: a plain module; what of it is on the meta device is initialised by `reset_parameters`.
+        optimizer: an optimizer, or what makes one of parameters, in place of the configuration's.
+        model_parameters: parameters, or groups of them, that the optimizer steps: all that are trained, if None.
+        training_data: a dataset to make a loader of.
+        lr_scheduler: a scheduler, or what makes one of an optimizer, in place of the configuration's.
+        distributed_port: must be None: the launcher chooses it.
+        mpu: must be None: there is no model parallelism here.
+        dist_init_required: whether to make the process group; None to do so where there is none.
+        collate_fn: merges samples to a batch.
+        config: a path or a dict.
+        mesh_param: must be None: all ranks are data parallel.
+        config_params: an older name of `config`.
+        auto_wrap_policy: which modules are units; the model's layers, if None. DeepSpeed has no such argument.
+
+    Raises:
+        ConfigError: a key of the configuration, or an argument, cannot be honoured; the message names it.
+    """
+    for name, value in (("distributed_port", distributed_port), ("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ConfigError(
+                f"initialize({name}=...) has no counterpart: all ranks that the launcher starts are data parallel. "
+                "Leave it out; for tensor parallelism, use fullshard.fully_shard with a mesh."
+            )
+    if model is None:
+        raise ConfigError("initialize was given no model. Pass model=.")
+    if dist_init_required or not dist.is_initialized():
+        init_distributed()
+    found = _config(args, config, config_params)
+    settings = read(found, dist.get_world_size())
+    device = default_device()
+    _shard(model, settings, device, auto_wrap_policy)
+    made = make_optimizer(model, model_parameters, optimizer, settings.optimizer)
+    engine = Engine(
+        model,
+        settings,
+        found,
+        device,
+        optimizer=made,
+        lr_scheduler=make_scheduler(made, lr_scheduler, settings.scheduler),
+        training_data=training_data,
+        collate_fn=collate_fn,
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _config(args: Any, config: Config | None, config_params: Config | None) -> Config:
+    given = [it for it in (config, config_params, getattr(args, "deepspeed_config", None)) if it is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            f"initialize was given {len(given)} configurations. Pass one: config=, or args with deepspeed_config."
+        )
+    return given[0]
+
+
+def _shard(model: nn.Module, settings: Configuration, device: torch.device, policy: AutoWrapPolicy | None) -> None:
+    if turns_in(model):
+        raise ConfigError(
+            "the model given to initialize has been sharded, wholly or in parts. Pass a plain one: the configuration's "
+            "ZeRO stage says how it is sharded, and auto_wrap_policy= which modules are units."
+        )
+    if settings.low_precision:  # the optimizer steps float32 values, whatever the model came in
+        for param in model.parameters():
+            if is_castable(param.dtype):
+                param.data = param.data.float()
+    shard_model(
+        model,
+        device=device,
+        auto_wrap_policy=policy,
+        root={"mp_policy": settings.policy(root=True)},
+        mp_policy=settings.policy(root=False),
+        strategy=settings.strategy,
+        reshard_after_forward=settings.together,
+        offload_policy=settings.offload,
+    )
+    if not settings.averages:
+        for turn in turns_in(model):
+            turn.unit.settings.divisor = 1.0
+
+
+def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
+    """Make the default process group, unless there is one: with NCCL where there is a GPU, else with gloo.
+
+    Args:
+        dist_backend: another backend.
+        options: of DeepSpeed's function of this name; `timeout` is honoured, others must be left out.
+    """
+    timeout = options.pop("timeout", None)
+    if options:
+        raise ConfigError(f"init_distributed({', '.join(options)}): only dist_backend and timeout are known.")
+    if dist.is_initialized():
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    dist.init_process_group(backend, **({} if timeout is None else {"timeout": timeout}))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """`parser`, with the options that DeepSpeed's launcher and scripts know."""
+    group = parser.add_argument_group("DeepSpeed", "configuration, as DeepSpeed's scripts are told of it")
+    group.add_argument("--deepspeed", action="store_true", help="accepted; initialize decides")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="JSON file with the configuration")
+    return parser

@@ -1,0 +1,472 @@
+"""Lightning's Trainer and Fabric on this engine: `Trainer(strategy=FullShardStrategy(), ...)`.
+
+Both strategies are Lightning's own for DDP but for what concerns the model: it is sharded in place where DDP would wrap
+it. What Lightning does not document is marked "private" at the end of its line; tests hold that it is there in the
+version that they run with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fullshard.checkpoint import load, save
+from fullshard.checkpoint.contents import model_state
+from fullshard.engine.runtime import is_unit, run_as_forward
+from fullshard.errors import ConfigError
+from fullshard.fully_shard import FSDPModule, Strategy
+from fullshard.integrations.joined_optimizers import joined
+from fullshard.integrations.placing import layers_and_children, repeated_layers, shard_model
+from fullshard.integrations.required import require
+from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
+from fullshard.optim.rebinding import point_to_shards
+from fullshard.policy.offload import OffloadPolicy
+from fullshard.policy.precision import MixedPrecisionPolicy
+from fullshard.state.optim_state import optim_state_dict_to_load, params_by_fqn, sharded_optim_state_dict
+from fullshard.wrap import AutoWrapPolicy
+
+require("lightning", "2.6", extra="lightning")
+
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision  # noqa: E402  # once it is known to be there
+from lightning.fabric.plugins import TorchCheckpointIO  # noqa: E402
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
+from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+
+__all__ = ["FabricFullShardStrategy", "FullShardStrategy"]
+
+
+@dataclass(frozen=True)
+class _Sharding:
+    """How to shard a model, for both strategies."""
+
+    strategy: Strategy
+    auto_wrap_policy: AutoWrapPolicy | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+
+    def apply(self, model: nn.Module, device: torch.device, policy: AutoWrapPolicy) -> None:
+        """Shard `model` in place, with `policy` where the user has none."""
+        shard_model(
+            model,
+            device=device,
+            auto_wrap_policy=self.auto_wrap_policy or policy,
+            strategy=self.strategy,
+            mp_policy=self.mp_policy,
+            offload_policy=self.offload_policy,
+        )
+
+
+class FullShardStrategy(DDPStrategy):
+    """The strategy of a `lightning.Trainer` whose module is sharded in place.
+
+        trainer = Trainer(strategy=FullShardStrategy(), devices=2, ...)
+
+    What a module builds in `configure_model` on the meta device is initialised unit by unit, by `reset_parameters`.
+    Checkpoints are folders that `fullshard.checkpoint` has written; a file that another strategy has saved is loaded,
+    too.
+
+    Args:
+        strategy: see `fullshard.fully_shard`, as for the next three.
+        auto_wrap_policy: which modules are units; if None, the layers of the modules that the LightningModule has, and
+            those modules themselves. Units that `configure_model` has made stay.
+        mp_policy: the dtypes of units, besides what the precision plugin does.
+        offload_policy: where shards rest.
+        process_group_backend: NCCL for GPUs, else gloo, if None.
+        timeout: of collectives.
+        options: of Lightning's `DDPStrategy` that do not concern DDP's wrapper: accelerator, parallel_devices,
+            cluster_environment, precision_plugin, start_method.
+
+    Raises:
+        ConfigError: an option cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy = "zero3",
+        *,
+        auto_wrap_policy: AutoWrapPolicy | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**_known(options, process_group_backend, timeout, "precision_plugin"))
+        self._sharding = _Sharding(strategy, auto_wrap_policy, mp_policy, offload_policy)
+        self._told: dict[str, Any] = {}  # the state dict that was last given, to see what hooks make of it
+
+    # -- setting up ---------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module, and make its optimizers of the shards."""
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        if self._layer_sync is not None:  # private
+            raise ConfigError(
+                "sync_batchnorm=True cannot be honoured: call nn.SyncBatchNorm.convert_sync_batchnorm in "
+                "configure_model."
+            )
+        self.model = self.precision_plugin.convert_module(self.model)
+        self._shard(self.model)
+        _share_overflows(self.precision_plugin)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, model: nn.Module) -> None:
+        if is_unit(model):  # an earlier call of the trainer has sharded it, and moved it to the CPU at its end
+            model.to(self.root_device)
+        self._sharding.apply(model, self.root_device, layers_and_children(model))
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """A context in which modules are built: on the meta device if `empty_init`."""
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_to_device(self) -> None:
+        """Nothing: units are placed as they are made."""
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own returns, with what it has itself whole meanwhile.
+
+        Where the module drives its optimizers itself, it is whole in its forward alone: backward comes within the step.
+        """
+        module = self._module
+        with self.precision_plugin.train_step_context():
+            if not module.automatic_optimization:
+                return module.training_step(*args, **kwargs)
+            return run_as_forward(module, module.training_step, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own returns."""
+        with self.precision_plugin.val_step_context():
+            return run_as_forward(self._module, self._module.validation_step, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own returns."""
+        with self.precision_plugin.test_step_context():
+            return run_as_forward(self._module, self._module.test_step, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module's own returns."""
+        with self.precision_plugin.predict_step_context():
+            return run_as_forward(self._module, self._module.predict_step, args, kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """A context in which backward adds to whole gradients and sends nothing: all microbatches but the last."""
+        with cast(FSDPModule, self._module).no_sync():
+            yield
+
+    @property
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: shards are loaded into shards."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False for folders, from which `load_checkpoint` has loaded optimizers already."""
+        return self._from_file
+
+    _from_file = False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state, sharded."""
+        self._told = model_state(self._module)
+        return dict(self._told)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state by FQN, sharded."""
+        return sharded_optim_state_dict(self._module, getattr(optimizer, "optimizer", optimizer))
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Write a checkpoint of ours to the folder `filepath`, each rank its shards, wholly or not at all.
+
+        Raises:
+            CheckpointError: some rank could not, or something cannot be read back without executing code.
+            ConfigError: an option, or what a hook has changed, cannot be honoured.
+        """
+        if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise ConfigError(
+                "storage_options and CheckpointIO plugins cannot be honoured: checkpoints are folders of shards, which "
+                "fullshard.checkpoint writes."
+            )
+        given = checkpoint.get("state_dict", {})
+        if given.keys() != self._told.keys() or any(given[name] is not it for name, it in self._told.items()):
+            raise ConfigError(
+                "on_save_checkpoint has changed checkpoint['state_dict']: a checkpoint has the state of the module as "
+                "it is. Save what is to be different in another file."
+            )
+        self._told = {}
+        rest = {name: it for name, it in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        save(
+            Path(self.broadcast(filepath)),
+            model=self._module,
+            optimizer=joined(self.optimizers) if "optimizer_states" in checkpoint else None,
+            step=checkpoint["global_step"],
+            extra=rest,
+            keep=1,
+        )
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a folder of ours into module and optimizers; of a file, what is in it, to be loaded later.
+
+        At any number of ranks and under any strategy. With as many ranks as saved it, random generators go on, too.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        self._from_file = path.is_file()
+        if self._from_file:
+            return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        fits = bool(self.optimizers)
+        restored = load(path, model=self._module, optimizer=joined(self.optimizers), random_states=fits)
+        return {**(restored.extra or {}), "state_dict": {}}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights, of a file; nothing for a folder."""
+        if self._from_file:
+            self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load whole states, of a file, each rank its part."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            fqns = list(params_by_fqn(self._module, optimizer))
+            named = {
+                "state": {fqns[number]: values for number, values in state["state"].items()},
+                "param_groups": [{**it, "params": [fqns[i] for i in it["params"]]} for it in state["param_groups"]],
+            }
+            optim_state_dict_to_load(self._module, optimizer, named, load_directly=True, from_first_rank=False)
+
+    def teardown(self) -> None:
+        """What every strategy does at its end; the module stays sharded."""
+        self._from_file = False
+        super().teardown()
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: a strategy of this name is passed as an object."""
+
+
+class FabricFullShardStrategy(FabricDDPStrategy):
+    """The strategy of a `lightning.Fabric` that shards modules in place.
+
+        fabric = Fabric(strategy=FabricFullShardStrategy(), devices=2)
+        model, optimizer = fabric.setup(model, optimizer)
+
+    What is built on the meta device, in `fabric.init_module(empty_init=True)` for one, is initialised unit by unit, by
+    `reset_parameters`. `fabric.save` and `fabric.load` write and read folders of `fullshard.checkpoint`'s; the state
+    has one module.
+
+    Args:
+        strategy: see `fullshard.fully_shard`, as for the next three.
+        auto_wrap_policy: which modules are units; the module's layers, if None.
+        mp_policy: the dtypes of units, besides what the precision plugin does.
+        offload_policy: where shards rest.
+        process_group_backend: NCCL for GPUs, else gloo, if None.
+        timeout: of collectives.
+        options: of Fabric's `DDPStrategy` that do not concern DDP's wrapper: accelerator, parallel_devices,
+            cluster_environment, precision, start_method.
+
+    Raises:
+        ConfigError: an option cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy = "zero3",
+        *,
+        auto_wrap_policy: AutoWrapPolicy | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**_known(options, process_group_backend, timeout, "precision"))
+        self._sharding = _Sharding(strategy, auto_wrap_policy, mp_policy, offload_policy)
+        self._backward_sync_control = cast(Any, _NoSync())  # private: what fabric.no_backward_sync asks
+
+    def setup_module(self, module: nn.Module) -> Any:
+        """`module`, sharded."""
+        _share_overflows(self.precision)
+        self._sharding.apply(module, self.root_device, repeated_layers(module))
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """`optimizer`, over the shards, be it made before sharding or after."""
+        point_to_shards(optimizer)
+        return optimizer
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Nothing: units are placed as they are made."""
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """A context in which modules are built: on the meta device if `empty_init`."""
+        stack = ExitStack()
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """The norm of all gradients, which are clipped: see `fullshard.clip_grad_norm_`."""
+        self.precision.unscale_gradients(optimizer)
+        params = cast(list[nn.Parameter], self.precision.main_params(optimizer))
+        return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write `state` to the folder `path`, each rank its shards, wholly or not at all.
+
+        Raises:
+            CheckpointError: some rank could not, or something cannot be read back without executing code.
+            ConfigError: there is not one module in `state`, or an option cannot be honoured.
+        """
+        if storage_options is not None or filter is not None:
+            raise ConfigError("fabric.save(storage_options=..., filter=...) cannot be honoured: all of it is saved.")
+        parts = _Parts.of(state)
+        rest = {name: it.state_dict() if _is_stateful(it) else it for name, it in parts.rest.items()}
+        save(
+            Path(self.broadcast(path)),
+            model=parts.module,
+            optimizer=joined(parts.optimizers),
+            step=0,
+            extra=rest,
+            keep=1,
+        )
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: nn.Module | Optimizer | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Load the folder `path` into what is in `state`; the rest of what was saved.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit.
+            ConfigError: there is not one module in `state`, or an option cannot be honoured.
+        """
+        if not isinstance(state, dict):
+            raise ConfigError('fabric.load(path, state): pass what was saved, such as {"model": model}.')
+        parts = _Parts.of(state)
+        restored = load(Path(self.broadcast(path)), model=parts.module, optimizer=joined(parts.optimizers))
+        rest = dict(restored.extra or {})
+        absent = [name for name in parts.rest if name not in rest]
+        if absent and strict:
+            raise ConfigError(
+                f"fabric.load: {', '.join(absent)} are not in {path}, which has {', '.join(rest) or 'nothing'} besides "
+                "module and optimizers. Leave them out of the state, or pass strict=False."
+            )
+        for name, it in parts.rest.items():
+            if name in absent:
+                continue
+            if _is_stateful(it):
+                it.load_state_dict(rest.pop(name))
+            else:
+                state[name] = rest.pop(name)
+        return rest
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Nothing: a strategy of this name is passed as an object."""
+
+
+class _NoSync:
+    """How Fabric has backward send nothing."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """A context in which backward adds to whole gradients, if `enabled`."""
+        return cast(FSDPModule, module).no_sync() if enabled else nullcontext()
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What Fabric saves: a module, optimizers over it, and whatever else."""
+
+    module: nn.Module
+    optimizers: Sequence[Optimizer]
+    rest: dict[str, Any]
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> _Parts:
+        modules = [it for it in state.values() if isinstance(it, nn.Module)]
+        if len(modules) != 1:
+            raise ConfigError(
+                f"the state has {len(modules)} modules ({', '.join(state)}), and a checkpoint is of one. Pass one; "
+                "put several into an nn.ModuleDict."
+            )
+        optimizers = [it for it in state.values() if isinstance(it, Optimizer)]
+        known = {id(it) for it in (*modules, *optimizers)}
+        return cls(modules[0], optimizers, {name: it for name, it in state.items() if id(it) not in known})
+
+
+def _is_stateful(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _known(options: dict[str, Any], backend: str | None, timeout: timedelta | None, precision: str) -> dict[str, Any]:
+    """`options` for Lightning's own strategy, once they are known to be honoured."""
+    known = {"accelerator", "parallel_devices", "cluster_environment", "start_method", precision}
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ConfigError(
+            f"FullShardStrategy({', '.join(unknown)}): not known. Options of DistributedDataParallel have no meaning "
+            f"here, nor has checkpoint_io; there are {', '.join(sorted(known))} besides the named ones."
+        )
+    timed = {} if timeout is None else {"timeout": timeout}
+    return {**options, **timed, "process_group_backend": backend}
+
+
+def _share_overflows(plugin: Any) -> None:
+    """Let a step of scaled losses be skipped on all ranks where any rank's shards overflowed."""
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision | FabricMixedPrecision) else None
+    if scaler is not None and not isinstance(scaler, ShardedGradScaler):
+        plugin.scaler = ShardedGradScaler(
+            plugin.device,
+            init_scale=scaler.get_scale(),
+            growth_factor=scaler.get_growth_factor(),
+            backoff_factor=scaler.get_backoff_factor(),
+            growth_interval=scaler.get_growth_interval(),
+            enabled=scaler.is_enabled(),
+        )

@@ -1,0 +1,118 @@
+"""From a whole model to units, as every integration does it: one unit after another, the same values on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.engine.materialize import initialise, own_modules
+from fullshard.engine.runtime import is_unit
+from fullshard.fully_shard import fully_shard
+from fullshard.wrap import AutoWrapPolicy, CustomPolicy, wrapped_modules
+
+__all__ = ["layers_and_children", "repeated_layers", "shard_model", "take_from_first"]
+
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def shard_model(
+    model: nn.Module,
+    *,
+    device: torch.device,
+    auto_wrap_policy: AutoWrapPolicy | None = None,
+    root: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Shard `model` in place, a unit at a time.
+
+    What of a unit is on the meta device is initialised first, by the `reset_parameters` of its modules; then every rank
+    gets the first rank's values. So no rank holds more than its shards and one unit whole.
+
+    Args:
+        model: a whole model, or one in which units were made already: those stay.
+        device: where what is on the meta device gets memory.
+        auto_wrap_policy: which submodules become units; `repeated_layers(model)` if None and there are no units yet.
+        root: options of the root's unit alone.
+        options: of `fully_shard`.
+    """
+    there = [child for child in model.modules() if is_unit(child)]
+    if model in there:
+        return
+    policy = auto_wrap_policy or (None if there else repeated_layers(model))
+    chosen = {} if policy is None else wrapped_modules(model, policy, ignored_modules=there)
+    for unit, overrides in [*chosen.items(), (model, root or {})]:
+        initialise((unit,), device, (), None)
+        take_from_first(unit)
+        fully_shard(unit, **{**options, **overrides})
+
+
+def repeated_layers(model: nn.Module) -> AutoWrapPolicy:
+    """A policy that makes units of a model's layers: the modules of one class that a container has several of.
+
+    Containers are `nn.ModuleList`, `nn.ModuleDict` and `nn.Sequential`; layers within a layer stay whole with it. Where
+    a model names its layers as models of the transformers library do (`_no_split_modules`), those are units.
+    """
+    layers = _layers(model)
+    return CustomPolicy(lambda module: module in layers)
+
+
+def layers_and_children(model: nn.Module) -> AutoWrapPolicy:
+    """A policy that makes units of the layers of `model`, and of each module that it has itself.
+
+    For models that call these, rather than be called: whichever of them is called first is whole in time.
+    """
+    layers = set(chain.from_iterable(map(_layers, model.children())))
+    children = {child for child in model.children() if not isinstance(child, _WITHOUT_FORWARD)}
+    children = {child for child in children if any(True for _ in child.parameters())}
+    return CustomPolicy(lambda module: module in layers or module in children)
+
+
+def _layers(model: nn.Module) -> set[nn.Module]:
+    named = set(getattr(model, "_no_split_modules", None) or ())
+    return {child for child in model.modules() if type(child).__name__ in named} or set(_repeated(model))
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    children = [child for child in module.children() if any(True for _ in child.parameters())]
+    often: set[type[nn.Module]] = set()
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        counts = Counter(map(type, children))
+        often = {
+            cls for cls, count in counts.items() if count > 1 and getattr(cls, "forward", None) is not nn.Module.forward
+        }
+    for child in children:
+        if type(child) in often:
+            yield child
+        else:
+            yield from _repeated(child)
+
+
+def take_from_first(unit: nn.Module) -> None:
+    """Let every rank have the first rank's values of what of `unit` is in no unit yet, a tensor at a time."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    wire = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    tensors = {
+        id(tensor): tensor
+        for _, module in own_modules((unit,))
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+        if tensor is not None and not isinstance(tensor, DTensor)
+    }
+    with torch.no_grad():
+        for tensor in tensors.values():
+            staged = tensor.detach().to(wire).contiguous()
+            dist.broadcast(_as_sent(staged), 0)
+            if staged.data_ptr() != tensor.data_ptr():
+                tensor.copy_(staged)
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor`, which gloo sends whatever their dtype is."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,432 @@
+"""`ShardingPlugin`: how transformers and accelerate are told to shard, and what each key of their settings means here.
+
+Both libraries have one set of keys, under three spellings: `fsdp_config` of the Trainer and of `accelerate config`, the
+environment variables of `accelerate launch`, and the arguments of accelerate's `FullyShardedDataParallelPlugin`. All of
+them end here. A key is honoured or refused; none is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.errors import ConfigError
+from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_placements
+from fullshard.wrap import AutoWrapPolicy
+
+__all__ = ["HONOURED", "REFUSED", "ShardingPlugin", "plugin_from_config_file", "plugin_from_environment"]
+
+TRANSFORMER, SIZE, NONE = "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"
+FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingPlugin:
+    """How a model that is prepared is sharded: `Accelerator(fsdp_plugin=ShardingPlugin(strategy="zero2"))`.
+
+    Args:
+        strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
+            `Placements`.
+        reshard_after_forward: a number is how many neighbouring ranks keep the whole parameters together from forward
+            to backward, each its part; True and False as `fully_shard` takes them.
+        device_mesh: the ranks to shard over; all of them if None, and with `hsdp` those of a host.
+        auto_wrap_policy: which modules become units of their own: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`,
+            `"NO_WRAP"` or a policy of `fullshard.wrap`.
+        transformer_layer_cls_to_wrap: names of the classes whose instances become units under
+            `"TRANSFORMER_BASED_WRAP"`; those that the model itself names (`_no_split_modules`), if empty, and else what
+            it has several of in a list.
+        min_num_params: smallest size of a unit under `"SIZE_BASED_WRAP"`, in elements.
+        ignored_modules: modules to leave as they are, or a regular expression that matches their whole names.
+        cpu_offload: whether shards, their gradients and the optimizer step stay on the CPU.
+        forward_prefetch: whether the next unit's gather starts before this one's forward.
+        backward_prefetch: `"BACKWARD_PRE"`, `"BACKWARD_POST"` or `"NO_PREFETCH"`.
+        limit_all_gathers: whether at most one unit is gathered ahead; two, if False.
+        param_dtype: of the unsharded parameters, and so of the gather. Under mixed precision that dtype, if None;
+            `torch.float32` then gives the numbers of DDP under autocast to the last bit.
+        reduce_dtype: gradients are summed over the ranks in it. Under mixed precision `torch.float32`, if None.
+        output_dtype: floating-point outputs of a unit are cast to it.
+        activation_checkpointing: whether units run again in backward, so that their activations need not be kept.
+        activation_checkpointing_offload: whether what is kept for that waits in host memory.
+        state_dict_type: `"FULL_STATE_DICT"` saves whole weights beside a checkpoint's shards, as others read them;
+            `"SHARDED_STATE_DICT"` leaves them out.
+        sync_module_states: whether every rank starts from the values of rank 0.
+        cpu_ram_efficient_loading: whether `from_pretrained` reads weights on rank 0 alone.
+
+    Raises:
+        ConfigError: a value is none of those, or values contradict each other.
+    """
+
+    strategy: str | ShardingStrategy | Placements = "zero3"
+    reshard_after_forward: bool | int | None = None
+    device_mesh: DeviceMesh | None = None
+    auto_wrap_policy: str | AutoWrapPolicy = TRANSFORMER
+    transformer_layer_cls_to_wrap: tuple[str, ...] = ()
+    min_num_params: int = 0
+    ignored_modules: str | tuple[nn.Module, ...] | None = None
+    cpu_offload: bool = False
+    forward_prefetch: bool | None = None
+    backward_prefetch: str | None = None
+    limit_all_gathers: bool = True
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    activation_checkpointing: bool = False
+    activation_checkpointing_offload: bool = False
+    state_dict_type: str = SHARDED
+    sync_module_states: bool = True
+    cpu_ram_efficient_loading: bool = False
+
+    def __post_init__(self) -> None:
+        resolve_placements(self.strategy)
+        policy = self.auto_wrap_policy
+        _check_choice("auto_wrap_policy", policy if isinstance(policy, str) else TRANSFORMER, (TRANSFORMER, SIZE, NONE))
+        _check_choice("state_dict_type", self.state_dict_type, (FULL, SHARDED))
+        if self.backward_prefetch is not None:
+            _check_choice("backward_prefetch", self.backward_prefetch, tuple(PREFETCHES))
+        if policy == SIZE and self.min_num_params < 1:
+            raise ConfigError(
+                f"auto_wrap_policy={SIZE} with min_num_params={self.min_num_params}: say from how many elements on a "
+                "module becomes a unit."
+            )
+        if policy != SIZE and self.min_num_params:
+            raise ConfigError(
+                f"min_num_params={self.min_num_params} means something with auto_wrap_policy={SIZE} only, and that is "
+                f"{policy!r}. Set the one or leave out the other."
+            )
+        if policy != TRANSFORMER and self.transformer_layer_cls_to_wrap:
+            raise ConfigError(
+                f"transformer_layer_cls_to_wrap means something with auto_wrap_policy={TRANSFORMER} only, and that is "
+                f"{policy!r}. Set the one or leave out the other."
+            )
+        if self.cpu_ram_efficient_loading and not self.sync_module_states:
+            raise ConfigError(
+                "cpu_ram_efficient_loading leaves all ranks but the first without weights, so they need those of rank "
+                "0. Set sync_module_states."
+            )
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ConfigError("activation_checkpointing_offload needs activation_checkpointing. Set both.")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], **defaults: Any) -> ShardingPlugin:
+        """What a section `fsdp_config` says, of the Trainer or of `accelerate config`.
+
+        Names may begin with `fsdp_`. Values may be strings, as in YAML and in environment variables.
+
+        Args:
+            config: values by key.
+            defaults: values of this class's fields that `config` does not speak of.
+
+        Raises:
+            ConfigError: a key or a value cannot be honoured; the message names it and says why.
+        """
+        said = {_plain_name(key): value for key, value in config.items()}
+        for key, value in said.items():
+            if key in REFUSED and value not in (None, False, "", {}) and str(value).lower() not in ("false", "none"):
+                raise ConfigError(f"fsdp_config: {key}={value!r} cannot be honoured: {REFUSED[key]}")
+            if key not in REFUSED and key not in HONOURED:
+                raise ConfigError(
+                    f"fsdp_config: there is no key {key}, but there are {', '.join(sorted(HONOURED))}. "
+                    "docs/transformers.md tells what they mean."
+                )
+        given = {**defaults}
+        for key, value in said.items():
+            if key in HONOURED and value is not None:
+                given |= HONOURED[key](key, value)
+        if "strategy" in said:
+            spoken = [key for key in ("sharding_strategy", "reshard_after_forward") if _names_strategy(said.get(key))]
+            if spoken:
+                raise ConfigError(
+                    f"fsdp_config: strategy={said['strategy']!r} and {spoken[0]}={said[spoken[0]]!r} both say what is "
+                    "sharded. Leave one of them out; fsdp='full_shard' and 'shard_grad_op' set the latter."
+                )
+            given["strategy"] = said["strategy"]
+        return cls(**given)
+
+    @classmethod
+    def of(cls, plugin: Any) -> ShardingPlugin:
+        """`plugin` itself, or what accelerate's `FullyShardedDataParallelPlugin` says.
+
+        Raises:
+            ConfigError: it says what cannot be honoured.
+        """
+        if isinstance(plugin, cls):
+            return plugin
+        config = {key: value for key, read in _PLUGIN.items() if (value := read(plugin)) is not None}
+        policy = plugin.auto_wrap_policy
+        if policy is not None and "auto_wrap_policy" not in config:
+            config["auto_wrap_policy"] = policy
+        elif policy is None:
+            config["auto_wrap_policy"] = NONE
+        return cls.from_config(config, **_dtypes_of(plugin.mixed_precision_policy))
+
+
+PREFETCHES = {"BACKWARD_PRE": "pre", "BACKWARD_POST": "post", "NO_PREFETCH": ""}
+_STRATEGIES = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "ddp",
+    "HYBRID_SHARD": "hsdp",
+    "HYBRID_SHARD_ZERO2": "hsdp_zero2",
+    "_HYBRID_SHARD_ZERO2": "hsdp_zero2",
+}
+_DTYPES = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
+
+
+def plugin_from_environment() -> ShardingPlugin | None:
+    """What `accelerate launch` was told, by its options or its configuration file; None if not to shard.
+
+    Raises:
+        ConfigError: a variable says what cannot be honoured.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in ("true", "1"):
+        return None
+    said = {key.removeprefix("FSDP_").lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
+    policy = said.setdefault("auto_wrap_policy", NONE).upper()
+    # The launcher sets every variable, with a value of its own where the user has said nothing.
+    if policy != SIZE:
+        said.pop("min_num_params", None)
+    if policy != TRANSFORMER:
+        said.pop("transformer_cls_to_wrap", None)
+    if said.get("version", "1") == "1" and "sharding_strategy" in said:
+        said.pop("reshard_after_forward", None)
+    else:
+        said.pop("sharding_strategy", None)
+    if "strategy" in said:
+        said.pop("sharding_strategy", None)
+        said.pop("reshard_after_forward", None)
+    for key, unsaid in (("forward_prefetch", "false"), ("use_orig_params", "false")):
+        if said.get(key, "").lower() == unsaid:
+            del said[key]
+    return ShardingPlugin.from_config({key: value for key, value in said.items() if value not in ("", "None")})
+
+
+def plugin_from_config_file(path: str | os.PathLike[str]) -> ShardingPlugin:
+    """What the section `fsdp_config` of a file says that `accelerate config` has written.
+
+    `accelerate launch` passes on the keys that it knows; here the keys of fullshard's own are read too.
+
+    Raises:
+        ConfigError: there is no such section, or it says what cannot be honoured.
+    """
+    file = Path(path)
+    content = yaml.safe_load(file.read_text()) or {}
+    if not isinstance(content, dict) or not isinstance(content.get("fsdp_config"), dict):
+        raise ConfigError(
+            f"{file} has no section fsdp_config. Let accelerate config write one, or pass a ShardingPlugin."
+        )
+    return ShardingPlugin.from_config(content["fsdp_config"], auto_wrap_policy=NONE)
+
+
+# ---------------------------------------------------------------------------------------------------- keys and values
+
+
+def _plain_name(key: str) -> str:
+    key = key.removeprefix("fsdp_")
+    return _ALIASES.get(key, key)
+
+
+_ALIASES = {
+    "fsdp_version": "version",
+    "offload_params": "cpu_offload",
+    "transformer_cls_to_wrap": "transformer_layer_cls_to_wrap",
+    "transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap",
+}
+
+
+def _names_strategy(value: Any) -> bool:
+    """Whether `value` of a key is one that tells what is sharded; a number tells how many keep what is gathered."""
+    return value is not None and not (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _check_choice(key: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value!r}: choose one of {', '.join(choices)}.")
+
+
+def _truth(key: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in ("true", "1", "yes"):
+        return True
+    if str(value).lower() in ("false", "0", "no"):
+        return False
+    raise ConfigError(f"fsdp_config: {key}={value!r}: true or false is needed.")
+
+
+def _flag(key: str, value: Any) -> dict[str, Any]:
+    return {key: _truth(key, value)}
+
+
+def _choice(key: str, value: Any) -> dict[str, Any]:
+    return {key: value.upper() if isinstance(value, str) else value}
+
+
+def _dtype(key: str, value: Any) -> dict[str, Any]:
+    if isinstance(value, torch.dtype):
+        return {key: value}
+    name = str(value).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"fsdp_config: {key}={value!r}: choose one of {', '.join(_DTYPES)}.")
+    return {key: _DTYPES[name]}
+
+
+def _version(key: str, value: Any) -> dict[str, Any]:
+    if str(value) not in ("1", "2"):
+        raise ConfigError(f"fsdp_config: version={value!r}: there are 1 and 2, and one engine for both.")
+    return {}
+
+
+def _strategy(key: str, value: Any) -> dict[str, Any]:
+    name = getattr(value, "name", str(value)).upper()
+    if name.isdigit() and 1 <= int(name) <= 5:
+        name = list(_STRATEGIES)[int(name) - 1]
+    if name not in _STRATEGIES:
+        raise ConfigError(f"fsdp_config: {key}={value!r}: choose one of {', '.join(list(_STRATEGIES)[:5])}.")
+    return {"strategy": _STRATEGIES[name]}
+
+
+def _reshard(key: str, value: Any) -> dict[str, Any]:
+    """True and False are two strategies; version 1 names any strategy here; a number is how many ranks keep a part."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {key: value}
+    if getattr(value, "name", str(value)).upper() in _STRATEGIES:
+        return _strategy(key, value)
+    return {"strategy": "zero3" if _truth(key, value) else "zero2"}
+
+
+def _names(key: str, value: Any) -> dict[str, Any]:
+    listed = value.split(",") if isinstance(value, str) else list(value)
+    return {key: tuple(name.strip() for name in listed if name.strip())}
+
+
+def _number(key: str, value: Any) -> dict[str, Any]:
+    try:
+        return {key: int(value)}
+    except (TypeError, ValueError):
+        raise ConfigError(f"fsdp_config: {key}={value!r}: a whole number is needed.") from None
+
+
+def _modules(key: str, value: Any) -> dict[str, Any]:
+    return {key: value if isinstance(value, str) else tuple(value)}
+
+
+def _orig_params(key: str, value: Any) -> dict[str, Any]:
+    if not _truth(key, value):
+        raise ConfigError(
+            "fsdp_config: use_orig_params=False cannot be honoured: parameters are never flattened here. Leave it out."
+        )
+    return {}
+
+
+def _state_dict_type(key: str, value: Any) -> dict[str, Any]:
+    name = getattr(value, "name", str(value)).upper()
+    if name == "LOCAL_STATE_DICT":
+        raise ConfigError(
+            f"fsdp_config: state_dict_type={name} cannot be honoured: there are no flattened shards for it to hold. "
+            f"Set {SHARDED} or {FULL}."
+        )
+    return {key: name}
+
+
+def _as_is(key: str, value: Any) -> dict[str, Any]:
+    return {key: value}
+
+
+HONOURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+    "activation_checkpointing": _flag,
+    "activation_checkpointing_offload": _flag,
+    "auto_wrap_policy": _choice,
+    "backward_prefetch": _choice,
+    "cpu_offload": _flag,
+    "cpu_ram_efficient_loading": _flag,
+    "forward_prefetch": _flag,
+    "ignored_modules": _modules,
+    "limit_all_gathers": _flag,
+    "min_num_params": _number,
+    "output_dtype": _dtype,
+    "param_dtype": _dtype,
+    "reduce_dtype": _dtype,
+    "reshard_after_forward": _reshard,
+    "sharding_strategy": _strategy,
+    "state_dict_type": _state_dict_type,
+    "strategy": _as_is,
+    "sync_module_states": _flag,
+    "transformer_layer_cls_to_wrap": _names,
+    "use_orig_params": _orig_params,
+    "version": _version,
+}
+_ON_TPU = "fullshard trains on CPUs and on GPUs, not through PyTorch/XLA. Leave it out."
+REFUSED = {
+    "param_init_fn": "weights of a model on the meta device are loaded, or made by reset_parameters(). Leave it out.",
+    "xla": _ON_TPU,
+    "xla_fsdp_grad_ckpt": _ON_TPU,
+    "xla_fsdp_settings": _ON_TPU,
+    "xla_fsdp_v2": _ON_TPU,
+}
+
+
+# ------------------------------------------------------------------------------------------- accelerate's own plugin
+
+
+def _wrap_name(plugin: Any) -> str | None:
+    """The name of one of accelerate's policies, which it has made a function."""
+    policy = plugin.auto_wrap_policy
+    named = {"transformer_auto_wrap_policy": TRANSFORMER, "size_based_auto_wrap_policy": SIZE}
+    return named.get(getattr(policy, "__name__", ""))
+
+
+def _init_function(plugin: Any) -> Any:
+    """The user's `param_init_fn`; accelerate sets one of its own, too."""
+    function = plugin.param_init_fn
+    return None if "FullyShardedDataParallelPlugin" in getattr(function, "__qualname__", "") else function
+
+
+def _offloads(plugin: Any) -> bool:
+    offload = plugin.cpu_offload
+    return bool(getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy"))
+
+
+# How a field of the plugin is read, by the key that it is; None where it says nothing.
+_PLUGIN: dict[str, Callable[[Any], Any]] = {
+    "version": lambda it: it.fsdp_version,
+    "sharding_strategy": lambda it: it.sharding_strategy,
+    "reshard_after_forward": lambda it: it.reshard_after_forward if it.sharding_strategy is None else None,
+    "backward_prefetch": lambda it: getattr(it.backward_prefetch, "name", None),
+    "forward_prefetch": lambda it: it.forward_prefetch or None,
+    "auto_wrap_policy": _wrap_name,
+    "transformer_layer_cls_to_wrap": lambda it: (
+        it.transformer_cls_names_to_wrap if _wrap_name(it) == TRANSFORMER else None
+    ),
+    "min_num_params": lambda it: it.min_num_params if _wrap_name(it) == SIZE else None,
+    "cpu_offload": _offloads,
+    "ignored_modules": lambda it: it.ignored_modules,
+    "state_dict_type": lambda it: it.state_dict_type,
+    "limit_all_gathers": lambda it: it.limit_all_gathers,
+    "param_init_fn": _init_function,
+    "sync_module_states": lambda it: it.sync_module_states or None,
+    "activation_checkpointing": lambda it: it.activation_checkpointing,
+    "activation_checkpointing_offload": lambda it: it.activation_checkpointing_offload,
+    "cpu_ram_efficient_loading": lambda it: it.cpu_ram_efficient_loading,
+}
+
+
+def _dtypes_of(policy: Any) -> dict[str, torch.dtype]:
+    """The dtypes that a mixed-precision policy of torch's names."""
+    names = ("param_dtype", "reduce_dtype", "output_dtype")
+    found = {name: getattr(policy, name, None) for name in names}
+    return {name: dtype for name, dtype in found.items() if dtype is not None}

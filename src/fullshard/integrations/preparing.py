@@ -1,0 +1,156 @@
+"""A model is sharded in place, as a `ShardingPlugin` says."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard.engine.materialize import allocate
+from fullshard.engine.runtime import is_unit, turns_in
+from fullshard.errors import ConfigError
+from fullshard.fully_shard import fully_shard, register_fsdp_forward_method
+from fullshard.integrations.placing import repeated_layers, take_from_first
+from fullshard.integrations.plugin import NONE, PREFETCHES, SIZE, ShardingPlugin
+from fullshard.integrations.waiting_weights import read_waiting
+from fullshard.policy.offload import CPUOffloadPolicy
+from fullshard.policy.precision import MixedPrecisionPolicy, is_castable
+from fullshard.wrap import AutoWrapPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy, wrapped_modules
+
+__all__ = ["shard"]
+
+logger = logging.getLogger(__name__)
+
+
+def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype | None) -> None:
+    """Make units of `model` and of modules in it, in place; a model that is sharded already is left alone.
+
+    Args:
+        model: built on every rank alike; on the CPU, a GPU or the meta device.
+        plugin: how to shard it.
+        computes_in: the dtype of mixed precision, if there is any. Trained parameters are then kept in float32.
+
+    Raises:
+        ConfigError: `plugin` names classes or modules that the model does not have.
+        CheckpointError: the files that the model's weights wait in are missing or damaged, or do not fit.
+    """
+    if is_unit(model):
+        read_waiting(model)
+        return
+    ignored = _ignored(model, plugin)
+    units = _units(model, plugin, ignored)
+    if computes_in is not None:
+        _keep_in_float32(model)
+    if plugin.activation_checkpointing:
+        _checkpoint_activations(model, units, plugin.activation_checkpointing_offload)
+    options: dict[str, Any] = {
+        "mesh": plugin.device_mesh,
+        "strategy": plugin.strategy,
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "mp_policy": _precision(plugin, computes_in),
+        "offload_policy": CPUOffloadPolicy() if plugin.cpu_offload else None,
+        "ignored_params": [param for module in ignored for param in module.parameters()],
+    }
+    first_has_values = plugin.sync_module_states and _has_values_on_first_rank(model)
+    for unit in (*units, model):
+        if first_has_values:
+            allocate(unit, torch.device("cpu"))
+            take_from_first(unit)
+        fully_shard(unit, **options)
+    read_waiting(model)
+    for turn in turns_in(model):
+        if plugin.forward_prefetch is not None:
+            turn.prefetch_forward = plugin.forward_prefetch
+        if plugin.backward_prefetch is not None:
+            turn.prefetch_backward = PREFETCHES[plugin.backward_prefetch]
+        turn.ahead = 1 if plugin.limit_all_gathers else 2
+    if callable(getattr(model, "generate", None)):
+        register_fsdp_forward_method(model, "generate")
+
+
+# ----------------------------------------------------------------------------------------------------- what is a unit
+
+
+def _units(model: nn.Module, plugin: ShardingPlugin, ignored: Iterable[nn.Module]) -> list[nn.Module]:
+    """The modules below `model` that become units, inner ones first."""
+    policy = _policy(model, plugin)
+    return [] if policy is None else list(wrapped_modules(model, policy, ignored_modules=ignored))
+
+
+def _policy(model: nn.Module, plugin: ShardingPlugin) -> AutoWrapPolicy | None:
+    asked = plugin.auto_wrap_policy
+    if not isinstance(asked, str):
+        return asked
+    if asked == NONE:
+        return None
+    if asked == SIZE:
+        return partial(size_based_auto_wrap_policy, min_num_params=plugin.min_num_params)
+    if not plugin.transformer_layer_cls_to_wrap:
+        return repeated_layers(model)
+    there = {type(module).__name__: type(module) for module in model.modules()}
+    missing = [name for name in plugin.transformer_layer_cls_to_wrap if name not in there]
+    if missing:
+        raise ConfigError(
+            f"transformer_layer_cls_to_wrap names {missing[0]}; no module of {type(model).__name__} is of that class. "
+            f"There are {', '.join(sorted(there))}."
+        )
+    return ModuleWrapPolicy({there[name] for name in plugin.transformer_layer_cls_to_wrap})
+
+
+def _ignored(model: nn.Module, plugin: ShardingPlugin) -> list[nn.Module]:
+    asked = plugin.ignored_modules
+    if not isinstance(asked, str):
+        return list(asked or ())
+    found = [module for name, module in model.named_modules() if re.fullmatch(asked, name)]
+    if not found:
+        raise ConfigError(f"ignored_modules={asked!r} matches the name of no module of {type(model).__name__}.")
+    return found
+
+
+# ------------------------------------------------------------------------------------------- dtypes and activations
+
+
+def _precision(plugin: ShardingPlugin, computes_in: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Under mixed precision gathers move its dtype, and sums over ranks are in float32, unless told otherwise."""
+    param = plugin.param_dtype or computes_in
+    reduce = plugin.reduce_dtype or (torch.float32 if computes_in is not None else None)
+    return MixedPrecisionPolicy(param, reduce, plugin.output_dtype, cast_forward_inputs=param != torch.float32)
+
+
+def _keep_in_float32(model: nn.Module) -> None:
+    """Have what is trained in float32: the optimizer's steps are too small for fewer digits."""
+    raised = [it for it in model.parameters() if it.requires_grad and is_castable(it.dtype) and it.itemsize < 4]
+    for param in raised:
+        param.data = param.data.float()
+    if raised:
+        logger.info("%d trained parameters are kept in float32, since mixed precision is on", len(raised))
+
+
+def _checkpoint_activations(model: Any, units: Iterable[nn.Module], offload: bool) -> None:
+    """Let each unit run again in backward, by the model's own means where it has some."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(offload=offload)
+        return
+    if offload:
+        raise ConfigError(
+            f"activation_checkpointing_offload: {type(model).__name__} has no method activation_checkpointing_enable. "
+            "Put torch.autograd.graph.save_on_cpu around what it computes."
+        )
+    for unit in units:
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False)
+
+
+# ---------------------------------------------------------------------------------------------------- starting values
+
+
+def _has_values_on_first_rank(model: nn.Module) -> bool:
+    told = [not any(param.is_meta for param in model.parameters())]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]

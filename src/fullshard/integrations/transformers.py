@@ -1,0 +1,352 @@
+"""transformers' `Trainer` and `Seq2SeqTrainer`, which train with this engine where they are told to shard.
+
+    from fullshard.integrations.transformers import Trainer    # was: from transformers import Trainer
+
+    args = TrainingArguments(..., fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]})
+    Trainer(model, args, train_dataset=data).train()
+
+or, for scripts that get their trainer from elsewhere (trl's, for one), before anything else is imported:
+
+    import fullshard.integrations.transformers
+    fullshard.integrations.transformers.enable()
+
+Where neither `fsdp` nor `accelerate launch` asks for sharding, these are transformers' own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.integrations.required import require
+
+TESTED_TRANSFORMERS = "5.23"
+require("transformers", TESTED_TRANSFORMERS, extra="transformers")
+
+import accelerate  # noqa: E402  # once transformers is known to be there
+import transformers  # noqa: E402
+import transformers.trainer  # noqa: E402
+import transformers.trainer_seq2seq  # noqa: E402
+from transformers.trainer_callback import TrainerState  # noqa: E402
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
+
+from fullshard import checkpoint  # noqa: E402
+from fullshard.engine.unit import managed_by  # noqa: E402
+from fullshard.errors import ConfigError, StateError  # noqa: E402
+from fullshard.integrations.accelerate import Accelerator  # noqa: E402
+from fullshard.integrations.adapters import trained_part  # noqa: E402
+from fullshard.integrations.plugin import FULL, SHARDED, ShardingPlugin, plugin_from_environment  # noqa: E402
+from fullshard.integrations.waiting_weights import is_waiting, read_waiting, wait_for  # noqa: E402
+from fullshard.state.state_dict import shard_of  # noqa: E402
+
+__all__ = ["TESTED_TRANSFORMERS", "Seq2SeqTrainer", "Trainer", "enable", "from_pretrained"]
+
+_FOLDER = "fullshard"  # in a checkpoint of the Trainer's: model, optimizer and scheduler, as fullshard.checkpoint saves
+
+
+class _Sharding(transformers.Trainer):
+    """What a trainer does in another way once its model is sharded."""
+
+    accelerator: Any
+
+    @property
+    def sharding(self) -> ShardingPlugin | None:
+        """How the model is sharded; None if it is not."""
+        return self.accelerator.sharding if isinstance(self.accelerator, Accelerator) else None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.sharding is None and self.model is not None:
+            read_waiting(self.model)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Make the accelerator, one that shards if the arguments or the launcher say so.
+
+        Raises:
+            ConfigError: a key of `fsdp_config` cannot be honoured; the message names it and says why.
+        """
+        plugin = _plugin_of(self.args)
+        if plugin is None:
+            super().create_accelerator_and_postprocess()
+            return
+        if self.args.save_only_model and plugin.state_dict_type == SHARDED:
+            raise ConfigError(
+                f"save_only_model saves whole weights, and fsdp_config's state_dict_type={SHARDED} leaves them out of "
+                f"checkpoints. Set state_dict_type={FULL}, or leave out save_only_model."
+            )
+        if self.args.optim == "adafactor":
+            raise ConfigError(
+                "optim=adafactor cannot be honoured: transformers' Adafactor takes means over rows and columns, and a "
+                "rank has a part of them. Choose another one, such as adamw_torch."
+            )
+        with self._making(plugin):
+            super().create_accelerator_and_postprocess()
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; `resume_from_checkpoint=True` goes on from the newest checkpoint that is complete."""
+        if self.sharding is not None and resume_from_checkpoint is True:
+            resume_from_checkpoint = str(_newest_complete(Path(str(self.args.output_dir))))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model to a folder that `from_pretrained` opens. Every rank calls it, and rank 0 writes.
+
+        Checkpoints within training have no such folder in them under `state_dict_type: SHARDED_STATE_DICT`.
+        """
+        if self.sharding is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        if _internal_call and self.sharding.state_dict_type == SHARDED:
+            return
+        self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    # -- private to transformers --------------------------------------------------------------------------------------
+    # All that is used of what transformers does not document. tests/test_integrations_transformers.py says with which
+    # version it was checked, and fails where one of these is gone or has other parameters.
+
+    @contextmanager
+    def _making(self, plugin: ShardingPlugin) -> Iterator[None]:
+        """A context in which an `Accelerator` that transformers makes is ours, with `plugin`."""
+
+        def make(**options: Any) -> Accelerator:
+            return Accelerator(**{**options, "fsdp_plugin": plugin})
+
+        module = cast(Any, transformers.trainer)
+        before, told = module.Accelerator, self.args.fsdp_plugin_args
+        module.Accelerator, self.args.fsdp_plugin_args = make, None
+        try:
+            yield
+        finally:
+            module.Accelerator, self.args.fsdp_plugin_args = before, told
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.sharding is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        checkpoint.save(
+            Path(output_dir) / _FOLDER,
+            model=self._saved_model(),
+            optimizer=self._own_optimizer(),
+            scheduler=self.lr_scheduler,
+            step=self.state.global_step,
+            keep=1,
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint_path: str | None) -> None:
+        folder = None if checkpoint_path is None else Path(checkpoint_path) / _FOLDER
+        if self.sharding is None or folder is None:
+            super()._load_optimizer_and_scheduler(checkpoint_path)
+        elif folder.exists():
+            checkpoint.load(
+                folder, model=self._saved_model(), optimizer=self._own_optimizer(), scheduler=self.lr_scheduler
+            )
+        else:  # a run that began without sharding
+            with _taking_whole_states(self._own_optimizer()):
+                super()._load_optimizer_and_scheduler(checkpoint_path)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        is_ours = self.sharding is not None and (Path(resume_from_checkpoint) / _FOLDER).exists()
+        resumed: Any = model or self.model
+        if not is_ours and is_waiting(resumed):
+            wait_for(resumed, resume_from_checkpoint)
+        elif not is_ours:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        # else: along with the optimizer, once the model is sharded
+
+    def _load_best_model(self) -> None:
+        folder = Path(str(self.state.best_model_checkpoint)) / _FOLDER
+        if self.sharding is None or not folder.exists():
+            super()._load_best_model()
+        else:
+            checkpoint.load(folder, model=self._saved_model(), random_states=False)
+
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        if self.sharding is None:  # a rank need not have room for a whole model
+            read_waiting(model)
+            super()._move_model_to_device(model, device)
+
+    def _saved_model(self) -> nn.Module:
+        return trained_part(self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
+
+    def _own_optimizer(self) -> Optimizer:
+        return cast(Optimizer, cast(Any, self.optimizer).optimizer)
+
+
+class Trainer(_Sharding):
+    """transformers' `Trainer`; where `TrainingArguments` or `accelerate launch` says `fsdp`, this engine shards.
+
+    Arguments and methods are those of transformers'.
+    """
+
+
+class Seq2SeqTrainer(_Sharding, transformers.Seq2SeqTrainer):
+    """transformers' `Seq2SeqTrainer`, as `Trainer` is here."""
+
+
+def enable() -> None:
+    """Let `transformers.Trainer` and `transformers.Seq2SeqTrainer` be those of this module, for all that import them.
+
+    Raises:
+        StateError: a trainer was derived from transformers' own before.
+    """
+    own = (transformers.trainer_seq2seq.Seq2SeqTrainer, Seq2SeqTrainer, _Sharding)
+    early = [cls for cls in transformers.trainer.Trainer.__subclasses__() if cls not in own]
+    if early and transformers.trainer.Trainer is not Trainer:
+        raise StateError(
+            f"{early[0].__module__}.{early[0].__qualname__} was made from transformers' Trainer before enable(), and "
+            "would train without sharding. Call enable() before that module is imported."
+        )
+    for module, cls in (
+        (transformers, Trainer),
+        (transformers.trainer, Trainer),
+        (transformers, Seq2SeqTrainer),
+        (transformers.trainer_seq2seq, Seq2SeqTrainer),
+    ):
+        setattr(module, cls.__name__, cls)
+
+
+def from_pretrained(
+    cls: Any,
+    folder: str | PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    rename: Callable[[str], str | None] | None = None,
+    **options: Any,
+) -> Any:
+    """`cls.from_pretrained(folder)`, but for the weights: they stay in their files until the model is sharded.
+
+    Then each rank reads the rows that are its own, so that no process ever holds more of a model than its shards and
+    one unit. The Trainers here and `Accelerator.prepare` shard a model, or read all of it where nothing is to be
+    sharded.
+
+    Args:
+        cls: a model class of transformers, such as `AutoModelForCausalLM`.
+        folder: with `config.json` and safetensors files, as `save_pretrained` writes it.
+        dtype: of the parameters; that of `config.json`, if None.
+        rename: gives the FQN for a name in the files, or None to leave it out.
+        options: replace values of the configuration.
+
+    Raises:
+        ConfigError: `folder` is none, or has no configuration; or transformers converts the weights of such a model
+            when it reads them, and there is no `rename`; or an option is none of the configuration's.
+    """
+    folder = Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"from_pretrained: {folder} is no folder with a config.json and safetensors files. Download the model, or "
+            "let save_pretrained write one."
+        )
+    config, unknown = transformers.AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **options)
+    if unknown:
+        raise ConfigError(
+            f"from_pretrained: {', '.join(unknown)}: there is no such value in the configuration of "
+            f"{config.model_type}. Only such can be given; transformers' own from_pretrained knows other options."
+        )
+    chosen: torch.dtype | None = dtype or config.dtype
+    with accelerate.init_empty_weights(include_buffers=False):  # buffers that files do not hold are computed
+        model = _build(cls, config, chosen)
+    if rename is None and _converts(model):
+        raise ConfigError(
+            f"from_pretrained: transformers renames or merges the weights of {config.model_type} models when it reads "
+            "them, so the files do not have those of the model. Use its own from_pretrained, with "
+            "cpu_ram_efficient_loading in fsdp_config to read them on one rank only; or pass rename= where names are "
+            "all that differs."
+        )
+    _raise_dtypes(model, chosen)
+    model.tie_weights()
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    wait_for(model, folder, rename)
+    return model.eval()
+
+
+# Private to transformers, too, and in the same test.
+
+
+def _build(cls: Any, config: Any, dtype: torch.dtype | None) -> Any:
+    """A model of class `cls`: an automatic one chooses by the configuration."""
+    return (cls.from_config if hasattr(cls, "from_config") else cls._from_config)(config, dtype=dtype)
+
+
+def _converts(model: Any) -> bool:
+    """Whether files have other weights than `model`, or the same by other names."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    return bool(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _raise_dtypes(model: Any, dtype: torch.dtype | None) -> None:
+    """Have in float32 what its authors say must be, where the rest is of fewer digits."""
+    for pattern, wide in model._get_dtype_plan(dtype).items():
+        for name, param in model.named_parameters():
+            if pattern in name:
+                param.data = param.data.to(wide)
+
+
+def _plugin_of(args: Any) -> ShardingPlugin | None:
+    """How the model is to be sharded, as the arguments say, or else the launcher."""
+    if not args.fsdp:
+        return plugin_from_environment()
+    return ShardingPlugin.from_config(_said(args.fsdp_config), state_dict_type=FULL)
+
+
+def _said(config: dict[str, Any]) -> dict[str, Any]:
+    """`fsdp_config` without what `TrainingArguments` adds to it by itself."""
+    return {key: value for key, value in config.items() if not (key == "min_num_params" and value == 0)}
+
+
+def _newest_complete(folder: Path) -> Path:
+    """The newest of the Trainer's checkpoints in `folder` that was not cut off while it was written.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if path.name.rpartition("-")[2].isdigit()]
+    newest = sorted(found, key=lambda path: int(path.name.rpartition("-")[2]), reverse=True)
+    for path in newest:
+        if _is_complete(path):
+            return path
+    raise ConfigError(
+        f"resume_from_checkpoint=True: {folder} has no complete checkpoint, but {len(newest)} others. Start anew."
+    )
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        TrainerState.load_from_json(str(path / "trainer_state.json"))  # which the Trainer writes last
+    except (OSError, ValueError, TypeError):
+        return False
+    return not (path / _FOLDER).exists() or checkpoint.latest(path / _FOLDER) is not None
+
+
+@contextmanager
+def _taking_whole_states(optimizer: Optimizer) -> Iterator[None]:
+    """A context in which `optimizer` loads a state dict of whole tensors: it takes its shards of them."""
+
+    def shards(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        states = {}
+        for index, state in state_dict["state"].items():
+            managed = managed_by(params[index])
+            states[index] = {
+                name: shard_of(value, *managed)
+                if managed is not None and getattr(value, "shape", None) == params[index].shape
+                else value
+                for name, value in state.items()
+            }
+        return {**state_dict, "state": states}
+
+    handle = optimizer.register_load_state_dict_pre_hook(shards)
+    try:
+        yield
+    finally:
+        handle.remove()

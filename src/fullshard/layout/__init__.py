@@ -1,0 +1,1 @@
+"""Pure arithmetic: who owns which rows, and where each parameter lies."""

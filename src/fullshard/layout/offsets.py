@@ -1,0 +1,28 @@
+"""Offsets in buffers: strides, alignment, and stretches laid end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+__all__ = ["align", "aligned_offsets", "contiguous_strides"]
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """How far apart, in elements, neighbours along each dim of a contiguous tensor of `shape` lie."""
+    sizes = [max(1, size) for size in shape]
+    return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def align(position: int, step: int) -> int:
+    """The first multiple of `step` that is not below `position`."""
+    return -(-position // step) * step
+
+
+def aligned_offsets(sizes: Sequence[int], step: int) -> tuple[list[int], int]:
+    """Aligned starts for stretches of `sizes` laid end to end, and where the last one ends, aligned too."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end = align(end + size, step)
+    return offsets, end

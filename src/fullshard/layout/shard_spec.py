@@ -1,0 +1,103 @@
+"""Who owns which rows of one tensor, at one world size and between two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from fullshard.errors import LayoutError
+
+__all__ = ["Cut", "Overlap", "choose_cut", "overlaps", "owned"]
+
+
+def owned(size: int, world: int, rank: int) -> range:
+    """The positions of `size` that `rank` owns: equal parts in rank order; the last ones may be short or empty."""
+    part = -(-size // world)
+    start = min(rank * part, size)
+    return range(start, min(start + part, size))
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Positions that a part at one world size shares with `rank`'s part at another."""
+
+    rank: int
+    positions: range
+
+
+def overlaps(mine: range, size: int, world: int) -> list[Overlap]:
+    """Which ranks of a `world` own the positions `mine`, in order: what a part must be read from after a resize."""
+    found = []
+    for rank in range(world):
+        theirs = owned(size, world, rank)
+        start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+        if start < stop:
+            found.append(Overlap(rank, range(start, stop)))
+    return found
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one tensor of `shape` is divided over `world` ranks: along `dim`, or not at all where `dim` is None.
+
+    A tensor that is not divided (a scalar) is whole on every rank.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None
+    world: int
+
+    def __post_init__(self) -> None:
+        if self.dim is not None and not 0 <= self.dim < len(self.shape):
+            raise LayoutError(
+                f"cannot cut a tensor of shape {self.shape} along dim {self.dim}: it has {len(self.shape)} dims. "
+                f"Choose a dim from 0 to {len(self.shape) - 1}."
+            )
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return prod(self.shape)
+
+    def span(self, rank: int) -> range:
+        """The positions along `dim` that `rank` owns."""
+        if self.dim is None:
+            return range(1)
+        return owned(self.shape[self.dim], self.world, rank)
+
+    def shard_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of `rank`'s shard."""
+        if self.dim is None:
+            return self.shape
+        return (*self.shape[: self.dim], len(self.span(rank)), *self.shape[self.dim + 1 :])
+
+    def shard_numel(self, rank: int) -> int:
+        """Elements of `rank`'s shard."""
+        return prod(self.shard_shape(rank))
+
+    @cached_property
+    def part_numel(self) -> int:
+        """Elements of the largest shard, which is rank 0's."""
+        return self.shard_numel(0)
+
+    @property
+    def padding(self) -> int:
+        """Elements that equal parts would hold beyond the tensor's own."""
+        return 0 if self.dim is None else self.world * self.part_numel - self.numel
+
+
+def choose_cut(shape: Sequence[int], world: int, dim: int | None = None) -> Cut:
+    """The cut along `dim`; if None, along dim 0, as `DTensor` users expect, unless it has fewer rows than ranks and
+    another dim divides better.
+    """
+    shape = tuple(shape)
+    if dim is not None:
+        return Cut(shape, dim, world)
+    if not shape:
+        return Cut(shape, None, world)
+    by_rows = Cut(shape, 0, world)
+    if shape[0] >= world or not by_rows.numel:
+        return by_rows
+    return min((Cut(shape, dim, world) for dim in range(len(shape))), key=lambda cut: cut.part_numel)

@@ -1,0 +1,171 @@
+"""What is done to gradients between backward and the optimizer: the norm, clipping, and the scaling of fp16 losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from fullshard.errors import ConfigError
+from fullshard.layout.shard_spec import choose_cut
+from fullshard.optim.rebinding import point_to_shards
+
+__all__ = ["ShardedGradScaler", "clip_grad_norm_", "part_of_rank", "total_norm"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """The norm of all gradients together before clipping; gradients are scaled down so that it is at most `max_norm`.
+
+    Every rank gets the same number, and at one world size the same bits under every strategy: the norm is taken of each
+    rank's part of each gradient, whether the rank has more of it or not, and combined in rank order.
+
+    Args:
+        parameters: sharded parameters, plain ones, or both. Every rank must pass the same.
+        max_norm: the norm that may remain.
+        norm_type: which p-norm; `math.inf` for the largest magnitude.
+        error_if_nonfinite: whether to raise if the norm is infinite or not a number.
+
+    Returns:
+        The norm, 0-dim, float32 or wider.
+
+    Raises:
+        ConfigError: `max_norm` or `norm_type` is not a positive number.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+    """
+    if not norm_type > 0 or not max_norm >= 0:
+        raise ConfigError(f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): positive numbers are needed.")
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [param.grad for param in params if param.grad is not None]
+    norm = total_norm(grads, norm_type)
+    if error_if_nonfinite and not torch.isfinite(norm):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so nothing was clipped"
+        )
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for device, local in _by_device([_local(grad) for grad in grads]).items():
+        torch._foreach_mul_(local, coefficient.to(device))
+    return norm
+
+
+@torch.no_grad()
+def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The p-norm of all `grads` together, as `clip_grad_norm_` returns it."""
+    if not grads:
+        return torch.tensor(0.0)
+    norms: list[Tensor] = [torch.empty(0)] * len(grads)
+    spread: dict[tuple[DeviceMesh, tuple[int, ...]], list[int]] = {}
+    for i, grad in enumerate(grads):
+        if isinstance(grad, DTensor):
+            own, axes = _own_part(grad)
+            spread.setdefault((grad.device_mesh, axes), []).append(i)
+            norms[i] = _norm(own, norm_type)
+        else:
+            norms[i] = _norm(grad, norm_type)
+    for (mesh, axes), indices in spread.items():
+        combined = torch.stack([norms[i] for i in indices])
+        for axis in axes:
+            combined = _combined(combined, mesh, axis, norm_type)
+        for i, norm in zip(indices, combined, strict=True):
+            norms[i] = norm
+    device = norms[0].device
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+    return total
+
+
+def _norm(values: Tensor, norm_type: float) -> Tensor:
+    """The norm of `values`, 0 if there are none, in float32 or wider: squares of float16 soon overflow."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    return (
+        torch.linalg.vector_norm(values, norm_type, dtype=dtype)
+        if values.numel()
+        else values.new_zeros((), dtype=dtype)
+    )
+
+
+def _own_part(grad: DTensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a gradient, and the axes of its mesh over which all parts are found.
+
+    On the last axis, which is the shard axis, it is the shard, or as much of a whole gradient as its shard would be.
+    """
+    mesh, last = grad.device_mesh, grad.device_mesh.ndim - 1
+    if any(placement.is_partial() for placement in grad.placements):  # of a parameter that no unit has
+        grad = grad.redistribute(placements=[Replicate() if p.is_partial() else p for p in grad.placements])
+    local, placements = grad._local_tensor, grad.placements
+    axes = (last, *(axis for axis in range(last) if not placements[axis].is_replicate()))
+    if not placements[last].is_replicate():
+        return local, axes
+    return part_of_rank(local, mesh.size(last), mesh.get_local_rank(last)), axes
+
+
+def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
+    """What `rank` of `world` has of a gradient that is sharded."""
+    cut = choose_cut(whole.shape, world)
+    if cut.dim is None:  # a scalar, which every rank has: it counts once
+        return whole if rank == 0 else whole.new_empty(0)
+    span = cut.span(rank)
+    return whole.narrow(
+        cut.dim, span.start, len(span)
+    ).contiguous()  # as the shard is: a norm's bits follow the strides
+
+
+def _combined(own: Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> Tensor:
+    """The norm over an axis of `mesh` of each of the norms in `own`, 1-D."""
+    device = torch.device(mesh.device_type)
+    gathered = torch.empty(mesh.size(axis), own.numel(), dtype=own.dtype, device=device)
+    dist.all_gather(list(gathered.unbind()), own.to(device), group=mesh.get_group(axis))
+    combined: Tensor = torch.linalg.vector_norm(gathered, norm_type, dim=0)
+    return combined
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        found.setdefault(tensor.device, []).append(tensor)
+    return found
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """Scales fp16 losses, and skips a step on every rank when any rank's shard of a gradient overflowed.
+
+    Takes the arguments of `torch.amp.GradScaler`, and the process group over which ranks agree (all ranks, if None).
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._group = process_group
+
+    def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
+        point_to_shards(optimizer)
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        found = {}
+        for device, local in _by_device([_local(grad) for grad in grads]).items():
+            found[device] = found_inf.to(device, copy=True)
+            torch._amp_foreach_non_finite_check_and_unscale_(local, found[device], inv_scale.to(device))
+        worst = max([flag.to(found_inf.device) for flag in found.values()], default=found_inf)
+        worst = worst.clone()
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
+        return {device: worst.to(device) for device in found or {found_inf.device: worst}}

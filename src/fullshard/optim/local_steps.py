@@ -1,0 +1,140 @@
+"""Optimizers of torch's that treat each element by itself step the shards, and not the `DTensor`s around them.
+
+Every operation on a `DTensor` is looked up and wrapped in Python first, which takes as long as updating a small shard.
+So for the length of a step an optimizer has this rank's shards in the place of its parameters: the same operations on
+the same memory, and so the same bits. Before and after, its groups and its state are those of the `DTensor`s.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, update_wrapper
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fullshard._compat import dtensor_like, has_step_hooks, make_dtensor
+from fullshard.engine.unit import managed_by
+from fullshard.optim.rebinding import point_to_shards
+
+__all__ = ["watch_optimizers"]
+
+# These very classes: a class derived from one of them may do anything.
+_ELEMENTWISE = frozenset(
+    {
+        *(torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax),
+        *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.ASGD),
+    }
+)
+_stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have shards at the moment
+_MARK = "_fullshard_steps_shards"
+
+
+@cache
+def watch_optimizers() -> None:
+    """Look after every optimizer before it steps, from now on: it has the shards, and steps them as plain tensors."""
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _stepping:
+        point_to_shards(optimizer)
+        _step_shards(optimizer)
+
+
+def _step_shards(optimizer: Optimizer) -> None:
+    """Let `optimizer` step shards from its next step on, if it is one that may. Nothing happens if it does already."""
+    if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer.step, _MARK):
+        return
+    if not any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
+        return
+    known: Any = optimizer.step
+    # No reference to the optimizer, which would be a cycle: a function of the class, or what a scheduler has put there.
+    inner = getattr(known, "__func__", None) or (lambda _, *args, **kwargs: known(*args, **kwargs))
+    optimizer.step = _stepping_shards(optimizer, known, inner)  # type: ignore[method-assign]
+
+
+def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Callable[..., Any]) -> Any:
+    owner = weakref.ref(optimizer)
+
+    def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # A closure, or a hook of the user's, is to see the parameters that the user knows.
+        if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
+            return inner(optimizer, *args, **kwargs)
+        with _having_shards(optimizer):
+            return inner(optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return step_of(owner(), *args, **kwargs)  # type: ignore[arg-type]  # who calls it has the optimizer
+
+    update_wrapper(step, known)
+    del step.__wrapped__  # type: ignore[attr-defined]  # it is bound to the optimizer
+    setattr(step, _MARK, True)
+    step.__func__ = step_of  # type: ignore[attr-defined]  # schedulers of torch's take methods apart
+    return step
+
+
+@contextmanager
+def _having_shards(optimizer: Optimizer) -> Iterator[None]:
+    """A context in which `optimizer` has shards in the place of sharded parameters that have a gradient."""
+    state = optimizer.state
+    given = [group["params"] for group in optimizer.param_groups]
+    swapped: list[tuple[nn.Parameter, Tensor]] = []
+    for group in optimizer.param_groups:
+        group["params"] = [_shard_of(param, swapped) for param in group["params"]]
+    for param, shard in swapped:
+        known = state.get(param)
+        if known is not None:
+            state[shard] = {name: _local(value) for name, value in known.items()}
+    _stepping.add(optimizer)
+    try:
+        yield
+    finally:
+        _stepping.discard(optimizer)
+        for group, params in zip(optimizer.param_groups, given, strict=True):
+            group["params"] = params
+        for param, shard in swapped:
+            shard.grad = None
+            stepped = state.pop(shard, None)
+            if stepped is not None:
+                _keep(state[param], stepped, param)
+        torch.autograd.graph.increment_version([param for param, _ in swapped])
+
+
+def _shard_of(param: nn.Parameter, swapped: list[tuple[nn.Parameter, Tensor]]) -> Tensor:
+    """This rank's shard of `param`, with its gradient, noted in `swapped`; or `param` itself."""
+    grad = param.grad
+    if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or managed_by(param) is None:
+        return param
+    shard: Tensor = param._local_tensor
+    if not shard.ndim:
+        return param  # its state could not be told from a count of steps
+    shard.grad = grad._local_tensor
+    swapped.append((param, shard))
+    return shard
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any) -> None:
+    """Put what a step has made of the state of the shard of `param` into `state`, that of `param`."""
+    for name, value in stepped.items():
+        if _local(state.get(name)) is not value:
+            state[name] = _placed_as(param, value)
+
+
+def _placed_as(param: DTensor, value: Any) -> Any:
+    """`value` as a `DTensor`, if it has an element for each of the shard's."""
+    if not isinstance(value, Tensor) or value.shape != param._local_tensor.shape:
+        return value
+    if value.dtype == param.dtype:
+        return dtensor_like(value, param)
+    return make_dtensor(value, param.device_mesh, tuple(param.placements), tuple(param.shape))

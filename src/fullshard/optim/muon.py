@@ -1,0 +1,512 @@
+"""Muon for sharded matrices: every matrix is orthogonalised once, by one rank, and not once on every rank.
+
+The algorithm is that of Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024,
+https://kellerjordan.github.io/posts/muon): a step goes along the momentum with its singular values replaced by numbers
+around 1, which a Newton-Schulz iteration finds. The learning rate "match_rms_adamw" is that of Liu et al., "Muon is
+Scalable for LLM Training" (2025, arXiv:2502.16982). Numbers are those of `torch.optim.Muon`, operation by operation.
+
+[Note: how matrices travel]
+A momentum is updated where it lies, in shards. The iteration needs the whole matrix, and computes in bfloat16; so what
+travels is bfloat16, and no bit is lost. Each rank has one buffer, `mine`, with its parts of all matrices of a batch, by
+owner; and for the matrices that it owns itself, `rooms` with every rank's parts. With matrices A and B of rank 0 and C
+of rank 1:
+
+              mine            rooms
+    rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own room is its own stretch of `mine`
+    rank 1    [A1 B1][C1]     [C0][C1]
+
+One all-to-all sends stretches of `mine` to the rooms of the owners. What these compute takes the place of what came,
+and a second all-to-all takes it back. Along a mesh axis whose ranks have the same parts there is nothing to collect;
+results are passed on along it in the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, overload
+from zlib import crc32
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.optimizer import ParamsT
+
+from fullshard.comm.collectives import Collectives, Pending, collectives_for
+from fullshard.device.lanes import Lane
+from fullshard.errors import ConfigError
+from fullshard.layout.group_layout import ALIGNMENT_BYTES
+from fullshard.layout.offsets import aligned_offsets
+from fullshard.layout.shard_spec import Cut
+from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
+
+__all__ = ["Muon"]
+
+BATCH_NBYTES = 16 * 2**20
+"""How many bytes of whole matrices a rank orthogonalises in one batch; one matrix, if it is larger."""
+
+_WIRE = torch.bfloat16
+_TAG_SETS = 1024  # so many sets of gradients are told apart
+_TAGS_A_SET = 4  # there and back, for two batches under way
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for matrices that are sharded under any strategy, or not at all, with the arguments of `torch.optim.Muon`.
+
+    On one process it gives the bits of `torch.optim.Muon`; on several, under every strategy, those of one process that
+    has the same gradients. With bfloat16 parameters it agrees closely with torch: that adds an update in bfloat16 by
+    rules that depend on where elements lie; here it is added in float32 and rounded once.
+
+    The ranks of a mesh, replicas included, divide the orthogonalisations so that all have about as much to do, and
+    exchange the next matrices while they compute. Matrices that are no `DTensor`s are orthogonalised where they are.
+    Every rank must call `step`, with gradients of the same parameters.
+
+    Muon is for the weight matrices of hidden layers. Give embeddings, output heads, biases and norms to another
+    optimizer:
+
+        hidden = [param for param in model.blocks.parameters() if param.ndim == 2]
+        muon = Muon(hidden, lr=0.02, weight_decay=0.01)
+
+    Args:
+        params: matrices (2-D, real, floating-point), or groups of them.
+        lr: the learning rate: a number, or a tensor of one.
+        weight_decay: how much of a parameter a step takes away, times the learning rate.
+        momentum: how much of the momentum a step keeps; the rest is the gradient's.
+        nesterov: whether a step goes along a mixture of the gradient and the new momentum.
+        ns_coefficients: of the odd polynomial of degree five that is iterated.
+        eps: the least norm that a matrix is divided by before the iteration.
+        ns_steps: the number of iterations.
+        adjust_lr_fn: the learning rate for a matrix of `a` rows and `b` columns: "original" (or None), times
+            `sqrt(max(1, a / b))`; "match_rms_adamw", times `0.2 * sqrt(max(a, b))`.
+
+    Raises:
+        ConfigError: a parameter is no matrix, or an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Step the parameters of `param_group` too, with its options, or else the optimizer's.
+
+        Raises:
+            ConfigError: a parameter is no matrix, or an option is out of its range.
+        """
+        super().add_param_group(param_group)
+        wrong = _wrong_option(self.param_groups[-1]) or self._wrong_param()
+        if wrong:
+            self.param_groups.pop()
+            raise ConfigError(wrong)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Change every parameter that has a gradient. Gives what `closure`, if there is one, gave before that.
+
+        Raises:
+            ConfigError: a gradient is sparse.
+            RankMismatchError: ranks have gradients of different parameters (on gloo).
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for team, matrices in self._matrices_by_team().items():
+            lacking = [it.name for it in matrices if it.param.requires_grad and it.param.grad is None]
+            note = f"without {', '.join(lacking)}" if lacking else ""
+            team.step([matrix for matrix in matrices if matrix.param.grad is not None], note)
+        return loss
+
+    def _named(self) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
+        """Every parameter with its group, and the name that the user gave it or its number in the state dict."""
+        number = 0
+        for group in self.param_groups:
+            for i, param in enumerate(group["params"]):
+                yield group["param_names"][i] if "param_names" in group else f"parameter {number}", group, param
+                number += 1
+
+    def _matrices_by_team(self) -> dict[Team, list[Matrix]]:
+        """All parameters, with a gradient or without."""
+        found: dict[Team, list[Matrix]] = {}
+        for name, group, param in self._named():
+            if param.grad is not None and param.grad.layout != torch.strided:
+                raise ConfigError(
+                    f"Muon: the gradient of {name}, {tuple(param.shape)}, is sparse. Make it dense (nn.Embedding has "
+                    "sparse=False), or give the parameter to torch.optim.SparseAdam."
+                )
+            team = Team.of(param)
+            found.setdefault(team, []).append(Matrix(name, param, group, self.state, team.cut(param)))
+        return found
+
+    def _wrong_param(self) -> str | None:
+        """What is wrong with the parameters of the last group."""
+        number = len(self.param_groups) - 1
+        for name, _, param in (it for it in self._named() if it[1] is self.param_groups[-1]):
+            if param.ndim != 2 or not param.is_floating_point():
+                return (
+                    f"Muon: {name}, in param group {number}, has the shape {tuple(param.shape)} and the dtype "
+                    f"{param.dtype}, but Muon steps 2-D matrices of real numbers only. Give it to another optimizer, "
+                    "such as torch.optim.AdamW."
+                )
+            outer, last = _placements(param)
+            if any(type(it) is not Replicate for it in outer) or type(last) not in (Replicate, Shard):
+                return (
+                    f"Muon: {name}, in param group {number}, is placed {(*outer, last)}, but Muon steps matrices that "
+                    "are cut along the last mesh axis only, or not at all. Give it to another optimizer, such as "
+                    "torch.optim.AdamW."
+                )
+        return None
+
+
+def _wrong_option(options: Mapping[str, Any]) -> str | None:
+    lr, adjust = options["lr"], options["adjust_lr_fn"]
+    needed = {
+        "lr": ((not isinstance(lr, Tensor) or lr.numel() == 1) and lr >= 0, "one number from 0 on"),
+        "weight_decay": (options["weight_decay"] >= 0, "a number from 0 on"),
+        "momentum": (options["momentum"] >= 0, "a number from 0 on"),
+        "ns_coefficients": (len(options["ns_coefficients"]) == 3, "a tuple of three numbers"),
+        "ns_steps": (0 <= options["ns_steps"] < 100, "a number from 0 to 99"),
+        "adjust_lr_fn": (adjust in (None, "original", "match_rms_adamw"), "'original', 'match_rms_adamw' or None"),
+    }
+    wrong = [f"Muon({name}={options[name]!r}): {text} is needed." for name, (fits, text) in needed.items() if not fits]
+    return wrong[0] if wrong else None
+
+
+def _placements(param: Tensor) -> tuple[tuple[Any, ...], Any]:
+    """How `param` is placed on the outer mesh axes and on the last; a plain tensor is whole on a mesh of one rank."""
+    *outer, last = param.placements if isinstance(param, DTensor) else [Replicate()]
+    return tuple(outer), last
+
+
+# -- one matrix -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One parameter, and all that is done to it."""
+
+    name: str
+    param: Tensor
+    group: Mapping[str, Any]  # its options
+    states: dict[Tensor, Any]  # of all parameters
+    cut: Cut  # over the ranks that hold different parts of it
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole matrix, as it travels."""
+        return self.cut.numel * _WIRE.itemsize
+
+    @property
+    def cost(self) -> float:
+        """Multiplications in its orthogonalisation, up to a factor that all matrices have in common."""
+        short, long = sorted(self.cut.shape)
+        return float(self.group["ns_steps"] * short * short * (2 * long + short))
+
+    def update_momentum(self) -> Tensor:
+        """This rank's part of what is to be orthogonalised, once the gradient is in the momentum."""
+        state, momentum = self.states[self.param], self.group["momentum"]
+        assert self.param.grad is not None
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(self.param.grad, memory_format=torch.preserve_format)
+        grad, buffer = _local(self.param.grad), _local(state["momentum_buffer"])
+        buffer.lerp_(grad, 1 - momentum)
+        return grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer
+
+    def orthogonalise(self, parts: Sequence[Tensor]) -> None:
+        """Put what comes of the whole matrix in the place of its `parts`, one a rank that has another."""
+        dim = self.cut.dim or 0
+        coefficients, steps, eps = (self.group[name] for name in ("ns_coefficients", "ns_steps", "eps"))
+        result = orthogonalised(torch.cat(list(parts), dim), coefficients, steps, eps)
+        for part, piece in zip(parts, result.split([part.shape[dim] for part in parts], dim), strict=True):
+            part.copy_(piece)
+
+    def subtract(self, update: Tensor) -> None:
+        """Change this rank's part of the parameter by its part of what was orthogonalised."""
+        lr: Any = self.group["lr"]
+        lr = lr.squeeze() if isinstance(lr, Tensor) else lr
+        own = _local(self.param)
+        own.mul_(1 - lr * self.group["weight_decay"])
+        # A sum in bfloat16 rounds vectors in one way and their last elements in another: the cut would show.
+        own.add_(update.to(own.device, torch.float32), alpha=-lr * self._lr_factor)
+        if own is not self.param:
+            torch.autograd.graph.increment_version(self.param)
+
+    @property
+    def _lr_factor(self) -> float:
+        rows, columns = self.cut.shape
+        if self.group["adjust_lr_fn"] == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, columns))
+        return math.sqrt(max(1, rows / max(1, columns)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """A matrix with the singular vectors of `matrix`, and singular values around 1.
+
+    Divides by the norm, so that no singular value is above 1, and iterates `x -> a x + b (x x^T) x + c (x x^T)^2 x`
+    for the coefficients (a, b, c), which moves each singular value as the polynomial `a s + b s^3 + c s^5` does.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        square = x @ x.T
+        x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+# -- many matrices on many ranks --------------------------------------------------------------------------------------
+
+
+def divide(costs: Sequence[float], nbytes: Sequence[int], owners: int, limit: int) -> list[list[list[int]]]:
+    """The work in batches, one at least: `divide(...)[batch][owner]` are numbers of matrices.
+
+    The dearest comes first, and each goes to the owner who has least to do so far; so nobody has more than 4/3 of what
+    the busiest would have at best (Graham, 1969, "Bounds on multiprocessing timing anomalies"). A batch ends where an
+    owner would have more than `limit` bytes of it, unless that is one matrix.
+    """
+    batches: list[list[list[int]]] = [[[] for _ in range(owners)]]
+    loads, held = [0.0] * owners, [0] * owners
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owner = loads.index(min(loads))
+        if batches[-1][owner] and held[owner] + nbytes[i] > limit:
+            batches.append([[] for _ in range(owners)])
+            held = [0] * owners
+        batches[-1][owner].append(i)
+        loads[owner] += costs[i]
+        held[owner] += nbytes[i]
+    return batches
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks of one mesh, who divide the work on its matrices.
+
+    They are numbered with the last axis running fastest. All results are taken back along the last axis first.
+
+    Args:
+        wires: along each axis of the mesh. A plain tensor has none, and a team of one rank.
+        is_sharded: whether ranks along the last axis have different parts. Along all others they have the same.
+        device: where matrices are orthogonalised.
+    """
+
+    wires: tuple[Collectives, ...]
+    is_sharded: bool
+    device: torch.device
+
+    @classmethod
+    def of(cls, param: Tensor) -> Team:
+        """The team that steps `param`."""
+        if not isinstance(param, DTensor):
+            return cls((), False, param.device)
+        mesh, device = param.device_mesh, torch.device(param.device_mesh.device_type)
+        wires = tuple(collectives_for(mesh.get_group(axis), device) for axis in range(mesh.ndim))
+        return cls(wires, isinstance(param.placements[-1], Shard), device)
+
+    def cut(self, param: Tensor) -> Cut:
+        """How `param` is divided over the ranks that have different parts."""
+        _, last = _placements(param)
+        return Cut(tuple(param.shape), last.dim if self.is_sharded else None, self.parts)
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts a matrix is cut."""
+        return self.wires[-1].world if self.is_sharded else 1
+
+    @property
+    def part(self) -> int:
+        """Which of the parts is this rank's."""
+        return self.wires[-1].rank if self.is_sharded else 0
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(wire.world for wire in self.wires)
+
+    @property
+    def number(self) -> int:
+        """This rank's."""
+        number = 0
+        for wire in self.wires:
+            number = number * wire.world + wire.rank
+        return number
+
+    @property
+    def partners(self) -> range:
+        """The owners to whom this rank sends its parts: those who have the others."""
+        first = self.number - self.part
+        return range(first, first + self.parts)
+
+    def behind(self, axis: int, rank: int) -> range:
+        """The owners whose results `rank` of `axis` has, once they were taken back along the axes after it."""
+        each = math.prod(wire.world for wire in self.wires[axis + 1 :])
+        every = each * self.wires[axis].world
+        first = self.number // every * every + rank * each
+        return range(first, first + each)
+
+    def step(self, matrices: Sequence[Matrix], note: str) -> None:
+        """Step `matrices`, batch after batch: the next one travels to the owners and the last one back meanwhile.
+
+        Args:
+            matrices: the same on every rank, and each with a gradient.
+            note: what is not as usual about them.
+        """
+        told = ", ".join(f"{matrix.name} {matrix.cut.shape}" for matrix in matrices)
+        tag = crc32(told.encode()) % _TAG_SETS * _TAGS_A_SET  # another rank's other matrices do not arrive as these
+        work = divide([it.cost for it in matrices], [it.nbytes for it in matrices], self.size, BATCH_NBYTES)
+        batches = [
+            Batch(self, [[matrices[i] for i in owned] for owned in by_owner], tag + number % 2, note)
+            for number, by_owner in enumerate(work)
+        ]
+        passing_on = [Batch.take_back] * (len(self.wires) - 1)
+        stages = [Batch.collect, Batch.orthogonalise, *passing_on, Batch.finish]
+        for tick in range(len(batches) + len(stages) - 1):
+            for lag, stage in enumerate(stages):
+                if 0 <= tick - lag < len(batches):
+                    stage(batches[tick - lag])
+
+
+class Batch:
+    """Some matrices on their way to their owners and back. See [Note: how matrices travel].
+
+    Args:
+        team: the ranks.
+        by_owner: the matrices that each of them orthogonalises.
+        tag: the first of this batch's among those of a `Team`'s wire; the way back has the next but one.
+        note: what is not as usual.
+    """
+
+    def __init__(self, team: Team, by_owner: Sequence[Sequence[Matrix]], tag: int, note: str) -> None:
+        self._team = team
+        self._by_owner = by_owner
+        self._tag = tag
+        self._note = note
+        self._numels = [sum(it.cut.shard_numel(team.part) for it in owned) for owned in by_owner]
+        self._starts, self._numel = aligned_offsets(self._numels, ALIGNMENT_BYTES // _WIRE.itemsize)
+        self._mine = torch.empty(0)
+        self._rooms: list[Tensor] = []
+        self._axes = list(range(len(team.wires)))  # along which results are still to be taken back
+        self._pending = Pending()
+        self._arrived: torch.cuda.Event | None = None
+
+    def collect(self) -> None:
+        """Update all momenta, and begin to send this rank's parts to the owners."""
+        team = self._team
+        self._mine = torch.empty(self._numel, dtype=_WIRE, device=team.device)
+        for owner, start, owned in zip(range(team.size), self._starts, self._by_owner, strict=True):
+            for matrix, part in zip(owned, _parts(self._mine[start:], owned, team.part), strict=True):
+                update = matrix.update_momentum()
+                if owner in team.partners:
+                    part.copy_(update)
+        mine = self._by_owner[team.number]
+        self._rooms = [
+            self._stretch(range(team.number, team.number + 1))
+            if part == team.part
+            else self._mine.new_empty(sum(matrix.cut.shard_numel(part) for matrix in mine))
+            for part in range(team.parts)
+        ]
+        if team.is_sharded:
+            sent = [self._stretch(range(owner, owner + 1)) for owner in team.partners]
+            self._exchange(team.wires[-1], self._rooms, sent, self._partners_nbytes, self._tag)
+
+    def orthogonalise(self) -> None:
+        """Do this rank's part of the work, and begin to take it back."""
+        self._wait()
+        mine = self._by_owner[self._team.number]
+        parts = [_parts(room, mine, part) for part, room in enumerate(self._rooms)]
+        for matrix, its_parts in zip(mine, zip(*parts, strict=True), strict=True):
+            recorder, origin = active_recorder(), Origin(matrix.name, Phase.STEP)
+            event = recorder and recorder.add(Event("orthogonalise", origin, nbytes=matrix.nbytes))
+            matrix.orthogonalise(its_parts)
+            if event:
+                event.finish()
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Begin to take the results back along the next axis: to those who have other parts, or the same."""
+        self._wait()
+        if not self._axes:
+            return
+        axis = self._axes.pop()
+        wire = self._team.wires[axis]
+        rooms = [self._stretch(self._team.behind(axis, rank)) for rank in range(wire.world)]
+        if self._team.is_sharded and axis == len(self._team.wires) - 1:
+            sent, common_nbytes = self._rooms, self._partners_nbytes
+        else:
+            sent, common_nbytes = [rooms[wire.rank]] * wire.world, sum(room.nbytes for room in rooms)
+        self._exchange(wire, rooms, sent, common_nbytes, self._tag + 2)
+
+    def finish(self) -> None:
+        """Change the parameters, and give the memory back."""
+        self._wait()
+        for start, owned in zip(self._starts, self._by_owner, strict=True):
+            for matrix, part in zip(owned, _parts(self._mine[start:], owned, self._team.part), strict=True):
+                matrix.subtract(part)
+        self._mine, self._rooms = torch.empty(0), []
+
+    @property
+    def _partners_nbytes(self) -> int:
+        return sum(matrix.nbytes for owner in self._team.partners for matrix in self._by_owner[owner])
+
+    def _stretch(self, owners: range) -> Tensor:
+        """This rank's parts of all matrices that `owners` own."""
+        last = owners[-1]
+        return self._mine[self._starts[owners[0]] : self._starts[last] + self._numels[last]]
+
+    def _exchange(
+        self, wire: Collectives, rooms: Sequence[Tensor], sent: Sequence[Tensor], common_nbytes: int, tag: int
+    ) -> None:
+        tag += wire.tags_of("Muon", _TAG_SETS * _TAGS_A_SET)
+        origin = Origin("Muon", Phase.STEP, note=self._note)
+        lane = _lane(self._team.device)
+        with lane.after_compute():
+            self._pending = wire.all_to_all(rooms, sent, common_nbytes=common_nbytes, tag=tag, origin=origin)
+            self._arrived = lane.mark()
+
+    def _wait(self) -> None:
+        self._pending.wait()
+        Lane.hold_compute(self._arrived)
+
+
+def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor]:
+    """The `part` of each of `matrices`, as they lie one after another in `buffer`."""
+    numels = [matrix.cut.shard_numel(part) for matrix in matrices]
+    flat = buffer[: sum(numels)].split(numels)
+    return [it.view(matrix.cut.shard_shape(part)) for it, matrix in zip(flat, matrices, strict=True)]
+
+
+@cache
+def _lane(device: torch.device) -> Lane:
+    return Lane("reduce", device)

@@ -1,0 +1,41 @@
+"""Optimizers that were made before their model was sharded: they have parameters that nothing trains any more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fullshard.engine.unit import managed_by
+from fullshard.errors import StateError
+
+__all__ = ["point_to_shards"]
+
+
+def point_to_shards(optimizer: Optimizer) -> None:
+    """Let `optimizer` have, in place of each parameter that was sharded since it was made, the sharded parameter.
+
+    Happens by itself before each `step()`.
+
+    Raises:
+        StateError: the optimizer has state for a parameter from before it was sharded.
+    """
+    for group in optimizer.param_groups:
+        pointed = [_sharded(param, optimizer) for param in group["params"]]
+        if any(new is not old for new, old in zip(pointed, group["params"], strict=True)):
+            group["params"] = list(dict.fromkeys(pointed))  # tied weights are one
+
+
+def _sharded(param: Any, optimizer: Optimizer) -> Any:
+    managed = managed_by(param) if isinstance(param, nn.Parameter) else None
+    if managed is None:
+        return param
+    unit, sharded = managed
+    if param is not sharded.sharded and optimizer.state.get(param):
+        raise StateError(
+            f"{type(optimizer).__name__} has state for {sharded.fqn} of {unit.name or 'the root'} from before that was "
+            f"sharded: {', '.join(optimizer.state[param])}. Make the optimizer after sharding, and load into it what "
+            "FullyShardedDataParallel.optim_state_dict_to_load makes of the old one's state by FQN."
+        )
+    return sharded.sharded

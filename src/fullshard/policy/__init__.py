@@ -1,0 +1,1 @@
+"""Values that a user chooses, checked where they are made."""

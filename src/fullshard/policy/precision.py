@@ -1,0 +1,195 @@
+"""Which dtype each number is stored, computed, sent and summed in: one contract a section, printable."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fullshard.errors import ConfigError
+from fullshard.policy.strategy import Placement, Placements
+
+__all__ = [
+    "GATHER_WIRES",
+    "REDUCE_WIRES",
+    "DtypeContract",
+    "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "check_wires",
+    "is_castable",
+]
+
+GATHER_WIRES = ("int8", "fp8")
+"""How whole parameters may travel, other than as they are computed with."""
+
+REDUCE_WIRES = ("bf16", "int8", "int4")
+"""How gradients may travel, other than as they are summed."""
+
+
+def is_castable(dtype: torch.dtype) -> bool:
+    """Whether a dtype policy concerns what is of `dtype`: floating-point numbers, but for those of 8 bits.
+
+    The latter are quantised weights, which mean something beside their scale only, as integers do.
+    """
+    return dtype.is_floating_point and dtype.itemsize > 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeContract:
+    """The dtypes of one section: at rest, in compute and in the gather, in the gradient reduction.
+
+    Where `gather_wire` or `reduce_wire` names an encoding, that is what travels, and the dtype what comes of it.
+    """
+
+    stored: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    gather_wire: str | None = None
+    reduce_wire: str | None = None
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of the smallest item that lies in any of the section's buffers."""
+        return min(self.stored.itemsize, self.compute.itemsize, self.reduce.itemsize)
+
+    def __str__(self) -> str:
+        stored, compute, reduce = (str(it).removeprefix("torch.") for it in (self.stored, self.compute, self.reduce))
+        gathered = (
+            f"and gathered {compute}" if self.gather_wire is None else f"{compute}, gathered as {self.gather_wire}"
+        )
+        sent = "" if self.reduce_wire is None else f", sent as {self.reduce_wire}"
+        return f"stored {stored}, computed {gathered}, reduced {reduce}{sent}"
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Which dtype computes, sums gradients and leaves a module. None keeps what is there.
+
+    The parameters that the optimizer updates keep the dtype they came in; gathers already move `param_dtype`. Integers
+    and floats of 8 bits, which hold quantised weights, are never cast.
+
+    What is encoded to travel in fewer bits is slower where it is fast to send, and numbers differ from those of full
+    precision: docs/networks.md says by how much. Parameters that compute in float64 are never encoded. Nor is anything
+    with one rank on an axis, or within a group of ranks where states are grouped.
+
+    Args:
+        param_dtype: of the unsharded floating-point parameters, and so of the gather and of compute.
+        reduce_dtype: gradients are summed over the ranks in it; `param_dtype` if None, or float32 with `reduce_wire`.
+        output_dtype: floating-point outputs of a unit are cast to it.
+        cast_forward_inputs: whether floating-point inputs of a unit are cast to `param_dtype`.
+        gather_wire: "int8" or "fp8": parameters travel as 8 bits each, and every rank computes with what comes of that.
+            The optimizer's parameters keep their full precision.
+        reduce_wire: "bf16", "int8" or "int4": gradients travel so, and are summed in float32. With the last two, what a
+            message lacks is added to the next one, for which every rank keeps as much memory as whole gradients take.
+
+    Raises:
+        ConfigError: a dtype is not a floating-point one, a wire has another name, or `reduce_wire` is to be summed in
+            another dtype than float32.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+    gather_wire: str | None = None
+    reduce_wire: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_floating(self, ("param_dtype", "reduce_dtype", "output_dtype"))
+        _check_wire(self)
+
+    def contract(self, stored: torch.dtype) -> DtypeContract:
+        """The dtypes of parameters that are stored as `stored`. Integers and 8-bit floats are never cast."""
+        if not is_castable(stored):
+            return DtypeContract(stored=stored, compute=stored, reduce=stored)
+        compute = self.param_dtype or stored
+        if compute == torch.float64:
+            return DtypeContract(stored=stored, compute=compute, reduce=self.reduce_dtype or compute)
+        return DtypeContract(
+            stored=stored,
+            compute=compute,
+            reduce=self.reduce_dtype or (compute if self.reduce_wire is None else torch.float32),
+            gather_wire=self.gather_wire,
+            reduce_wire=self.reduce_wire,
+        )
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The dtypes of a `FullyShardedDataParallel` module, spelled as in torch.
+
+    Args:
+        param_dtype: of the unsharded floating-point parameters, and so of the gather and of compute.
+        reduce_dtype: gradients are summed over the ranks in it; `param_dtype` if None.
+        buffer_dtype: floating-point buffers are cast to it, once.
+        keep_low_precision_grads: must be False: an optimizer sees gradients in its parameters' own dtype.
+        cast_forward_inputs: whether every unit casts its floating-point inputs to `param_dtype`.
+        cast_root_forward_inputs: whether the root does, when `cast_forward_inputs` is False.
+        _module_classes_to_ignore: modules of these classes compute in full precision, as units of their own.
+        gather_wire: see `MixedPrecisionPolicy`. torch has none.
+        reduce_wire: see `MixedPrecisionPolicy`. torch has none.
+
+    Raises:
+        ConfigError: a dtype is not a floating-point one, `keep_low_precision_grads` is asked for, or a wire is not one
+            that `MixedPrecisionPolicy` takes.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
+    gather_wire: str | None = None
+    reduce_wire: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_floating(self, ("param_dtype", "reduce_dtype", "buffer_dtype"))
+        _check_wire(self)
+        if self.keep_low_precision_grads:
+            raise ConfigError(
+                "keep_low_precision_grads=True cannot be honoured: parameters keep their own dtype in the shards, and "
+                "an optimizer needs gradients of that dtype. Leave it False; reduce_dtype sets what travels."
+            )
+
+
+def _check_floating(policy: object, names: Sequence[str]) -> None:
+    for name in names:
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and is_castable(dtype)):
+            raise ConfigError(
+                f"{type(policy).__name__}({name}={dtype!r}): a floating-point torch.dtype is needed, of 16 bits or "
+                "more, such as torch.bfloat16, or None to keep the dtype that is there."
+            )
+
+
+def _check_wire(policy: MixedPrecision | MixedPrecisionPolicy) -> None:
+    for name, known in (("gather_wire", GATHER_WIRES), ("reduce_wire", REDUCE_WIRES)):
+        wire = getattr(policy, name)
+        if wire is not None and wire not in known:
+            raise ConfigError(
+                f"{type(policy).__name__}({name}={wire!r}): one of {', '.join(map(repr, known))} is needed, or None to "
+                "send numbers as they are."
+            )
+    if policy.reduce_wire is not None and policy.reduce_dtype not in (None, torch.float32):
+        raise ConfigError(
+            f"{type(policy).__name__}(reduce_wire={policy.reduce_wire!r}, reduce_dtype={policy.reduce_dtype}): what "
+            "travels encoded is summed in float32. Leave reduce_dtype out, or reduce_wire."
+        )
+
+
+def check_wires(policy: MixedPrecisionPolicy, placements: Placements) -> None:
+    """Refuse an encoding for what does not travel.
+
+    Raises:
+        ConfigError: parameters are never gathered.
+    """
+    if policy.gather_wire is not None and placements.optimizer is Placement.WHOLE:
+        raise ConfigError(
+            f"gather_wire={policy.gather_wire!r}, but every rank keeps whole parameters and updates all of them (as "
+            "under strategy='ddp'), so that none are gathered. Leave it out, or choose a strategy that shards the "
+            "optimizer's state, such as 'zero1'."
+        )

@@ -1,0 +1,1 @@
+"""State dicts of models and optimizers, and whole parameters outside of steps."""

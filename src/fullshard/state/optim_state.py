@@ -1,0 +1,351 @@
+"""State dicts of optimizers: sharded or full, with the FQNs of the user's own module as keys.
+
+`optimizer.state_dict()` numbers its parameters, so it can only be loaded where they come in the same order. Here they
+have names, and a full state dict can be loaded at any world size and under any strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+
+from fullshard._compat import make_dtensor, tree_map
+from fullshard.comm.mesh import own_part
+from fullshard.engine.runtime import clean_fqn
+from fullshard.engine.sharded_param import whole_of
+from fullshard.errors import ConfigError
+from fullshard.state.state_dict import (
+    FullOptimStateDictConfig,
+    StateDictType,
+    device_of,
+    get_state_dict_type,
+    groups_of,
+    is_first_rank,
+)
+
+__all__ = [
+    "StateTemplate",
+    "full_optim_state_dict",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "params_by_fqn",
+    "sharded_optim_state_dict",
+]
+
+StateDict = dict[str, Any]
+
+
+def optim_state_dict(
+    model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: StateDict | None = None
+) -> StateDict:
+    """The state of `optim`, by FQN, in the form that `model` is set to give: full on every rank, unless set otherwise.
+
+    Every rank must call it. A full one is a copy; the tensors of a sharded one are the optimizer's own.
+
+    Args:
+        model: has the parameters that `optim` steps.
+        optim: made after `model` was sharded.
+        optim_state_dict: used in place of `optim.state_dict()`.
+
+    Returns:
+        `{"state": {fqn: {name: value}}, "param_groups": [{..., "params": [fqn]}]}`; empty on all ranks but the first if
+        `rank0_only` is set.
+
+    Raises:
+        ConfigError: `optim` has a parameter that is not in `model`.
+    """
+    settings = get_state_dict_type(model)
+    config = settings.optim_state_dict_config
+    named = _named(model, optim, optim_state_dict or optim.state_dict())
+    if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+        return _mapped(named, lambda value: value.cpu()) if config.offload_to_cpu else named
+    assert isinstance(config, FullOptimStateDictConfig)
+    return _gathered(named, keep=not config.rank0_only or is_first_rank(model), offload=config.offload_to_cpu)
+
+
+def full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, *, rank0_only: bool = True) -> StateDict:
+    """The state of `optim` by FQN with whole tensors on the CPU, whatever `model` is set to give."""
+    named = _named(model, optim, optim.state_dict())
+    return _gathered(named, keep=not rank0_only or is_first_rank(model), offload=True)
+
+
+def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> StateDict:
+    """The state of `optim` by FQN with `DTensor`s, whatever `model` is set to give."""
+    return _named(model, optim, optim.state_dict())
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: StateDict | None,
+    load_directly: bool = False,
+    *,
+    from_first_rank: bool | None = None,
+) -> StateDict:
+    """What `optim.load_state_dict` takes, from what `optim_state_dict` gave: each rank cuts its own part.
+
+    Args:
+        model: has the parameters that `optim` steps.
+        optim: what to load into; it may divide the parameters into other groups than were saved.
+        optim_state_dict: full or sharded. Not changed, by later steps neither.
+        load_directly: whether to load it as well.
+        from_first_rank: whether only the first rank has `optim_state_dict`, and sends it to the others; what
+            `rank0_only` of `model`'s settings says, if None.
+
+    Raises:
+        ConfigError: a parameter of `optim` is not in `model`, or the state dict is of other parameters than `optim`, or
+            of states in another shape.
+    """
+    config = get_state_dict_type(model).optim_state_dict_config
+    if from_first_rank is None:
+        from_first_rank = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
+    params = params_by_fqn(model, optim)
+    given, fetch = _sent_by_first(optim_state_dict, model) if from_first_rank else (optim_state_dict or {}, _here)
+    _check_names(given, params)
+    template = StateTemplate(optim, params)
+    template.note_counters(
+        (fqn, name) for fqn, values in given["state"].items() for name, value in values.items() if _is_scalar(value)
+    )
+
+    def placed(fqn: str, name: str, leaf: Any) -> Any:
+        return template.fill(fqn, name, fetch(leaf))
+
+    state = {
+        fqn: {name: tree_map(partial(placed, fqn, name), value) for name, value in values.items()}
+        for fqn, values in given["state"].items()
+    }
+    loadable = template.numbered({"state": state, "param_groups": given["param_groups"]})
+    if load_directly:
+        optim.load_state_dict(loadable)
+    return loadable
+
+
+def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters of `optim` by FQN, in the order in which `optim` numbers them."""
+    fqns = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
+    found: dict[str, nn.Parameter] = {}
+    for param in (param for group in optim.param_groups for param in group["params"]):
+        if id(param) not in fqns:
+            raise ConfigError(
+                f"{type(optim).__name__} has a parameter of shape {tuple(param.shape)} that is not in the model. Make "
+                "the optimizer from model.parameters() after the model is sharded."
+            )
+        found[fqns[id(param)]] = param
+    return found
+
+
+def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> StateDict:
+    """`state_dict`, which numbers parameters, with their FQNs instead."""
+    fqns = list(params_by_fqn(model, optim))
+    state = {fqns[key] if isinstance(key, int) else key: dict(value) for key, value in state_dict["state"].items()}
+    groups = [
+        {**group, "params": [fqns[key] if isinstance(key, int) else key for key in group["params"]]}
+        for group in state_dict["param_groups"]
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def _mapped(named: StateDict, function: Callable[[Tensor], Any]) -> StateDict:
+    """`named` with `function` applied to every tensor of its state, be it in a list or a dict."""
+    return {**named, "state": tree_map(lambda it: function(it) if isinstance(it, Tensor) else it, named["state"])}
+
+
+def _gathered(named: StateDict, *, keep: bool, offload: bool) -> StateDict:
+    """`named` with whole tensors, one gathered after the other. Without `keep` each is dropped at once."""
+
+    def gather(value: Tensor) -> Tensor | None:
+        whole = whole_of(value) if isinstance(value, DTensor) else value.clone() if keep else value
+        if not keep:
+            return None
+        return whole.cpu() if offload else whole
+
+    whole = _mapped(named, gather)
+    return {**whole, "param_groups": [_copied(group) for group in named["param_groups"]]} if keep else {}
+
+
+def _copied(options: Mapping[str, Any]) -> StateDict:
+    """The options of a group; a learning rate that is a tensor, for one, in memory of its own."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in options.items()}
+
+
+# -- the way back -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Absent:
+    """A tensor that is still to come."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _here(value: Any) -> Any:
+    return value
+
+
+def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[StateDict, Callable[[Any], Any]]:
+    """The first rank's `state_dict` on every rank, its tensors still absent; and what fetches each of them, in order.
+
+    So no other rank ever holds more than one of them whole.
+    """
+    groups, device = groups_of(model), device_of(model)
+    mine = state_dict if state_dict and is_first_rank(model) else None
+    to_send: list[Tensor] = []
+
+    def note(value: Tensor) -> _Absent:
+        to_send.append(value)
+        return _Absent(tuple(value.shape), value.dtype)
+
+    skeleton: list[Any] = [mine and _mapped(mine, note)]
+    for group in groups:
+        dist.broadcast_object_list(skeleton, group=group, group_src=0, device=device)
+    sent = iter(to_send)
+
+    def fetch(value: Any) -> Any:
+        if not isinstance(value, _Absent):
+            return value
+        tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
+        if mine is not None:
+            tensor.copy_(next(sent))
+        for group in groups:
+            dist.broadcast(tensor, group=group, group_src=0)
+        return tensor
+
+    return skeleton[0] or {}, fetch
+
+
+def _check_names(given: StateDict, params: Mapping[str, nn.Parameter]) -> None:
+    absent = [key for key in ("state", "param_groups") if key not in given]
+    if absent:
+        raise ConfigError(
+            f"the optimizer state dict has no {absent[0]!r}; it has {sorted(map(str, given))}. Pass what "
+            "optim_state_dict() gave; if only rank 0 has it, set FullOptimStateDictConfig(rank0_only=True)."
+        )
+    saved = [fqn for group in given["param_groups"] for fqn in group["params"]]
+    unknown = [fqn for fqn in dict.fromkeys([*saved, *given["state"]]) if fqn not in params]
+    missing = [fqn for fqn in params if fqn not in saved]
+    if unknown or missing:
+        raise ConfigError(
+            f"the optimizer state dict is not of the parameters that the optimizer steps: it has {_some(unknown)} "
+            f"others, and misses {_some(missing)}. Load it into an optimizer of the same parameters, and save it by "
+            "optim_state_dict(), so that they have names."
+        )
+
+
+def _some(fqns: Sequence[Any]) -> str:
+    """How many they are, and the first of them."""
+    return f"{len(fqns)} (such as {fqns[0]!r})" if fqns else "no"
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Tensor | _Absent) and not value.shape
+
+
+class StateTemplate:
+    """How `optim` keeps the states of its parameters, which `params` has by FQN.
+
+    As it keeps them now, if it has stepped. Else as it will: optimizers make states out of parameters, so they are
+    `DTensor`s too, sharded alike if they have the parameter's shape, whole otherwise. Counters they make of nothing.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+        self._optim = optim
+        self._params = params
+        self._counters = {"step"}
+
+    @property
+    def fqns(self) -> Collection[str]:
+        """The parameters that the optimizer steps, in its order."""
+        return self._params.keys()
+
+    def note_counters(self, scalars: Iterable[tuple[str, str]]) -> None:
+        """Learn from the FQNs and names of states without dimensions which of them count, as steps do."""
+        self._counters |= {name for fqn, name in scalars if self._params[fqn].shape}
+
+    def present(self, fqn: str, name: str) -> Tensor | None:
+        """The state as the optimizer has it now, if it is a tensor."""
+        found = self._optim.state.get(self._params[fqn], {}).get(name)
+        return found if isinstance(found, Tensor) else None
+
+    def fill(self, fqn: str, name: str, value: Any) -> Any:
+        """`value`, whole or sharded, as the state `name` of the parameter `fqn`, in memory of its own."""
+        if not isinstance(value, Tensor):
+            return value
+        present = self.present(fqn, name)
+        if present is not None and present.shape != value.shape:
+            raise ConfigError(
+                f"the optimizer state dict has {name!r} of {fqn} in the shape {tuple(value.shape)}, but the "
+                f"optimizer keeps it in {tuple(present.shape)}. Build model and optimizer as when it was saved."
+            )
+        like = self._like(fqn, name)
+        if not isinstance(like, DTensor):
+            return whole_of(value) if isinstance(value, DTensor) else value.clone()
+        return _distributed(value, like.device_mesh, _placements(like, value.shape), like.to_local().device)
+
+    def room(self, fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Where the state `name` of the parameter `fqn` belongs: the optimizer's own tensor if it has one like that,
+        else one that is placed as it will be, and has no values yet.
+        """
+        like = self._like(fqn, name)
+        if not isinstance(like, DTensor):
+            fits = like is self.present(fqn, name) and (like.shape, like.dtype) == (shape, dtype)
+            return like if fits else torch.empty(shape, dtype=dtype, device=like.device)
+        placements = _placements(like, shape)
+        if like is self.present(fqn, name) and (like.shape, like.dtype, like.placements) == (shape, dtype, placements):
+            return like
+        part = own_part(torch.empty(shape, dtype=dtype, device="meta"), like.device_mesh, placements)
+        local = torch.empty(part.shape, dtype=dtype, device=like.to_local().device)
+        return make_dtensor(local, like.device_mesh, placements, tuple(shape))
+
+    def numbered(self, named: StateDict) -> StateDict:
+        """What `optim.load_state_dict` takes, of a state dict with FQNs whose states are placed already."""
+        numbers = {fqn: number for number, fqn in enumerate(self._params)}
+        state = {numbers[fqn]: values for fqn, values in named["state"].items()}
+        return {"state": state, "param_groups": _groups(self._optim, named["param_groups"], list(self._params))}
+
+    def _like(self, fqn: str, name: str) -> Tensor:
+        """A tensor that is placed as the state is."""
+        present = self.present(fqn, name)
+        if present is not None:
+            return present
+        return torch.empty(0) if name in self._counters else self._params[fqn]
+
+
+def _placements(like: DTensor, shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    """How a state of `shape` is placed beside `like`."""
+    parts = like.shape == shape
+    return tuple(it if parts and not it.is_partial() else Replicate() for it in like.placements)
+
+
+def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], device: torch.device) -> DTensor:
+    """`value`, whole or sharded in any way, placed so. Nothing is sent unless it is sharded in another way."""
+    if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
+        local = value.to_local()
+    else:
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        local = own_part(whole, mesh, placements)
+    local = local.to(device, copy=True).contiguous()
+    return make_dtensor(local, mesh, placements, tuple(value.shape))
+
+
+def _groups(optim: torch.optim.Optimizer, saved: list[StateDict], fqns: list[str]) -> list[StateDict]:
+    """The options of each group of `optim` as they were saved for its first parameter."""
+    return list(_each_group(optim, saved, iter(fqns)))
+
+
+def _each_group(optim: torch.optim.Optimizer, saved: list[StateDict], fqns: Iterator[str]) -> Iterator[StateDict]:
+    number = 0
+    for group in optim.param_groups:
+        names = [next(fqns) for _ in group["params"]]
+        options = next((it for it in saved if names and names[0] in it["params"]), group)
+        kept = {name: value for name, value in options.items() if name != "param_names"}  # of the saved group
+        yield {**kept, "params": list(range(number, number + len(names)))}
+        number += len(names)

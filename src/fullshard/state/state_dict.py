@@ -1,0 +1,293 @@
+"""State dicts of sharded modules: sharded or full, always with the FQNs of the user's own module.
+
+Loading takes either form, for every module that has units: a plain tensor is the whole parameter, from which each rank
+takes its own part, without communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard._compat import dtensor_like
+from fullshard.engine.runtime import Turn, clean_fqn, groups_along, is_in_use, turns_in
+from fullshard.engine.sharded_param import ShardedParam, whole_of
+from fullshard.engine.unit import Unit, managed_by
+from fullshard.errors import ConfigError, StateError
+
+__all__ = [
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalStateDictConfig",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "as_configured",
+    "device_of",
+    "get_state_dict_type",
+    "groups_of",
+    "is_first_rank",
+    "register_hooks",
+    "set_state_dict_type",
+    "shard_of",
+    "state_dict_type",
+]
+
+
+class StateDictType(Enum):
+    """What `state_dict()` of a `FullyShardedDataParallel` module holds."""
+
+    FULL_STATE_DICT = "full"  # whole tensors
+    LOCAL_STATE_DICT = "local"  # not supported: it would hold flattened shards, which do not exist here
+    SHARDED_STATE_DICT = "sharded"  # DTensors
+
+
+@dataclass
+class StateDictConfig:
+    """Options of a state dict. `offload_to_cpu`: whether its tensors are moved to the CPU."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """Options of a full state dict. `rank0_only`: other ranks get an empty one, and need no memory for it."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """Options of a sharded state dict. Its tensors are always `DTensor`s."""
+
+    _use_dtensor: bool = True
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """Options of a local state dict, which is not supported."""
+
+
+@dataclass
+class OptimStateDictConfig:
+    """Options of an optimizer's state dict. `offload_to_cpu`: whether its tensors are moved to the CPU."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Options of a full one. `rank0_only`: other ranks get an empty one."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Options of a sharded one."""
+
+    _use_dtensor: bool = True
+
+
+@dataclass
+class StateDictSettings:
+    """The kind of state dicts that a module gives, and their options."""
+
+    state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT
+    state_dict_config: StateDictConfig = field(default_factory=FullStateDictConfig)
+    optim_state_dict_config: OptimStateDictConfig = field(default_factory=FullOptimStateDictConfig)
+
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+_settings: WeakKeyDictionary[nn.Module, StateDictSettings] = WeakKeyDictionary()
+
+
+def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    """The settings of `module`: what was set, or full state dicts on every rank."""
+    return _settings.get(module) or StateDictSettings()
+
+
+def set_state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> StateDictSettings:
+    """Set the kind of state dicts of `module` and of every module below; the settings that `module` had.
+
+    Raises:
+        ConfigError: the kind is not supported, or a config belongs to another kind.
+    """
+    if state_dict_type not in _CONFIGS:
+        raise ConfigError(
+            f"state_dict_type={state_dict_type}: choose StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT; there are "
+            "no flattened shards for a local state dict to hold."
+        )
+    kind, optim_kind = _CONFIGS[state_dict_type]
+    for config, wanted in ((state_dict_config, kind), (optim_state_dict_config, optim_kind)):
+        if config is not None and not isinstance(config, wanted):
+            raise ConfigError(
+                f"{type(config).__name__} does not go with {state_dict_type}. Pass a {wanted.__name__}, or none."
+            )
+    before = get_state_dict_type(module)
+    settings = StateDictSettings(state_dict_type, state_dict_config or kind(), optim_state_dict_config or optim_kind())
+    for child in module.modules():
+        _settings[child] = dataclasses.replace(settings)
+    return before
+
+
+@contextmanager
+def state_dict_type(
+    module: nn.Module,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
+) -> Iterator[None]:
+    """A context in which `module` and every module below give state dicts of this kind."""
+    before = {child: _settings.get(child) for child in module.modules()}
+    set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+    try:
+        yield
+    finally:
+        for child, settings in before.items():
+            if settings is None:
+                _settings.pop(child, None)
+            else:
+                _settings[child] = settings
+
+
+def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: str, settings: StateDictSettings) -> None:
+    """Turn the entries of `state` under `prefix` into what `settings` ask for: a collective, if full tensors.
+
+    A full state dict is a snapshot: buffers, and parameters that no unit has, are copied too.
+    """
+    full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    config = settings.state_dict_config
+    drops = full and getattr(config, "rank0_only", False) and not is_first_rank(module)
+    live = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())} if full else set()
+    for key in [key for key in state if key.startswith(prefix)]:
+        value = state[key]
+        if full and isinstance(value, DTensor):
+            value = whole_of(value)
+        if drops:
+            del state[key]
+        elif isinstance(value, Tensor):
+            value = value.cpu() if config.offload_to_cpu else value
+            state[key] = value.clone() if _memory(value) in live else value
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Where the values of a plain tensor begin to lie."""
+    return None if isinstance(tensor, DTensor) else tensor.untyped_storage().data_ptr()
+
+
+def is_first_rank(module: nn.Module) -> bool:
+    """Whether this is the first of the ranks that `module` is sharded over: the one that `rank0_only` means."""
+    return all(dist.get_rank(group) == 0 for group in groups_of(module))
+
+
+def groups_of(module: nn.Module) -> list[dist.ProcessGroup | None]:
+    """The groups along which the first rank reaches all ranks that `module` is sharded over, one after the other."""
+    return [*groups_along(turns_in(module))] or [None]
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device that `module` computes on, on which its groups carry messages."""
+    turns = turns_in(module)
+    return turns[0].unit.settings.device if turns else torch.device("cpu")
+
+
+# -- loading ----------------------------------------------------------------------------------------------------------
+
+
+class _Hooks:
+    """What happens around a state dict of the modules of one unit: of all of it, or of one module in it."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+        self._outermost: nn.Module | None = None  # whose loading takes the others in
+
+    def before(self, module: nn.Module, *_: Any) -> None:
+        """Have the shards in the modules, in their own dtype."""
+        if is_in_use(self._turn):
+            raise StateError(
+                f"state dict within a forward or backward of {self._turn.unit.name or 'the root'}: its parameters are "
+                "in use. Save and load between steps."
+            )
+        self._turn.unit.reshard()
+
+    def before_load(
+        self,
+        module: nn.Module,
+        state: MutableMapping[str, Any],
+        prefix: str,
+        metadata: Any,
+        strict: bool,
+        missing: list[str],
+        unexpected: list[str],
+        errors: list[str],
+    ) -> None:
+        """Cut whole tensors, so that what `module` takes is this rank's part."""
+        self.before(module)
+        self._outermost = self._outermost or module
+        for name, param in module._parameters.items():
+            value = state.get(prefix + name)
+            managed = None if param is None else managed_by(param)
+            if managed is not None and isinstance(value, Tensor):
+                sharded = managed[1]
+                if value.numel() == sharded.place.cut.numel == 1 and not sharded.sharded.ndim:
+                    value = value.reshape(())  # as torch saved scalars long ago
+                if value.shape != sharded.sharded.shape:
+                    errors.append(
+                        f"{clean_fqn(prefix + name)} is of shape {tuple(sharded.sharded.shape)} in the model, but of "
+                        f"{tuple(value.shape)} in the state dict. Build the model as it was when it was saved."
+                    )
+                    value = sharded.sharded.detach()
+                state[prefix + name] = shard_of(value, *managed)
+
+    def after_load(self, module: nn.Module, incompatible: Any) -> None:
+        """Let the unit have what was assigned, and name what did not fit as the user does."""
+        for keys in incompatible:
+            keys[:] = [clean_fqn(key) for key in keys]
+        if module is self._outermost:
+            self._outermost = None
+            if not self._turn.summoned:
+                self._turn.unit.adopt()
+
+
+def register_hooks(modules: Iterable[nn.Module], turn: Turn) -> None:
+    """Let `state_dict()` of `modules`, which belong to `turn`'s unit, tell shards at any moment, and loading take whole
+    tensors.
+    """
+    hooks = _Hooks(turn)
+    for module in set(modules):
+        module.register_state_dict_pre_hook(hooks.before)
+        module.register_load_state_dict_pre_hook(hooks.before_load)
+        module.register_load_state_dict_post_hook(hooks.after_load)
+
+
+def shard_of(value: Tensor, unit: Unit, sharded: ShardedParam) -> Tensor:
+    """`value`, a whole parameter or a `DTensor`, as this rank's shard of `sharded`, on the device where it rests."""
+    target = sharded.dtensor
+    device = unit.settings.home.device if sharded.local.is_meta else sharded.local.device
+    if isinstance(value, DTensor):
+        if value.device_mesh == target.device_mesh and value.placements == target.placements:
+            return value if value._local_tensor.device == device else dtensor_like(value.to_local().to(device), target)
+        value = whole_of(value)
+    return dtensor_like(sharded.take_own(value.detach()).to(device), target)

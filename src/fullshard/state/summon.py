@@ -1,0 +1,150 @@
+"""Whole parameters for the user: to look at, to initialise, to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fullshard._compat import dtensor_like
+from fullshard.engine.runtime import Turn, is_in_use, is_unit, turn_of, turns_in, unwrapped
+from fullshard.engine.sharded_param import ShardedParam, whole_of
+from fullshard.engine.unit import managed_by
+from fullshard.errors import ConfigError, StateError
+from fullshard.state.state_dict import is_first_rank
+
+__all__ = ["summon_full_params"]
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """What the user asked for."""
+
+    writeback: bool
+    offload: bool
+    with_grads: bool
+    shows: bool  # whether this rank's modules have the whole parameters
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """A context in which the parameters of `module` are whole plain tensors, in the dtype they are stored in.
+
+    Every rank must enter. Parameters that are whole already, by a context further out, stay as they are. Not for use
+    within forward or backward, and neither can start within it: a change takes effect when the context ends, by an
+    exception too.
+
+    Args:
+        module: a unit, or a module with units in it.
+        recurse: whether the units below `module` are meant too, or only its own.
+        writeback: whether what is changed in them is kept; each rank keeps its own part.
+        rank0_only: other ranks keep their shards, and need no memory. Not with `writeback`.
+        offload_to_cpu: whether whole parameters are moved to the CPU.
+        with_grads: whether their gradients are whole too. Changes to gradients are kept with `writeback`.
+
+    Raises:
+        ConfigError: `rank0_only` together with `writeback`.
+        StateError: a unit is in forward or backward, or on the meta device; on leaving, if a parameter was given
+            another shape, or its shards were written to meanwhile.
+    """
+    if rank0_only and writeback:
+        raise ConfigError(
+            "summon_full_params(rank0_only=True, writeback=True): ranks without the whole parameters could not keep "
+            "what rank 0 changes. Pass writeback=False."
+        )
+    turns = _turns(module, recurse)
+    for turn in turns:
+        if is_in_use(turn):
+            raise StateError(
+                f"summon_full_params within a forward or backward of {turn.unit.name or 'the root'}: its parameters "
+                "are in use. Call it between steps."
+            )
+        turn.unit.check_materialized()
+    wish = _Wish(writeback, offload_to_cpu, with_grads, shows=not rank0_only or is_first_rank(module))
+    with ExitStack() as stack:
+        for turn in turns:
+            if not turn.summoned:
+                stack.enter_context(_whole(turn, wish))
+        yield
+
+
+def _turns(module: nn.Module, recurse: bool) -> list[Turn]:
+    """The turns of the units that have parameters of `module`, or of the one unit that it is or only wraps.
+
+    Those of tied weights, and of a module that is a part of a unit, are found elsewhere than in `module`.
+    """
+    inner = unwrapped(module)
+    found = turns_in(module) if recurse else turns_in(inner)[:1] if is_unit(inner) else []
+    owned = module.parameters() if recurse else (p for turn in found for m in turn.modules for p in m.parameters(False))
+    managed = [managed_by(param) for param in owned]
+    turns = [*found, *(turn_of(it[0].module) for it in managed if it is not None)]
+    return list({id(turn): turn for turn in turns}.values())
+
+
+@contextmanager
+def _whole(turn: Turn, wish: _Wish) -> Iterator[None]:
+    unit = turn.unit
+    unit.reshard()
+    device = torch.device("cpu") if wish.offload else unit.settings.device
+    found = ((param, _summoned(param, device, unit.settings.device, wish)) for param in unit.params)
+    summoned = [(param, whole, param.version) for param, whole in found if whole is not None]
+    for param, whole, _ in summoned:
+        param.show(whole)
+    turn.summoned = True
+    try:
+        yield
+    finally:
+        present = [(param, param.shown, version) for param, _, version in summoned]
+        for param, _, _ in summoned:
+            param.show(param.sharded)
+        turn.summoned = False
+        if wish.writeback:
+            for param, whole, version in present:
+                _write_back(param, whole, version, wish.with_grads)
+
+
+def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wish: _Wish) -> nn.Parameter | None:
+    """The parameter whole, in memory of its own on `device`; None on a rank that only helps others to have it."""
+    value = _gathered(param, param.local, wire)
+    grad = _gathered(param, param.grad, wire) if wish.with_grads and param.grad is not None else None
+    if not wish.shows:
+        return None
+    whole = nn.Parameter(value.to(device), requires_grad=param.sharded.requires_grad)
+    whole.grad = None if grad is None else grad.to(device)
+    vars(whole).update(vars(param.sharded))  # marks that users left
+    return whole
+
+
+def _gathered(param: ShardedParam, shard: Tensor, wire: torch.device) -> Tensor:
+    return whole_of(dtensor_like(shard.to(wire), param.dtensor))
+
+
+@torch.no_grad()
+def _write_back(param: ShardedParam, whole: nn.Parameter, version: int, with_grads: bool) -> None:
+    if whole.shape != param.sharded.shape:
+        raise StateError(
+            f"{param.fqn} was given the shape {tuple(whole.shape)} within summon_full_params, but is sharded as "
+            f"{tuple(param.sharded.shape)}. Change its values only; reshape before sharding."
+        )
+    if param.version != version:
+        raise StateError(
+            f"the shards of {param.fqn} were written to (by an optimizer's step, say) within summon_full_params, which "
+            "was about to write the whole parameter back over that. Step outside, or pass writeback=False."
+        )
+    param.write(whole)
+    param.sharded.requires_grad_(whole.requires_grad)
+    if with_grads and whole.grad is None:
+        param.sharded.grad = None
+    elif with_grads and whole.grad is not None:
+        param.grad = param.take_own(whole.grad).to(param.local.device, copy=True).contiguous()

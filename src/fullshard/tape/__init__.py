@@ -1,0 +1,1 @@
+"""What is recorded of a run, and the one recorder."""

@@ -1,0 +1,53 @@
+"""`fullshard parity`: compare, show the table, and say by the exit code whether all is equal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from fullshard.command_line import check_writable, dumps_with_options, parse
+from fullshard.testing.parity.check import rows_of
+from fullshard.testing.parity.progress import shown
+from fullshard.testing.parity.report import WIDTH, ParityReport
+from fullshard.testing.parity.settings import ParitySettings
+from fullshard.testing.ranks import RanksFailed
+
+__all__ = ["run"]
+
+EQUAL, DIFFERENT, NOT_COMPARED, INTERRUPTED = 0, 1, 2, 130
+
+_DESCRIPTION = (
+    "Train a model of yours in one plain process and sharded over ranks, under every strategy and on the same data, "
+    "and tell what differs: on this machine's CPU, where not a bit should. "
+    "The exit code is 0 if nothing does, 1 if something does, 2 if they could not be compared."
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Compare as `argv` says; the exit code.
+
+    Raises:
+        ConfigError: something of what was asked for is not sound.
+    """
+    settings = parse(ParitySettings, argv, prog="fullshard parity", description=_DESCRIPTION)
+    recipe, cases, tolerance = settings.recipe(), settings.cases(), settings.tolerance()
+    if settings.verdict.json is not None:
+        check_writable("json", settings.verdict.json)
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    try:
+        rows = shown(rows_of(recipe, cases, tolerance, settings.verdict.timeout), cases, console)
+        report = ParityReport(tuple(rows), tolerance)
+    except RanksFailed as failed:
+        sys.stderr.write(f"fullshard: plain training fails, so there is nothing to compare with. {failed}\n")
+        return NOT_COMPARED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    console.print(report.table())
+    console.print(report.said, markup=False, highlight=False, soft_wrap=True)
+    if settings.verdict.json is not None:
+        settings.verdict.json.write_text(dumps_with_options(settings, report.as_dict()))
+    return EQUAL if report.is_equal else DIFFERENT

@@ -1,0 +1,61 @@
+"""What a command line names: functions of the user's, given as `package.module:function` or `file.py:function`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fullshard.command_line import near_matches
+from fullshard.errors import ConfigError
+
+__all__ = ["function_named"]
+
+
+def function_named(spec: str, option: str) -> Callable[..., Any]:
+    """The function, or whatever can be called, that `spec` names; modules are also looked for in the current folder.
+
+    Raises:
+        ConfigError: there is no such module or function in it, or importing the module fails.
+    """
+    where, _, name = spec.rpartition(":")
+    if not where or not name:
+        raise ConfigError(f"{option} {spec}: must name a function as package.module:function or file.py:function.")
+    module = _module_of_file(where, option) if where.endswith(".py") else _module(where, str(Path.cwd()), option)
+    function = getattr(module, name, None)
+    if function is None:
+        raise ConfigError(f"{option} {spec}: there is no {name} in {where}.{near_matches(name, vars(module))}")
+    if not callable(function):
+        raise ConfigError(f"{option} {spec}: {name} is of type {type(function).__name__}, but must be a function.")
+    return function  # type: ignore[no-any-return]  # `callable` says it, and loses what it returns
+
+
+def _module_of_file(where: str, option: str) -> ModuleType:
+    path = Path(where)
+    if not path.is_file():
+        raise ConfigError(f"{option} {where}: there is no such file. Start in the folder that the path begins in.")
+    module = _module(path.stem, str(path.resolve().parent), option)
+    if Path(module.__file__ or "").resolve() != path.resolve():
+        raise ConfigError(f"{option} {where}: {path.stem} is the name of another module, too. Rename the file.")
+    return module
+
+
+def _module(name: str, folder: str, option: str) -> ModuleType:
+    """The module; `folder` stays where modules are looked for, since the ranks import it by name, too."""
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(f"{option} {name}: there is no such module here ({folder}) or installed.") from error
+        raise ConfigError(f"{option} {name}: it imports {error.name}, which is not there.") from error
+    except Exception as error:
+        raise ConfigError(f"{option} {name}: importing it raises {type(error).__name__}: {_line(error)}") from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,149 @@
+"""The plain process: unsharded PyTorch that plays all ranks in turn.
+
+Each rank's microbatches are computed by a plain copy of the model, so that what a rank keeps besides parameters (the
+running averages of its batch norms, say) stays its own. Nothing of the engine takes part: autograd, a loop that adds up
+gradients, an optimizer of torch. Only the order of additions is taken over from the engine, since every order rounds
+in its own way: gradients are added in rank order, on a mesh of two axes within each replica first, and divided once; a
+norm is taken of the parts that ranks have, and of those norms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_
+
+from fullshard.engine.nested import map_tensors
+from fullshard.optim.clipping import part_of_rank
+from fullshard.testing.parity.recipe import Recipe, trained
+from fullshard.testing.parity.trace import Step, Trace
+from fullshard.wrap import wrapped_modules
+
+__all__ = ["train_plain"]
+
+
+def train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace) -> None:
+    """Train as `ranks` ranks do, `shards` of which hold different parts, and leave all of it in `trace`."""
+    plain = Plain(recipe, ranks, shards)
+    trace.write(0, Step(plain.parameters))
+    for number in range(1, recipe.steps + 1):
+        trace.write(number, plain.step(number))
+
+
+class Plain:
+    """The model that the optimizer steps, and the copies that compute, one for each rank.
+
+    Args:
+        recipe: what is trained.
+        ranks: how many ranks are played.
+        shards: how many of them are on the shard axis.
+    """
+
+    def __init__(self, recipe: Recipe, ranks: int, shards: int) -> None:
+        self._recipe = recipe
+        self._shards = shards
+        self._model = recipe.model()
+        self._optimizer = recipe.optimizer_of(self._model)
+        self._copies = [_computing(recipe.model(), recipe) for _ in range(ranks)]
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """The parameters by FQN."""
+        return {name: param.detach() for name, param in self._model.named_parameters()}
+
+    def step(self, number: int) -> Step:
+        """One step of training, the first being 1."""
+        losses: dict[int, Tensor] = {}
+        for copy in self._copies:
+            self._hand_values_to(copy)
+        plans = [self._recipe.microbatches(number, rank, len(self._copies)) for rank in range(len(self._copies))]
+        for together in zip(*plans, strict=True):  # each rank's microbatches until a reduction
+            terms = [self._gradients(copy, mine, losses) for copy, mine in zip(self._copies, together, strict=True)]
+            self._add_mean(terms)
+        gradients = {
+            name: None if param.grad is None else param.grad.clone() for name, param in self._model.named_parameters()
+        }
+        norm = norm_in_parts([grad for grad in gradients.values() if grad is not None], self._shards)
+        if self._recipe.clip:
+            clip_grads_with_norm_(trained(self._model), self._recipe.clip, norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return Step(self.parameters, gradients, norm, losses)
+
+    def _hand_values_to(self, copy: nn.Module) -> None:
+        with torch.no_grad():
+            for param, own in zip(self._model.parameters(), copy.parameters(), strict=True):
+                own.copy_(param)
+
+    def _gradients(self, copy: nn.Module, numbers: Sequence[int], losses: dict[int, Tensor]) -> list[Tensor | None]:
+        """One rank's gradients of some microbatches, in the dtype that they are reduced in."""
+        sums: list[Tensor | None] = [None for _ in copy.parameters()]
+        for number in numbers:
+            losses[number] = self._recipe.backward(copy, number)
+            for i, (param, stored) in enumerate(zip(copy.parameters(), self._model.parameters(), strict=True)):
+                if param.grad is not None:
+                    dense = param.grad if param.grad.layout == torch.strided else param.grad.to_dense()
+                    grad = dense.to(self._recipe.precision.contract(stored.dtype).reduce)
+                    sums[i] = _added(sums[i], grad)
+                    param.grad = None
+        return sums
+
+    def _add_mean(self, terms: Sequence[Sequence[Tensor | None]]) -> None:
+        """Add the mean over all ranks to the gradients that the optimizer sees."""
+        for param, of_ranks in zip(self._model.parameters(), zip(*terms, strict=True), strict=True):
+            found = [grad for grad in of_ranks if grad is not None]
+            if found:
+                whole = [torch.zeros_like(found[0]) if grad is None else grad for grad in of_ranks]
+                mean = summed(whole, self._shards) / len(whole)
+                param.grad = _added(param.grad, mean.to(param.dtype))
+
+
+def summed(terms: Sequence[Tensor], shards: int) -> Tensor:
+    """The sum in rank order, over each `shards` neighbours first."""
+    replicas = [reduce(torch.add, terms[i : i + shards]) for i in range(0, len(terms), shards)]
+    return reduce(torch.add, replicas)
+
+
+def norm_in_parts(grads: Sequence[Tensor], shards: int) -> Tensor:
+    """The norm of all gradients together: of each rank's part of each, then of these over the ranks, then of all."""
+    if not grads:
+        return torch.tensor(0.0)
+    parts = [[_norm(part_of_rank(grad, shards, rank)) for grad in grads] for rank in range(shards)]
+    by_rank = torch.stack([torch.stack(of_rank) for of_rank in parts])
+    total: Tensor = torch.linalg.vector_norm(torch.linalg.vector_norm(by_rank, dim=0))
+    return total
+
+
+def _norm(part: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(part, dtype=torch.promote_types(part.dtype, torch.float32))
+    return norm
+
+
+def _added(total: Tensor | None, term: Tensor) -> Tensor:
+    return term.clone() if total is None else total.add_(term)
+
+
+def _computing(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """`model` with parameters in the dtype that computes; modules that would be units cast what they are given."""
+    units = [model, *wrapped_modules(model, recipe.policy(model))]
+    dtype = recipe.precision.param_dtype
+    if dtype is not None:
+        for param in model.parameters():
+            param.data = param.data.to(recipe.precision.contract(param.dtype).compute)
+        for unit in units:
+            _cast_inputs(unit, dtype)
+    return model
+
+
+def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        given: tuple[Any, dict[str, Any]] = map_tensors(
+            lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
+        )
+        return given
+
+    module.register_forward_pre_hook(cast, with_kwargs=True)

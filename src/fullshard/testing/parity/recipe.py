@@ -1,0 +1,212 @@
+"""What is trained, and how: the same in the plain process and on every rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import ConfigError
+from fullshard.policy.precision import MixedPrecisionPolicy
+from fullshard.wrap import AutoWrapPolicy, WrapPolicy, size_based_auto_wrap_policy
+
+__all__ = ["ClassNames", "Recipe"]
+
+Loss = Callable[[nn.Module, Any], Tensor]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+_LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.05}
+_UNITS = 10  # by default a unit has at least this fraction of the parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A model, its data and its training. The arguments are those of `check_parity`.
+
+    Raises:
+        ConfigError: an argument cannot be honoured.
+    """
+
+    make_model: Callable[[], nn.Module]
+    make_batch: Callable[[int], Any]
+    loss: Loss | None = None
+    steps: int = 5
+    accumulate: int = 1
+    reduce_each: bool = False
+    optimizer: str | MakeOptimizer = "adamw"
+    lr: float | None = None
+    clip: float = 1.0
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    auto_wrap_policy: AutoWrapPolicy | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "accumulate"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1.")
+        for name in ("clip", "seed"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0.")
+        if isinstance(self.optimizer, str) and self.optimizer not in _LEARNING_RATES:
+            raise ConfigError(
+                f"optimizer={self.optimizer!r}: unknown. Take {' or '.join(_LEARNING_RATES)}, or a function that makes "
+                "an optimizer of a model."
+            )
+        if self.lr is not None and not isinstance(self.optimizer, str):
+            raise ConfigError(
+                f"lr={self.lr}: the optimizer is made by a function of yours. Set its learning rate there."
+            )
+        if self.lr is not None and not self.lr > 0:
+            raise ConfigError(f"lr={self.lr}: must be greater than 0.")
+        _ = self.precision  # which looks at the dtypes
+
+    @property
+    def precision(self) -> MixedPrecisionPolicy:
+        """What computes, and what gradients are summed in."""
+        lowered = None if self.dtype is None else torch.float32
+        return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.reduce_dtype or lowered)
+
+    def model(self) -> nn.Module:
+        """A new model, with the same values whenever the user's function draws them from the usual generators.
+
+        Raises:
+            ConfigError: the user's function returns something else.
+        """
+        _seed(self.seed)
+        model = self.make_model()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"{_name(self.make_model)} returned {_article(model)}. It must return the model, an nn.Module."
+            )
+        if not any(param.requires_grad for param in model.parameters()):
+            raise ConfigError(
+                f"{_name(self.make_model)} returned a model without trained parameters: nothing to compare."
+            )
+        return model
+
+    def policy(self, model: nn.Module) -> AutoWrapPolicy:
+        """Which submodules of `model` become units."""
+        if isinstance(self.auto_wrap_policy, ClassNames):
+            self.auto_wrap_policy.check(model)
+        if self.auto_wrap_policy is not None:
+            return self.auto_wrap_policy
+        numel = sum(param.numel() for param in model.parameters())
+        return partial(size_based_auto_wrap_policy, min_num_params=max(1, numel // _UNITS))
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer of `model`'s trained parameters.
+
+        Raises:
+            ConfigError: the user's function returns something else.
+        """
+        if isinstance(self.optimizer, str):
+            lr = _LEARNING_RATES[self.optimizer] if self.lr is None else self.lr
+            if self.optimizer == "adamw":
+                return torch.optim.AdamW(trained(model), lr=lr)
+            return torch.optim.SGD(trained(model), lr=lr, momentum=0.9)
+        optimizer = self.optimizer(model)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(
+                f"{_name(self.optimizer)} returned {_article(optimizer)}. It must return a torch.optim.Optimizer."
+            )
+        return optimizer
+
+    def microbatches(self, step: int, rank: int, ranks: int) -> list[list[int]]:
+        """The numbers of `rank`'s microbatches in a step, the first being 1; a list for each reduction."""
+        first = ((step - 1) * ranks + rank) * self.accumulate
+        numbers = list(range(first, first + self.accumulate))
+        return [[number] for number in numbers] if self.reduce_each else [numbers]
+
+    def backward(self, model: nn.Module, number: int) -> Tensor:
+        """The loss of a microbatch, after its share of the step's gradients was added to those of `model`.
+
+        Random numbers are the same whoever computes the microbatch, and whatever it has computed before.
+
+        Raises:
+            ConfigError: the loss is not one number with a gradient.
+        """
+        _seed(self.seed + 1 + number)
+        batch = self.make_batch(number)
+        loss = _own_loss(model, batch) if self.loss is None else self.loss(model, batch)
+        _check_loss(loss, number)
+        (loss / self.accumulate).backward()
+        return loss.detach()
+
+
+class ClassNames(WrapPolicy):
+    """Every instance of a class of one of these names is a unit, subclasses included."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+
+    def overrides(self, module: nn.Module, numel: int) -> dict[str, Any] | None:
+        return {} if not _names(module).isdisjoint(self.names) else None
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse names that nothing in `model` has.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        below = list(model.modules())[1:]
+        missing = [name for name in self.names if not any(name in _names(module) for module in below)]
+        if missing:
+            found = sorted({type(module).__name__ for module in below})
+            raise ConfigError(
+                f"no module below {type(model).__name__} is a {missing[0]}. The classes there are "
+                f"{', '.join(found) or 'none'}."
+            )
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of `model` that are trained."""
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {cls.__name__ for cls in type(module).__mro__}
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Any:
+    """What `model` says its loss is."""
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, tuple | list):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    return output if isinstance(output, Tensor) else getattr(output, "loss", output)
+
+
+def _check_loss(loss: Any, number: int) -> None:
+    remedy = "Let the model return it, itself or as .loss of what it returns, or pass a function loss(model, batch)."
+    if not isinstance(loss, Tensor):
+        raise ConfigError(f"the loss of microbatch {number} is {_article(loss)}, but must be a tensor. {remedy}")
+    if loss.numel() != 1:
+        shape = tuple(loss.shape)
+        raise ConfigError(f"the loss of microbatch {number} is of shape {shape}, but must be one number. {remedy}")
+    if not loss.requires_grad:
+        raise ConfigError(
+            f"the loss of microbatch {number} has no gradient: it depends on no trained parameter. {remedy}"
+        )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", repr(function))
+
+
+def _article(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,164 @@
+"""Everything that `fullshard parity` can be told, and what follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from fullshard.command_line import MaybeFloat, MaybePath, MaybeStr
+from fullshard.errors import ConfigError
+from fullshard.testing.parity.cases import Case, cases_of
+from fullshard.testing.parity.difference import Tolerance
+from fullshard.testing.parity.named import function_named
+from fullshard.testing.parity.recipe import ClassNames, Recipe
+from fullshard.wrap import AutoWrapPolicy, size_based_auto_wrap_policy
+
+__all__ = ["ParitySettings"]
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectSettings:
+    """What is trained. Functions are named as package.module:function or file.py:function."""
+
+    model: MaybeStr = None
+    """A function without arguments that returns the model. Needed."""
+    batch: MaybeStr = None
+    """A function that returns microbatch number 0, 1, 2, ...: a dict or tuple of what the model takes, or its only
+    argument. Needed."""
+    loss: MaybeStr = None
+    """A function loss(model, batch) that returns one number. Left out: what the model returns, or its .loss."""
+    wrap: MaybeStr = None
+    """Which submodules become units: names of classes, such as Block,Head; or the least number of parameters that a
+    unit has; or a wrap policy, named like a function. Left out: units of a tenth of the parameters or more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSettings:
+    """What is compared with the plain process."""
+
+    ranks: str = "2,3,4"
+    """Numbers of ranks."""
+    strategies: str = "all"
+    """Names of strategies, such as zero2,zero3; all: those that fit the ranks."""
+    replicas: int = 2
+    """For hsdp and hsdp_zero2: how many ranks hold the same parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """How it is trained."""
+
+    steps: int = 5
+    """Optimizer steps."""
+    accumulate: int = 1
+    """Microbatches of a rank in a step."""
+    reduce_each: bool = False
+    """Reduce gradients after each microbatch, instead of after the last one of a step."""
+    optimizer: str = "adamw"
+    """adamw, sgd (with momentum), or a function that makes an optimizer of the model."""
+    lr: MaybeFloat = None
+    """Learning rate of adamw or sgd. Left out: one that suits it."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; 0 turns clipping off."""
+    dtype: MaybeStr = None
+    """What computes: float32, bfloat16 or float16. Left out: the dtype of each parameter."""
+    reduce_dtype: MaybeStr = None
+    """What gradients are summed in. Left out: float32 where --dtype is given, else the dtype of each parameter."""
+    seed: int = 0
+    """Fixes all random numbers: first weights, batches, dropout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictSettings:
+    """What counts as equal, and where it is written."""
+
+    atol: float = 0.0
+    """By how much a number may differ. Both tolerances 0: not a bit may."""
+    rtol: float = 0.0
+    """By what part of itself a number may differ."""
+    timeout: float = 600.0
+    """Seconds that a strategy may take."""
+    json: MaybePath = None
+    """A file for the result as JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParitySettings:
+    """All settings of one comparison."""
+
+    subject: SubjectSettings = field(default_factory=SubjectSettings)
+    ranks: RankSettings = field(default_factory=RankSettings)
+    training: TrainingSettings = field(default_factory=TrainingSettings)
+    verdict: VerdictSettings = field(default_factory=VerdictSettings)
+
+    def recipe(self) -> Recipe:
+        """What is trained and how, with the user's functions imported.
+
+        Raises:
+            ConfigError: something of it is not sound.
+        """
+        subject, training = self.subject, self.training
+        given = training.optimizer
+        return Recipe(
+            make_model=function_named(_needed("model", subject.model), "--model"),
+            make_batch=function_named(_needed("batch", subject.batch), "--batch"),
+            loss=None if subject.loss is None else function_named(subject.loss, "--loss"),
+            auto_wrap_policy=None if subject.wrap is None else policy_named(subject.wrap),
+            steps=training.steps,
+            accumulate=training.accumulate,
+            reduce_each=training.reduce_each,
+            optimizer=function_named(given, "--optimizer") if ":" in given else given,
+            lr=training.lr,
+            clip=training.clip,
+            dtype=_dtype("dtype", training.dtype),
+            reduce_dtype=_dtype("reduce-dtype", training.reduce_dtype),
+            seed=training.seed,
+        )
+
+    def cases(self) -> list[Case]:
+        """What is compared.
+
+        Raises:
+            ConfigError: a list cannot be read, or a strategy does not fit.
+        """
+        try:
+            ranks = [int(word) for word in _words(self.ranks.ranks)]
+        except ValueError:
+            raise ConfigError(f"--ranks {self.ranks.ranks}: must be whole numbers, such as 2,3,4.") from None
+        strategies = None if self.ranks.strategies == "all" else _words(self.ranks.strategies)
+        return cases_of(ranks, strategies, self.ranks.replicas)
+
+    def tolerance(self) -> Tolerance:
+        """What may differ."""
+        return Tolerance(self.verdict.atol, self.verdict.rtol)
+
+
+def policy_named(wrap: str) -> AutoWrapPolicy:
+    """The policy that `--wrap` asks for."""
+    if ":" in wrap:
+        policy: AutoWrapPolicy = function_named(wrap, "--wrap")
+        return policy
+    if wrap.isdecimal():
+        return partial(size_based_auto_wrap_policy, min_num_params=int(wrap))
+    return ClassNames(tuple(_words(wrap)))
+
+
+def _needed(option: str, spec: str | None) -> str:
+    if spec is None:
+        raise ConfigError(f"--{option} is missing: name a function, such as --{option} my_training:make_{option}.")
+    return spec
+
+
+def _dtype(option: str, name: str | None) -> torch.dtype | None:
+    if name is not None and name not in _DTYPES:
+        raise ConfigError(f"--{option} {name}: unknown. Take one of {', '.join(_DTYPES)}.")
+    return None if name is None else _DTYPES[name]
+
+
+def _words(listed: str) -> list[str]:
+    return [word.strip() for word in listed.split(",") if word.strip()]

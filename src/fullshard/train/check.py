@@ -1,0 +1,151 @@
+"""Everything that can be wrong with a run, found before any process group starts.
+
+Each check raises `ConfigError` with one line: what was asked, what was found, what to do. All ranks come to the same
+answer, since they look at the same settings and files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from fullshard.command_line import near_matches
+from fullshard.errors import ConfigError
+from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES
+from fullshard.policy.strategy import ShardingStrategy
+from fullshard.train.model import shape_of
+from fullshard.train.parallelism import replicas_of, sequences_of
+from fullshard.train.resuming import AUTO
+from fullshard.train.run_folder import check_out
+from fullshard.train.settings import (
+    CheckpointSettings,
+    MemorySettings,
+    OptimizationSettings,
+    ParallelSettings,
+    RunSettings,
+    TextSettings,
+    TrainSettings,
+)
+from fullshard.train.text import TextSource, find_text
+
+DTYPES = ("float32", "bfloat16")
+STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
+
+
+def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
+    """The text that the run reads, once all is known to be sound for `world` ranks on `machines` machines.
+
+    Raises:
+        ConfigError: at the first thing that is not.
+    """
+    _check_parallelism(settings.parallelism, world, machines)
+    _check_optimization(settings.optimization, world)
+    _check_memory(settings.memory, settings.parallelism)
+    _check_run(settings.run)
+    shape_of(settings.model)
+    source = find_text(settings.text.text)
+    _check_text(settings.text, source)
+    _check_checkpoints(settings.checkpoints)
+    if settings.run.out is not None:
+        check_out(settings.run.out, goes_on=settings.checkpoints.resume == AUTO)
+    return source
+
+
+def check_ranks(asked: int | None, world: int) -> None:
+    """Refuse a `--ranks` that is not what torchrun has started."""
+    if asked is not None and asked != world:
+        raise ConfigError(f"--ranks {asked}: torchrun has started {world} ranks. Leave --ranks out under torchrun.")
+
+
+def _check_parallelism(settings: ParallelSettings, world: int, machines: int) -> None:
+    _check_choice("strategy", settings.strategy, STRATEGIES)
+    if world < 1:
+        raise ConfigError(f"--ranks {world}: a run needs at least 1 rank.")
+    replicas_of(settings, world, machines)
+
+
+def _check_optimization(settings: OptimizationSettings, world: int) -> None:
+    for name in ("accumulate", "steps"):
+        _check_at_least(name, getattr(settings, name), 1)
+    for name in ("warmup", "weight_decay", "clip", "min_lr"):
+        _check_at_least(name, getattr(settings, name), 0)
+    if settings.lr is not None and settings.lr <= 0:
+        raise ConfigError(f"--lr {settings.lr}: must be greater than 0.")
+    if settings.min_lr > 1:
+        raise ConfigError(f"--min-lr {settings.min_lr}: is a part of the peak learning rate, so at most 1.")
+    sequences_of(settings, world)
+
+
+def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> None:
+    if settings.dtype is not None:
+        _check_choice("dtype", settings.dtype, DTYPES)
+    _check_choice("reduce-dtype", settings.reduce_dtype, DTYPES)
+    if settings.gather_wire is not None:
+        _check_choice("gather-wire", settings.gather_wire, GATHER_WIRES)
+        if parallelism.strategy == "ddp":
+            raise ConfigError(
+                f"--gather-wire {settings.gather_wire}: under --strategy ddp no parameters are gathered. Leave it out, "
+                "or take another strategy."
+            )
+    if settings.reduce_wire is not None:
+        _check_choice("reduce-wire", settings.reduce_wire, REDUCE_WIRES)
+        if settings.reduce_dtype != "float32":
+            raise ConfigError(
+                f"--reduce-wire {settings.reduce_wire}: what travels encoded is summed in float32, but --reduce-dtype "
+                f"is {settings.reduce_dtype}. Leave one of them out."
+            )
+
+
+def _check_checkpoints(settings: CheckpointSettings) -> None:
+    _check_at_least("checkpoint_every", settings.checkpoint_every, 0)
+    _check_at_least("keep", settings.keep, 1)
+    _check_at_least("safety_copy_every", settings.safety_copy_every, 0)
+    if settings.safety_copy_every and settings.resume != AUTO:
+        raise ConfigError(
+            f"--safety-copy-every {settings.safety_copy_every}: nothing would come of it, since a run that is started "
+            "anew takes its copy up by --resume auto. Add that, or leave --safety-copy-every out."
+        )
+    if settings.resume not in (None, AUTO) and not Path(settings.resume).is_dir():
+        raise ConfigError(
+            f"--resume {settings.resume}: there is no such folder. Name a checkpoint, a folder of checkpoints, or auto."
+        )
+
+
+def _check_run(settings: RunSettings) -> None:
+    for name in ("log_every", "validate_every", "sample_every", "sample_bytes", "seed"):
+        _check_at_least(name, getattr(settings, name), 0)
+    _check_at_least("validate_bytes", settings.validate_bytes, 1)
+    if settings.temperature <= 0:
+        raise ConfigError(
+            f"--temperature {settings.temperature}: must be greater than 0; 0.01 takes the likeliest byte."
+        )
+    if settings.prompt == "":
+        raise ConfigError(
+            "--prompt is empty: a sample continues at least one byte. Leave --prompt out for a line break."
+        )
+
+
+def _check_text(settings: TextSettings, source: TextSource) -> None:
+    _check_at_least("seq", settings.seq, 1)
+    needed = settings.seq + 2
+    for part, size in (("training", source.training_bytes), ("validation", source.validation_bytes)):
+        if size < needed:
+            raise ConfigError(
+                f"--text {source.root}: too short. Its {part} part has {size} bytes, and sequences of {settings.seq} "
+                f"need at least {needed}. Name a longer text, or a smaller --seq."
+            )
+
+
+def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"--{name} {value}: unknown.{near_matches(value, known)} Take one of {_listed(known)}.")
+
+
+def _check_at_least(name: str, value: float, least: int) -> None:
+    if value < least:
+        raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least {least}.")
+
+
+def _listed(values: Iterable[str]) -> str:
+    *most, last = values
+    return f"{', '.join(most)} or {last}" if most else last

@@ -1,0 +1,103 @@
+"""From command line and configuration file to `TrainSettings`.
+
+A configuration file holds option names and values. They become command line items in front of the user's own, so the
+command line wins and both are read, checked and explained in one way.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fullshard.command_line import check_name, check_value, option_types, parse
+from fullshard.errors import ConfigError
+from fullshard.train.settings import TrainSettings
+
+CONFIG = "config"
+PROG = "fullshard train"
+
+
+def parse_settings(argv: Sequence[str]) -> TrainSettings:
+    """Settings as the command line, and the file named by `--config`, state them.
+
+    Raises `ConfigError` for an unknown option and for a value of the wrong type, with one line that names both.
+    `--help` prints the explanation of all options and raises `SystemExit(0)`.
+    """
+    user, config_files = _without_config(argv)
+    items = [item for path in config_files for item in config_items(path)]
+    return parse(TrainSettings, user, prog=PROG, description=_DESCRIPTION, defaults=items)
+
+
+def config_items(path: Path) -> list[str]:
+    """The contents of a YAML or TOML file as command line items, checked.
+
+    Keys are option names, written with dashes or underscores.
+    """
+    items: list[str] = []
+    for key, value in _read_mapping(path).items():
+        name = str(key).replace("_", "-")
+        check_name(TrainSettings, name, f"{path}: unknown option {str(key)!r}", PROG)
+        if name == CONFIG:
+            raise ConfigError(
+                f"{path}: names another configuration file. Put its options here, or give --config twice."
+            )
+        if value is None:
+            raise ConfigError(f"{path}: {key} has no value. Give it one, or leave the line out.")
+        if isinstance(value, (list, dict)):
+            raise ConfigError(f"{path}: {key} must be one value, not a {type(value).__name__}.")
+        if option_types(TrainSettings)[name] is bool:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{path}: {key} is {value!r}, but must be true or false.")
+            items.append(f"--{name}" if value else f"--no-{name}")
+        else:
+            check_value(TrainSettings, name, str(value), f"{path}: {key}")
+            items += [f"--{name}", str(value)]
+    return items
+
+
+_DESCRIPTION = (
+    "Train a byte-level GPT whose parameters, gradients and optimizer state are sharded over ranks. Without options "
+    "it learns the Python standard library on every core or GPU of this machine in about five minutes. "
+    "Under torchrun the same command is one rank of the run, on one machine or several."
+)
+
+
+def _read_mapping(path: Path) -> dict[Any, Any]:
+    readers: dict[str, Callable[[str], Any]] = {".yaml": yaml.safe_load, ".yml": yaml.safe_load, ".toml": tomllib.loads}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise ConfigError(f"--config {path}: cannot tell the format by the name; it must end in .yaml, .yml or .toml.")
+    try:
+        content = reader(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error.strerror}). Name an existing file.") from error
+    except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path}: is not valid {path.suffix[1:].upper()}: {reason}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: must hold option names with values, such as 'steps: 100'.")
+    return content
+
+
+def _without_config(argv: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """The command line less its `--config FILE`, and the files it named."""
+    rest: list[str] = []
+    files: list[Path] = []
+    items = iter(argv)
+    for item in items:
+        if item == f"--{CONFIG}":
+            value = next(items, None)
+            if value is None:
+                raise ConfigError("--config needs a file: a YAML or TOML file of option names and values.")
+            files.append(Path(value))
+        elif item.startswith(f"--{CONFIG}="):
+            files.append(Path(item.partition("=")[2]))
+        else:
+            rest.append(item)
+    return rest, files

@@ -1,0 +1,122 @@
+"""How the ranks of a run divide the sequences of a microbatch, and into replicas of the sharded model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fullshard.errors import ConfigError
+from fullshard.policy.strategy import resolve_placements
+from fullshard.train.settings import OptimizationSettings, ParallelSettings
+
+DEFAULT_ROWS = 16
+
+
+def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> int | None:
+    """How many copies of the sharded model there are; None for a strategy without a replicate axis.
+
+    Left to itself, a hybrid strategy keeps one copy on each machine; on a single machine two, or one where its ranks
+    cannot form two: a run goes on with what is left of its machines.
+
+    Raises:
+        ConfigError: replicas for a strategy that has none, or as many as cannot divide the ranks.
+    """
+    if not resolve_placements(settings.strategy).replicated:
+        if settings.replicas is not None:
+            raise ConfigError(
+                f"--replicas {settings.replicas}: strategy {settings.strategy} has no replicas. Use --strategy hsdp, "
+                "or leave --replicas out."
+            )
+        return None
+    replicas = settings.replicas
+    if replicas is None:
+        replicas = machines if machines > 1 else 2 - world % 2
+    if replicas < 1 or world % replicas:
+        fitting = [n for n in range(1, world + 1) if world % n == 0]
+        raise ConfigError(
+            f"--replicas {replicas}: {world} ranks cannot form {replicas} equal replicas. "
+            f"Take one of {', '.join(map(str, fitting))}."
+        )
+    return replicas
+
+
+def rows_of(settings: OptimizationSettings, world: int) -> int:
+    """Sequences in one microbatch over all ranks: as asked, else the least that `world` ranks share and that is enough.
+
+    Raises:
+        ConfigError: the ranks cannot share them evenly.
+    """
+    if settings.batch is None:
+        return -(-DEFAULT_ROWS // world) * world
+    if settings.batch < 1 or settings.batch % world:
+        below, above = settings.batch // world * world, max(1, -(-settings.batch // world)) * world
+        near = f"{below} or {above}" if below > 0 and below != above else f"{above}"
+        raise ConfigError(
+            f"--batch {settings.batch}: {world} ranks cannot share {settings.batch} sequences evenly. Take {near}."
+        )
+    return settings.batch
+
+
+def sequences_of(settings: OptimizationSettings, world: int) -> int:
+    """Sequences that one step learns from, over all ranks and microbatches.
+
+    Raises:
+        ConfigError: the last microbatch would have none of them, or they are more than fit.
+    """
+    return _sequences_in(settings, rows_of(settings, world))
+
+
+def _sequences_in(settings: OptimizationSettings, batch: int) -> int:
+    most = batch * settings.accumulate
+    if settings.sequences is None:
+        return most
+    if not most - batch < settings.sequences <= most:
+        advice = f"Take --accumulate {-(-settings.sequences // batch)}" if settings.sequences > 0 else "Take more"
+        raise ConfigError(
+            f"--sequences {settings.sequences}: {settings.accumulate} microbatches of {batch} are for "
+            f"{most - batch + 1} to {most} sequences. {advice}, or leave --sequences out."
+        )
+    return settings.sequences
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank does in one microbatch of a step."""
+
+    first: int  # number, within the step, of the first sequence that it computes
+    rows: int  # sequences that it computes: as many on every rank, since ranks work together
+    counted: int  # the first of them, that the step learns from; the others are behind its last sequence
+
+
+def part_of(settings: OptimizationSettings, *, microbatch: int, rank: int, world: int) -> Part:
+    """The part of rank `rank` in microbatch `microbatch`; the first is 0."""
+    rows = rows_of(settings, world) // world
+    first = (microbatch * world + rank) * rows
+    return Part(first, rows, counted=min(rows, max(0, sequences_of(settings, world) - first)))
+
+
+def shared_anew(settings: OptimizationSettings, *, before: int, world: int) -> OptimizationSettings:
+    """The same steps for `world` ranks that `before` ranks took: from as many sequences, with no more of them in one
+    microbatch of a rank.
+    """
+    if world == before:
+        return settings
+    return _shared(settings, world, sequences_of(settings, before), most=rows_of(settings, before) // before)
+
+
+def shared_by_any(settings: OptimizationSettings, world: int) -> OptimizationSettings:
+    """`settings` so that `world` ranks can share them, though their batch cannot be divided evenly."""
+    batch = settings.batch
+    if batch is None or batch < 1 or settings.accumulate < 1 or batch % world == 0:
+        return settings
+    return _shared(settings, world, _sequences_in(settings, batch), most=-(-batch // world))
+
+
+def _shared(settings: OptimizationSettings, world: int, sequences: int, most: int) -> OptimizationSettings:
+    """Microbatches of at most `most` sequences a rank: as few as that allows, or up to twice as many where less room is
+    left empty then. The last one may have room for more sequences than are left.
+    """
+    least = -(-sequences // (world * most))
+    choices = [(-(-sequences // (world * count)), count) for count in range(least, 2 * least + 1)]
+    rows, accumulate = min(choices, key=lambda choice: (choice[0] * choice[1], choice[1]))
+    fills = world * rows * accumulate == sequences
+    return replace(settings, batch=world * rows, accumulate=accumulate, sequences=None if fills else sequences)

@@ -1,0 +1,484 @@
+"""`FullyShardedDataParallel`: the same engine behind torch's older, wrapping interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from enum import Enum
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.comm.mesh import default_mesh
+from fullshard.engine.runtime import (
+    Turn,
+    changing_shards,
+    clean_fqn,
+    is_unit,
+    refuse_copy,
+    refuse_pickle,
+    runtime_of,
+    turn_of,
+    turns_in,
+)
+from fullshard.errors import ConfigError
+from fullshard.fully_shard import default_device, mesh_device, shard_unit
+from fullshard.optim.clipping import clip_grad_norm_
+from fullshard.policy.offload import CPUOffload
+from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
+from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_placements
+from fullshard.state import optim_state
+from fullshard.state.state_dict import (
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    as_configured,
+    get_state_dict_type,
+    set_state_dict_type,
+    state_dict_type,
+)
+from fullshard.state.summon import summon_full_params
+from fullshard.wrap import AutoWrapPolicy, wrapped_modules
+
+__all__ = ["BackwardPrefetch", "FullyShardedDataParallel"]
+
+_WRAPPED = "_fsdp_wrapped_module"
+
+
+class BackwardPrefetch(Enum):
+    """When the gather of the next unit of a backward starts."""
+
+    BACKWARD_PRE = "pre"  # before this unit's backward: most overlap, two units whole at once
+    BACKWARD_POST = "post"  # after it, when this unit is freed: less memory
+
+
+class FullyShardedDataParallel(nn.Module):
+    """`module`, wrapped, its parameters sharded over the ranks of a process group.
+
+    Submodules that `auto_wrap_policy` picks are wrapped first; each wrapped module is a unit. Parameters keep their
+    shapes and FQNs: between steps they are `DTensor`s.
+
+    Args:
+        module: what to shard. Its submodules may be wrapped already.
+        process_group: the ranks to shard over; all, if None. With a hybrid strategy, the pair (shard group, replicate
+            group) is not taken: pass `device_mesh`.
+        sharding_strategy: a `ShardingStrategy`, its short name or `Placements`; `FULL_SHARD` if None.
+        cpu_offload: `CPUOffload(offload_params=True)` keeps shards, their gradients and the optimizer step on the CPU.
+        auto_wrap_policy: which submodules become units of their own; see `fullshard.wrap`.
+        backward_prefetch: when the next unit's gather starts in backward; None for not before it is needed.
+        mixed_precision: the dtypes of compute, of the reduction and of buffers.
+        ignored_modules: their parameters stay as they are, whole and unsynchronised.
+        param_init_fn: initialises one module that is on the meta device; `reset_parameters()`, if None.
+        device_id: the device that computes: that of `device_mesh`, else the present GPU where there is one, else the
+            CPU, if None.
+        sync_module_states: whether every rank gets the values of rank 0.
+        forward_prefetch: whether the next unit's gather starts before this one's forward.
+        limit_all_gathers: whether at most one unit is gathered ahead; two, if False.
+        use_orig_params: must be True: parameters are never flattened.
+        ignored_states: parameters, or modules, to leave as they are; instead of `ignored_modules`.
+        device_mesh: the mesh to shard over, instead of `process_group`.
+
+    Raises:
+        ConfigError: an argument, or a combination of arguments, cannot be honoured.
+        StateError: there is no process group.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        sharding_strategy: ShardingStrategy | str | Placements | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: AutoWrapPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        _check(module, process_group, device_mesh, ignored_modules, ignored_states, use_orig_params)
+        skipped, params = _ignored(ignored_modules, ignored_states)
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        device = _device(device_id, device_mesh)
+        mesh = _mesh(device_mesh, process_group, strategy, device)
+        precision = mixed_precision or MixedPrecision()
+        options: dict[str, Any] = {
+            "sharding_strategy": strategy,
+            "cpu_offload": cpu_offload,
+            "backward_prefetch": backward_prefetch,
+            "mixed_precision": mixed_precision,
+            "param_init_fn": param_init_fn,
+            "device_id": device,
+            "sync_module_states": sync_module_states,
+            "forward_prefetch": forward_prefetch,
+            "limit_all_gathers": limit_all_gathers,
+            "ignored_states": params,
+            "device_mesh": mesh,
+        }
+        if auto_wrap_policy is not None:
+            apart: dict[type[nn.Module], Mapping[str, Any]] = {}
+            if mixed_precision is not None:
+                apart = {cls: {"mixed_precision": None} for cls in precision._module_classes_to_ignore}
+            self._wrap_children(module, auto_wrap_policy, skipped, params, apart, options)
+        self._fsdp_wrapped_module = module
+        turn = shard_unit(
+            (module,),
+            mesh=mesh,
+            strategy=strategy,
+            mp_policy=_policy(mixed_precision),
+            offload_policy=(cpu_offload or CPUOffload()).policy,
+            ignored_params=params,
+            device=device,
+            param_init_fn=param_init_fn,
+            materialize=True,
+            sync_module_states=sync_module_states,
+            buffer_dtype=precision.buffer_dtype,
+        )
+        turn.prefetch_forward = forward_prefetch
+        turn.prefetch_backward = "" if backward_prefetch is None else backward_prefetch.value
+        turn.ahead = 1 if limit_all_gathers else 2
+        turn.casts_inputs_at_root = mixed_precision is not None and mixed_precision.cast_root_forward_inputs
+        self.register_state_dict_post_hook(_give_configured)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_add_own_name)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _wrap_children(
+        module: nn.Module,
+        policy: AutoWrapPolicy,
+        skipped: Iterable[nn.Module],
+        params: Iterable[nn.Parameter],
+        apart: Mapping[type[nn.Module], Mapping[str, Any]],
+        options: Mapping[str, Any],
+    ) -> None:
+        done = [child for child in module.modules() if is_unit(child) or isinstance(child, FullyShardedDataParallel)]
+        chosen = wrapped_modules(module, policy, ignored_modules=[*skipped, *done], ignored_params=params, apart=apart)
+        for child, overrides in chosen.items():
+            places = [
+                (parent, name)
+                for parent in module.modules()
+                for name, candidate in parent._modules.items()
+                if candidate is child
+            ]
+            wrapped = FullyShardedDataParallel(child, **{**options, **overrides})
+            for parent, name in places:
+                parent._modules[name] = wrapped
+
+    # -- being a module -----------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that is wrapped."""
+        return self._fsdp_wrapped_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the wrapped module returns."""
+        return self._fsdp_wrapped_module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """The wrapper's own attribute, or the wrapped module's."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _WRAPPED:
+                raise
+            return getattr(self._fsdp_wrapped_module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """What the wrapped module has at `key`, where it is a sequence."""
+        return cast(Any, self._fsdp_wrapped_module)[key]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters, with the FQNs of the user's own module."""
+        for name, param in super().named_parameters(*args, **kwargs):
+            yield clean_fqn(name), param
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The buffers, with the FQNs of the user's own module."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean_fqn(name), buffer
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """That FQNs leave out the wrapper's own name: `torch.distributed.checkpoint.state_dict` asks for it."""
+        return {"": _WRAPPED}
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        """Refused.
+
+        Raises:
+            StateError: always.
+        """
+        refuse_copy(self, memo)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refused: see `torch.save` of its `state_dict()`.
+
+        Raises:
+            StateError: always.
+        """
+        refuse_pickle(self, protocol)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
+        with changing_shards(turn_of(self.module)):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call `fn` on every submodule with all parameters whole; what it leaves in them becomes their values."""
+        with summon_full_params(self):
+            return super().apply(fn)
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """A context in which backward adds to whole gradients and sends nothing, until a backward after it."""
+        turns = self._turns()
+        before = [turn.unit.settings.syncs_gradients for turn in turns]
+        for turn in turns:
+            turn.unit.settings.syncs_gradients = False
+        try:
+            yield
+        finally:
+            for turn, syncs in zip(turns, before, strict=True):
+                turn.unit.settings.syncs_gradients = syncs
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """The norm of all gradients before clipping; see `fullshard.clip_grad_norm_`."""
+        return clip_grad_norm_(self.parameters(), max_norm, norm_type)
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapped module has this one in it, as far as a forward has shown."""
+        runtime = runtime_of(self.module)
+        return turn_of(self.module) in runtime.turns[:1]
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrapped modules in `module`, itself among them; only those without one around them if `root_only`."""
+        found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        inner = {id(below) for outer in found for below in outer.modules() if below is not outer}
+        return [child for child in found if id(child) not in inner]
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """A context in which parameters are whole; see `fullshard.summon_full_params`."""
+        return summon_full_params(
+            module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
+    def _turns(self) -> list[Turn]:
+        return turns_in(self)
+
+    # -- state dicts --------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Set the kind of state dicts of `module` and below; the settings that it had."""
+        return set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The kind of state dicts that `module` gives."""
+        return get_state_dict_type(module)
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """A context in which `module` and below give state dicts of this kind."""
+        return _state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The optimizer's state by FQN, in the form that `model` is set to give: see `set_state_dict_type`."""
+        return optim_state.optim_state_dict(model, optim, optim_state_dict)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None,
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave; loaded already if `load_directly`.
+
+        Raises:
+            ConfigError: `is_named_optimizer` is set, or the state dict is not of the optimizer's parameters.
+        """
+        if is_named_optimizer:
+            raise ConfigError(
+                "optim_state_dict_to_load(is_named_optimizer=True): what torch.optim's load_state_dict takes numbers "
+                "its parameters. Leave the argument out; for an optimizer that names them, pass on optim_state_dict."
+            )
+        return optim_state.optim_state_dict_to_load(model, optim, optim_state_dict, load_directly)
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, *, rank0_only: bool = True
+    ) -> dict[str, Any]:
+        """The optimizer's state by FQN, whole and on the CPU; empty on other ranks than the first if `rank0_only`."""
+        return optim_state.full_optim_state_dict(model, optim, rank0_only=rank0_only)
+
+    @staticmethod
+    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+        """The optimizer's state by FQN, sharded."""
+        return optim_state.sharded_optim_state_dict(model, optim)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any], model: nn.Module, *, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from a full state dict that every rank has."""
+        return optim_state.optim_state_dict_to_load(model, optim, full_optim_state_dict, from_first_rank=False)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None, model: nn.Module, *, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from a full state dict that the first rank has."""
+        return optim_state.optim_state_dict_to_load(model, optim, full_optim_state_dict, from_first_rank=True)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """What `optim.load_state_dict` takes, from a sharded state dict."""
+        return optim_state.optim_state_dict_to_load(model, optim, sharded_optim_state_dict, from_first_rank=False)
+
+
+_state_dict_type = state_dict_type
+
+
+def _give_configured(
+    module: nn.Module, state: MutableMapping[str, Any], prefix: str, local_metadata: Mapping[str, Any]
+) -> None:
+    """Take the wrapper's name out of the keys, and turn the values into what the settings ask for."""
+    inner = f"{prefix}{_WRAPPED}."
+    for key in [key for key in state if key.startswith(inner)]:
+        state[prefix + key.removeprefix(inner)] = state.pop(key)
+    as_configured(module, state, prefix, get_state_dict_type(module))
+
+
+def _add_own_name(module: nn.Module, state: MutableMapping[str, Any], prefix: str, *_: Any) -> None:
+    """Put the wrapper's name into the keys, as `nn.Module` looks for them."""
+    inner = f"{prefix}{_WRAPPED}."
+    for key in [key for key in state if key.startswith(prefix) and not key.startswith(inner)]:
+        state[inner + key.removeprefix(prefix)] = state.pop(key)
+
+
+def _check(
+    module: nn.Module,
+    process_group: dist.ProcessGroup | None,
+    device_mesh: DeviceMesh | None,
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: object,
+    use_orig_params: bool,
+) -> None:
+    if isinstance(module, FullyShardedDataParallel):
+        raise ConfigError("FullyShardedDataParallel was given a module that it wraps already. Wrap it once.")
+    if not use_orig_params:
+        raise ConfigError(
+            "use_orig_params=False cannot be honoured: parameters are never flattened here, each keeps its shape and "
+            "FQN. Leave the argument out."
+        )
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise ConfigError(
+            f"process_group={process_group!r}: one process group is needed. For a hybrid strategy pass "
+            'device_mesh=init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
+        )
+    if ignored_modules is not None and ignored_states is not None:
+        raise ConfigError("ignored_modules and ignored_states both say what to leave alone. Pass one of them.")
+
+
+def _ignored(
+    ignored_modules: Iterable[nn.Module] | None,
+    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+) -> tuple[list[nn.Module], list[nn.Parameter]]:
+    """The modules and the parameters to leave alone, those of the modules among them."""
+    given: list[Any] = [*(ignored_modules or ()), *(ignored_states or ())]
+    modules = [item for item in given if isinstance(item, nn.Module)]
+    params = [item for item in given if isinstance(item, nn.Parameter)]
+    odd = [type(item).__name__ for item in given if not isinstance(item, nn.Module | nn.Parameter)]
+    if odd:
+        raise ConfigError(f"ignored_modules / ignored_states hold a {odd[0]}: modules or parameters are needed.")
+    return modules, params + [param for module in modules for param in module.parameters()]
+
+
+def _device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
+    """The device that computes: what was asked for, or the mesh's."""
+    if device_id is None:
+        return default_device() if mesh is None else mesh_device(mesh)
+    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device_id={device_id!r}: there is no such GPU, torch sees {torch.cuda.device_count()} here. Pass "
+            'torch.device("cpu"), or leave it out: then the present GPU computes where there is one, else the CPU.'
+        )
+    if mesh is not None and mesh.device_type != device.type:
+        raise ConfigError(
+            f"device_id={device_id!r} is not of the kind that device_mesh has ({mesh.device_type}). Make the mesh by "
+            f"init_device_mesh({device.type!r}, ...), or leave device_id out."
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+def _mesh(
+    mesh: DeviceMesh | None,
+    group: dist.ProcessGroup | None,
+    strategy: ShardingStrategy | str | Placements,
+    device: torch.device,
+) -> DeviceMesh:
+    if mesh is not None:
+        return mesh
+    if group is not None and group is not dist.group.WORLD:
+        return DeviceMesh.from_group(group, device.type)
+    return default_mesh(device.type, replicated=resolve_placements(strategy).replicated)
+
+
+def _policy(precision: MixedPrecision | None) -> MixedPrecisionPolicy:
+    if precision is None:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        cast_forward_inputs=precision.cast_forward_inputs,
+        gather_wire=precision.gather_wire,
+        reduce_wire=precision.reduce_wire,
+    )
