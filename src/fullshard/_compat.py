@@ -32,6 +32,7 @@ from fullshard.layout.offsets import contiguous_strides
 
 __all__ = [
     "all_gather_each",
+    "all_gather_rows",
     "all_reduce_each",
     "default_store",
     "dtensor_like",
@@ -112,6 +113,12 @@ def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.Proce
     options.asyncOp = False
     gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
     _queue(gather(_as_real(wholes), _as_real(parts), options))
+
+
+def all_gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's `own` as the rows of a matrix, in rank order. The host waits if the backend's host does."""
+    gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(rows, own, group=group)
 
 
 def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:
