@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 INTERFACE = "cable0"
-_ROOT = Path(__file__).parent.parent
+_SOURCE = Path(__file__).parent.parent / "src"
 _PORT = 29400  # of the rendezvous; free, since the hosts are new
 
 
@@ -158,7 +158,7 @@ def torchrun(
     """
     first = first or hosts[0]
     more = f",{rendezvous}" if rendezvous else ""
-    common = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_ROOT)}
+    common = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_SOURCE)}
     return [
         host.start(
             *(sys.executable, "-m", "torch.distributed.run"),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -153,9 +154,12 @@ def _queue(work: Any) -> None:
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """How many seconds a collective of `group` on the CPU may take."""
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    return float(timeout.total_seconds())
+    """Seconds after which the first of `group`'s backends gives a collective up; infinity if none ever does."""
+    timeouts = []
+    for device in group._device_types:
+        with suppress(AttributeError, RuntimeError):  # a backend without options
+            timeouts.append(float(group._get_backend(device).options._timeout.total_seconds()))
+    return min((timeout for timeout in timeouts if timeout > 0), default=math.inf)
 
 
 def default_store() -> dist.Store:
