@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, adamw, batch, loss_of, my_part, shard, small_gpt
 from torch import Tensor
 
@@ -13,7 +14,6 @@ from fullshard.plan.ledger import (
     predict_activations,
     predict_ledger,
 )
-from fullshard.testing import run_ranks
 
 
 def tokens() -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fullshard import fully_shard
 from fullshard.engine.param_group import Section
 from fullshard.engine.runtime import turns_in
-from fullshard.testing import run_ranks
 
 
 def section_of(shapes: list[tuple[int, ...]], dims: list[int | None]) -> Section:
