@@ -8,6 +8,8 @@ they were found are replaced, and so are those of a call that failed.
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -55,23 +57,28 @@ def as_if_alone(function: Callable[..., T], args: Sequence[Any]) -> tuple[T, lis
     value = function(*args)
     gc.collect()  # models in cycles
     now = surroundings()
-    return value, [name for name, was in found.items() if name in now and now[name] != was]
+    # What was None may have become an object, such as the watchdog of the process group, which is there to stay.
+    return value, [name for name, was in found.items() if now.get(name) != was]
 
 
 def surroundings() -> dict[str, object]:
-    """What is the process's and not a model's: torch's settings, switches and functions of the package."""
-    settings: dict[str, object] = {
+    """What is the process's and not a model's: settings of torch, switches of the package, and all of its code."""
+    found: dict[str, object] = {
         "group": dist.is_initialized(),
         "dtype": torch.get_default_dtype(),
         "grad": torch.is_grad_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "hooks": len(torch.nn.modules.module._global_forward_hooks),
         "step": id(torch.optim.Optimizer.step),
+        "folder": os.getcwd(),
+        "signals": [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM)],
     }
     for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "fullshard"]:
         for name, value in vars(module).items():
             if value is None or isinstance(value, bool | int | float | str):
-                settings[f"{module.__name__}.{name}"] = value
+                found[f"{module.__name__}.{name}"] = value
             elif callable(value):
-                settings[f"{module.__name__}.{name}"] = id(value)
-    return settings
+                found[f"{module.__name__}.{name}"] = id(value)
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found |= {f"{module.__name__}.{name}.{it}": id(own) for it, own in vars(value).items() if callable(own)}
+    return found

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
 from small_models import Chain, Layer, chain, inputs, whole
 from torch import Tensor, nn
 
 from fullshard import CheckpointError, fully_shard
 from fullshard._compat import storage_watch
 from fullshard.checkpoint import async_save, container, latest, load, save, saving
-from fullshard.testing import assert_same
-from fullshard.testing import run_ranks as run_fresh_ranks
+from fullshard.testing import assert_same, run_ranks
 
 
 def built() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -145,7 +143,7 @@ def use_the_same_memory(folder: Path) -> None:
 
 
 def test_memory_for_the_copy_is_taken_once(tmp_path):
-    run_fresh_ranks(2, use_the_same_memory, tmp_path)
+    run_ranks(2, use_the_same_memory, tmp_path)
 
 
 def test_one_process_alone_saves_behind_too(tmp_path):

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
 from small_models import (
     ONE_AXIS,
     Chain,
@@ -28,7 +27,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from fullshard.testing import assert_same
+from fullshard.testing import assert_same, run_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 # The compiler itself looks at the gradients of what it is given.

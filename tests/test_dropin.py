@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
+
+from fullshard.testing import run_ranks
 
 SCRIPTS = {path.stem: path for path in sorted((Path(__file__).parent / "dropin").glob("*.py"))}
 # torch's older interface cannot be built on a machine without an accelerator, so it is no peer to compare with here.

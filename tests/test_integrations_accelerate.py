@@ -14,7 +14,6 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from hf_models import Sentences, llama, names_in
-from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
@@ -24,7 +23,7 @@ from fullshard.engine.runtime import turns_in
 from fullshard.integrations import required
 from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ShardingPlugin
 from fullshard.integrations.plugin import HONOURED, REFUSED
-from fullshard.testing import assert_same
+from fullshard.testing import assert_same, run_ranks
 
 # transformers looks at storages by a name that torch is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")

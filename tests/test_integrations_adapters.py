@@ -10,7 +10,6 @@ from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset
 from hf_models import VOCABULARY, Sentences, llama, names_in
 from peft import LoraConfig, PeftModel, get_peft_model
-from shared_ranks import run_ranks
 from test_integrations_transformers import EVALUATED, SAVED, SHARDED, Script, Watch, Worse, environment
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fullshard import summon_full_params
 from fullshard.integrations.transformers import Trainer
-from fullshard.testing import assert_same
+from fullshard.testing import assert_same, run_ranks
 
 __all__ = ["environment"]  # a fixture of all tests here, too
 

@@ -15,7 +15,6 @@ import transformers
 import transformers.trainer
 from accelerate.state import AcceleratorState, GradientState
 from hf_models import Sentences, llama, names_in, t5
-from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -35,8 +34,7 @@ from fullshard.integrations.preparing import shard
 from fullshard.integrations.transformers import TESTED_TRANSFORMERS, Seq2SeqTrainer, Trainer, from_pretrained
 from fullshard.integrations.waiting_weights import read_waiting
 from fullshard.plan.ledger import peak_during, storage_bytes
-from fullshard.testing import assert_same
-from fullshard.testing import run_ranks as run_fresh_ranks
+from fullshard.testing import assert_same, run_ranks
 
 pytestmark = [
     # The compiler itself looks at the gradients of what it is given.
@@ -474,8 +472,8 @@ def enabled_early() -> bool:
 
 
 def test_enable_replaces_the_trainers_for_all_that_import_them_later():
-    assert run_fresh_ranks(1, enabled_early) == [True]
-    assert run_fresh_ranks(1, enabled_late) == ["Theirs"]
+    assert run_ranks(1, enabled_early) == [True]
+    assert run_ranks(1, enabled_late) == ["Theirs"]
 
 
 PRIVATE = {

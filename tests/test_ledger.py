@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from shared_ranks import run_ranks
 from small_models import ONE_AXIS, adamw, batch, loss_of, my_part, shard, small_gpt
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from fullshard.plan.ledger import (
     predict_activations,
     predict_ledger,
 )
+from fullshard.testing import run_ranks
 
 
 def tokens() -> Tensor:

@@ -16,7 +16,6 @@ from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
-from shared_ranks import run_ranks
 from tests.small_models import Chain, initialise, whole, wholes
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,7 +25,7 @@ from fullshard.engine.runtime import turns_in
 from fullshard.errors import MissingLibraryError
 from fullshard.integrations.lightning import FabricFullShardStrategy, FullShardStrategy, _share_overflows
 from fullshard.integrations.required import require
-from fullshard.testing import assert_same
+from fullshard.testing import assert_same, run_ranks
 
 TESTED_WITH = "2.6.6"
 

@@ -15,7 +15,8 @@ from pathlib import Path
 import lightning.pytorch  # noqa: F401  # the ranks are forked from a server that imports what is imported here
 import pytest
 import torch.distributed as dist
-from shared_ranks import run_ranks
+
+from fullshard.testing import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 OPTIONS = {

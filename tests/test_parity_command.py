@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from shared_ranks import run_ranks
 from small_models import batch, loss_of, small_gpt
 from torch import Tensor, nn
 
 import fullshard.comm.collectives
 from fullshard.cli import main
-from fullshard.testing import ParityReport, ParityRow, RanksFailed, assert_same, check_parity
+from fullshard.testing import ParityReport, ParityRow, RanksFailed, assert_same, check_parity, run_ranks
 from fullshard.testing.parity.cases import Case, cases_of
 from fullshard.testing.parity.difference import Compared, Difference, Finding, Kind, Tolerance
 from fullshard.testing.parity.plain import train_plain

@@ -1,6 +1,7 @@
 """Ranks that tests share: a call finds them as if they were new."""
 
 import os
+import signal
 from collections.abc import Callable
 from functools import partial
 
@@ -15,8 +16,16 @@ from fullshard.comm import collectives
 from fullshard.testing import RanksFailed
 
 
-def tamper() -> None:
+def replace_a_class() -> None:
     collectives.Collectives = None  # type: ignore[assignment, misc]
+
+
+def replace_a_method() -> None:
+    collectives.Collectives.all_reduce = None  # type: ignore[assignment, method-assign]
+
+
+def listen_to_signals() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 SWITCHES = [
@@ -25,7 +34,9 @@ SWITCHES = [
     partial(fullshard.set_collective_timeout, 7.0),
     partial(fullshard.share_memory_between_ranks, False),
     partial(fullshard.share_memory_between_units, False),
-    tamper,
+    replace_a_class,
+    replace_a_method,
+    listen_to_signals,
     partial(torch.set_default_dtype, torch.float64),
     partial(torch.use_deterministic_algorithms, True),
     dist.destroy_process_group,

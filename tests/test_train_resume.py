@@ -15,13 +15,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
-from shared_ranks import run_ranks
 from test_train_loop import QUICK, losses, metrics, this_rank
 
 from fullshard.checkpoint import latest
 from fullshard.checkpoint.manifest import Manifest
 from fullshard.errors import ConfigError
-from fullshard.testing import assert_same
+from fullshard.testing import assert_same, run_ranks
 from fullshard.train.check import check
 from fullshard.train.loop import Trainer, train
 from fullshard.train.options import parse_settings
