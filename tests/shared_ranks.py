@@ -7,6 +7,7 @@ they were found are replaced, and so are those of a call that failed.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
@@ -41,6 +42,9 @@ def end_shared_ranks() -> None:
     for ranks in _open.values():
         ranks.end()
     _open.clear()
+
+
+atexit.register(end_shared_ranks)  # multiprocessing waits for its processes at the end of this one
 
 
 # -- on a rank --------------------------------------------------------------------------------------------------------

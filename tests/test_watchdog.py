@@ -13,6 +13,7 @@ from time import monotonic
 import pytest
 import torch.distributed as dist
 
+import fullshard
 from fullshard import ConfigError, set_collective_timeout
 from fullshard.liveness.ring import Ring
 from fullshard.liveness.store import PatientStore
@@ -68,7 +69,7 @@ def run(action: str, timeout_s: float = 60, elsewhere: bool = False) -> list[End
         port = probe.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT, action, str(timeout_s), "elsewhere" if elsewhere else ""]
-    root = str(Path(__file__).parents[1])
+    root = str(Path(fullshard.__file__).parents[1])
     processes = [
         subprocess.Popen(
             command,
