@@ -124,14 +124,19 @@ def in_threads(world: int, steps: int) -> dict[str, Any]:
     """The losses of ranks that are threads, averaged over them, and of the plain loop on all of their batches."""
     from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
 
+    from fullshard.comm.native import NativeCollectives
+    from fullshard.comm.routes import register_backend
     from fullshard.device.memory import Pool
-    from fullshard.engine import runtime, unit
+    from fullshard.engine import group_wires, runtime
+    from fullshard.tape import context
 
     shape = Shape(vocab=512, width=256, layers=4, heads=4, seq=64)
     workload = Workload(shape=shape, world=world, device_type=DEVICE.type)
     store, losses, failures = dist.HashStore(), [[0.0] * steps for _ in range(world)], []
     building = threading.Lock()  # all threads draw from one generator
-    unit._scratch_of = Pool  # else threads would take one another's
+    group_wires.scratch_of = Pool  # else threads would take one another's
+    runtime.drop_if_stale = context.drop_if_stale = lambda: None  # every thread has a default group of its own
+    register_backend("threaded", NativeCollectives)
     runtime.watch = lambda: None  # a watchdog looks after processes
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import compare_ranks
-from fullshard.comm.collectives import PairwiseCollectives, SharedMemoryCollectives
+from fullshard.comm.pairwise import PairwiseCollectives
+from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.device.memory import typed_view
 from fullshard.tape.recorder import Origin, Phase
 
@@ -44,10 +45,10 @@ def calls(options: argparse.Namespace) -> dict[str, dict[str, Call]]:
     scatters: dict[str, Call] = {"floor": copies(world)}
     for name, kind in {"shared memory": SharedMemoryCollectives, "pairwise": PairwiseCollectives}.items():
         wire = kind(dist.group.WORLD)
-        gather, scatter = wire.reserve_tags(options.tensors), wire.reserve_tags(options.tensors)
-        gathers[name] = lambda wire=wire, tag=gather: wire.all_gather(wholes, parts, tag=tag, origin=ORIGIN).wait()
-        scatters[name] = lambda wire=wire, tag=scatter: wire.reduce_scatter(
-            parts, wholes, numels, world, tag=tag, origin=ORIGIN
+        gather, scatter = wire.channel(options.tensors), wire.channel(options.tensors)
+        gathers[name] = lambda gather=gather: gather.all_gather(wholes, parts, origin=ORIGIN).wait()
+        scatters[name] = lambda scatter=scatter: scatter.reduce_scatter(
+            parts, wholes, numels, world, origin=ORIGIN
         ).wait()
         if isinstance(wire, SharedMemoryCollectives):
             gathers["in common"] = gather_in_common(wire, parts)
@@ -61,8 +62,8 @@ def gather_in_common(wire: SharedMemoryCollectives, parts: list[Tensor]) -> Call
     numels = [wire.world * part.numel() for part in parts]
     storages = wire.common_storages([4 * numel for numel in numels], "benchmark")
     wholes = [typed_view(storage, torch.float32, 0, (n,)) for storage, n in zip(storages, numels, strict=True)]
-    tag = wire.reserve_tags(len(parts))
-    return lambda: wire.all_gather(wholes, parts, tag=tag, origin=ORIGIN, in_common=True).wait()
+    channel = wire.channel(len(parts))
+    return lambda: channel.all_gather(wholes, parts, origin=ORIGIN, in_common=True).wait()
 
 
 def gloo_gather(whole: Tensor, part: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import fully_shard
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.tape.recorder import Recorder
 from fullshard.testing import assert_same
 
@@ -226,7 +226,7 @@ def train(
 
 def memory_is_shared(model: nn.Module) -> bool:
     """Whether units of `model` take turns on the same memory by now."""
-    slots = [turn.unit.slot for turn in turns_in(model)]
+    slots = [unit.slot for unit in units_in(model)]
     return len({id(slot) for slot in slots}) < len(slots) and any(slot.shared for slot in slots)
 
 
@@ -236,10 +236,10 @@ def poison_freed(model: nn.Module) -> None:
     Ranks may have that memory in common, so all of them must be as far, and none goes on before all have written.
     """
     dist.barrier()
-    for turn in turns_in(model):
-        if not turn.unit.is_filled:
-            storage = turn.unit.slot.storage
-            assert storage.nbytes() == 0 or turn.unit.slot.shared
+    for unit in units_in(model):
+        if not unit.occupies_slot:
+            storage = unit.slot.storage
+            assert storage.nbytes() == 0 or unit.slot.shared
             torch.empty(0).set_(storage).fill_(torch.nan)
     dist.barrier()
 
@@ -249,10 +249,10 @@ def most_whole(record: Recorder) -> int:
     whole: set[str] = set()
     most = 0
     for event in record.events:
-        if event.origin.unit and event.name == "fill":
+        if event.origin.unit and event.name == "allocate":
             whole.add(event.origin.unit)
             most = max(most, len(whole))
-        if event.name == "empty":
+        if event.name == "free":
             whole.discard(event.origin.unit)
     return most
 

@@ -36,7 +36,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from fullshard import fully_shard, recording
 from fullshard._compat import storage_watch
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.tape.recorder import Phase
 
 STEPS, ROWS = 4, 128
@@ -266,7 +266,7 @@ def measure(kinds: list[Kind]) -> None:
         plain, plain_peak = memory_of_a_step(kind.build(leave, 6))
         sharded = kind.build(fully_shard, 6)
         kept, peak = memory_of_a_step(sharded)
-        two_units = 2 * max(turn.unit.whole_nbytes for turn in turns_in(sharded))
+        two_units = 2 * max(unit.unsharded_nbytes for unit in units_in(sharded))
         assert kept == plain
         assert peak <= plain_peak + two_units
         if kind.inputs is not None:

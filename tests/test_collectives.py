@@ -8,7 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard import share_memory_between_ranks
-from fullshard.comm.collectives import Collectives, Pending, SharedMemoryCollectives, collectives_for
+from fullshard.comm.collectives import Collectives
+from fullshard.comm.routes import collectives_for
+from fullshard.comm.shared_memory import SharedMemoryCollectives
+from fullshard.comm.wire import Pending
 from fullshard.layout.shard_spec import owned
 from fullshard.tape.recorder import Origin, Phase, Recorder, recording
 from fullshard.testing import assert_same, run_ranks
@@ -66,8 +69,7 @@ class Gather:
         self.kept = [part.clone() for part in self.parts]
 
     def start(self) -> Pending:
-        tag = wires().reserve_tags(len(NUMELS))
-        return wires().all_gather(self.wholes, self.parts, tag=tag, origin=ORIGIN)
+        return wires().channel(len(NUMELS)).all_gather(self.wholes, self.parts, origin=ORIGIN)
 
     def check(self) -> None:
         assert_same(self.wholes, self.expected)
@@ -87,8 +89,8 @@ class Scatter:
         self.part_numels = [len(owned(n, world, 0)) for n in NUMELS]
 
     def start(self) -> Pending:
-        tag = wires().reserve_tags(len(NUMELS))
-        return wires().reduce_scatter(self.sums, self.wholes, self.part_numels, self.divisor, tag=tag, origin=ORIGIN)
+        channel = wires().channel(len(NUMELS))
+        return channel.reduce_scatter(self.sums, self.wholes, self.part_numels, self.divisor, origin=ORIGIN)
 
     def check(self) -> None:
         assert_same(self.sums, self.expected)
@@ -104,8 +106,7 @@ class AllReduce:
         self.tensors = [numbers(dist.get_rank(), n, dtype, seed) for n in NUMELS]
 
     def start(self) -> Pending:
-        tag = wires().reserve_tags(2 * len(NUMELS))
-        return wires().all_reduce(self.tensors, self.divisor, tag=tag, origin=ORIGIN)
+        return wires().channel(len(NUMELS)).all_reduce(self.tensors, self.divisor, origin=ORIGIN)
 
     def check(self) -> None:
         assert_same(self.tensors, self.expected)
@@ -129,8 +130,7 @@ class Exchange:
         return numbers(world * sender + receiver, NUMELS[(seed + 2 * sender + receiver) % len(NUMELS)], dtype, seed)
 
     def start(self) -> Pending:
-        tag = wires().reserve_tags(1)
-        return wires().all_to_all(self.rooms, self.parts, common_nbytes=0, tag=tag, origin=ORIGIN)
+        return wires().channel(1).all_to_all(self.rooms, self.parts, common_nbytes=0, origin=ORIGIN)
 
     def check(self) -> None:
         assert_same(self.rooms, self.expected)
@@ -239,10 +239,13 @@ def ask_twice() -> None:
     ours = collectives_for(group, torch.device("cpu"))
     assert ours is collectives_for(group, torch.device("cpu"))
     assert ours is not wires()
-    first, second = ours.reserve_tags(3), ours.reserve_tags(1)
-    assert second == first + 3
-    purposes = [ours.tags_of(purpose, 5) for purpose in ("this", "that", "this")]
-    assert purposes == [second + 1, second + 6, second + 1]
+    channels = [ours.channel(3, variants=4), ours.channel(1), ours.channel_for("this", 5), ours.channel_for("that", 5)]
+    assert ours.channel_for("this", 5) is channels[2]
+    tags = [set(range(it._first_tag, it._first_tag + it._tags * it._variants)) for it in channels]
+    assert sum(map(len, tags)) == len(set().union(*tags))  # every message has a tag of its own
+    assert [len(it) for it in tags] == [2 * 3 * 4, 2, 10, 10]
+    variants = {channels[0].variant(text)._first_tag for text in ("", "a", "b", "c", "d", "e")}
+    assert 1 < len(variants) <= 4 and variants <= tags[0]
 
 
 def test_a_group_has_one_collectives_object_and_every_tag_once():

@@ -44,7 +44,7 @@ from torch import nn
 
 from fullshard import ConfigError, StateError, recording
 from fullshard.cli import main
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.errors import CheckpointError
 from fullshard.integrations import deepspeed
 from fullshard.integrations.deepspeed.configuration import BatchSizes, read
@@ -216,7 +216,7 @@ def drive() -> dict[str, Any]:
         said["applied"].append(engine.was_step_applied())
     said["counts"] = (engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps)
     said["sizes"] = engine.get_batch_info()
-    said["units"] = [turn.unit.name for turn in turns_in(engine.module)]
+    said["units"] = [unit.name for unit in units_in(engine.module)]
     said["same"] = (
         engine.optimizer is optimizer,
         engine.lr_scheduler is scheduler,

@@ -20,18 +20,18 @@ from fullshard import (
     Placement,
     Placements,
     ShardingStrategy,
-    collectives,
-    encoded,
     explain,
     fully_shard,
     recording,
     share_memory_between_ranks,
 )
+from fullshard.comm import encoded, routes
 from fullshard.comm.codec import codec_named
-from fullshard.comm.collectives import PairwiseCollectives
+from fullshard.comm.pairwise import PairwiseCollectives
+from fullshard.comm.routes import register_backend
 from fullshard.device.memory import Pool
-from fullshard.engine.param_group import Section
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
 from fullshard.tape.recorder import Recorder
 from fullshard.testing import assert_same
@@ -56,8 +56,8 @@ def batch(step: int) -> Tensor:
     return inputs(10 * step + dist.get_rank())
 
 
-def sections(model: nn.Module) -> list[Section]:
-    return [section for turn in turns_in(model) for section in turn.unit.sections]
+def param_groups(model: nn.Module) -> list[ParamGroup]:
+    return [param_group for unit in units_in(model) for param_group in unit.param_groups]
 
 
 def same_everywhere(tensors: list[Tensor]) -> None:
@@ -71,12 +71,12 @@ def same_everywhere(tensors: list[Tensor]) -> None:
 def unsharded(model: Any) -> list[Tensor]:
     """Every parameter as the modules compute with it, one unit after the other, in the order of the plain model's."""
     found: dict[str, Tensor] = {}
-    for turn in turns_in(model):
-        turn.unit.module.unshard()
+    for unit in units_in(model):
+        unit.module.unshard()
         found |= {
             name: param.detach().clone() for name, param in model.named_parameters() if not isinstance(param, DTensor)
         }
-        turn.unit.module.reshard()
+        unit.module.reshard()
     return [found[name] for name, _ in model.named_parameters()]
 
 
@@ -113,7 +113,12 @@ def rounded(model: Any, wire: str, world: int) -> list[Tensor]:
 def in_place(model: nn.Module) -> set[str]:
     """The parameters whose parts are encoded alone, by FQN."""
     names = {id(param): name for name, param in model.named_parameters()}
-    return {names[id(param.sharded)] for section in sections(model) for param in section.params if param.place.in_place}
+    return {
+        names[id(param.sharded)]
+        for param_group in param_groups(model)
+        for param in param_group.params
+        if param.layout.in_place
+    }
 
 
 def gathers_of(strategies: Any, wire: str) -> list[Any]:
@@ -320,10 +325,10 @@ def learn_reduced(shares: bool) -> list[Any]:
 
 def sum_by_hand(grads: Tensor) -> Tensor:
     """Two ranks' gradients: each row is summed where it is owned, with what the other one has sent."""
-    cut = -(-len(grads[0]) // 2)
+    spec = -(-len(grads[0]) // 2)
     first, second = grads[0].clone(), grads[1].clone()
-    first[cut:] = first[cut:].bfloat16().float()
-    second[:cut] = second[:cut].bfloat16().float()
+    first[spec:] = first[spec:].bfloat16().float()
+    second[:spec] = second[:spec].bfloat16().float()
     return (first + second) / 2
 
 
@@ -339,12 +344,12 @@ class Queue(PairwiseCollectives):
     def _compare(self, call: Any) -> None:
         return None
 
-    def _all_gather(self, *args: Any) -> Any:
-        super()._all_gather(*args)()
+    def all_gather(self, *args: Any) -> Any:
+        super().all_gather(*args)()
         return lambda: None
 
-    def _all_to_all(self, *args: Any) -> Any:
-        super()._all_to_all(*args)()
+    def all_to_all(self, *args: Any) -> Any:
+        super().all_to_all(*args)()
         return lambda: None
 
 
@@ -359,8 +364,8 @@ def however_it_is_done() -> None:
     expected = learn_all()
     encoded._DECODED_AT_ONCE = 1
     assert_same(learn_all(), expected, name="decoded one at a time")
-    for group, device in collectives._of_group:
-        collectives._of_group[group, device] = Queue(group)
+    register_backend("gloo", Queue)
+    routes._of_group.drop()
     assert_same(learn_all(), expected, name="queued")
 
 
@@ -440,7 +445,7 @@ def test_parameters_may_lack_gradients_now_and_then():
     run_ranks(2, without_some_gradients)
 
 
-def residuals_are_counted(strategies: Any) -> None:
+def error_feedback_is_counted(strategies: Any) -> None:
     for strategy in strategies:
         for wire in (None, "bf16", "int8"):
             model = sharded(strategy, MixedPrecisionPolicy(reduce_wire=wire))
@@ -449,20 +454,19 @@ def residuals_are_counted(strategies: Any) -> None:
             optimizer.step()
             optimizer.zero_grad()
             measured = measure_ledger(model, optimizer, lambda model=model: model(inputs()).square().mean())
-            kept = sum(section.residual_nbytes for section in sections(model))
+            kept = sum(param_group.error_feedback_nbytes for param_group in param_groups(model))
             formula = predict_ledger(model)
             assert measured.gradients == formula.gradients
             assert measured.parameters == formula.parameters
             assert (kept > 0) == (wire == "int8")
             assert set(model.state_dict()) == set(chain(leave).state_dict())
-            told = explain(model)
-            assert ("lacked" in told) == (wire == "int8")
+            assert ("error feedback" in explain(model)) == (wire == "int8")
 
 
 @pytest.mark.slow
 def test_what_is_kept_of_messages_is_counted_by_the_formula_as_it_is_measured():
-    run_ranks(2, residuals_are_counted, ("ddp", "zero1", "zero3"))
-    run_ranks(4, residuals_are_counted, ("hsdp", HFSDP))
+    run_ranks(2, error_feedback_is_counted, ("ddp", "zero1", "zero3"))
+    run_ranks(4, error_feedback_is_counted, ("hsdp", HFSDP))
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ from fullshard import (
 from fullshard._compat import storage_info
 from fullshard.checkpoint import container, load, save
 from fullshard.command_line import parse
-from fullshard.engine.runtime import runtime_of, turns_in
+from fullshard.engine.hooks import runtime_of
+from fullshard.engine.registry import units_in
 from fullshard.layout.shard_spec import Cut as LayoutCut
 from fullshard.optim import Muon
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
@@ -658,7 +659,7 @@ def whole_at_once_without_notice() -> Steps:
     model = fully_shard(nn.Sequential(*layers))
     for _ in range(3):
         model(inputs()).sum().backward()
-    slots = [turns_in(layer)[0].unit.slot for layer in layers]
+    slots = [units_in(layer)[0].slot for layer in layers]
     first, second = next((i, j) for i in range(6) for j in range(6) if i < j and slots[i] is slots[j])
     yield
     waiting = layers[second](inputs().requires_grad_())

@@ -11,7 +11,7 @@ from small_models import Chain, chain, initialise, inputs
 from torch import nn
 
 from fullshard import ConfigError, MixedPrecisionPolicy, explain, fully_shard, recording
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import predict_ledger
 
 
@@ -54,8 +54,8 @@ def test_the_order_is_the_recorded_one():
 def measure_padding() -> None:
     model = nn.Sequential(nn.Linear(48, 1001, bias=False))  # 334 rows a rank for 1001
     fully_shard(model)
-    [section] = turns_in(model)[0].unit.sections
-    share = 1 - 1001 * 48 / (3 * section.layout.shard_numel)
+    [param_group] = units_in(model)[0].param_groups
+    share = 1 - 1001 * 48 / (3 * param_group.layout.shard_numel)
     assert f"{share:.1%} padding" in explain(model)
     assert share > 0
 

@@ -10,8 +10,8 @@ from small_models import ONE_AXIS, chain, inputs
 
 from fullshard import MixedPrecisionPolicy, fully_shard, recording
 from fullshard.comm.codec import codec_named
-from fullshard.comm.collectives import NativeCollectives
-from fullshard.engine.runtime import turns_in
+from fullshard.comm.native import NativeCollectives
+from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
 
 WORLD = 512
@@ -28,20 +28,20 @@ def in_large_world(strategy: str) -> None:
     make_large_world()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
-    assert all(isinstance(turn.unit.wires.shard, NativeCollectives) for turn in turns_in(model))
+    assert all(isinstance(unit.wires.shard, NativeCollectives) for unit in units_in(model))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
         with recording() as record:
             model(inputs(step)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    sections = [section for turn in turns_in(model) for section in turn.unit.sections]
-    shards = sum(section.layout.shard_numel for section in sections)
-    root = sections[0].layout.shard_numel
+    param_groups = [param_group for unit in units_in(model) for param_group in unit.param_groups]
+    shards = sum(param_group.plan.layout.shard_numel for param_group in param_groups)
+    root = param_groups[0].plan.layout.shard_numel
     gathered = {"ddp": 0, "zero1": shards, "zero2": shards, "zero3": 2 * shards - root}[strategy]
     assert record.sent_bytes("all_gather") == gathered * 2 * (WORLD - 1)
     reductions = Counter(event.name for event in record.collectives())
-    assert reductions["all_reduce" if strategy == "ddp" else "reduce_scatter"] == len(sections)
+    assert reductions["all_reduce" if strategy == "ddp" else "reduce_scatter"] == len(param_groups)
     measured = measure_ledger(model, optimizer, lambda: model(inputs(0)).float().square().mean())
     assert measured == predict_ledger(model, activations=measured.activations)
     for param in model.parameters():
@@ -65,10 +65,10 @@ def encoded_in_large_world(strategy: str, gather_wire: str | None) -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert {event.name for event in record.collectives()} == {"all_gather", "all_to_all"}
-    sections = [section for turn in turns_in(model) for section in turn.unit.sections]
+    param_groups = [param_group for unit in units_in(model) for param_group in unit.param_groups]
     if strategy != "ddp":
-        assert not any(section.layout.in_place for section in sections)  # all are packed: one message a section
-        int8 = [codec_named("int8").nbytes(section.layout.pack_numel) for section in sections]
+        assert not any(it.plan.layout.in_place for it in param_groups)  # all are packed: one message a group
+        int8 = [codec_named("int8").nbytes(param_group.plan.layout.pack_numel) for param_group in param_groups]
         assert record.sent_bytes("all_to_all") == sum(int8) * (WORLD - 1)
         assert record.sent_bytes("all_gather") == (2 * sum(int8) - int8[0]) * (WORLD - 1)
     measured = measure_ledger(model, optimizer, lambda: model(inputs(0)).square().mean())

@@ -10,7 +10,7 @@ from small_models import Chain, chain, initialise, inputs, sgd, whole_grads, who
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import ConfigError, Placement, Placements, fully_shard, recording
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
 from fullshard.testing import assert_same
 
@@ -119,7 +119,7 @@ def sent_across(placements: Placements, accumulate: int) -> tuple[int, int]:
             optimizer.zero_grad()
     rank = torch.distributed.get_rank()
     across = [event for event in record.collectives() if event.ranks == (rank % 2, rank % 2 + 2)]
-    sections = [section for turn in turns_in(model) for section in turn.unit.sections]
+    sections = [section for unit in units_in(model) for section in unit.param_groups]
     shards = sum(section.layout.shard_numel for section in sections) * 4
     gathers = sum(event.sent_bytes for event in across if event.name == "all_gather")
     reductions = sum(event.sent_bytes for event in across if event.name == "reduce_scatter")

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
 from fullshard import ConfigError, MissingLibraryError, recording
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.integrations import required
 from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ShardingPlugin
 from fullshard.integrations.plugin import HONOURED, REFUSED
@@ -217,7 +217,7 @@ def two_models(make: Callable[..., Any]) -> list[float]:
     optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
     onlooker = accelerator.prepare_model(llama(), evaluation_mode=True)
     if make is not ddp:
-        assert all(turns_in(model) for model in (*models, onlooker))
+        assert all(units_in(model) for model in (*models, onlooker))
     losses = []
     for batch in accelerator.prepare(DataLoader(Sentences(16), batch_size=2)):
         outputs = [model(**batch) for model in models]
@@ -280,7 +280,7 @@ def test_weights_of_rank_0_alone_reach_all():
 
 def units(accelerator_of: Callable[..., Any], **options: Any) -> list[str]:
     run = Run(accelerator_of, **options)
-    return [type(turn.modules[0]).__name__ for turn in turns_in(run.model)]
+    return [type(unit.modules[0]).__name__ for unit in units_in(run.model)]
 
 
 def settings_by_every_way(config: str) -> dict[str, Any]:
@@ -294,13 +294,13 @@ def settings_by_every_way(config: str) -> dict[str, Any]:
         FSDP_SHARDING_STRATEGY="FULL_SHARD", FSDP_FORWARD_PREFETCH="false",
     )  # fmt: skip
     run = Run(Accelerator)
-    found["environment"] = [type(turn.modules[0]).__name__ for turn in turns_in(run.model)]
+    found["environment"] = [type(unit.modules[0]).__name__ for unit in units_in(run.model)]
     found["environment's strategy"] = run.accelerator.sharding.strategy
     assert os.environ.pop("ACCELERATE_USE_FSDP") == "true"
     ignoring = Run(sharded(ignored_modules=r".*embed_tokens"))
     found["ignored"] = [name for name, it in ignoring.model.named_parameters() if type(it) is nn.Parameter]
-    prefetching = turns_in(Run(sharded(backward_prefetch="BACKWARD_POST", limit_all_gathers=False)).model)
-    found["prefetch"] = {(turn.prefetch_backward, turn.ahead) for turn in prefetching}
+    prefetching = units_in(Run(sharded(backward_prefetch="BACKWARD_POST", limit_all_gathers=False)).model)
+    found["prefetch"] = {(unit.state.prefetches_backward, unit.state.prefetch_depth) for unit in prefetching}
     return found
 
 

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from fullshard import CheckpointError, ConfigError, StateError
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.integrations.accelerate import Accelerator
 from fullshard.integrations.plugin import ShardingPlugin
 from fullshard.integrations.preparing import shard
@@ -347,9 +347,9 @@ def read_straight(folder: str, weights: str) -> dict[str, Any]:
     largest = max(param.nbytes for param in model.parameters())
     plugin = ShardingPlugin()
     _, sharding = peak_during(lambda: shard(model, plugin, computes_in=None))
-    units = [turn.unit for turn in turns_in(model)]
+    units = units_in(model)
     resting = storage_bytes(model.parameters(), [unit.slot.storage for unit in units])
-    unit = max(sum(4 * param.place.cut.numel for param in unit.params) for unit in units)
+    unit = max(sum(4 * param.layout.spec.numel for param in unit.params) for unit in units)
     return {
         "losses": losses,
         "building": building - largest,

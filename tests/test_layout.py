@@ -9,9 +9,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fullshard.errors import LayoutError
-from fullshard.layout.group_layout import ALIGNMENT_BYTES, MAX_PADDING, PACK_BELOW_BYTES, SectionLayout, lay_out
+from fullshard.layout.group_layout import ALIGNMENT_BYTES, MAX_PADDING, PACK_BELOW_BYTES, GroupLayout, lay_out
 from fullshard.layout.offsets import align
-from fullshard.layout.shard_spec import Cut, choose_cut, overlaps, owned
+from fullshard.layout.shard_spec import ShardSpec, choose_spec, overlaps, owned
 
 WORLDS = st.integers(1, 9)
 ITEMSIZES = st.sampled_from([1, 2, 4, 8])
@@ -23,7 +23,7 @@ CHOICES = SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.sampled_from
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> SectionLayout:
+def layouts(draw: st.DrawFn) -> GroupLayout:
     """Of parameters some of which the user wants cut along a dim."""
     choices = draw(st.lists(CHOICES, max_size=8))
     return lay_out([c[0] for c in choices], draw(WORLDS), draw(ITEMSIZES), [c[1] for c in choices])
@@ -52,34 +52,34 @@ def test_owned_is_what_chunk_gives(size, world):
 
 @given(SHAPES, WORLDS)
 def test_every_element_is_owned_once(shape, world):
-    cut = choose_cut(shape, world)
+    spec = choose_spec(shape, world)
     owners = torch.zeros(shape, dtype=torch.int)
     for rank in range(world):
-        span = cut.span(rank)
-        mine = owners if cut.dim is None else owners.narrow(cut.dim, span.start, len(span))
+        span = spec.span(rank)
+        mine = owners if spec.dim is None else owners.narrow(spec.dim, span.start, len(span))
         mine += 1
-        assert tuple(mine.shape) == cut.shard_shape(rank)
-        assert mine.numel() == cut.shard_numel(rank) <= cut.part_numel
+        assert tuple(mine.shape) == spec.shard_shape(rank)
+        assert mine.numel() == spec.shard_numel(rank) <= spec.part_numel
     assert (owners == (1 if shape else world)).all()  # a scalar is whole on every rank
 
 
 @given(SHAPES, WORLDS)
 def test_no_cut_makes_smaller_parts_where_rows_are_fewer_than_ranks(shape, world):
-    cut = choose_cut(shape, world)
+    spec = choose_spec(shape, world)
     if not shape:
-        assert cut.dim is None
+        assert spec.dim is None
     elif shape[0] >= world or prod(shape) == 0:
-        assert cut.dim == 0  # as users of DTensor expect
+        assert spec.dim == 0  # as users of DTensor expect
     else:
-        assert cut.part_numel == min(Cut(shape, dim, world).part_numel for dim in range(len(shape)))
+        assert spec.part_numel == min(ShardSpec(shape, dim, world).part_numel for dim in range(len(shape)))
 
 
 @given(st.lists(CHOICES, max_size=8), WORLDS, ITEMSIZES)
 def test_parameters_are_cut_along_the_dims_that_are_asked_for(choices, world, itemsize):
     layout = lay_out([c[0] for c in choices], world, itemsize, [c[1] for c in choices])
-    for (shape, dim), place in zip(choices, layout.places, strict=True):
-        assert place.cut == (choose_cut(shape, world) if dim is None else Cut(shape, dim, world))
-        assert place.cut.dim == 0 or not place.in_place  # others do not lie end to end
+    for (shape, dim), param_layout in zip(choices, layout.params, strict=True):
+        assert param_layout.spec == (choose_spec(shape, world) if dim is None else ShardSpec(shape, dim, world))
+        assert param_layout.spec.dim == 0 or not param_layout.in_place  # others do not lie end to end
 
 
 @given(st.integers(0, 300), WORLDS, WORLDS)
@@ -94,15 +94,15 @@ def test_overlaps_of_two_world_sizes_cover_each_part_exactly(size, before, after
 
 @given(LAYOUTS)
 def test_whole_regions_are_disjoint(layout):
-    assert stretches_are_disjoint([place.region for place in layout.places], layout.whole_numel)
+    assert stretches_are_disjoint([param_layout.region for param_layout in layout.params], layout.unsharded_numel)
 
 
 @given(LAYOUTS)
 def test_parts_are_disjoint_and_the_pack_lies_behind_those_in_place(layout):
-    assert stretches_are_disjoint([place.part for place in layout.places], layout.shard_numel)
-    for place in layout.places:
-        inside = layout.pack.start <= place.part.start and place.part.stop <= layout.pack.stop
-        assert inside if not place.in_place else place.part.stop <= layout.pack.start
+    assert stretches_are_disjoint([param_layout.part for param_layout in layout.params], layout.shard_numel)
+    for param_layout in layout.params:
+        inside = layout.pack.start <= param_layout.part.start and param_layout.part.stop <= layout.pack.stop
+        assert inside if not param_layout.in_place else param_layout.part.stop <= layout.pack.start
     assert layout.pack_numel == layout.shard_numel - layout.pack_offset
 
 
@@ -110,22 +110,22 @@ def test_parts_are_disjoint_and_the_pack_lies_behind_those_in_place(layout):
 def test_everything_starts_on_a_16_byte_boundary(shapes, world, itemsize):
     """A misaligned message makes NCCL many times slower, at any world size."""
     layout = lay_out(shapes, world, itemsize)
-    for place in layout.places:
-        assert aligned(place.shard_offset, itemsize)
-        assert aligned(place.whole_offset, itemsize)
-        if place.in_place:  # then rank r's part begins r parts on
-            assert aligned(place.cut.part_numel, itemsize)
+    for param_layout in layout.params:
+        assert aligned(param_layout.shard_offset, itemsize)
+        assert aligned(param_layout.unsharded_offset, itemsize)
+        if param_layout.in_place:  # then rank r's part begins r parts on
+            assert aligned(param_layout.spec.part_numel, itemsize)
     assert aligned(layout.pack_offset, itemsize)
     assert aligned(layout.pack_numel, itemsize)
 
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
 def test_what_is_in_place_has_little_padding_and_is_worth_a_message(shapes, world, itemsize):
-    for place in lay_out(shapes, world, itemsize).in_place:
-        assert place.cut.dim == 0
-        assert place.cut.padding <= MAX_PADDING * place.cut.numel
-        assert place.cut.part_numel * itemsize >= PACK_BELOW_BYTES
-        assert place.region.stop - place.region.start == world * place.cut.part_numel
+    for param_layout in lay_out(shapes, world, itemsize).in_place:
+        assert param_layout.spec.dim == 0
+        assert param_layout.spec.padding <= MAX_PADDING * param_layout.spec.numel
+        assert param_layout.spec.part_numel * itemsize >= PACK_BELOW_BYTES
+        assert param_layout.region.stop - param_layout.region.start == world * param_layout.spec.part_numel
 
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
@@ -138,33 +138,33 @@ def test_padding_is_bounded(shapes, world, itemsize):
     layout = lay_out(shapes, world, itemsize)
     gap = ALIGNMENT_BYTES // itemsize - 1
     bound = 0.0
-    for place in layout.places:
-        numel, rows = place.cut.numel, max(1, (place.cut.shape or (1,))[0])
-        bound += MAX_PADDING * numel if place.in_place else (world - 1) * numel / rows + world * gap
-    assert world * layout.shard_numel - sum(place.cut.numel for place in layout.places) <= bound
-    assert layout.whole_numel <= sum(p.region.stop - p.region.start + gap for p in layout.places)
+    for param_layout in layout.params:
+        numel, rows = param_layout.spec.numel, max(1, (param_layout.spec.shape or (1,))[0])
+        bound += MAX_PADDING * numel if param_layout.in_place else (world - 1) * numel / rows + world * gap
+    assert world * layout.shard_numel - sum(param_layout.spec.numel for param_layout in layout.params) <= bound
+    assert layout.unsharded_numel <= sum(p.region.stop - p.region.start + gap for p in layout.params)
     assert layout.wire_numel == world * layout.shard_numel
 
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
 def test_ranks_parts_laid_end_to_end_are_a_parameter_in_place(shapes, world, itemsize):
     """What makes a gather need no copy: the first rows of the region are the whole."""
-    for place in lay_out(shapes, world, itemsize).in_place:
+    for param_layout in lay_out(shapes, world, itemsize).in_place:
         for rank in range(world):
-            start = min(rank * place.cut.part_numel, place.cut.numel)
-            assert start == place.cut.span(rank).start * prod(place.cut.shape[1:])
+            start = min(rank * param_layout.spec.part_numel, param_layout.spec.numel)
+            assert start == param_layout.spec.span(rank).start * prod(param_layout.spec.shape[1:])
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=8), ITEMSIZES)
 def test_at_one_rank_nothing_is_added_but_gaps(shapes, itemsize):
     layout = lay_out(shapes, 1, itemsize)
-    assert all(place.cut.padding == 0 for place in layout.places)
-    assert layout.shard_numel == layout.whole_numel
+    assert all(param_layout.spec.padding == 0 for param_layout in layout.params)
+    assert layout.shard_numel == layout.unsharded_numel
 
 
 def test_a_parameter_that_would_be_mostly_padding_at_some_world_is_packed_there():
     """97 rows are 4 x 25 less 3, but 8 x 13 less 7."""
-    in_place = {world: lay_out([(97, 512)], world, itemsize=4).places[0].in_place for world in (1, 2, 3, 4, 8)}
+    in_place = {world: lay_out([(97, 512)], world, itemsize=4).params[0].in_place for world in (1, 2, 3, 4, 8)}
     assert in_place == {1: True, 2: True, 3: True, 4: True, 8: False}
 
 
@@ -173,7 +173,7 @@ def test_a_transformer_block_travels_in_place():
     matrices = [(4096, 1024), (1024, 4096), (3072, 1024), (50257, 1024)]
     for world in range(1, 10):
         layout = lay_out([*matrices, (1024,), (4096,), ()], world, itemsize=2)
-        assert [place.in_place for place in layout.places] == [True] * 4 + [False] * 3
+        assert [param_layout.in_place for param_layout in layout.params] == [True] * 4 + [False] * 3
 
 
 @given(st.integers(0, 1000), st.integers(1, 64))
@@ -186,8 +186,8 @@ def test_align_gives_the_nearest_multiple_above(position, step):
 def test_a_cut_along_a_dim_that_is_not_there_is_refused(shape, dim):
     assume(not 0 <= dim < len(shape))
     with pytest.raises(LayoutError, match=rf"along dim {dim}: it has {len(shape)} dims"):
-        Cut(shape, dim, 2)
+        ShardSpec(shape, dim, 2)
 
 
 def test_a_section_without_parameters_takes_nothing():
-    assert lay_out([], 4, 4) == SectionLayout(4, (), 0, 0, 0)
+    assert lay_out([], 4, 4) == GroupLayout(4, (), 0, 0, 0)

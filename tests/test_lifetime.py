@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard
 from fullshard.device.memory import Slot
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.testing import assert_same, run_ranks
 
 
@@ -137,9 +137,11 @@ def leave_shared_memory() -> None:
     fully_shard(model)
     for _ in range(3):
         model(torch.ones(2, 64)).sum().backward()
-    units = {turn.unit.name: turn.unit for turn in turns_in(model)}
+    units = {unit.name: unit for unit in units_in(model)}
     leaver, stayer = next(
-        (a, b) for a, b in permutations(units.values(), 2) if a.slot is b.slot and a.whole_nbytes and b.whole_nbytes
+        (a, b)
+        for a, b in permutations(units.values(), 2)
+        if a.slot is b.slot and a.unsharded_nbytes and b.unsharded_nbytes
     )
     leaver.move(Slot(torch.device("cpu")))
     assert not stayer.slot.is_referenced

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fullshard import CheckpointError, ConfigError, MixedPrecisionPolicy, ShardedGradScaler, recording
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.errors import MissingLibraryError
 from fullshard.integrations.lightning import FabricFullShardStrategy, FullShardStrategy, _share_overflows
 from fullshard.integrations.required import require
@@ -179,7 +179,7 @@ def look_inside() -> dict[str, Any]:
     module, said = Module(), {}
     with recording() as record:
         fit(FullShardStrategy(), module, accumulate_grad_batches=2, max_epochs=1, limit_val_batches=0)
-    said["units"] = sorted(turn.unit.name for turn in turns_in(module))
+    said["units"] = sorted(unit.name for unit in units_in(module))
     names = [event.name for event in record.events if event.origin.unit == "net.layers.0"]
     said["reductions"] = names.count("reduce_scatter")
     late = OnMeta()
@@ -190,7 +190,7 @@ def look_inside() -> dict[str, Any]:
         said["predicted"] = isinstance(late.net, nn.Module)
     low = Module()
     fit(FullShardStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), low, max_epochs=1)
-    said["contract"] = {str(turn.unit.settings.precision.param_dtype) for turn in turns_in(low)}
+    said["contract"] = {str(unit.options.precision.param_dtype) for unit in units_in(low)}
     return said
 
 

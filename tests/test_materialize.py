@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard, recording, summon_full_params
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import peak_during, storage_bytes
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
@@ -131,7 +131,7 @@ def shard_on_meta(strategy: str = "zero3", tied_apart: bool = False) -> Model:
 def unit_by_unit(sharding_strategy: str = "zero3", tied_apart: bool = False) -> nn.Module:
     """`fully_shard`, memory for the shards, then one unit after another whole."""
     model = shard_on_meta(sharding_strategy, tied_apart).to_empty(device="cpu")
-    for unit in turns_in(model):
+    for unit in units_in(model):
         with summon_full_params(unit.modules[0], recurse=False), torch.no_grad():
             for module in own_modules_of(unit.modules[0]):
                 module.reset_parameters()
@@ -140,7 +140,7 @@ def unit_by_unit(sharding_strategy: str = "zero3", tied_apart: bool = False) -> 
 
 def own_modules_of(unit: nn.Module) -> list[Any]:
     """The modules that `unit` has beside those of units in it, and that have something to reset."""
-    below = {module for turn in turns_in(unit)[1:] for top in turn.modules for module in top.modules()}
+    below = {module for unit in units_in(unit)[1:] for top in unit.modules for module in top.modules()}
     return [module for module in unit.modules() if hasattr(module, "reset_parameters") and module not in below]
 
 
@@ -199,7 +199,7 @@ def most_bytes(build: Callable[[], nn.Module]) -> tuple[int, int, int]:
     """The most bytes held while a model is built; those of its shards and buffers; those of its largest unit, whole."""
     model, peak = peak_during(build)
     resting = storage_bytes((*model.parameters(), *model.buffers()))
-    whole = [sum(4 * param.place.cut.numel for param in turn.unit.params) for turn in turns_in(model)]
+    whole = [sum(4 * param.layout.spec.numel for param in unit.params) for unit in units_in(model)]
     return peak, resting, max(whole)
 
 

@@ -16,7 +16,7 @@ from fullshard import (
     fully_shard,
     summon_full_params,
 )
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
@@ -49,11 +49,11 @@ def test_on_a_cpu_offloading_changes_no_bit():
     run_ranks(2, compare)
 
 
-def look_at_homes() -> None:
+def look_at_shards() -> None:
     model = chain(partial(fully_shard, offload_policy=CPUOffloadPolicy()))
     model(inputs()).sum().backward()
-    for turn in turns_in(model):
-        for param in turn.unit.params:
+    for unit in units_in(model):
+        for param in unit.params:
             assert param.local.device.type == "cpu"
             assert param.grad is not None
             assert param.grad.device.type == "cpu"
@@ -61,7 +61,7 @@ def look_at_homes() -> None:
 
 
 def test_shards_and_gradients_are_on_the_cpu_pinned_only_where_there_is_a_gpu():
-    run_ranks(1, look_at_homes)
+    run_ranks(1, look_at_shards)
 
 
 def hold_in_hand(**options: Any) -> list[Any]:

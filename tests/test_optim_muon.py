@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fullshard import FullyShardedDataParallel, Placement, Placements, RankMismatchError, fully_shard, optim, recording
+import fullshard.optim.muon
+from fullshard import FullyShardedDataParallel, Placement, Placements, RankMismatchError, fully_shard, recording
 from fullshard._compat import storage_watch
-from fullshard.comm.collectives import NativeCollectives, collectives_for
+from fullshard.comm.native import NativeCollectives
+from fullshard.comm.routes import collectives_for
 from fullshard.layout.shard_spec import owned
 from fullshard.optim.muon import Muon, divide, orthogonalised
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
@@ -276,12 +278,12 @@ def sharded(shapes: Sequence[tuple[int, int]], *placements: Any) -> list[nn.Para
     size = {1: (dist.get_world_size(),), 2: (2, dist.get_world_size() // 2)}[len(placements)]
     mesh = init_device_mesh("cpu", size)
 
-    def cut(i: int, *seed: object) -> DTensor:
+    def spec(i: int, *seed: object) -> DTensor:
         return distribute_tensor(numbers(shapes[i], i, *seed), mesh, placements, src_data_rank=None)
 
-    params = [nn.Parameter(cut(i)) for i in range(len(shapes))]
+    params = [nn.Parameter(spec(i)) for i in range(len(shapes))]
     for i, param in enumerate(params):
-        param.grad = cut(i, "gradient")
+        param.grad = spec(i, "gradient")
     return params
 
 
@@ -346,7 +348,7 @@ def step_in_batches(placed: str) -> tuple[Recorder, list[int]]:
     """One step in batches of a matrix a rank: what was done, and the most memory (bytes) of that and of one batch."""
     results, peaks = [], []
     for limit in (MATRICES * MATRIX_NBYTES, MATRIX_NBYTES):
-        optim.BATCH_NBYTES = limit
+        fullshard.optim.muon.BATCH_NBYTES = limit
         params = sharded([MATRIX] * MATRICES, *PLACED[placed])
         muon = Muon(params)
         muon.step()
@@ -376,9 +378,9 @@ def test_the_next_batch_and_the_last_travel_while_one_is_computed(placed, order)
     for rank in in_batches():
         events = rank[placed][0].events
         assert "".join("O" if event.name == "orthogonalise" else "X" for event in events) == order
-        for place, event in list(enumerate(events))[3:-3]:
+        for param_layout, event in list(enumerate(events))[3:-3]:
             if event.name == "orthogonalise" and placed != "ddp":
-                ahead, behind = events[place - 1], events[place - 2]
+                ahead, behind = events[param_layout - 1], events[param_layout - 2]
                 assert ahead.start < event.start < event.end < ahead.end
                 assert behind.start < event.start < event.end < behind.end
 

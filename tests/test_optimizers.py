@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import ShardedGradScaler, StateError, fully_shard
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.testing import assert_same
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -193,7 +193,7 @@ def gradient_peak(in_backward: bool, layers: int) -> int:
     held: list[int] = []
 
     def look(param: Tensor) -> None:
-        buffers = [section.grads for turn in turns_in(model) for section in turn.unit.sections]
+        buffers = [it.gradients.flat for unit in units_in(model) for it in unit.param_groups]
         held.append(sum(buffer.nbytes for buffer in buffers if buffer is not None))
 
     for param in list(model.parameters()):

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.engine.order import Follower
+from fullshard.engine.order import OrderTracker
 from fullshard.layout.slots import Interval, assign_slots
 
 UNITS = st.integers(0, 5)
@@ -13,6 +13,12 @@ INTERVALS = st.lists(
     )
 )
 SIZES = st.fixed_dictionaries({unit: st.integers(1, 100) for unit in range(6)})
+
+
+def used(tracker: OrderTracker, unit: int, depth: int = 1) -> tuple[int, ...]:
+    """Which units come next, now that `unit` is needed."""
+    tracker.record(unit)
+    return tracker.following(depth)
 
 
 def slot_sizes(assigned: dict[int, int], nbytes: dict[int, int]) -> dict[int, int]:
@@ -72,37 +78,37 @@ def test_blocks_in_a_row_take_no_more_than_what_is_live(blocks, block_bytes, roo
 
 
 @given(st.lists(UNITS, max_size=12), st.integers(1, 3))
-def test_a_follower_of_the_same_order_always_knows_what_comes_next(order, ahead):
-    follower = Follower(order)
+def test_a_tracker_of_the_same_order_always_knows_what_comes_next(order, ahead):
+    tracker = OrderTracker(order)
     for position, unit in enumerate(order):
-        assert follower.use(unit, ahead) == tuple(order[position + 1 : position + 1 + ahead])
-    assert follower.agrees
+        assert used(tracker, unit, ahead) == tuple(order[position + 1 : position + 1 + ahead])
+    assert tracker.agrees
 
 
 @given(st.lists(UNITS, max_size=12), st.lists(UNITS, max_size=12))
-def test_a_follower_sees_what_is_used_and_agrees_only_with_that(expected, used):
-    follower = Follower(expected)
-    for unit in used:
-        follower.use(unit)
-    assert follower.seen == used
-    assert follower.agrees == (used == expected)
+def test_a_tracker_sees_what_is_used_and_agrees_only_with_that(expected, order):
+    tracker = OrderTracker(expected)
+    for unit in order:
+        tracker.record(unit)
+    assert tracker.seen == order
+    assert tracker.agrees == (order == expected)
 
 
-def test_a_follower_that_expects_nothing_prefetches_nothing():
-    follower = Follower()
-    assert [follower.use(unit) for unit in (0, 1, 0)] == [(), (), ()]
+def test_a_tracker_that_expects_nothing_prefetches_nothing():
+    tracker = OrderTracker()
+    assert [used(tracker, unit) for unit in (0, 1, 0)] == [(), (), ()]
 
 
-def test_a_follower_skips_units_that_were_left_out():
+def test_a_tracker_skips_units_that_were_left_out():
     """A branch not taken: the order goes on behind it."""
-    follower = Follower([0, 1, 2, 3])
-    assert follower.use(0) == (1,)
-    assert follower.use(2) == (3,)
-    assert not follower.agrees
+    tracker = OrderTracker([0, 1, 2, 3])
+    assert used(tracker, 0) == (1,)
+    assert used(tracker, 2) == (3,)
+    assert not tracker.agrees
 
 
-def test_a_follower_waits_where_a_unit_is_new_and_goes_on_from_there():
-    follower = Follower([0, 1, 2])
-    follower.use(0)
-    assert follower.use(7) == ()
-    assert follower.use(1) == (2,)
+def test_a_tracker_waits_where_a_unit_is_new_and_goes_on_from_there():
+    tracker = OrderTracker([0, 1, 2])
+    used(tracker, 0)
+    assert used(tracker, 7) == ()
+    assert used(tracker, 1) == (2,)

@@ -12,12 +12,13 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import fully_shard
-from fullshard.engine.param_group import Section
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.pack import Pack
+from fullshard.engine.registry import units_in
+from fullshard.layout.group_layout import GroupLayout
 
 
-def section_of(shapes: list[tuple[int, ...]], dims: list[int | None]) -> Section:
-    """The one section of a unit of such parameters, cut along such dims or as the library chooses."""
+def pack_of(shapes: list[tuple[int, ...]], dims: list[int | None]) -> tuple[Pack, GroupLayout]:
+    """The pack of a unit of such parameters, cut along such dims or as the library chooses, and their layout."""
     module = nn.Module()
     for number, shape in enumerate(shapes):
         module.register_parameter(f"p{number}", nn.Parameter(torch.zeros(shape)))
@@ -27,25 +28,24 @@ def section_of(shapes: list[tuple[int, ...]], dims: list[int | None]) -> Section
         return None if chosen[param] is None else Shard(chosen[param])
 
     fully_shard(module, shard_placement_fn=placement)
-    [turn] = turns_in(module)
-    [section] = turn.unit.sections
-    return section
+    [unit] = units_in(module)
+    [param_group] = unit.param_groups
+    return Pack(param_group.plan.layout, param_group.plan.rank), param_group.plan.layout
 
 
-def expected_wire(section: Section, grads: dict[int, Tensor]) -> Tensor:
+def expected_message(layout: GroupLayout, grads: dict[int, Tensor]) -> Tensor:
     """A row a rank: zeros, and each part that the rank owns."""
-    layout = section.layout
-    wire = torch.zeros(layout.world, layout.pack_numel)
+    message = torch.zeros(layout.world, layout.pack_numel)
     for i in layout.packed:
         if i not in grads:
             continue
-        place, cut = layout.places[i], layout.places[i].cut
-        start = place.shard_offset - layout.pack_offset
+        param_layout, spec = layout.params[i], layout.params[i].spec
+        start = param_layout.shard_offset - layout.pack_offset
         for rank in range(layout.world):
-            span = cut.span(rank)
-            part = grads[i] if cut.dim is None else grads[i].narrow(cut.dim, span.start, len(span))
-            wire[rank, start : start + part.numel()] = part.reshape(-1)
-    return wire
+            span = spec.span(rank)
+            part = grads[i] if spec.dim is None else grads[i].narrow(spec.dim, span.start, len(span))
+            message[rank, start : start + part.numel()] = part.reshape(-1)
+    return message
 
 
 def in_a_world(world: int) -> None:
@@ -62,12 +62,12 @@ def pack_all_kinds(world: int, cases: int) -> None:
     for _ in range(cases):
         shapes = [tuple(draw.choice([1, 2, 3, 7, 16]) for _ in range(draw.randint(0, 3))) for _ in range(6)]
         dims = [draw.choice([None, draw.randrange(len(shape))]) if shape else None for shape in shapes]
-        section = section_of(shapes, dims)
+        pack, layout = pack_of(shapes, dims)
         grads = {i: torch.randn(shape) for i, shape in enumerate(shapes) if draw.random() < 0.8}
-        wire = torch.full((world, section.layout.pack_numel), torch.nan)
-        section.pack(wire, grads)
-        torch.testing.assert_close(wire, expected_wire(section, grads), rtol=0, atol=0)
-        seen.update(f"dim {section.layout.places[i].cut.dim}" for i in section.layout.packed)
+        message = torch.full((world, layout.pack_numel), torch.nan)
+        pack.write(message, grads)
+        torch.testing.assert_close(message, expected_message(layout, grads), rtol=0, atol=0)
+        seen.update(f"dim {layout.params[i].spec.dim}" for i in layout.packed)
     assert {"dim None", "dim 0", "dim 1", "dim 2"} <= seen.keys()
 
 
@@ -91,12 +91,12 @@ class Noting(TorchDispatchMode):
 
 def operations_of_packing(count: int) -> list[str]:
     in_a_world(8)
-    section = section_of([(16, 16), (16,)] * (count // 2), [None] * count)
-    grads = {i: torch.ones(place.cut.shape) for i, place in enumerate(section.layout.places)}
-    wire = torch.empty(8, section.layout.pack_numel)
-    section.pack(wire, grads)
+    pack, layout = pack_of([(16, 16), (16,)] * (count // 2), [None] * count)
+    grads = {i: torch.ones(param_layout.spec.shape) for i, param_layout in enumerate(layout.params)}
+    message = torch.empty(8, layout.pack_numel)
+    pack.write(message, grads)
     with Noting() as noting:
-        section.pack(wire, grads)
+        pack.write(message, grads)
     return noting.names
 
 

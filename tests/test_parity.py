@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import clip_grad_norm_
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.testing import assert_same
 
 
@@ -150,7 +150,7 @@ def test_many_ranks_learn_what_one_process_learns_from_the_whole_batch(recipe, s
 
 
 def places_of_parameters() -> list[tuple[str, bool]]:
-    return [(p.fqn, p.place.in_place) for turn in turns_in(shard(small_gpt())) for p in turn.unit.params]
+    return [(p.fqn, p.place.in_place) for unit in units_in(shard(small_gpt())) for p in unit.params]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, FOUR])

@@ -24,8 +24,9 @@ from rich.console import Console
 from small_models import batch, loss_of, small_gpt
 from torch import Tensor, nn
 
-import fullshard.comm.collectives
+import fullshard
 from fullshard.cli import main
+from fullshard.comm import pairwise, shared_memory
 from fullshard.testing import ParityReport, ParityRow, RanksFailed, assert_same, check_parity, run_ranks
 from fullshard.testing.parity.cases import Case, cases_of
 from fullshard.testing.parity.difference import Compared, Difference, Finding, Kind, Tolerance
@@ -244,21 +245,21 @@ def never_begins_the_same() -> nn.Module:
     return model
 
 
-def with_broken_engine(attribute: str, broken: Callable[..., Any]) -> nn.Module:
+def with_broken_engine(engine: Any, attribute: str, broken: Callable[..., Any]) -> nn.Module:
     """A model that breaks the engine of the process that builds it."""
-    setattr(fullshard.comm.collectives, attribute, broken)
+    setattr(engine, attribute, broken)
     return Net()
 
 
 def adds_in_another_order() -> nn.Module:
-    right = fullshard.comm.collectives._sum_in_rank_order
+    right = pairwise.sum_in_rank_order
     return with_broken_engine(
-        "_sum_in_rank_order", lambda out, terms, divisor: right(out, list(reversed(terms)), divisor)
+        shared_memory, "sum_in_rank_order", lambda out, terms, divisor: right(out, list(reversed(terms)), divisor)
     )
 
 
 def does_not_divide() -> nn.Module:
-    return with_broken_engine("_divide", lambda tensors, divisor: None)
+    return with_broken_engine(pairwise, "divide", lambda tensors, divisor: None)
 
 
 def writes_to_a_weight_before_the_third_call() -> nn.Module:
@@ -569,7 +570,7 @@ def test_modules_are_found_in_the_current_folder(tmp_path):
 
 
 def test_the_page_shows_the_table_as_it_is():
-    page = (Path(fullshard.__file__).parent.parent / "docs" / "parity.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "parity.md").read_text()
     report = ParityReport(tuple(ParityRow.of(case, []) for case in cases_of((2, 3), None, 2)), EXACT)
     table = "\n".join(line.rstrip() for line in str(report).splitlines())
     assert f"```\n{table}\n```" in page

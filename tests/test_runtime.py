@@ -44,10 +44,10 @@ from fullshard import (
     fully_shard,
     recording,
     register_fsdp_forward_method,
-    runtime,
-    section,
 )
-from fullshard.engine.runtime import runtime_of, turns_in
+from fullshard.device.lanes import pretending_to_capture
+from fullshard.engine.hooks import runtime_of
+from fullshard.engine.registry import units_in
 from fullshard.engine.unit import Form
 from fullshard.tape.recorder import Phase
 from fullshard.testing import assert_same
@@ -131,7 +131,7 @@ def fail_and_look(phase: str) -> None:
         model.layers[1].fails = ""
         with torch.no_grad():
             model(inputs())
-        assert {turn.unit.form for turn in turns_in(model)} == {Form.SHARDED}
+        assert {unit.form for unit in units_in(model)} == {Form.SHARDED}
         assert runtime_of(model).phase is Phase.IDLE
 
 
@@ -675,8 +675,7 @@ def after_a_capture(shard: Shard) -> list[Any]:
     """Steps that nothing is heard of, as those of a CUDA graph that is replayed."""
     model = chain(shard)
     left = learn(model, steps=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(section, "is_capturing", lambda device: True)
+    with pretending_to_capture():
         left += learn(model, steps=1)
     for _ in range(3):
         for param in model.parameters():
@@ -698,11 +697,8 @@ def gathers_in_a_capture(options: dict[str, Any]) -> list[str]:
     learn(model, steps=2)
     with torch.no_grad():
         model(inputs(40))
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (section, runtime):
-            patch.setattr(module, "is_capturing", lambda device: True)
-        with recording() as record:
-            model(inputs(40))
+    with pretending_to_capture(), recording() as record:
+        model(inputs(40))
     return [event.origin.unit for event in record.collectives("all_gather")]
 
 
@@ -716,10 +712,9 @@ def gradients_written_by_a_graph() -> list[bool]:
     """Whether the memory that a graph writes gradients to is there when nobody else has it any more."""
     model = chain(fully_shard)
     learn(model, steps=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(section, "is_capturing", lambda device: True)
+    with pretending_to_capture():
         model(inputs()).square().mean().backward()
-    written = [weakref.ref(part.grads) for turn in turns_in(model) for part in turn.unit.sections]
+    written = [weakref.ref(part.gradients.flat) for unit in units_in(model) for part in unit.param_groups]
     kept = [param.grad for param in model.parameters()]
     model.zero_grad()
     model(inputs()).square().mean().backward()  # has new memory
@@ -850,10 +845,10 @@ def look_after_each_step() -> None:
             assert all(isinstance(param, DTensor) for param in model.parameters())
             cut = [param.placements[-1].is_shard() for param in model.parameters()]
             assert set(cut) == {strategy != "ddp"}
-            assert {turn.unit.form for turn in turns_in(model)} == {Form.SHARDED}
-            assert all(turn.unit.slot.occupant is None for turn in turns_in(model) if not turn.unit.keeps_whole)
-            assert all(turn.holds == 0 for turn in turns_in(model))
-            assert all(param.unsharded.grad is None for turn in turns_in(model) for param in turn.unit.params)
+            assert {unit.form for unit in units_in(model)} == {Form.SHARDED}
+            assert all(unit.slot.occupant is None for unit in units_in(model) if not unit.keeps_unsharded)
+            assert all(unit.state.users == 0 for unit in units_in(model))
+            assert all(param.unsharded.grad is None for unit in units_in(model) for param in unit.params)
             optimizer.zero_grad()
             assert all(param.grad is None for param in model.parameters())
         assert memory_is_shared(model) == (strategy == "zero3")

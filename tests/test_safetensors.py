@@ -30,7 +30,7 @@ from fullshard import CheckpointError, ConfigError, FullyShardedDataParallel, fu
 from fullshard.checkpoint import Unmatched, export_safetensors, load_safetensors, tensor_files
 from fullshard.checkpoint.exporting import parse_size
 from fullshard.checkpoint.tensor_files import Description, TensorFile
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import peak_during, storage_bytes
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
@@ -198,14 +198,14 @@ def measure(folder: Path) -> None:
     for strategy in ("zero3", "zero1"):
         model = chain(lambda module, strategy=strategy: fully_shard(module, strategy=strategy))
         largest = max(param.nbytes for param in model.parameters())
-        unit = max(sum(4 * param.place.cut.numel for param in turn.unit.params) for turn in turns_in(model))
+        unit = max(sum(4 * param.layout.spec.numel for param in unit.params) for unit in units_in(model))
         _, peak = peak_during(lambda model=model, strategy=strategy: export_safetensors(model, folder / strategy))
         assert peak <= unit + 4096
         assert peak <= 2 * largest + 4096  # of which one part is torch's, where it gathers
         built = wrapped_on_meta(strategy)
         read.clear()
         _, peak = peak_during(lambda built=built, strategy=strategy: load_safetensors(built, folder / strategy))
-        resting = storage_bytes(built.parameters(), [turn.unit.slot.storage for turn in turns_in(built)])
+        resting = storage_bytes(built.parameters(), [unit.slot.storage for unit in units_in(built)])
         mine = max(param.to_local().nbytes for param in built.parameters())
         assert peak <= resting + unit + 4096
         assert max(read) == mine

@@ -26,8 +26,9 @@ from fullshard import (
     share_memory_between_ranks,
 )
 from fullshard.device.lanes import Lane
+from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.reduction import Reduction
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.engine.unit import UnitReduction
 from fullshard.tape.recorder import Phase, Recorder
 from fullshard.testing import assert_same
@@ -123,9 +124,9 @@ def whole_at_once() -> int:
     for number in range(5):
         filled: set[str] = set()
         for event in step(model, optimizer, number).events:
-            if event.origin.unit and event.name == "fill":
+            if event.origin.unit and event.name == "allocate":
                 filled.add(event.origin.unit)
-            if event.origin.unit and event.name == "empty":
+            if event.origin.unit and event.name == "free":
                 filled.discard(event.origin.unit)
             most = max(most, len(filled))
     return most
@@ -199,9 +200,9 @@ def count_copies(strategy: str, shares: bool) -> tuple[int, int, int, int]:
     share_memory_between_ranks(shares)
     model = chain(partial(fully_shard, strategy=strategy))
     copies = copies_of_a_step(model, inputs())
-    sections = [section for turn in turns_in(model) for section in turn.unit.sections]
-    matrices = sum(place.cut.part_numel for section in sections for place in section.layout.in_place)
-    return copies.large, copies.small, matrices * 4, sum(section.layout.pack_numel for section in sections) * 4
+    layouts = [it.plan.layout for unit in units_in(model) for it in unit.param_groups]
+    matrices = sum(it.spec.part_numel for layout in layouts for it in layout.in_place)
+    return copies.large, copies.small, matrices * 4, sum(layout.pack_numel for layout in layouts) * 4
 
 
 @SHARES
@@ -262,11 +263,12 @@ def test_low_precision_halves_what_is_sent():
 
 def storages(model: torch.nn.Module) -> list[int]:
     found = []
-    for turn in turns_in(model):
-        found.append(turn.unit.slot.storage.data_ptr())
-        for section in turn.unit.sections:
-            found += [param.local.untyped_storage().data_ptr() for param in section.params]
-            found.append(0 if section.grads is None else section.grads.untyped_storage().data_ptr())
+    for unit in units_in(model):
+        found.append(unit.slot.storage.data_ptr())
+        for param_group in unit.param_groups:
+            found += [param.local.untyped_storage().data_ptr() for param in param_group.params]
+            flat = param_group.gradients.flat
+            found.append(0 if flat is None else flat.untyped_storage().data_ptr())
     return found
 
 
@@ -355,11 +357,11 @@ def test_what_a_user_does_to_a_gradient_does_not_outlive_it(change):
 def whole_gradients_by_moment() -> list[tuple[int, int, int]]:
     """How many whole gradients reductions began with, and how many were there when they were queued, and finished."""
     found, alive = [], []
-    make, queue, finish = Reduction.__init__, UnitReduction.__init__, UnitReduction.finish
+    make, queue, finish = ParamGroup.start_reduction, UnitReduction.__init__, UnitReduction.finish
 
-    def note(reduction: Reduction, section: Any, grads: dict[int, Tensor], **options: Any) -> None:
+    def note(param_group: ParamGroup, grads: dict[int, Tensor], **options: Any) -> Reduction:
         alive[-1] += [weakref.ref(grad) for grad in grads.values()]
-        make(reduction, section, grads, **options)
+        return make(param_group, grads, **options)
 
     def note_queued(reduction: UnitReduction, *args: Any) -> None:
         alive.append([])
@@ -372,7 +374,7 @@ def whole_gradients_by_moment() -> list[tuple[int, int, int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lane, "is_stream", True)
-        patch.setattr(Reduction, "__init__", note)
+        patch.setattr(ParamGroup, "start_reduction", note)
         patch.setattr(UnitReduction, "__init__", note_queued)
         patch.setattr(UnitReduction, "finish", note_finished)
         model = chain(fully_shard)

@@ -43,7 +43,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 from fullshard import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from fullshard._compat import storage_watch
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.testing import assert_same
 from fullshard.wrap import transformer_auto_wrap_policy
 
@@ -258,7 +258,7 @@ def compare_memory(name: str) -> None:
         less, less_peak = memory_of_a_step(recipe.model(leave, mode))
         sharded = recipe.model(fully_shard, mode)
         kept, peak = memory_of_a_step(sharded)
-        two_units = 2 * max(turn.unit.whole_nbytes for turn in turns_in(sharded))
+        two_units = 2 * max(unit.unsharded_nbytes for unit in units_in(sharded))
         assert less < plain / 2
         assert kept == less
         assert peak <= less_peak + two_units < plain_peak

@@ -41,7 +41,8 @@ from fullshard import (
     fully_shard,
     recording,
 )
-from fullshard.engine.runtime import runtime_of, turns_in
+from fullshard.engine.hooks import runtime_of
+from fullshard.engine.registry import units_in
 from fullshard.policy.strategy import resolve_placements
 from fullshard.tape.recorder import Phase, Recorder
 from fullshard.testing import assert_same
@@ -228,10 +229,10 @@ def choose_strategies() -> None:
         for given in (strategy, strategy.value, placements):
             options = {"device_mesh": mesh} if placements.replicated else {}
             model = wrapped(sharding_strategy=given, **options)
-            assert {turn.unit.settings.placements for turn in turns_in(model)} == {placements}
+            assert {unit.options.placements for unit in units_in(model)} == {placements}
         assert_same(learn(model, part=True), expected, name=strategy.value)
         assert model.head.weight.placements[-1] == (Replicate() if strategy.value == "ddp" else Cut(0))
-    assert {turn.unit.settings.placements for turn in turns_in(wrapped())} == {resolve_placements("zero3")}
+    assert {unit.options.placements for unit in units_in(wrapped())} == {resolve_placements("zero3")}
 
 
 def test_every_strategy_is_taken_by_its_value_its_name_and_its_placements():
@@ -245,7 +246,7 @@ def shard_over_a_mesh() -> None:
         for model in (wrapped(device_mesh=mesh), chain(partial(fully_shard, mesh=mesh))):
             assert model.head.weight.device_mesh == mesh
             assert model.layers[0].up.weight.to_local().shape[0] == 192 // shape[-1]
-            assert runtime_of(turns_in(model)[0].modules[0]).turns[1].unit.settings.axes.world == 4
+            assert runtime_of(units_in(model)[0].modules[0]).units[1].axes.world == 4
             with recording() as record:
                 model(inputs()).sum().backward()
             assert set(record.names()) == {"all_gather", "reduce_scatter", *(["all_reduce"] if len(shape) > 1 else [])}
@@ -578,7 +579,7 @@ def reset_after_a_failure() -> None:
     model.reset_iter_state()
     model.zero_grad()
     assert runtime_of(model).phase is Phase.IDLE
-    assert all(turn.holds == 0 for turn in turns_in(model))
+    assert all(unit.state.users == 0 for unit in units_in(model))
     assert_same(learn(model), expected)
     handle = model.layers[2].register_forward_hook(lambda *_: model.reset_iter_state())
     with pytest.raises(StateError, match="reset_iter_state within a forward or backward"):

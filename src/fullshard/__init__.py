@@ -6,10 +6,6 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters())
 """
 
-from fullshard.comm.fingerprint import compare_ranks
-from fullshard.comm.neighbours import share_memory_between_ranks
-from fullshard.engine.finite import check_finite_gradients
-from fullshard.engine.runtime import share_memory_between_units
 from fullshard.errors import (
     CheckpointError,
     ConfigError,
@@ -28,6 +24,12 @@ from fullshard.plan.explain import explain
 from fullshard.policy.offload import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
 from fullshard.policy.strategy import Placement, Placements, ShardingStrategy
+from fullshard.policy.switches import (
+    check_finite_gradients,
+    compare_ranks,
+    share_memory_between_ranks,
+    share_memory_between_units,
+)
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
     FullStateDictConfig,

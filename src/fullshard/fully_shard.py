@@ -15,31 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard.comm.mesh import resolve_axes, resolve_groups
+from fullshard.engine.hooks import changing_shards, install, is_in_use, run_as_forward, runtime_of
 from fullshard.engine.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
-from fullshard.engine.runtime import (
-    Turn,
-    changing_shards,
-    install,
-    is_in_use,
-    is_unit,
-    run_as_forward,
-    runtime_of,
-    turn_of,
-    turns_in,
-)
+from fullshard.engine.registry import is_unit, unit_of, units_in
 from fullshard.engine.sharded_param import Source
-from fullshard.engine.unit import Unit, UnitSettings
+from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 from fullshard.optim.local_steps import watch_optimizers
 from fullshard.policy.offload import OffloadPolicy
-from fullshard.policy.precision import MixedPrecisionPolicy, check_wires
-from fullshard.policy.strategy import Placement, ShardingStrategy, resolve_placements
+from fullshard.policy.options import ShardOptions
+from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.policy.strategy import Placements as StrategyPlacements
+from fullshard.policy.strategy import ShardingStrategy
 from fullshard.state.state_dict import register_hooks
 from fullshard.tape.recorder import Phase
 from fullshard.wrap import AutoWrapPolicy, wrapped_modules
 
-__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "shard_unit"]
+__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "shard_in_place", "shard_unit"]
 
 Strategy = str | ShardingStrategy | StrategyPlacements
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -93,35 +85,55 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
         ```
     """
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "strategy": strategy,
-        "reshard_after_forward": reshard_after_forward,
-        "mp_policy": mp_policy,
-        "offload_policy": offload_policy,
-        "ignored_params": ignored_params,
-        "shard_placement_fn": shard_placement_fn,
-    }
     modules = tuple(module) if isinstance(module, list | tuple) else (module,)
     if auto_wrap_policy is not None:
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "strategy": strategy,
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": mp_policy,
+            "offload_policy": offload_policy,
+            "ignored_params": ignored_params,
+            "shard_placement_fn": shard_placement_fn,
+        }
         for root in modules:
             sharded = [child for child in root.modules() if is_unit(child)]
             for child, overrides in wrapped_modules(root, auto_wrap_policy, ignored_modules=sharded).items():
                 fully_shard(child, **{**options, **overrides})
-    shard_unit(modules, **options)
-    for part in modules:
-        _gain_methods(part)
+    shard_in_place(
+        modules,
+        ShardOptions.of(
+            strategy,
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+        ),
+        mesh=mesh,
+        ignored_params=ignored_params,
+        shard_placement_fn=shard_placement_fn,
+    )
     return module
+
+
+def shard_in_place(
+    modules: Sequence[nn.Module],
+    options: ShardOptions,
+    *,
+    mesh: DeviceMesh | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+) -> None:
+    """Make one unit of `modules`, each of which gains the methods of `FSDPModule`. Arguments as of `shard_unit`."""
+    shard_unit(modules, options, mesh=mesh, ignored_params=ignored_params, shard_placement_fn=shard_placement_fn)
+    for module in modules:
+        _gain_methods(module)
 
 
 def shard_unit(
     modules: Sequence[nn.Module],
+    options: ShardOptions,
     *,
     mesh: DeviceMesh | None = None,
-    strategy: Strategy = "zero3",
-    reshard_after_forward: bool | int | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     device: torch.device | None = None,
@@ -129,11 +141,15 @@ def shard_unit(
     materialize: bool = False,
     sync_module_states: bool = False,
     buffer_dtype: torch.dtype | None = None,
-) -> Turn:
-    """What `fully_shard` and `FullyShardedDataParallel` share: make one unit of `modules` and install its hooks.
+) -> Unit:
+    """One unit of `modules`, with its hooks: what `fully_shard` and `FullyShardedDataParallel` share.
 
     Args:
         modules: see `fully_shard`, and so for all arguments that it has too.
+        options: how to shard them.
+        mesh: the ranks.
+        ignored_params: parameters to leave as they are.
+        shard_placement_fn: along which dim to cut each parameter.
         device: where compute runs: the mesh's device type, current index, if None.
         param_init_fn: initialises one module that is on the meta device.
         materialize: whether modules on the meta device are initialised now, rather than stay there.
@@ -141,23 +157,10 @@ def shard_unit(
         buffer_dtype: floating-point buffers are cast to it.
     """
     _check(modules)
-    placements = resolve_placements(strategy)
-    if not isinstance(reshard_after_forward, bool | None):
-        placements = _resharded_to(reshard_after_forward, placements)
-        reshard_after_forward = reshard_after_forward > 1
-    precision = mp_policy or MixedPrecisionPolicy()
-    check_wires(precision, placements)
     device = device or (mesh_device(mesh) if mesh is not None else default_device())
-    axes, placements = resolve_groups(resolve_axes(mesh, placements, device.type), placements)
+    axes, placements = resolve_groups(resolve_axes(mesh, options.placements, device.type), options.placements)
+    options = replace(options, placements=placements)
     ignored = list(ignored_params or ())
-    settings = UnitSettings(
-        axes=axes,
-        placements=placements,
-        precision=precision,
-        offload=offload_policy or OffloadPolicy(),
-        device=device,
-        reshard_after_forward=reshard_after_forward,
-    )
     if materialize:
         initialise(modules, device, ignored, param_init_fn)
     found = find_parameters(modules, ignored, axes)
@@ -167,25 +170,11 @@ def shard_unit(
         sources = [replace(source, dim=_chosen_dim(source, shard_placement_fn)) for source in sources]
     if sync_module_states:
         broadcast_from_first(sources, modules, axes)
-    turn = Turn(Unit(modules[0], sources, found.borrowed, settings), tuple(modules))
-    install(turn)
+    unit = Unit(modules, sources, found.borrowed, options, axes, device)
+    install(unit)
     watch_optimizers()
-    register_hooks((module for _, module in own_modules(modules)), turn)
-    return turn
-
-
-def _resharded_to(group: int, placements: StrategyPlacements) -> StrategyPlacements:
-    """`placements` with parameters that are kept by groups of ranks from forward to backward."""
-    if not isinstance(group, int) or group < 1:
-        raise ConfigError(
-            f"reshard_after_forward={group!r}: True, False, None or a number of ranks from 1 on is needed."
-        )
-    if placements.parameters is not Placement.SHARDED:
-        raise ConfigError(
-            f"reshard_after_forward={group}: parameters are {placements.parameters.value} between steps under this "
-            "strategy, so there is nothing to reshard to. Use strategy='zero3' or 'hsdp'."
-        )
-    return replace(placements, parameters_in_step=Placement.GROUPED, group=group)
+    register_hooks((module for _, module in own_modules(modules)), unit)
+    return unit
 
 
 def _chosen_dim(source: Source, shard_placement_fn: ShardPlacementFn) -> int | None:
@@ -235,13 +224,13 @@ def _check(modules: Sequence[nn.Module]) -> None:
 class UnshardHandle:
     """A gather that was started by `unshard(async_op=True)`."""
 
-    def __init__(self, turns: Sequence[Turn]) -> None:
-        self._turns = list(turns)
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = list(units)
 
     def wait(self) -> None:
         """Have the whole parameters in the module when this returns."""
-        for turn in self._turns:
-            turn.unit.wait_unshard()
+        for unit in self._units:
+            unit.wait_unshard()
 
 
 class FSDPModule:
@@ -253,10 +242,10 @@ class FSDPModule:
         Args:
             async_op: start the gather only, and return a handle to wait for it.
         """
-        turn = turn_of(_module(self))
-        runtime_of(_module(self)).start_unshard(turn, Phase.IDLE)
-        turn.is_asked_for = True
-        handle = UnshardHandle([turn])
+        unit = unit_of(_module(self))
+        runtime_of(_module(self)).start_unshard(unit, Phase.IDLE)
+        unit.state.is_unsharded_by_hand = True
+        handle = UnshardHandle([unit])
         if async_op:
             return handle
         handle.wait()
@@ -264,9 +253,9 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Have the unit's shards, and free the whole parameters."""
-        turn = turn_of(_module(self))
-        turn.is_asked_for = False
-        turn.unit.reshard()
+        unit = unit_of(_module(self))
+        unit.state.is_unsharded_by_hand = False
+        unit.reshard()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -274,23 +263,23 @@ class FSDPModule:
 
         The first backward after it reduces everything at once. Whole gradients take memory meanwhile.
         """
-        before = [(turn, turn.unit.settings.syncs_gradients) for turn in turns_in(_module(self))]
+        before = [(unit, unit.state.syncs_gradients) for unit in units_in(_module(self))]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for turn, syncs in before:
-                turn.unit.settings.syncs_gradients = syncs
+            for unit, syncs in before:
+                unit.state.syncs_gradients = syncs
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients over the ranks: off for all microbatches of a step but the last."""
-        for turn in self._turns(recurse):
-            turn.unit.settings.syncs_gradients = requires_gradient_sync
+        for unit in self._units(recurse):
+            unit.state.syncs_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces over the replicate axis too, or keeps the sums over the shard axis for later."""
-        for turn in self._turns(recurse):
-            turn.unit.settings.syncs_replicas = requires_all_reduce
+        for unit in self._units(recurse):
+            unit.state.syncs_replicas = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters without a gradient count as zero, as they must if only some ranks use them.
@@ -298,18 +287,18 @@ class FSDPModule:
         The units themselves must be called on all ranks. A unit is then reduced when its backward is over instead of
         with its last gradient, and parameters that no rank used get a gradient of zeros.
         """
-        for turn in self._turns(recurse):
-            turn.unit.settings.reduces_unused = reduce_scatter_unused_params
+        for unit in self._units(recurse):
+            unit.state.reduces_unused = reduce_scatter_unused_params
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether whole parameters are freed between forward and backward."""
-        for turn in self._turns(recurse):
-            turn.unit.settings.reshard_after_forward = reshard_after_forward
+        for unit in self._units(recurse):
+            unit.state.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether whole parameters are freed after backward. Without it a further microbatch gathers nothing."""
-        for turn in self._turns(recurse):
-            turn.unit.settings.reshard_after_backward = reshard_after_backward
+        for unit in self._units(recurse):
+            unit.state.reshard_after_backward = reshard_after_backward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for scripts written for torch: every backward ends with its reductions finished, last or not."""
@@ -320,13 +309,13 @@ class FSDPModule:
         They need not be where backward reads none of them, as that of an embedding, and must be anywhere else: what
         backward would read then is memory that was given back.
         """
-        turn_of(_module(self)).unshards_in_backward = unshard_in_backward
+        unit_of(_module(self)).state.unshards_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """What the sum of this unit's gradients is divided by, instead of the number of ranks."""
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor!r}): a positive number is needed.")
-        turn_of(_module(self)).unit.settings.divisor = factor
+        unit_of(_module(self)).state.gradient_divisor = factor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -351,24 +340,24 @@ class FSDPModule:
         Raises:
             StateError: a forward or backward is under way.
         """
-        if any(is_in_use(turn) for turn in turns_in(_module(self))):
+        if any(is_in_use(unit) for unit in units_in(_module(self))):
             raise StateError("reset_iter_state within a forward or backward. Call it once the exception is caught.")
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's forward, instead of the one that the recorded order tells."""
-        turn_of(_module(self)).next_forward = [turn_of(module) for module in modules]
+        unit_of(_module(self)).state.next_forward = [unit_of(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's backward, instead of the one that the recorded order tells."""
-        turn_of(_module(self)).next_backward = [turn_of(module) for module in modules]
+        unit_of(_module(self)).state.next_backward = [unit_of(module) for module in modules]
 
-    def _turns(self, recurse: bool) -> list[Turn]:
+    def _units(self, recurse: bool) -> list[Unit]:
         module = _module(self)
-        return turns_in(module) if recurse else [turn_of(module)]
+        return units_in(module) if recurse else [unit_of(module)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """What `nn.Module.to` and its like do, on the shards, which then move into buffers of their own again."""
-        with changing_shards(turn_of(_module(self))):
+        with changing_shards(unit_of(_module(self))):
             super()._apply(fn, recurse)  # type: ignore[misc]  # the class it is mixed into is an nn.Module
         return _module(self)
 

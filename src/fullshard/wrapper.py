@@ -13,21 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import default_mesh
-from fullshard.engine.runtime import (
-    Turn,
-    changing_shards,
-    clean_fqn,
-    is_unit,
-    refuse_copy,
-    refuse_pickle,
-    runtime_of,
-    turn_of,
-    turns_in,
-)
+from fullshard.engine.hooks import changing_shards, refuse_copy, refuse_pickle, runtime_of
+from fullshard.engine.registry import clean_fqn, is_unit, unit_of, units_in
+from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.fully_shard import default_device, mesh_device, shard_unit
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.policy.offload import CPUOffload
+from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
 from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_placements
 from fullshard.state import optim_state
@@ -132,12 +125,18 @@ class FullyShardedDataParallel(nn.Module):
                 apart = {cls: {"mixed_precision": None} for cls in precision._module_classes_to_ignore}
             self._wrap_children(module, auto_wrap_policy, skipped, params, apart, options)
         self._fsdp_wrapped_module = module
-        turn = shard_unit(
+        shard_unit(
             (module,),
+            ShardOptions(
+                placements=resolve_placements(strategy),
+                precision=_policy(mixed_precision),
+                offload=(cpu_offload or CPUOffload()).policy,
+                prefetches_forward=forward_prefetch,
+                backward_prefetch="" if backward_prefetch is None else backward_prefetch.value,
+                prefetch_depth=1 if limit_all_gathers else 2,
+                casts_inputs_at_root=mixed_precision is not None and mixed_precision.cast_root_forward_inputs,
+            ),
             mesh=mesh,
-            strategy=strategy,
-            mp_policy=_policy(mixed_precision),
-            offload_policy=(cpu_offload or CPUOffload()).policy,
             ignored_params=params,
             device=device,
             param_init_fn=param_init_fn,
@@ -145,10 +144,6 @@ class FullyShardedDataParallel(nn.Module):
             sync_module_states=sync_module_states,
             buffer_dtype=precision.buffer_dtype,
         )
-        turn.prefetch_forward = forward_prefetch
-        turn.prefetch_backward = "" if backward_prefetch is None else backward_prefetch.value
-        turn.ahead = 1 if limit_all_gathers else 2
-        turn.casts_inputs_at_root = mixed_precision is not None and mixed_precision.cast_root_forward_inputs
         self.register_state_dict_post_hook(_give_configured)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_add_own_name)  # type: ignore[no-untyped-call]
 
@@ -229,7 +224,7 @@ class FullyShardedDataParallel(nn.Module):
         refuse_pickle(self, protocol)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
-        with changing_shards(turn_of(self.module)):
+        with changing_shards(unit_of(self.module)):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -243,15 +238,15 @@ class FullyShardedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which backward adds to whole gradients and sends nothing, until a backward after it."""
-        turns = self._turns()
-        before = [turn.unit.settings.syncs_gradients for turn in turns]
-        for turn in turns:
-            turn.unit.settings.syncs_gradients = False
+        units = self._units()
+        before = [unit.state.syncs_gradients for unit in units]
+        for unit in units:
+            unit.state.syncs_gradients = False
         try:
             yield
         finally:
-            for turn, syncs in zip(turns, before, strict=True):
-                turn.unit.settings.syncs_gradients = syncs
+            for unit, syncs in zip(units, before, strict=True):
+                unit.state.syncs_gradients = syncs
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients before clipping; see `fullshard.clip_grad_norm_`."""
@@ -260,7 +255,7 @@ class FullyShardedDataParallel(nn.Module):
     def check_is_root(self) -> bool:
         """Whether no other wrapped module has this one in it, as far as a forward has shown."""
         runtime = runtime_of(self.module)
-        return turn_of(self.module) in runtime.turns[:1]
+        return unit_of(self.module) in runtime.units[:1]
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -290,8 +285,8 @@ class FullyShardedDataParallel(nn.Module):
             with_grads=with_grads,
         )
 
-    def _turns(self) -> list[Turn]:
-        return turns_in(self)
+    def _units(self) -> list[Unit]:
+        return units_in(self)
 
     # -- state dicts --------------------------------------------------------------------------------------------------
 

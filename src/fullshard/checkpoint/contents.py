@@ -16,7 +16,7 @@ from xxhash import xxh3_128
 from fullshard.checkpoint.plain import Path, outline, plain_copy
 from fullshard.checkpoint.random_states import random_states
 from fullshard.checkpoint.together import Ranks
-from fullshard.engine.runtime import clean_fqn, turns_in
+from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.errors import CheckpointError
 from fullshard.policy.strategy import Placements, ShardingStrategy
 from fullshard.state.optim_state import sharded_optim_state_dict
@@ -169,7 +169,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 def _strategy_of(model: nn.Module) -> str:
     """The strategies of the units, by name where they have one; 'none' where there are no units."""
-    placements = dict.fromkeys(turn.unit.settings.placements for turn in turns_in(model))
+    placements = dict.fromkeys(unit.options.placements for unit in units_in(model))
     return ", ".join(map(_name_of, placements)) or "none"
 
 

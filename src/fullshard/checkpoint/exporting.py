@@ -33,8 +33,8 @@ from fullshard.checkpoint.tensor_files import (
     dumps_checksums,
 )
 from fullshard.checkpoint.together import Ranks, default_ranks
-from fullshard.engine.runtime import unwrapped
-from fullshard.engine.sharded_param import whole_of
+from fullshard.engine.registry import unwrapped
+from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import CheckpointError, ConfigError
 
 __all__ = ["export_safetensors", "export_stored", "parse_size", "write_safetensors"]
@@ -80,7 +80,7 @@ def export_safetensors(
         value = state[name]
         if not isinstance(value, DTensor):
             return value
-        return whole_of(dtensor_like(value.to_local().to(value.device_mesh.device_type), value))
+        return full_copy(dtensor_like(value.to_local().to(value.device_mesh.device_type), value))
 
     export.write(_described(state), ties, ranks, fetch, partial(_configs, model), progress)
     return export.folder
@@ -105,7 +105,7 @@ def write_safetensors(state: Mapping[str, Tensor], path: Path, metadata: Mapping
     writer = _Writer(unfinished, _described(state), metadata or {})
     for name in ranks.once(doing, writer.begin):
         value = state[name]
-        writer.write(whole_of(value) if isinstance(value, DTensor) else value, value.dtype)
+        writer.write(full_copy(value) if isinstance(value, DTensor) else value, value.dtype)
     ranks.once(doing, writer.close)
     ranks.once(doing, lambda: unfinished.replace(path))
 

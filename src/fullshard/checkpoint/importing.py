@@ -21,7 +21,7 @@ from fullshard.checkpoint.tensor_files import CHECKSUMS, TensorFiles, open_tenso
 from fullshard.checkpoint.together import default_ranks
 from fullshard.comm.mesh import own_spans
 from fullshard.engine.materialize import allocate
-from fullshard.engine.runtime import clean_fqn
+from fullshard.engine.registry import clean_fqn
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.state.state_dict import StateDictType, device_of, state_dict_type
 

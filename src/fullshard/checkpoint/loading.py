@@ -22,7 +22,7 @@ from fullshard.checkpoint.random_states import derive_random_states, put_random_
 from fullshard.checkpoint.saved import Saved, saved_by_others, saved_by_us
 from fullshard.checkpoint.together import default_ranks
 from fullshard.engine.materialize import allocate
-from fullshard.engine.runtime import clean_fqn
+from fullshard.engine.registry import clean_fqn
 from fullshard.errors import CheckpointError
 from fullshard.state.optim_state import StateTemplate, params_by_fqn
 from fullshard.state.state_dict import StateDictType, device_of, state_dict_type

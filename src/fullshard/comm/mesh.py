@@ -14,9 +14,12 @@ from torch.distributed.tensor import Placement as TensorPlacement
 from torch.distributed.tensor import Replicate, Shard
 
 from fullshard._compat import joined_mesh
+from fullshard.comm.routes import collectives_of
 from fullshard.errors import ConfigError, RankMismatchError, StateError
-from fullshard.layout.shard_spec import Cut, owned
+from fullshard.layout.shard_spec import ShardSpec, owned
 from fullshard.policy.strategy import Placement, Placements
+from fullshard.tape.context import Kept
+from fullshard.tape.recorder import Origin, Phase
 
 __all__ = ["Axes", "default_mesh", "join", "own_part", "own_spans", "resolve_axes", "resolve_groups", "subgroup"]
 
@@ -47,8 +50,8 @@ class Axes:
         """
         assert self.group_size is not None, "the shard axis has one level"
         ranks = dist.get_process_group_ranks(self.shard_group)
-        group, place = divmod(self.shard_rank, self.group_size)
-        return ranks[group * self.group_size :][: self.group_size], ranks[place :: self.group_size]
+        group, param_layout = divmod(self.shard_rank, self.group_size)
+        return ranks[group * self.group_size :][: self.group_size], ranks[param_layout :: self.group_size]
 
     @property
     def shard_world(self) -> int:
@@ -65,9 +68,9 @@ class Axes:
         """Over how many ranks a gradient is averaged."""
         return self.mesh.size()
 
-    def tensor_placements(self, cut: Cut, *, sharded: bool) -> tuple[TensorPlacement, ...]:
+    def tensor_placements(self, spec: ShardSpec, *, sharded: bool) -> tuple[TensorPlacement, ...]:
         """The `DTensor` placements, axis by axis, of a parameter that is cut so, or whole if not `sharded`."""
-        on_shard_axis = Shard(cut.dim) if sharded and cut.dim is not None else Replicate()
+        on_shard_axis = Shard(spec.dim) if sharded and spec.dim is not None else Replicate()
         return (*(Replicate() for _ in range(self.mesh.ndim - 1)), on_shard_axis)
 
 
@@ -141,29 +144,23 @@ def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements
     return replace(axes, group_size=size), placements
 
 
-_subgroups: dict[tuple[dist.ProcessGroup, tuple[int, ...]], dist.ProcessGroup] = {}
+_subgroups: Kept[tuple[int, ...], dist.ProcessGroup] = Kept("subgroups")
 
 
 def subgroup(ranks: list[int]) -> dist.ProcessGroup:
     """The process group of `ranks`, this one among them; made when it is first asked for, by these ranks only."""
-    key = (dist.distributed_c10d._get_default_group(), tuple(ranks))
-    if key not in _subgroups:
-        _subgroups[key] = dist.new_group(ranks, use_local_synchronization=True)
-    return _subgroups[key]
+    return _subgroups.get_or_make(tuple(ranks), lambda: dist.new_group(ranks, use_local_synchronization=True))
 
 
-_joined: dict[tuple[dist.ProcessGroup, DeviceMesh, DeviceMesh], DeviceMesh | None] = {}
+_joined: Kept[tuple[DeviceMesh, DeviceMesh], DeviceMesh | None] = Kept("joined meshes")
 
 
 def join(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
     """A mesh of the axes of both, those of `outer` first, always the same one; None where they share ranks."""
-    key = (dist.distributed_c10d._get_default_group(), outer, inner)
-    if key not in _joined:
-        _joined[key] = joined_mesh(outer, inner)
-    return _joined[key]
+    return _joined.get_or_make((outer, inner), lambda: joined_mesh(outer, inner))
 
 
-_defaults: dict[tuple[dist.ProcessGroup, str, tuple[int, ...]], DeviceMesh] = {}
+_defaults: Kept[tuple[str, tuple[int, ...]], DeviceMesh] = Kept("default meshes")
 
 
 def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
@@ -189,13 +186,12 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
             raise ConfigError(f"{asked}, but {world} ranks do not divide into hosts of {ranks}. {remedy}.")
         shape = (world // ranks, ranks)
     names = ("replicate", "shard")[-len(shape) :]
-    key = (dist.distributed_c10d._get_default_group(), device_type, shape)
-    if key not in _defaults:
-        _defaults[key] = init_device_mesh(device_type, shape, mesh_dim_names=names)
-    return _defaults[key]
+    return _defaults.get_or_make(
+        (device_type, shape), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names)
+    )
 
 
-_agreed: set[tuple[dist.ProcessGroup, int]] = set()
+_agreed: Kept[tuple[dist.ProcessGroup, int], bool] = Kept("comparisons of ranks a host")
 
 
 def _ranks_per_host(group: dist.ProcessGroup, asked: str, remedy: str) -> int:
@@ -206,16 +202,19 @@ def _ranks_per_host(group: dist.ProcessGroup, asked: str, remedy: str) -> int:
     """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or gpus or dist.get_world_size(group)
-    if (group, ranks) not in _agreed and dist.get_backend(group) != "fake":
+    if dist.get_backend(group) != "fake":
         # A rank knows its own host only, and all must raise alike: so they tell one another, once.
-        told: list[int] = [0] * dist.get_world_size(group)
-        dist.all_gather_object(told, ranks, group=group)
-        odd = next((place for place, other in enumerate(told) if other != told[0]), None)
-        if odd is not None:
-            first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, odd)
-            raise RankMismatchError(
-                f"{asked}, but hosts have different numbers of ranks: that of rank {first} has {told[0]}, that of rank "
-                f"{second} has {told[odd]}. {remedy}, or start as many ranks on every host."
-            )
-        _agreed.add((group, ranks))
+        _agreed.get_or_make((group, ranks), lambda: _compare(group, ranks, asked, remedy))
     return ranks
+
+
+def _compare(group: dist.ProcessGroup, ranks: int, asked: str, remedy: str) -> bool:
+    counts = collectives_of(group).gather_objects(ranks, origin=Origin("", Phase.IDLE))
+    odd = next((rank for rank, other in enumerate(counts) if other != counts[0]), None)
+    if odd is not None:
+        first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, odd)
+        raise RankMismatchError(
+            f"{asked}, but hosts have different numbers of ranks: that of rank {first} has {counts[0]}, that of rank "
+            f"{second} has {counts[odd]}. {remedy}, or start as many ranks on every host."
+        )
+    return True

@@ -37,6 +37,7 @@ from torch import Tensor
 from fullshard.errors import named_ranks
 from fullshard.layout.offsets import align
 from fullshard.liveness.watchdog import PeerGoneError
+from fullshard.policy.switches import switches
 
 __all__ = [
     "ADDRESS_NBYTES",
@@ -45,13 +46,10 @@ __all__ = [
     "Key",
     "Memory",
     "Neighbours",
-    "Told",
+    "Published",
     "connect",
     "nbytes_end_to_end",
-    "share_memory_between_ranks",
 ]
-
-_SWITCH = "FULLSHARD_SHARED_MEMORY"  # the environment variable: "0" does without
 
 ADDRESS_NBYTES = 512  # of what ranks tell one another in order to meet
 _ALIGNMENT = 64  # bytes: a tensor starts on a cache line
@@ -65,20 +63,9 @@ _PATIENCE_S = 1.0  # how long to wait for a block to be read, rather than to hav
 _POLL_S = 3600.0  # epoll takes no more than some weeks
 _FULL_MS = 10  # how long to wait for room in a socket before looking for messages again
 
-_BLOCK, _DROP, _TELL, _READ, _SIGN = range(5)  # a new block; one that is gone; look here; I have; I am as far as that
-
-_shares = os.environ.get(_SWITCH) != "0"
-
-
-def share_memory_between_ranks(enabled: bool) -> None:
-    """Whether ranks on one host exchange data through memory that all of them see, instead of by gloo (they do).
-
-    Concerns process groups on CPUs whose first collective comes after this call. A group shares memory if all of its
-    ranks are on one Linux host, and none of them has this switched off, here or by `FULLSHARD_SHARED_MEMORY=0` in the
-    environment. The numbers are the same in any case.
-    """
-    global _shares
-    _shares = enabled
+_BLOCK, _DROP, _PUBLISH, _READ, _SIGNAL = range(
+    5
+)  # a new block; one that is gone; look here; I have; I am as far as that
 
 
 def nbytes_end_to_end(tensors: Sequence[Tensor]) -> int:
@@ -131,7 +118,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Told:
+class Published:
     """What a neighbour has told: its data lies from here on."""
 
     rank: int
@@ -150,9 +137,9 @@ class _Neighbour:
     socket: socket.socket
     ended: bool = False
     blocks: dict[int, Memory] = field(default_factory=dict)
-    told: dict[Key, Told] = field(default_factory=dict)
-    signs: set[Key] = field(default_factory=set)
-    claims: deque[bytes] = field(default_factory=deque)
+    published: dict[Key, Published] = field(default_factory=dict)
+    signals: set[Key] = field(default_factory=set)
+    fingerprints: deque[bytes] = field(default_factory=deque)
 
 
 class Neighbours:
@@ -235,7 +222,9 @@ class Neighbours:
 
     # -- telling and being told ---------------------------------------------------------------------------------------
 
-    def tell(self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, claim: bytes = b"") -> None:
+    def publish(
+        self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
+    ) -> None:
         """Let every neighbour know that what `key` stands for lies in `block`, at its own of `byte_offsets` if given.
 
         Args:
@@ -244,57 +233,57 @@ class Neighbours:
         block.about = key
         for other in self._others.values():
             byte_offset = byte_offsets[other.rank] if byte_offsets else 0
-            self._send(other, _HEAD.pack(_TELL, block.number, *key, byte_offset) + claim)
+            self._send(other, _HEAD.pack(_PUBLISH, block.number, *key, byte_offset) + fingerprint)
 
-    def told(self, key: Key) -> list[Told]:
+    def published(self, key: Key) -> list[Published]:
         """What every neighbour tells of `key`, once all have. Call `have_read` when it is not needed any more.
 
         Raises:
             PeerGoneError: one has ended.
             DistError: one does not come within the time-out.
         """
-        self._wait_for_all(lambda other: key in other.told)
-        return [other.told.pop(key) for other in self._others.values()]
+        self._wait_for_all(lambda other: key in other.published)
+        return [other.published.pop(key) for other in self._others.values()]
 
-    def have_told(self, key: Key) -> bool:
+    def have_all_published(self, key: Key) -> bool:
         """Whether all neighbours have told of `key`, so that `told` does not wait."""
         self._receive_all()
-        return all(key in other.told for other in self._others.values())
+        return all(key in other.published for other in self._others.values())
 
-    def have_read(self, told: Iterable[Told]) -> None:
+    def have_read(self, published: Iterable[Published]) -> None:
         """Let those who told know that their blocks are theirs again."""
-        for one in told:
+        for one in published:
             self._send(self._others[one.rank], _HEAD.pack(_READ, one.block, 0, 0, 0))
 
-    def sign(self, key: Key, claim: bytes = b"") -> None:
+    def signal(self, key: Key, fingerprint: bytes = b"") -> None:
         """Let every neighbour know that this rank is as far as `key` stands for.
 
         Args:
             claim: goes along; the others take it with `next_claims`.
         """
         for other in self._others.values():
-            self._send(other, _HEAD.pack(_SIGN, 0, *key, 0) + claim)
+            self._send(other, _HEAD.pack(_SIGNAL, 0, *key, 0) + fingerprint)
 
-    def when_signed(self, key: Key, act: Callable[[], None]) -> None:
+    def when_signalled(self, key: Key, act: Callable[[], None]) -> None:
         """Call `act` as soon as it is known here that every neighbour is as far as `key` stands for."""
         self._receive_all()
         self._acts[key] = act
         self._act(key)
 
     def _act(self, key: Key) -> None:
-        if key in self._acts and all(key in other.signs for other in self._others.values()):
+        if key in self._acts and all(key in other.signals for other in self._others.values()):
             for other in self._others.values():
-                other.signs.remove(key)
+                other.signals.remove(key)
             self._acts.pop(key)()
 
-    def await_signs(self, key: Key) -> None:
+    def await_signals(self, key: Key) -> None:
         """Return when every neighbour is as far as `key` stands for, and what was to be done then is done.
 
         Raises:
             PeerGoneError: one has ended.
             DistError: one does not come within the time-out.
         """
-        self._wait_for_all(lambda other: key not in self._acts or key in other.signs)
+        self._wait_for_all(lambda other: key not in self._acts or key in other.signals)
 
     def common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
         """Memory that all ranks write and read, one for each of `sizes` (bytes): a collective, whose number is given.
@@ -304,23 +293,23 @@ class Neighbours:
         if self.rank == 0:
             blocks = [self._new_block(nbytes) for nbytes in sizes]
             for i, block in enumerate(blocks):
-                self.tell((collective, i), block)
+                self.publish((collective, i), block)
             return [block.memory for block in blocks]
         first = self._others[0]
         keys = [(collective, i) for i in range(len(sizes))]
-        self._wait_for_all(lambda other: other is not first or all(key in first.told for key in keys))
-        told = [first.told.pop(key) for key in keys]
-        return [first.blocks.pop(one.block) for one in told]
+        self._wait_for_all(lambda other: other is not first or all(key in first.published for key in keys))
+        published = [first.published.pop(key) for key in keys]
+        return [first.blocks.pop(one.block) for one in published]
 
-    def next_claims(self) -> dict[int, bytes]:
+    def next_fingerprints(self) -> dict[int, bytes]:
         """What came along with every neighbour's next `tell` that had a claim, by rank.
 
         Raises:
             PeerGoneError: one has ended.
             DistError: one does not come within the time-out.
         """
-        self._wait_for_all(lambda other: bool(other.claims))
-        return {rank: other.claims.popleft() for rank, other in self._others.items()}
+        self._wait_for_all(lambda other: bool(other.fingerprints))
+        return {rank: other.fingerprints.popleft() for rank, other in self._others.items()}
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -370,14 +359,14 @@ class Neighbours:
                 os.close(descriptor)
         elif kind == _DROP:
             del other.blocks[number]
-        elif kind == _TELL:
-            other.told[collective, tag] = Told(other.rank, number, other.blocks[number], value)
+        elif kind == _PUBLISH:
+            other.published[collective, tag] = Published(other.rank, number, other.blocks[number], value)
             if len(message) > _HEAD.size:
-                other.claims.append(message[_HEAD.size :])
-        elif kind == _SIGN:
-            other.signs.add((collective, tag))
+                other.fingerprints.append(message[_HEAD.size :])
+        elif kind == _SIGNAL:
+            other.signals.add((collective, tag))
             if len(message) > _HEAD.size:
-                other.claims.append(message[_HEAD.size :])
+                other.fingerprints.append(message[_HEAD.size :])
             self._act((collective, tag))
         else:
             self._blocks[number].readers -= 1
@@ -438,7 +427,7 @@ def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: 
     """
     with ExitStack() as listening:
         listener, address = _listen(listening)
-        addresses = [_Address(**json.loads(told)) for told in exchange(address.told())]
+        addresses = [_Address(**json.loads(published)) for published in exchange(address.published())]
         _refuse(one.obstacle for one in addresses)
         hosts = {one.host for one in addresses}
         _refuse([f"they are on {len(hosts)} hosts" if len(hosts) > 1 else ""])
@@ -450,7 +439,10 @@ def connect(rank: int, exchange: Callable[[bytes], Sequence[bytes]], timeout_s: 
         except OSError as error:
             failure = f"rank {rank} could not connect: {error}"
         try:
-            _refuse(_Address(**json.loads(told)).obstacle for told in exchange(_Address(obstacle=failure).told()))
+            _refuse(
+                _Address(**json.loads(published)).obstacle
+                for published in exchange(_Address(obstacle=failure).published())
+            )
         except BaseException:
             for connection in sockets.values():
                 connection.close()
@@ -473,7 +465,7 @@ class _Address:
     token: str = ""  # known to the ranks of the group only
     obstacle: str = ""
 
-    def told(self) -> bytes:
+    def published(self) -> bytes:
         """As others are told, in `ADDRESS_NBYTES`."""
         short = {**vars(self), "obstacle": self.obstacle.encode("ascii", "replace").decode()[:200]}
         return json.dumps(short).encode().ljust(ADDRESS_NBYTES)
@@ -481,7 +473,7 @@ class _Address:
 
 def _listen(stack: ExitStack) -> tuple[socket.socket | None, _Address]:
     """A socket that listens until `stack` is closed, and its address."""
-    if not _shares:
+    if not switches.shares_memory_between_ranks:
         return None, _Address(obstacle="it is switched off")
     if sys.platform != "linux":
         return None, _Address(obstacle=f"it is not possible on {sys.platform}")

@@ -1,104 +1,115 @@
-"""Gathers and reductions over one axis in two levels: across groups of neighbouring ranks, and within a group.
+"""A shard axis used in two levels: across groups of neighbouring ranks, and within a group.
 
 N ranks are h groups of k neighbours: rank r has place j = r % k in group g = r // k. A whole of N equal parts is
 
     [part 0][part 1]...[part k-1]   [part k]...[part 2k-1]   ...      part g * k + j is that of rank (g, j)
 
-and the *group part* of place j is what the ranks (0, j), (1, j), ... have together: parts j, k + j, 2k + j, end to end.
-A gather fills group parts across groups, then wholes within each group. As long as group parts are kept and true, only
-the second half is needed: nothing crosses a group's border. A reduction goes the other way: `reduce_within` is its
-first half, and a reduce-scatter over `across` the second.
+and the *secondary shard* of place j is what the ranks (0, j), (1, j), ... have together: parts j, k + j, 2k + j, end to
+end. A gather fills secondary shards across groups, then wholes within each group. As long as secondary shards are kept
+and true, only the second half is needed: nothing crosses a group's border. A reduction goes the other way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
-from fullshard.comm.collectives import Collectives, Pending
-from fullshard.comm.encoded import EncodedGather
+from fullshard.comm.wire import Gathers, Pending, Sums
+from fullshard.device.memory import Pool
 from fullshard.tape.recorder import Origin
 
-__all__ = ["TwoLevel"]
+__all__ = ["TwoLevelGathers", "TwoLevelSums"]
 
 
-class TwoLevel:
-    """The two collectives of one rank.
+class TwoLevelGathers(Gathers):
+    """Gathers across groups, and then within each.
 
     Args:
-        within: of its group, whose ranks are neighbours.
-        across: of the ranks that have its place in every group.
+        across: between the ranks that have this one's place in every group.
+        within: between the ranks of this one's group, which are neighbours.
+        scratch: where secondary shards have their memory from.
     """
 
-    def __init__(self, within: Collectives, across: Collectives) -> None:
+    def __init__(self, across: Gathers, within: Gathers, scratch: Pool) -> None:
+        self.world = across.world * within.world
+        self.rank = across.rank * within.world + within.rank
+        self.is_queued = within.is_queued
+        self._across = across
         self._within = within
-        self.across = across
-        self.size = within.world
-        self.groups = across.world
+        self._scratch = scratch
+        self._flat: Tensor | None = None  # all secondary shards, end to end
+        self._secondary: Sequence[Tensor] = ()
 
-    def reserve_tags(self, count: int) -> tuple[int, int]:
-        """The tags for `count` tensors of one kind of call, across and within."""
-        return self.across.reserve_tags(count), self._within.reserve_tags(count * self.groups)
+    @property
+    def secondary_nbytes(self) -> int:
+        """Bytes of the secondary shards that are in memory."""
+        return 0 if self._flat is None else self._flat.nbytes
+
+    def release(self) -> None:
+        """Give the secondary shards' memory back."""
+        if self._flat is not None:
+            self._scratch.give(self._flat)
+            self._flat, self._secondary = None, ()
 
     def all_gather(
-        self,
-        wholes: Sequence[Tensor],
-        group_parts: Sequence[Tensor],
-        parts: Sequence[Tensor],
-        *,
-        across: Collectives | EncodedGather,
-        tags: tuple[int, int],
-        origin: Origin,
+        self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
     ) -> Pending:
-        """Every rank's part of each tensor in the corresponding whole; and the group parts on the way.
-
-        Args:
-            wholes: see `Collectives.all_gather`.
-            group_parts: of each whole.
-            parts: this rank's.
-            across: `self.across`, or what encodes what goes over it.
-            tags: see `reserve_tags`.
-            origin: for the record.
-        """
-        gathered = across.all_gather(group_parts, parts, tag=tags[0], origin=origin)
-        return self._then(gathered, lambda: self.gather_within(wholes, group_parts, tags=tags, origin=origin))
-
-    def gather_within(
-        self, wholes: Sequence[Tensor], group_parts: Sequence[Tensor], *, tags: tuple[int, int], origin: Origin
-    ) -> Pending:
-        """The wholes, from group parts that are in place on every rank of the group."""
-        places = [place for whole in wholes for place in whole.view(self.groups, -1)]
-        mine = [part for parts in group_parts for part in parts.view(self.groups, -1)]
-        return self._within.all_gather(places, mine, tag=tags[1], origin=origin)
-
-    def reduce_within(
-        self,
-        group_sums: Sequence[Tensor],
-        wholes: Sequence[Tensor],
-        part_numels: Sequence[int],
-        *,
-        tags: tuple[int, int],
-        origin: Origin,
-    ) -> Pending:
-        """The sum over the group of this place's group part of each whole. The last parts may be short or empty."""
-        sums, terms, numels = [], [], []
-        for group_sum, whole, n in zip(group_sums, wholes, part_numels, strict=True):
-            for group in range(self.groups):
-                first = (group * self.size + self._within.rank) * n
-                owned = max(0, min(n, whole.numel() - first))
-                sums.append(group_sum[group * n : group * n + owned])
-                terms.append(whole[group * self.size * n : (group + 1) * self.size * n])
-                numels.append(n)
-        return self._within.reduce_scatter(sums, terms, numels, 1, tag=tags[1], origin=origin)
-
-    def _then(self, first: Pending, second: Callable[[], Pending]) -> Pending:
-        if self._within.is_queued:
-            first.wait()
-            return second()
+        """See `Gathers.all_gather`. Secondary shards are filled on the way, and kept until `release`."""
+        if self._flat is None:
+            sizes = [whole.numel() // self._within.world for whole in receive]
+            self._flat = self._scratch.take(sum(sizes), receive[0].dtype)
+            self._secondary = self._flat.split(sizes)
+        gathered = self._across.all_gather(self._secondary, send, origin=origin)
+        if self.is_queued:
+            gathered.wait()
+            return self.gather_within(receive, origin=origin)
 
         def finish() -> None:
-            first.wait()
-            second().wait()
+            gathered.wait()
+            self.gather_within(receive, origin=origin).wait()
 
         return Pending(finish)
+
+    def gather_within(self, receive: Sequence[Tensor], *, origin: Origin) -> Pending:
+        """The wholes, from secondary shards that are true on every rank of the group."""
+        groups = self._across.world
+        places = [place for whole in receive for place in whole.view(groups, -1)]
+        mine = [part for shard in self._secondary for part in shard.view(groups, -1)]
+        return self._within.all_gather(places, mine, origin=origin)
+
+
+class TwoLevelSums:
+    """Sums within a group first; those `across` groups are a `reduce_scatter` of what comes of it.
+
+    Args:
+        across: between the ranks that have this one's place in every group.
+        within: between the ranks of this one's group, which are neighbours.
+    """
+
+    def __init__(self, across: Sums, within: Sums) -> None:
+        self.across = across
+        self._within = within
+
+    def reduce_within(
+        self, group_sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], *, origin: Origin
+    ) -> Pending:
+        """The sum over the group of this place's secondary shard of each whole. Last parts may be short or empty."""
+        sums, terms, numels = [], [], []
+        size = self._within.world
+        for group_sum, whole, n in zip(group_sums, wholes, part_numels, strict=True):
+            for group, owned in enumerate(self._owned(whole.numel(), n)):
+                sums.append(group_sum[group * n : group * n + owned])
+                terms.append(whole[group * size * n : (group + 1) * size * n])
+                numels.append(n)
+        return self._within.reduce_scatter(sums, terms, numels, 1, origin=origin)
+
+    def secondary_numel(self, numel: int, part_numel: int) -> int:
+        """Elements of this place's secondary shard of a whole of `numel`, in parts of `part_numel`."""
+        return sum(self._owned(numel, part_numel))
+
+    def _owned(self, numel: int, part_numel: int) -> list[int]:
+        """How much of a whole the rank of this place in each group has."""
+        size, place = self._within.world, self._within.rank
+        starts = ((group * size + place) * part_numel for group in range(self.across.world))
+        return [max(0, min(part_numel, numel - start)) for start in starts]

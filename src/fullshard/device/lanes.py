@@ -10,16 +10,31 @@ waits.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["Lane", "is_capturing"]
+__all__ = ["Lane", "is_capturing", "pretending_to_capture"]
 
 
 def is_capturing(device: torch.device) -> bool:
     """Whether what is queued on `device` goes into a CUDA graph, to be done again with none of this library's code."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return _pretends or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+_pretends = False
+
+
+@contextmanager
+def pretending_to_capture() -> Iterator[None]:
+    """A context in which everything is done as while a CUDA graph is captured, on whatever device: for tests."""
+    global _pretends
+    _pretends = True
+    try:
+        yield
+    finally:
+        _pretends = False
 
 
 class Lane:

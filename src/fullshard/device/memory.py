@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from fullshard._compat import storage_references
 from fullshard.layout.offsets import contiguous_strides
 
-__all__ = ["Pool", "Slot", "typed_view"]
+__all__ = ["MemoryKind", "Pool", "Slot", "scratch_of", "typed_view"]
 
 
 def typed_view(storage: torch.UntypedStorage, dtype: torch.dtype, byte_offset: int, shape: tuple[int, ...]) -> Tensor:
@@ -37,14 +38,26 @@ def typed_view(storage: torch.UntypedStorage, dtype: torch.dtype, byte_offset: i
         return view.set_(storage, byte_offset // dtype.itemsize, shape, contiguous_strides(shape))
 
 
+@dataclass(frozen=True)
+class MemoryKind:
+    """A device's memory, or the host's page-locked one."""
+
+    device: torch.device
+    pinned: bool = False
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A new 1-D buffer. Zeros, so that padding is never noise."""
+        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+
+
 class Slot:
-    """One storage that holds the whole parameters of one unit at a time.
+    """One storage that holds the unsharded parameters of one unit at a time.
 
     Args:
         device: where it lies.
         shared: units take turns on it: it keeps its memory when emptied. Otherwise its memory goes back to the
             allocator.
-        common: memory that the ranks of a group have in common, large enough for all units that take turns on it.
+        common: memory that the ranks of a group have in common, large enough for every unit that lies in it.
     """
 
     def __init__(
@@ -56,20 +69,20 @@ class Slot:
         self.occupant: object | None = None
         self._own_references = 0
 
-    def fill(self, occupant: object, nbytes: int) -> None:
-        """Room for `nbytes` of `occupant`, which must be free or already its own. Contents are undefined."""
+    def allocate(self, occupant: object, nbytes: int) -> None:
+        """Memory for `nbytes` of `occupant`, which must be free or already its own. Contents are undefined."""
         assert self.occupant in (None, occupant), "two units in one slot"
         self.occupant = occupant
         if self.storage.nbytes() < nbytes:
             self.storage.resize_(nbytes)
 
-    def empty(self) -> None:
+    def free(self) -> None:
         """Give up the contents, and the memory unless the slot is shared."""
         self.occupant = None
         if not self.shared:
             self.storage.resize_(0)
 
-    def settle(self) -> None:
+    def count_references(self) -> None:
         """Take the present number of references as those of the units themselves."""
         self._own_references = storage_references(self.storage)
 
@@ -124,3 +137,13 @@ class Pool:
 def _room(tensor: Tensor) -> int:
     """Bytes of the storage that `tensor` lies in."""
     return tensor.untyped_storage().nbytes()
+
+
+_scratch: dict[torch.device, Pool] = {}
+
+
+def scratch_of(device: torch.device) -> Pool:
+    """The scratch memory of `device`, which all units of the process share."""
+    if device not in _scratch:
+        _scratch[device] = Pool(device)
+    return _scratch[device]

@@ -10,32 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.routes import collectives_for
 from fullshard.engine.unit import Unit
 from fullshard.errors import NonFiniteError, named_ranks
+from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["Tally", "check_finite_gradients", "checks_finite", "raise_on_every_rank", "tally"]
+__all__ = ["Tally", "raise_on_every_rank", "tally"]
 
-_checks = False
+_ORIGIN = Origin("finite check", Phase.BACKWARD)
 
 Tally = tuple[str, str, Tensor]
 """FQN of the parameter, name of its unit, and how many values of its gradient are NaN and how many infinite."""
-
-
-def check_finite_gradients(enabled: bool) -> None:
-    """Whether each backward ends with a check that gradients hold no NaN and no infinity (it does not).
-
-    Where one does, `backward()` raises `NonFiniteError` on every rank, once gradients are reduced: with the parameters,
-    their units, and the ranks whose own microbatches they come from. All ranks must agree on whether to check.
-
-    Costs two passes over the gradients, one number to all ranks a backward and, on a GPU, a wait of the host.
-    """
-    global _checks
-    _checks = enabled
-
-
-def checks_finite() -> bool:
-    """Whether gradients are checked."""
-    return _checks
 
 
 def tally(unit: Unit) -> list[Tally]:
@@ -60,16 +45,17 @@ def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessG
     counts_here = torch.stack([counts for _, _, counts in tallies]) if tallies else torch.zeros(1, 2, device=device)
     anywhere = counts_here.sum().to(torch.float32).reshape(1)
     for group in groups:
-        dist.all_reduce(anywhere, group=group)
+        collectives_for(group, device).combine(anywhere, dist.ReduceOp.SUM, origin=_ORIGIN)
     if not anywhere.item():
         return
     rank = dist.get_rank()
     findings: list[Any] = [
-        (place, fqn, unit, rank, *counts.tolist()) for place, (fqn, unit, counts) in enumerate(tallies) if counts.any()
+        (param_layout, fqn, unit, rank, *counts.tolist())
+        for param_layout, (fqn, unit, counts) in enumerate(tallies)
+        if counts.any()
     ]
     for group in groups:
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, findings, group=group)
+        parts = collectives_for(group, device).gather_objects(findings, origin=_ORIGIN)
         findings = [finding for part in parts for finding in part]
     raise NonFiniteError(_told(sorted(set(findings))))
 

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from fullshard._compat import dtensor_like
-from fullshard.comm.collectives import collectives_for
 from fullshard.comm.mesh import Axes
-from fullshard.engine.param_view import guise_of
-from fullshard.engine.runtime import changing_shards, clean_fqn, is_unit, turns_in
+from fullshard.comm.routes import collectives_for
+from fullshard.engine.hooks import changing_shards
+from fullshard.engine.managed import managed_by
+from fullshard.engine.param_view import view_of
+from fullshard.engine.registry import clean_fqn, is_unit, units_in
 from fullshard.engine.sharded_param import Owner, Source
-from fullshard.engine.unit import Unit, managed_by
+from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.policy.precision import is_castable
 from fullshard.tape.recorder import Origin, Phase
@@ -69,7 +71,7 @@ def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter
             owner = Owner(module, name)
             managed = managed_by(param)
             if managed is not None:
-                unit, sharded = managed
+                unit, sharded = managed.unit, managed.param
                 if owner not in sharded.owners:
                     sharded.owners.append(owner)
                 sharded.show(sharded.sharded)
@@ -78,7 +80,7 @@ def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter
                 continue
             fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
             if id(param) not in new:
-                new[id(param)] = Source(param, [], fqn, guise_of(fqn, param, axes))
+                new[id(param)] = Source(param, [], fqn, view_of(fqn, param, axes))
             source = new[id(param)]
             if owner not in source.owners:
                 source.owners.append(owner)
@@ -160,11 +162,11 @@ def allocate(model: nn.Module, device: torch.device) -> None:
     """Give memory, and no values yet, to what of `model` is on the meta device and a state dict has: sharded parameters
     where their unit keeps shards, other parameters and buffers on `device`. Parameters stay the same objects.
     """
-    for turn in turns_in(model):
-        if turn.unit.is_meta:
-            with changing_shards(turn):
-                for param in turn.unit.params:
-                    local = torch.empty_like(param.local, device=turn.unit.settings.home.device)
+    for unit in units_in(model):
+        if unit.is_meta:
+            with changing_shards(unit):
+                for param in unit.params:
+                    local = torch.empty_like(param.local, device=unit.shard_device)
                     _give(param.sharded, dtensor_like(local, param.dtensor))
     for module in model.modules():
         for plain in module._parameters.values():
@@ -197,7 +199,7 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torc
 
 def broadcast_from_first(sources: Iterable[Source], modules: Iterable[nn.Module], axes: Axes) -> None:
     """Let every rank have the parameters and buffers of the mesh's first rank."""
-    tensors: list[Tensor] = [source.moved for source in sources]
+    tensors: list[Tensor] = [source.local for source in sources]
     tensors += [b for _, module in own_modules(modules) for b in module._buffers.values() if b is not None]
     for group in (axes.shard_group, axes.replicate_group):
         if group is not None and tensors:

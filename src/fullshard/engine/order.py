@@ -1,40 +1,46 @@
-"""The order in which units are needed, and what to prefetch.
+"""The order in which units are needed, and what is gathered ahead.
 
-Pure rules over small integers that stand for units. A microbatch is expected to need units in the order of the one
-before; where it does not, nothing is prefetched and nothing breaks.
+A microbatch is expected to need units in the order of the one before; where it does not, nothing is prefetched and
+nothing breaks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Follower"]
+__all__ = ["OrderTracker"]
 
 
-class Follower:
-    """Follows a recorded order, and records the order that it sees.
+class OrderTracker:
+    """Records the order in which units are needed, and tells from an earlier one which come next.
 
     Args:
-        expected: the units in the order in which they were needed last time.
+        expected: the numbers of the units in the order in which they were needed last time.
     """
 
     def __init__(self, expected: Sequence[int] = ()) -> None:
         self.expected = tuple(expected)
         self.seen: list[int] = []
-        self._next = 0
+        self._known = 0  # how much of `expected` is past
+        self._is_lost = False  # whether the last unit was not expected
 
-    def use(self, unit: int, ahead: int = 1) -> tuple[int, ...]:
-        """Note that `unit` is needed now; up to `ahead` units that come next, nearest first.
+    def record(self, unit: int) -> None:
+        """Note that `unit` is needed now.
 
         A unit that was not expected here is looked for further on. If it is not there either, nothing is known until
         one appears that is.
         """
         self.seen.append(unit)
         try:
-            self._next = self.expected.index(unit, self._next) + 1
+            self._known = self.expected.index(unit, self._known) + 1
         except ValueError:
-            return ()
-        return self.expected[self._next : self._next + ahead]
+            self._is_lost = True
+        else:
+            self._is_lost = False
+
+    def following(self, depth: int) -> tuple[int, ...]:
+        """Up to `depth` units that come next, nearest first; none where that is not known."""
+        return () if self._is_lost else self.expected[self._known : self._known + depth]
 
     @property
     def agrees(self) -> bool:

@@ -21,37 +21,37 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fullshard._compat import make_dtensor, set_local_tensor, waited
 from fullshard.comm.mesh import Axes, join
 from fullshard.errors import ConfigError
-from fullshard.layout.shard_spec import Cut
+from fullshard.layout.shard_spec import ShardSpec
 
-__all__ = ["Guise", "TensorParallel", "guise_of"]
+__all__ = ["ParamView", "TensorParallelView", "view_of"]
 
 
-class Guise:
+class ParamView:
     """How modules see what the engine moves: as it is, of a plain parameter."""
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
+    def process_groups(self) -> list[dist.ProcessGroup]:
         """The groups that the parameter was cut over before the engine came."""
         return []
 
-    def at_rest(self, shard: Tensor, axes: Axes, cut: Cut, *, sharded: bool) -> DTensor:
+    def make_sharded(self, shard: Tensor, axes: Axes, spec: ShardSpec, *, sharded: bool) -> DTensor:
         """The sharded parameter around `shard`, this rank's part; the whole, if not `sharded`."""
-        return make_dtensor(shard, axes.mesh, axes.tensor_placements(cut, sharded=sharded), cut.shape)
+        return make_dtensor(shard, axes.mesh, axes.tensor_placements(spec, sharded=sharded), spec.shape)
 
-    def in_compute(self, whole: Tensor) -> Tensor:
+    def make_unsharded(self, whole: Tensor) -> Tensor:
         """What modules see of `whole`."""
         return whole
 
-    def lie_in(self, seen: Tensor, whole: Tensor) -> None:
-        """Let `seen`, which `in_compute` gave, have its values in `whole` from now on."""
+    def point_to(self, seen: Tensor, whole: Tensor) -> None:
+        """Let `seen`, which `make_unsharded` gave, have its values in `whole` from now on."""
         seen.data = whole
 
-    def moved_of(self, grad: Tensor) -> Tensor:
+    def local_grad(self, grad: Tensor) -> Tensor:
         """What the engine moves of the gradient of what modules see."""
         return grad
 
 
-class TensorParallel(Guise):
+class TensorParallelView(ParamView):
     """How modules see the local tensor of `param`: as a `DTensor` placed as `param` is.
 
     Args:
@@ -81,30 +81,30 @@ class TensorParallel(Guise):
         self._mesh = mesh
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
+    def process_groups(self) -> list[dist.ProcessGroup]:
         """The groups of tensor parallelism."""
         return self._found.mesh.get_all_groups()
 
-    def at_rest(self, shard: Tensor, axes: Axes, cut: Cut, *, sharded: bool) -> DTensor:
+    def make_sharded(self, shard: Tensor, axes: Axes, spec: ShardSpec, *, sharded: bool) -> DTensor:
         """A `DTensor` on the axes of tensor parallelism and then those of the engine."""
-        placements = (*self._found.placements, *axes.tensor_placements(cut, sharded=sharded))
+        placements = (*self._found.placements, *axes.tensor_placements(spec, sharded=sharded))
         return make_dtensor(shard, self._mesh, placements, self._found.shape)
 
-    def in_compute(self, whole: Tensor) -> DTensor:
+    def make_unsharded(self, whole: Tensor) -> DTensor:
         """A `DTensor` on the mesh of tensor parallelism."""
         return make_dtensor(whole, self._found.mesh, self._found.placements, self._found.shape)
 
-    def lie_in(self, seen: Tensor, whole: Tensor) -> None:
+    def point_to(self, seen: Tensor, whole: Tensor) -> None:
         """Let `seen` have `whole` as its local tensor."""
         assert isinstance(seen, DTensor)
         set_local_tensor(seen, whole)
 
-    def moved_of(self, grad: Tensor) -> Tensor:
+    def local_grad(self, grad: Tensor) -> Tensor:
         """The local tensor of `grad`, placed as the parameter is: a collective of torch's where it is not."""
         assert isinstance(grad, DTensor)
         return waited(grad.redistribute(placements=self._found.placements)._local_tensor)
 
 
-def guise_of(fqn: str, param: Tensor, axes: Axes) -> Guise:
+def view_of(fqn: str, param: Tensor, axes: Axes) -> ParamView:
     """How modules see `param`."""
-    return TensorParallel(fqn, param, axes) if isinstance(param, DTensor) else Guise()
+    return TensorParallelView(fqn, param, axes) if isinstance(param, DTensor) else ParamView()

@@ -1,16 +1,25 @@
-"""One section's gradients on their way from whole, on every rank, to what the optimizer sees."""
+"""One parameter group's gradients on their way from whole, on every rank, to what the optimizer sees.
+
+Reduction
+├── WholeReduction       optimizer whole: all-reduce, over the shard axis and then over the replicate axis
+└── ShardReduction       optimizer sharded: reduce-scatter, and then an all-reduce of shards over the replicate axis
+    └── GroupReduction   the same in two levels of the shard axis: within groups of ranks, and then across them
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fullshard._compat import grad_hooks, shares_memory
-from fullshard.comm.collectives import Pending
-from fullshard.comm.encoded import TermName
-from fullshard.engine.param_group import Section
+from fullshard.comm.two_level import TwoLevelSums
+from fullshard.comm.wire import Pending, Sums, TermName
+from fullshard.engine.gradients import Gradients
+from fullshard.engine.group_wires import GroupWires
+from fullshard.engine.pack import Pack
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.tape.recorder import Origin
 
@@ -18,47 +27,63 @@ __all__ = ["Reduction", "start_reduction"]
 
 
 def start_reduction(
-    section: Section, grads: dict[int, Tensor], *, divisor: float, finishes: bool, origin: Origin
+    gradients: Gradients,
+    wires: GroupWires,
+    pack: Pack,
+    grads: dict[int, Tensor],
+    *,
+    divisor: float,
+    finishes: bool,
+    origin: Origin,
 ) -> Reduction:
-    """Begin to sum `grads`, the whole gradients of `section` by index of the parameter. See `Reduction`."""
-    kind = GroupedReduction if section.groups_gradients else Reduction
-    return kind(section, grads, divisor=divisor, finishes=finishes, origin=origin)
-
-
-class Reduction:
-    """Sums over the shard axis, and then over the replicate axis if there is one.
+    """Begin to sum `grads` over the ranks.
 
     Args:
-        section: whose gradients.
+        gradients: of the group.
+        wires: what they go over.
+        pack: for the small ones.
         grads: the whole gradients by index of the parameter, in the reduce dtype and contiguous.
         divisor: what the sum over all ranks is divided by.
-        finishes: whether to take the second sum too, where there is one, or to keep the first for a later reduction.
-        origin: for the record.
+        finishes: whether to take the second sum too, where there is one, or to withhold the first for a later one.
+        origin: on whose behalf.
     """
+    if not gradients.plan.shards_optimizer:
+        return WholeReduction(gradients, wires, grads, divisor, finishes, origin)
+    if wires.two_level_sums is not None:
+        return GroupReduction(gradients, wires, pack, grads, divisor, finishes, origin, wires.two_level_sums)
+    return ShardReduction(gradients, wires, pack, grads, divisor, finishes, origin)
+
+
+class Reduction(ABC):
+    """A reduction that was started. `complete`, `deliver` and `call_hooks` come after one another."""
+
+    _pending: Pending  # the first sums; every subclass starts them at the end of its making
 
     def __init__(
-        self, section: Section, grads: dict[int, Tensor], *, divisor: float, finishes: bool, origin: Origin
+        self,
+        gradients: Gradients,
+        wires: GroupWires,
+        grads: dict[int, Tensor],
+        divisor: float,
+        finishes: bool,
+        origin: Origin,
+        has_second_level: bool,
     ) -> None:
-        self._section = section
+        note = gradients.missing(grads)
+        self._plan = gradients.plan
+        self._gradients = gradients
+        self._wires = wires
         self._grads = grads
         self._divisor = divisor
-        note = section.missing(grads)
         self._origin = replace(origin, note=note) if note else origin
-        self._tag = section.reduce_tag(note)
-        self._finishes = finishes or not self._has_second_level
+        self._has_second_level = has_second_level
+        self._finishes = finishes or not has_second_level
         self._scratch: list[Tensor] = []
+        self._first_sums = gradients.withheld.first_sums
         if self._finishes:
-            for i in section.partial.keys() - grads.keys():
-                shape = section.layout.places[i].cut.shape
-                grads[i] = torch.zeros(shape, dtype=section.contract.reduce, device=section.device)
+            for i in self._first_sums.keys() - grads.keys():
+                grads[i] = gradients.zeros(i)
         self._summed = list(grads)
-        self._in_place = [i for i in grads if section.layout.places[i].in_place]
-        self._packs = section.layout.pack_numel > 0 and len(self._in_place) < len(grads)
-        self._pending = self._start_scatter() if section.cuts_optimizer else self._start_all_reduce()
-
-    @property
-    def _has_second_level(self) -> bool:
-        return self._section.wires.replicate is not None
 
     @property
     def has_come(self) -> bool:
@@ -69,219 +94,249 @@ class Reduction:
         """Wait for the first sums, and take the second ones. Where work is queued, it is queued then, and not done."""
         self._pending.wait()
         if self._has_second_level and self._finishes:
-            self._add_partial()
-            self._finish_sums()
+            for i, kept in self._first_sums.items():
+                self._first_sum(i).add_(kept)
+            self._first_sums.clear()
+            self._take_second_sums()
 
-    def drop_wholes(self) -> None:
+    def free_whole_grads(self) -> None:  # noqa: B027  # whole ones stay
         """Forget whole gradients of which only a part is needed. Call when the sums are there."""
-        if self._section.cuts_optimizer:
-            self._grads.clear()
-
-    def _finish_sums(self) -> None:
-        section, replicas = self._section, self._section.wires.replicate
-        assert replicas is not None
-        cuts = section.cuts_optimizer
-        over = section.sums_over(replicas, (lambda: [("shards", *sorted(self._summed))]) if cuts else self._whole_names)
-        sums = [self._shards] if cuts else self._wholes
-        over.all_reduce(sums, self._divisor, tag=section.replicate_tag, origin=self._origin).wait()
 
     def deliver(self) -> None:
         """Let the sharded parameters have their gradients, added to what they have already."""
-        section = self._section
-        if not self._finishes:
-            self._keep_partial()
-            return
-        section.expect_step()
-        if section.cuts_optimizer:
-            self._deliver_shards()
+        if self._finishes:
+            self._gradients.expect_step()
+            self._deliver()
         else:
-            for i, grad in self._grads.items():
-                param = section.params[i]
-                _add_grad(param, grad.view(param.place.cut.shape).to(section.contract.stored))
+            for i in self._summed:
+                term, kept = self._first_sum(i), self._first_sums.get(i)
+                self._first_sums[i] = term.clone() if kept is None else kept.add_(term)
         for scratch in self._scratch:
-            section.wires.scratch.give(scratch)
+            self._wires.scratch.give(scratch)
 
-    def tell(self) -> None:
+    def call_hooks(self) -> None:
         """Call what users have registered to be called when a gradient is complete, such as an optimizer's step."""
-        section = self._section
-        hooked = False
+        gradients, hooked = self._gradients, False
         for i in self._summed if self._finishes else ():
-            param = section.params[i].sharded
+            param = gradients.params[i].sharded
             for hook in grad_hooks(param):
                 hook(param)
                 hooked = True
-        if hooked and not any(param.has_grad for param in section.params):
-            section.drop_grad_shards()  # they have been used, and those of other units are to have that memory
+        if hooked and not any(param.has_grad for param in gradients.params):
+            gradients.drop_shards()  # they have been used, and those of other units are to have that memory
 
-    # -- optimizer sharded: reduce-scatter ----------------------------------------------------------------------------
+    def _take(self, numel: int) -> Tensor:
+        scratch = self._wires.scratch.take(numel, self._plan.contract.reduce)
+        self._scratch.append(scratch)
+        return scratch
 
-    def _start_scatter(self) -> Pending:
-        section, layout = self._section, self._section.layout
-        accumulates = any(section.params[i].has_grad for i in self._grads)
+    @abstractmethod
+    def _first_sum(self, i: int) -> Tensor:
+        """The first sum of parameter `i`: a view."""
+
+    @abstractmethod
+    def _take_second_sums(self) -> None: ...
+
+    @abstractmethod
+    def _deliver(self) -> None: ...
+
+
+class ShardReduction(Reduction):
+    """Sums over the shard axis of which each rank gets its part, and then over the replicate axis if there is one."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        wires: GroupWires,
+        pack: Pack,
+        grads: dict[int, Tensor],
+        divisor: float,
+        finishes: bool,
+        origin: Origin,
+        *,
+        has_second_level: bool | None = None,
+    ) -> None:
+        second = wires.replicas is not None if has_second_level is None else has_second_level
+        super().__init__(gradients, wires, grads, divisor, finishes, origin, second)
+        plan, layout = self._plan, self._plan.layout
+        self._in_place = [i for i in grads if layout.params[i].in_place]
+        self._has_pack = layout.pack_numel > 0 and len(self._in_place) < len(grads)
+        self._pack = pack
+        accumulates = any(gradients.params[i].has_grad for i in grads)
         direct = (
-            section.contract.reduce == section.contract.stored
-            and section.home.device == section.device
+            plan.contract.reduce == plan.contract.stored
+            and plan.memory.device == plan.device
             and self._finishes
             and not accumulates
         )
-        self._shards = section.new_grad_shards() if direct else self._take(layout.shard_numel)
-        if len(self._grads) < len(section.params):
+        self._shards = gradients.new_shards() if direct else self._take(layout.shard_numel)
+        if len(grads) < len(gradients.params):
             self._shards.zero_()
-        return self._scatter()
+        if has_second_level is None:
+            self._pending = self._scatter(wires.sums, 1 if second else divisor)
 
-    def _scatter(self) -> Pending:
-        section = self._section
-        divisor = 1 if self._has_second_level else self._divisor
+    def _scatter(self, over: Sums, divisor: float) -> Pending:
         wholes, part_numels = self._terms()
-        return section.sums_over(section.wires.shard, self._term_names).reduce_scatter(
-            self._sums(), wholes, part_numels, divisor, tag=self._tag, origin=self._origin
+        return over.reduce_scatter(
+            self._sums(), wholes, part_numels, divisor, origin=self._origin, names=self._names(over)
         )
 
     def _terms(self) -> tuple[list[Tensor], list[int]]:
         """What is sent, gradients in place and the pack, and how many elements of each are one rank's."""
-        layout = self._section.layout
+        layout = self._plan.layout
         wholes = [self._grads[i].view(-1) for i in self._in_place]
-        part_numels = [layout.places[i].cut.part_numel for i in self._in_place]
-        if self._packs:
-            wholes.append(self._packed_by_rank())
+        part_numels = [layout.params[i].spec.part_numel for i in self._in_place]
+        if self._has_pack:
+            message = self._take(layout.world * layout.pack_numel)
+            self._pack.write(message.view(layout.world, layout.pack_numel), self._grads)
+            wholes.append(message)
             part_numels.append(layout.pack_numel)
         return wholes, part_numels
 
-    def _term_names(self) -> list[TermName]:
+    def _names(self, over: Sums) -> list[TermName]:
         """What each of the terms is of."""
-        pack = ("pack", *(i for i in self._section.layout.packed if i in self._summed))
-        return [*((i,) for i in self._in_place), *([pack] if self._packs else [])]
+        if not over.keeps_error:
+            return []
+        pack: TermName = ("pack", *(i for i in self._plan.layout.packed if i in self._summed))
+        return [*((i,) for i in self._in_place), *([pack] if self._has_pack else [])]
 
     def _sums(self) -> list[Tensor]:
         """Where this rank's sums go, of each of the terms."""
-        section, layout = self._section, self._section.layout
-        sums = [section.shard_view(i, self._shards) for i in self._in_place]
-        return [*sums, self._shards[layout.pack]] if self._packs else sums
+        sums = [self._gradients.stretch_of(i, self._shards) for i in self._in_place]
+        return [*sums, self._shards[self._plan.layout.pack]] if self._has_pack else sums
 
-    def _packed_by_rank(self) -> Tensor:
-        """The gradients of packed parameters, each rank's parts side by side: the one copy, of little."""
-        section, layout = self._section, self._section.layout
-        wire = self._take(layout.world * layout.pack_numel)
-        section.pack(wire.view(layout.world, layout.pack_numel), self._grads)
-        return wire
+    def free_whole_grads(self) -> None:
+        """See `Reduction.free_whole_grads`."""
+        self._grads.clear()
 
-    def _deliver_shards(self) -> None:
-        section = self._section
-        shards, fresh = self._shards, {i for i in self._summed if not section.params[i].has_grad}
-        if shards is not section.grads and len(fresh) == len(self._summed):
-            shards = section.new_grad_shards()
+    def _first_sum(self, i: int) -> Tensor:
+        return self._gradients.stretch_of(i, self._shards)
+
+    def _take_second_sums(self) -> None:
+        replicas = self._wires.replicas
+        assert replicas is not None
+        names: list[TermName] = [("shards", *sorted(self._summed))]
+        replicas.all_reduce([self._shards], self._divisor, origin=self._origin, names=names).wait()
+
+    def _deliver(self) -> None:
+        gradients, shards = self._gradients, self._shards
+        fresh = {i for i in self._summed if not gradients.params[i].has_grad}
+        if shards is not gradients.flat and len(fresh) == len(self._summed):
+            shards = gradients.new_shards()
             shards.copy_(self._shards, non_blocking=True)
-        if shards is section.grads and len(fresh) == len(self._summed):
+        if shards is gradients.flat and len(fresh) == len(self._summed):
             for i in self._summed:
-                section.give_grad(i)
+                gradients.give(i)
             return
-        is_scratch = shards is self._shards and shards is not section.grads  # must not outlive this call
+        is_scratch = shards is self._shards and shards is not gradients.flat  # must not outlive this call
         for i in self._summed:
-            param, shard = section.params[i], section.shard_like(i, shards)
+            param, shard = gradients.params[i], gradients.shard_in(i, shards)
             if is_scratch:
-                shard = shard.to(section.home.device, section.contract.stored, copy=i in fresh)
+                shard = shard.to(self._plan.memory.device, self._plan.contract.stored, copy=i in fresh)
             if i in fresh:
                 param.grad = shard
             else:
                 _add_grad(param, shard)
 
-    def _take(self, numel: int) -> Tensor:
-        scratch = self._section.wires.scratch.take(numel, self._section.contract.reduce)
-        self._scratch.append(scratch)
-        return scratch
 
-    # -- optimizer whole: all-reduce ----------------------------------------------------------------------------------
+class GroupReduction(ShardReduction):
+    """Sums within the group of neighbouring ranks, and then across groups."""
 
-    def _start_all_reduce(self) -> Pending:
-        section, layout = self._section, self._section.layout
-        packed = self._packed = [i for i in self._grads if not layout.places[i].in_place]
+    def __init__(
+        self,
+        gradients: Gradients,
+        wires: GroupWires,
+        pack: Pack,
+        grads: dict[int, Tensor],
+        divisor: float,
+        finishes: bool,
+        origin: Origin,
+        two_level: TwoLevelSums,
+    ) -> None:
+        super().__init__(gradients, wires, pack, grads, divisor, finishes, origin, has_second_level=True)
+        self._two_level = two_level
+        self._secondary = self._take(two_level.across.world * self._plan.layout.shard_numel)
+        if len(grads) < len(gradients.params):
+            self._secondary.zero_()
+        wholes, part_numels = self._terms()
+        self._numels = [whole.numel() for whole in wholes]
+        self._part_numels = part_numels
+        self._pending = two_level.reduce_within(self._secondary_sums(), wholes, part_numels, origin=self._origin)
+
+    def _secondary_sums(self) -> list[Tensor]:
+        """Where the sums within the group go, of each of the terms: as secondary shards lie."""
+        layout = self._plan.layout
+        sums = [self._secondary_part(layout.params[i].part) for i in self._in_place]
+        return [*sums, self._secondary_part(layout.pack)] if self._has_pack else sums
+
+    def _secondary_part(self, part: slice) -> Tensor:
+        """The secondary shard of what lies in `part` of a shard buffer, each group's end to end."""
+        groups = self._two_level.across.world
+        return self._secondary[groups * part.start : groups * part.stop]
+
+    def _take_second_sums(self) -> None:
+        across = self._two_level.across
+        owned = [self._two_level.secondary_numel(*it) for it in zip(self._numels, self._part_numels, strict=True)]
+        terms = [term[:numel] for term, numel in zip(self._secondary_sums(), owned, strict=True)]
+        across.reduce_scatter(
+            self._sums(), terms, self._part_numels, self._divisor, origin=self._origin, names=self._names(across)
+        ).wait()
+
+    def _first_sum(self, i: int) -> Tensor:
+        layout, param_layout = self._plan.layout, self._plan.layout.params[i]
+        if param_layout.in_place:
+            return self._secondary_part(param_layout.part)
+        rows = self._secondary_part(layout.pack).view(-1, layout.pack_numel)
+        start = param_layout.shard_offset - layout.pack_offset
+        return rows[:, start : start + param_layout.spec.part_numel]
+
+
+class WholeReduction(Reduction):
+    """Sums over the shard axis that every rank gets whole, and then over the replicate axis if there is one."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        wires: GroupWires,
+        grads: dict[int, Tensor],
+        divisor: float,
+        finishes: bool,
+        origin: Origin,
+    ) -> None:
+        super().__init__(gradients, wires, grads, divisor, finishes, origin, wires.replicas is not None)
+        layout = self._plan.layout
+        self._packed = packed = [i for i in grads if not layout.params[i].in_place]
+        flat: list[Tensor] = []
         if packed:  # one message for the small ones; they stay where they travelled
-            flat = torch.cat([self._grads[i].view(-1) for i in packed])
-            parts = flat.split([self._grads[i].numel() for i in packed])
-            self._grads = {**self._grads, **dict(zip(packed, parts, strict=True))}
+            flat = [torch.cat([grads[i].view(-1) for i in packed])]
+            parts = flat[0].split([grads[i].numel() for i in packed])
+            self._grads = {**grads, **dict(zip(packed, parts, strict=True))}
         for i in self._grads.keys() - set(packed):
             if shares_memory(self._grads[i]):  # autograd may hand it on, and sums are written to it meanwhile
                 self._grads[i] = self._grads[i].clone()
-        self._wholes = [grad.view(-1) for i, grad in self._grads.items() if i not in packed]
-        self._wholes += [flat] if packed else []
-        divisor = 1 if self._has_second_level else self._divisor
-        over = section.sums_over(section.wires.shard, self._whole_names)
-        return over.all_reduce(self._wholes, divisor, tag=self._tag, origin=self._origin)
+        self._wholes = [*(grad.view(-1) for i, grad in self._grads.items() if i not in packed), *flat]
+        divisor = 1 if self._has_second_level else divisor
+        self._pending = wires.sums.all_reduce(self._wholes, divisor, origin=self._origin, names=self._names(wires.sums))
 
-    def _whole_names(self) -> list[TermName]:
+    def _names(self, over: Sums) -> list[TermName]:
         """What each of the whole tensors is of."""
+        if not over.keeps_error:
+            return []
         names: list[TermName] = [(i,) for i in self._grads if i not in self._packed]
         return [*names, ("pack", *self._packed)] if self._packed else names
 
-    # -- sums that still miss the second level ------------------------------------------------------------------------
-
     def _first_sum(self, i: int) -> Tensor:
-        """The first sum of parameter `i`: a view."""
-        if self._section.cuts_optimizer:
-            return self._section.shard_view(i, self._shards)
         return self._grads[i].view(-1)
 
-    def _keep_partial(self) -> None:
-        section = self._section
-        for i in self._summed:
-            term, kept = self._first_sum(i), section.partial.get(i)
-            section.partial[i] = term.clone() if kept is None else kept.add_(term)
-        for scratch in self._scratch:
-            section.wires.scratch.give(scratch)
+    def _take_second_sums(self) -> None:
+        replicas = self._wires.replicas
+        assert replicas is not None
+        replicas.all_reduce(self._wholes, self._divisor, origin=self._origin, names=self._names(replicas)).wait()
 
-    def _add_partial(self) -> None:
-        for i, kept in self._section.partial.items():
-            self._first_sum(i).add_(kept)
-        self._section.partial.clear()
-
-
-class GroupedReduction(Reduction):
-    """Sums within the group of neighbouring ranks, and then across groups."""
-
-    @property
-    def _has_second_level(self) -> bool:
-        return True
-
-    def _scatter(self) -> Pending:
-        section = self._section
-        two_level = section.wires.two_level
-        assert two_level is not None
-        self._group = self._take(two_level.groups * section.layout.shard_numel)
-        if len(self._grads) < len(section.params):
-            self._group.zero_()
-        wholes, part_numels = self._terms()
-        return two_level.reduce_within(
-            self._group_sums(), wholes, part_numels, tags=section.group_reduce_tags, origin=self._origin
-        )
-
-    def _finish_sums(self) -> None:
-        section, layout = self._section, self._section.layout
-        two_level = section.wires.two_level
-        assert two_level is not None
-        owned = [sum(layout.places[i].cut.shard_numel(rank) for rank in section.place_ranks) for i in self._in_place]
-        part_numels = [layout.places[i].cut.part_numel for i in self._in_place]
-        if self._packs:
-            owned.append(two_level.groups * layout.pack_numel)
-            part_numels.append(layout.pack_numel)
-        sums = [group_sum[:numel] for group_sum, numel in zip(self._group_sums(), owned, strict=True)]
-        over = section.sums_over(two_level.across, self._term_names)
-        over.reduce_scatter(
-            self._sums(), sums, part_numels, self._divisor, tag=section.group_reduce_tags[0], origin=self._origin
-        ).wait()
-
-    def _group_sums(self) -> list[Tensor]:
-        """Where the sums within the group go, of each of the terms: as group parts lie."""
-        section = self._section
-        sums = [section.group_part(section.layout.places[i].part, self._group) for i in self._in_place]
-        return [*sums, section.group_part(section.layout.pack, self._group)] if self._packs else sums
-
-    def _first_sum(self, i: int) -> Tensor:
-        section, place = self._section, self._section.layout.places[i]
-        if place.in_place:
-            return section.group_part(place.part, self._group)
-        rows = section.group_part(section.layout.pack, self._group).view(-1, section.layout.pack_numel)
-        start = place.shard_offset - section.layout.pack_offset
-        return rows[:, start : start + place.part.stop - place.part.start]
+    def _deliver(self) -> None:
+        for i, grad in self._grads.items():
+            param = self._gradients.params[i]
+            _add_grad(param, grad.view(param.layout.spec.shape).to(self._plan.contract.stored))
 
 
 def _add_grad(param: ShardedParam, shard: Tensor) -> None:

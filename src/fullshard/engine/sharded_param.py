@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard._compat import dtensor_like, make_dtensor, set_local_tensor
-from fullshard.comm.mesh import Axes, own_part
-from fullshard.engine.param_view import Guise
+from fullshard.comm.mesh import own_part
+from fullshard.engine.group_plan import GroupPlan
+from fullshard.engine.param_view import ParamView
 from fullshard.errors import StateError
-from fullshard.layout.group_layout import Place
+from fullshard.layout.group_layout import ParamLayout
 
-__all__ = ["Owner", "ShardedParam", "Source", "whole_of"]
+__all__ = ["Owner", "ShardedParam", "Source", "full_copy"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,11 @@ class Source:
     param: nn.Parameter
     owners: list[Owner]  # several where weights are tied
     fqn: str
-    guise: Guise = field(default_factory=Guise)
+    view: ParamView = field(default_factory=ParamView)
     dim: int | None = None  # along which the user wants it cut
 
     @property
-    def moved(self) -> Tensor:
+    def local(self) -> Tensor:
         """What is to be cut of it: its values on this rank."""
         return self.param._local_tensor if isinstance(self.param, DTensor) else self.param.detach()
 
@@ -55,23 +56,19 @@ class ShardedParam:
     def __init__(
         self,
         source: Source,
-        place: Place,
+        param_layout: ParamLayout,
         local: Tensor,
-        *,
-        axes: Axes,
-        sharded: bool,
-        compute: torch.dtype,
-        device: torch.device,
+        plan: GroupPlan,
     ) -> None:
         self.fqn = source.fqn
         self.owners = list(source.owners)
-        self.place = place
-        self.guise = source.guise
+        self.layout = param_layout
+        self.view = source.view
         requires_grad = source.param.requires_grad
-        at_rest = self.guise.at_rest(local, axes, place.cut, sharded=sharded)
+        at_rest = self.view.make_sharded(local, plan.axes, param_layout.spec, sharded=plan.shards_optimizer)
         self.sharded = nn.Parameter(at_rest, requires_grad=requires_grad)
-        nothing = torch.empty(0, dtype=compute, device=device)
-        self.unsharded = nn.Parameter(self.guise.in_compute(nothing), requires_grad=requires_grad)
+        nothing = torch.empty(0, dtype=plan.contract.compute, device=plan.device)
+        self.unsharded = nn.Parameter(self.view.make_unsharded(nothing), requires_grad=requires_grad)
         self._on_grad: Callable[[ShardedParam], None] | None = None
         self._watched = False
         for attribute, value in vars(source.param).items():  # marks that users leave on their parameters
@@ -120,14 +117,14 @@ class ShardedParam:
         """The part of a whole tensor that is this rank's: a view."""
         return own_part(whole, self.dtensor.device_mesh, self.dtensor.placements)
 
-    def lie_in(self, whole: Tensor) -> None:
+    def point_to(self, whole: Tensor) -> None:
         """Let the unsharded parameter have its values in `whole` from now on."""
-        self.guise.lie_in(self.unsharded, whole)
+        self.view.point_to(self.unsharded, whole)
 
     def take_grad(self) -> Tensor | None:
         """The whole gradient that autograd has left, which is forgotten: what is reduced of it."""
         grad, self.unsharded.grad = self.unsharded.grad, None
-        return None if grad is None else self.guise.moved_of(grad)
+        return None if grad is None else self.view.local_grad(grad)
 
     def show(self, form: nn.Parameter) -> None:
         """Let every module that has this parameter have it in the given form."""
@@ -181,19 +178,19 @@ class ShardedParam:
         if trained and self._on_grad is not None and not self._watched:
             myself = weakref.ref(self)  # the garbage collector does not see through a tensor's hooks
 
-            def tell(_: Tensor) -> None:
+            def note(_: Tensor) -> None:
                 param = myself()
                 if param is not None and param._on_grad is not None:
                     param._on_grad(param)
 
-            self.unsharded.register_post_accumulate_grad_hook(tell)
+            self.unsharded.register_post_accumulate_grad_hook(note)
             self._watched = True
         return trained
 
     def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:
         """Start the unsharded form afresh, in another dtype or on another device."""
         nothing = torch.empty(0, dtype=compute, device=device)
-        self.unsharded = nn.Parameter(self.guise.in_compute(nothing), requires_grad=self.sharded.requires_grad)
+        self.unsharded = nn.Parameter(self.view.make_unsharded(nothing), requires_grad=self.sharded.requires_grad)
         vars(self.unsharded).update(vars(self.sharded))
         if self._on_grad is not None:
             self.watch(self._on_grad)
@@ -205,7 +202,7 @@ def _dtensor(tensor: Tensor) -> DTensor:
 
 
 @torch.no_grad()
-def whole_of(tensor: DTensor) -> Tensor:
+def full_copy(tensor: DTensor) -> Tensor:
     """The whole values of `tensor`, in memory of their own: a collective, if it is sharded."""
     gathered, placements = tensor, list(tensor.placements)
     if tensor.dtype.itemsize == 1:  # gloo knows no 8-bit floats

@@ -4,142 +4,135 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
+from itertools import accumulate, groupby
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from fullshard.comm.collectives import Pending
 from fullshard.comm.mesh import Axes
+from fullshard.comm.wire import Pending
 from fullshard.device.lanes import Lane
-from fullshard.device.memory import Pool, Slot
-from fullshard.engine.param_group import Home, Section, Wires
-from fullshard.engine.reduction import Reduction, start_reduction
+from fullshard.device.memory import MemoryKind, Slot
+from fullshard.engine.group_buffers import Stretch
+from fullshard.engine.group_plan import GroupPlan
+from fullshard.engine.group_wires import GroupWires, UnitWires
+from fullshard.engine.managed import Managed
+from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.reduction import Reduction
 from fullshard.engine.sharded_param import ShardedParam, Source
+from fullshard.engine.unit_state import UnitState
 from fullshard.errors import ConfigError, StateError
 from fullshard.layout.offsets import align
-from fullshard.policy.offload import CPUOffloadPolicy, OffloadPolicy
-from fullshard.policy.precision import MixedPrecisionPolicy
-from fullshard.policy.strategy import Placement, Placements
+from fullshard.policy.options import ShardOptions
+from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
-__all__ = ["Form", "Unit", "UnitReduction", "UnitSettings", "managed_by"]
+__all__ = ["Form", "Unit", "UnitReduction"]
 
-_STORAGE_STEP = 64  # bytes: a section starts on a cache line
+_STORAGE_STEP = 64  # bytes: a parameter group starts on a cache line
 
 
 class Form(Enum):
     """What a unit's modules have at the moment."""
 
-    SHARDED = "sharded"  # shards; the whole storage is empty, unless it is kept to be used again
-    GATHERING = "gathering"  # shards; the whole storage is being filled
-    UNSHARDED = "unsharded"  # whole parameters; the shards still exist
-
-
-class UnitSettings:
-    """What a unit was asked to do: fixed when it is made, but for the switches that users may turn between steps."""
-
-    def __init__(
-        self,
-        *,
-        axes: Axes,
-        placements: Placements,
-        precision: MixedPrecisionPolicy,
-        offload: OffloadPolicy,
-        device: torch.device,
-        reshard_after_forward: bool | None,
-    ) -> None:
-        self.axes = axes
-        self.placements = placements
-        self.precision = precision
-        self.offload = offload
-        self.device = device
-        self.reshard_after_forward = reshard_after_forward
-        self.reshard_after_backward = True
-        self.syncs_gradients = True
-        self.syncs_replicas = True
-        self.reduces_unused = False
-        self.divisor: float = axes.world
-
-    @property
-    def home(self) -> Home:
-        """Where shards live."""
-        if isinstance(self.offload, CPUOffloadPolicy):
-            return Home(torch.device("cpu"), pinned=self.offload.pin_memory and self.device.type == "cuda")
-        return Home(self.device)
+    SHARDED = "sharded"  # shards; the unsharded storage is free, unless it is kept to be used again
+    GATHERING = "gathering"  # shards; the unsharded storage is being filled
+    UNSHARDED = "unsharded"  # unsharded parameters; the shards still exist
 
 
 class Unit:
-    """The parameters of some modules, gathered and freed together; what to do when is decided a floor above.
+    """The parameters of some modules, gathered and freed together; when to do what, the runtime decides.
 
     Args:
-        module: the module whose forward needs them.
-        sources: its parameters that no other unit has.
-        borrowed: units that have parameters which are tied to some of this module's.
-        settings: what was asked for.
+        modules: the modules whose forward needs them.
+        sources: their parameters that no other unit has.
+        borrowed: units that have parameters which are tied to some of these modules'.
+        options: what the user asked for.
+        axes: the mesh axes to shard and replicate over.
+        device: where compute runs.
     """
 
     def __init__(
-        self, module: nn.Module, sources: Sequence[Source], borrowed: Sequence[Unit], settings: UnitSettings
+        self,
+        modules: Sequence[nn.Module],
+        sources: Sequence[Source],
+        borrowed: Sequence[Unit],
+        options: ShardOptions,
+        axes: Axes,
+        device: torch.device,
     ) -> None:
-        self.module = module
-        self.name = type(module).__name__  # until a root gives it its FQN
+        self.modules = tuple(modules)
+        self.module = self.modules[0]
+        self.name = type(self.module).__name__  # until a root gives it its FQN
         self.borrowed = list(borrowed)
-        self.settings = settings
+        self.options = options
+        self.axes = axes
+        self.device = device
+        self.state = UnitState(options.reshard_after_forward, axes.world)
         self.form = Form.SHARDED
         self.microbatch = 0  # of the step, from 1 on
+        self.trainable = 0  # how many parameters a backward should bring gradients for
         self._withholds = False  # whole gradients wait for a later microbatch's reduction
-        self.slot = Slot(_device_of(sources, settings.device))
-        self.wires = Wires.along(settings.axes, settings.device, _scratch_of(settings.device))
-        self.sections = [self._section(list(group)) for group in _by_kind(sources)]
         self._pending: list[Pending] = []
         self._gathered: torch.cuda.Event | None = None
-        self._stale: list[Section] = []
-        self._is_bound = False  # whether views of the slot are there
-        self._lie_in(self.slot)
-        for section in self.sections:
-            section.make_params()
-        self.slot.settle()
-        self.params = tuple(param for section in self.sections for param in section.params)
-        self.trainable = 0  # how many parameters a backward should bring gradients for
-        ordered = [source for group in _by_kind(sources) for source in group]
-        self._managed = [
-            _Managed(self, param, weakref.ref(source.param)) for source, param in zip(ordered, self.params, strict=True)
+        self._stale: list[ParamGroup] = []
+        by_kind = _by_kind(sources)
+        where = _device_of(sources, device)
+        memory = MemoryKind(where) if where.type == "meta" else self._memory
+        plans = [
+            GroupPlan.of(
+                [source.local.shape for source in kind],
+                [source.dim for source in kind],
+                options.precision.contract(kind[0].param.dtype),
+                options,
+                axes,
+                where,
+                memory,
+            )
+            for kind in by_kind
         ]
-        self._claim()
+        self.slot = Slot(where)
+        self.wires = UnitWires.along(axes, device)
+        self._is_bound = self._occupies_lastingly(self.slot)  # whether views of the slot are there
+        stretches = self._occupy(self.slot, plans)
+        self.param_groups = [
+            ParamGroup.of(kind, plan, GroupWires.bind(plan, self.wires), stretch)
+            for kind, plan, stretch in zip(by_kind, plans, stretches, strict=True)
+        ]
+        self.slot.count_references()
+        self.params = tuple(param for param_group in self.param_groups for param in param_group.params)
+        ordered = (source for kind in by_kind for source in kind)
+        self._managed = [
+            Managed(self, param, weakref.ref(source.param)) for source, param in zip(ordered, self.params, strict=True)
+        ]
+        for managed in self._managed:
+            managed.register()
         self._show_sharded()
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.params)} parameters, {self.form.value})"
 
-    def _section(self, sources: Sequence[Source]) -> Section:
-        settings = self.settings
-        contract = settings.precision.contract(sources[0].param.dtype)
-        device = _device_of(sources, settings.device)
-        return Section(
-            sources,
-            axes=settings.axes,
-            placements=settings.placements,
-            contract=contract,
-            wires=self.wires,
-            device=device,
-            home=Home(device) if device.type == "meta" else settings.home,
-        )
-
     # -- what it has --------------------------------------------------------------------------------------------------
 
     @property
-    def keeps_whole(self) -> bool:
-        """Whether whole parameters stay between steps."""
-        return self.settings.placements.parameters is Placement.WHOLE
+    def keeps_unsharded(self) -> bool:
+        """Whether unsharded parameters stay between steps."""
+        return self.options.keeps_unsharded
 
     @property
-    def whole_nbytes(self) -> int:
-        """Bytes of the storage that holds the whole parameters."""
-        return sum(align(section.whole_nbytes, _STORAGE_STEP) for section in self.sections)
+    def reshards_after_forward(self) -> bool:
+        """What the user chose, or what the strategy says; a root is needed again at once."""
+        choice = self.state.reshard_after_forward
+        if choice is not None:
+            return choice
+        return self.options.placements.parameters_in_step is not Placement.WHOLE and not self.state.is_root
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the storage that holds the unsharded parameters."""
+        return sum(align(param_group.plan.unsharded_nbytes, _STORAGE_STEP) for param_group in self.param_groups)
 
     @property
     def is_trained(self) -> bool:
@@ -149,31 +142,36 @@ class Unit:
     @property
     def is_meta(self) -> bool:
         """Whether any shard is still without memory."""
-        return any(section.home.device.type == "meta" for section in self.sections)
+        return any(param_group.plan.memory.device.type == "meta" for param_group in self.param_groups)
+
+    @property
+    def shard_device(self) -> torch.device:
+        """Where shards live, or will once they have memory."""
+        return self._memory.device
+
+    @property
+    def _memory(self) -> MemoryKind:
+        if self.options.offloads:
+            return MemoryKind(torch.device("cpu"), pinned=self.options.pins_memory and self.device.type == "cuda")
+        return MemoryKind(self.device)
 
     @property
     def description(self) -> str:
         """What ranks must have in common: the name, and every parameter's FQN, shape and dtypes."""
         params = (
-            f"{param.fqn} {tuple(param.place.cut.shape)} {section.contract}"
+            f"{param.fqn} {tuple(param.layout.spec.shape)} {param_group.plan.contract}"
             + ("" if param.sharded.requires_grad else ", frozen")
-            for section in self.sections
-            for param in section.params
+            for param_group in self.param_groups
+            for param in param_group.params
         )
         return f"{self.name or 'the root'} ({'; '.join(params)})"
 
     @property
-    def groups(self) -> list[dist.ProcessGroup]:
+    def process_groups(self) -> list[dist.ProcessGroup]:
         """The groups that its parameters are spread over: the engine's, then those that were there before."""
-        axes = self.settings.axes
+        axes = self.axes
         own = [axes.shard_group] if axes.replicate_group is None else [axes.shard_group, axes.replicate_group]
-        return list(dict.fromkeys([*own, *(group for param in self.params for group in param.guise.groups)]))
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether ranks were found to do different things, so that nothing can be sent any more."""
-        replicas = self.wires.replicate
-        return self.wires.shard.broken is not None or (replicas is not None and replicas.broken is not None)
+        return list(dict.fromkeys([*own, *(group for param in self.params for group in param.view.process_groups)]))
 
     def origin(self, phase: Phase) -> Origin:
         """This unit in `phase`, for the record."""
@@ -182,23 +180,24 @@ class Unit:
     # -- whole and sharded --------------------------------------------------------------------------------------------
 
     @property
-    def can_fill(self) -> bool:
+    def can_occupy_slot(self) -> bool:
         """Whether no other unit lies in this one's slot."""
         return self.slot.occupant in (None, self)
 
     @property
-    def is_filled(self) -> bool:
+    def occupies_slot(self) -> bool:
         """Whether this unit lies in its slot, be it that modules have its whole parameters or that they are kept."""
         return self.slot.occupant is self
 
-    def notice_step(self) -> bool:
-        """Gather kept parameters anew if an optimizer may have stepped since they were whole.
+    def notice_step(self) -> None:
+        """Gather kept parameters anew if an optimizer may have stepped since they were gathered."""
+        for param_group in self.param_groups:
+            param_group.notice_step()
 
-        Returns:
-            Whether there are gradients that an optimizer can still step with, or that wait for a reduction.
-        """
-        waiting = [section.notice_step() for section in self.sections]
-        return self._withholds or any(waiting)
+    @property
+    def has_grads_waiting(self) -> bool:
+        """Whether there are gradients that an optimizer can still step with, or that wait for a reduction."""
+        return self._withholds or any(param_group.gradients.are_waiting for param_group in self.param_groups)
 
     def start_unshard(self, lane: Lane, phase: Phase) -> None:
         """Begin to gather the whole parameters. Nothing happens if they are there or on their way."""
@@ -208,19 +207,19 @@ class Unit:
             for owner in param.owners:
                 if owner.module._parameters.get(owner.name) is not param.sharded:
                     param.refuse_replacement(owner)
-        if not all(section.is_at_home for section in self.sections):
+        if not all(param_group.holds_its_shards for param_group in self.param_groups):
             self.adopt()  # a part of the module was moved or cast alone
         if self.is_meta:
             self.check_materialized()
-        self._fill(phase)
-        stale = [section for section in self.sections if not section.is_gathered]
-        group_nbytes = self._group_nbytes
+        self._allocate(phase)
+        stale = [param_group for param_group in self.param_groups if not param_group.gather.is_current]
+        secondary_nbytes = self.secondary_nbytes
         with torch.no_grad(), lane.after_compute():
             origin, in_common = self.origin(phase), self.slot.is_common
-            self._pending = [section.start_gather(origin, in_common=in_common) for section in stale]
+            self._pending = [param_group.start_gather(origin, in_common=in_common) for param_group in stale]
             self._gathered = lane.mark()
-        if self._group_nbytes > group_nbytes and self.settings.placements.parameters is not Placement.GROUPED:
-            self._note("fill", phase, self._group_nbytes - group_nbytes)
+        if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:
+            self._note("allocate", phase, self.secondary_nbytes - secondary_nbytes)
         self._stale = stale
         self.form = Form.GATHERING
 
@@ -231,8 +230,8 @@ class Unit:
         for pending in self._pending:
             pending.wait()
         Lane.hold_compute(self._gathered)
-        for section in self._stale:
-            section.finish_gather()
+        for param_group in self._stale:
+            param_group.finish_gather()
         self._pending, self._gathered, self._stale = [], None, []
         self.form = Form.UNSHARDED
         self.trainable = sum(param.follow_requires_grad() for param in self.params)
@@ -251,37 +250,42 @@ class Unit:
         if self.form is Form.UNSHARDED:
             self._show_sharded()
             self.form = Form.SHARDED
-        if self.is_filled and not (keep or self.keeps_whole):
-            self.slot.empty()
-            for section in self.sections:
-                section.forget()
-            self._note("empty", phase, self.whole_nbytes)
+        if self.occupies_slot and not (keep or self.keeps_unsharded):
+            self.slot.free()
+            for param_group in self.param_groups:
+                param_group.gather.invalidate()
+            self._note("free", phase, self.unsharded_nbytes)
         if phase is not Phase.FORWARD:
-            self.release_group(phase)
+            self.release_secondary(phase)
 
-    def release_group(self, phase: Phase) -> None:
-        """Give back what the group keeps of the unit from forward to backward."""
-        if self.settings.placements.parameters is Placement.GROUPED:
+    def release_secondary(self, phase: Phase) -> None:
+        """Give back the secondary shards, which are kept from forward to backward."""
+        if self._keeps_secondary:
             return
-        nbytes = self._group_nbytes
-        for section in self.sections:
-            section.release_group()
+        nbytes = self.secondary_nbytes
+        for param_group in self.param_groups:
+            param_group.gather.release_secondary()
         if nbytes:
-            self._note("empty", phase, nbytes)
+            self._note("free", phase, nbytes)
 
     @property
-    def _group_nbytes(self) -> int:
-        return sum(section.group_nbytes for section in self.sections)
+    def secondary_nbytes(self) -> int:
+        """Bytes of the secondary shards that are in memory, where groups of ranks keep parameters together."""
+        return sum(param_group.gather.secondary_nbytes for param_group in self.param_groups)
 
-    def _fill(self, phase: Phase) -> None:
-        if self.keeps_whole or self.is_filled:
+    @property
+    def _keeps_secondary(self) -> bool:
+        return self.options.placements.parameters is Placement.GROUPED
+
+    def _allocate(self, phase: Phase) -> None:
+        if self.keeps_unsharded or self.occupies_slot:
             return
-        if not self.can_fill:
-            self.move(Slot(self.settings.device))
-        self.slot.fill(self, self.whole_nbytes)
+        if not self.can_occupy_slot:
+            self.move(Slot(self.device))
+        self.slot.allocate(self, self.unsharded_nbytes)
         if not self._is_bound:
             self._bind()
-        self._note("fill", phase, self.whole_nbytes)
+        self._note("allocate", phase, self.unsharded_nbytes)
 
     def _note(self, name: str, phase: Phase, nbytes: int) -> None:
         recorder = active_recorder()
@@ -321,34 +325,39 @@ class Unit:
                 "they never were in the steps before, and a graph that waits for its backward has views of it. "
                 "Call fullshard.share_memory_between_units(False) before the first forward."
             )
-        self._lie_in(slot)
-        for section in self.sections:
-            section.forget()
+        with self.slot.dropping_views():
+            for param_group in self.param_groups:
+                param_group.bind(None)
+        self.slot, self._is_bound = slot, False
+        if self._occupies_lastingly(slot):
+            self._occupy(slot, [param_group.plan for param_group in self.param_groups])
+            self._bind()
+        slot.count_references()
+        for param_group in self.param_groups:
+            param_group.gather.invalidate()
 
-    def _lie_in(self, slot: Slot) -> None:
-        """Have `slot`, and views of it if it has memory that stays; else they are made when it is filled first.
+    def _occupies_lastingly(self, slot: Slot) -> bool:
+        """Whether `slot` has memory that stays. If not, views of it are made when it gets some first.
 
         Making them takes memory for the whole unit, which a rank that just builds its shards may not have.
         """
-        with self.slot.dropping_views():
-            for section in self.sections:
-                section.unbind()
-        self.slot, self._is_bound = slot, False
-        if self.keeps_whole or slot.shared:
-            occupant, slot.occupant = slot.occupant, None
-            slot.fill(self, self.whole_nbytes)
-            slot.occupant = occupant if slot.shared else self
-            self._bind()
-        slot.settle()
+        return self.keeps_unsharded or slot.shared
+
+    def _occupy(self, slot: Slot, plans: Sequence[GroupPlan]) -> Sequence[Stretch | None]:
+        """Where in `slot` the groups lie; nowhere yet, unless it has memory that stays."""
+        if not self._occupies_lastingly(slot):
+            return [None] * len(plans)
+        occupant, slot.occupant = slot.occupant, None
+        slot.allocate(self, sum(align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans))
+        slot.occupant = occupant if slot.shared else self
+        return _stretches(slot, plans)
 
     def _bind(self) -> None:
-        byte_offset = 0
-        with torch.inference_mode(False):
-            for section in self.sections:
-                section.bind(self.slot.storage, byte_offset)
-                byte_offset += align(section.whole_nbytes, _STORAGE_STEP)
+        stretches = _stretches(self.slot, [param_group.plan for param_group in self.param_groups])
+        for param_group, stretch in zip(self.param_groups, stretches, strict=True):
+            param_group.bind(stretch)
         self._is_bound = True
-        self.slot.settle()
+        self.slot.count_references()
 
     def adopt(self) -> None:
         """Take over what `Module.to`, `to_empty`, `load_state_dict(assign=True)` and their like left in the modules.
@@ -356,41 +365,43 @@ class Unit:
         Raises:
             ConfigError: parameters that shared a dtype do so no longer.
         """
-        for section in self.sections:
-            _check_one_dtype(section)
+        for param_group in self.param_groups:
+            _check_one_dtype(param_group)
         changed = [param.adopt() for param in self.params]
-        if not any(changed) and all(section.is_at_home for section in self.sections):
+        if not any(changed) and all(param_group.holds_its_shards for param_group in self.param_groups):
             return
         if len({param.local.is_meta for param in self.params}) > 1:
             return  # some have been given values; this is called again when others are
-        shards = []
-        for section in self.sections:
-            first = section.params[0].local
-            meta = first.is_meta
-            device = first.device if meta else self._compute_device(first)
-            home = Home(first.device) if meta else self._home_of(first)
-            contract = self.settings.precision.contract(first.dtype)
-            shards.append(section.change(contract, home, device))
-        if not self.is_meta:
-            self.settings.device = self.sections[0].device
-            self.wires = Wires.along(self.settings.axes, self.settings.device, _scratch_of(self.settings.device))
-        self._lie_in(Slot(self.sections[0].device))
-        for section, locals_now in zip(self.sections, shards, strict=True):
-            section.wires = self.wires
-            section.rehome(locals_now)
-        self._claim()
+        plans = [self._plan_as_found(param_group) for param_group in self.param_groups]
+        wires = self.wires
+        if plans and plans[0].memory.device.type != "meta":
+            self.device = plans[0].device
+            self.wires = UnitWires.along(self.axes, self.device)
+        with self.slot.dropping_views():
+            for param_group in self.param_groups:
+                param_group.bind(None)
+        slot = Slot(plans[0].device if plans else self.device)
+        stretches = self._occupy(slot, plans)
+        for i, (param_group, plan, stretch) in enumerate(zip(self.param_groups, plans, stretches, strict=True)):
+            is_same = plan.layout == param_group.plan.layout and self.wires == wires
+            bound = param_group.wires if is_same else GroupWires.bind(plan, self.wires)
+            bound.forget_errors()
+            self.param_groups[i] = param_group.moved(plan, bound, stretch)
+        self.slot, self._is_bound = slot, self._occupies_lastingly(slot)
+        slot.count_references()
+        for managed in self._managed:
+            managed.register()
         self._show_sharded()
 
-    def _claim(self) -> None:
-        """Let `managed_by` find this unit by every form of its parameters."""
-        for managed in self._managed:
-            _managers.update((id(form), managed) for form in managed.forms)
-
-    def _compute_device(self, shard: Tensor) -> torch.device:
-        return self.settings.device if isinstance(self.settings.offload, CPUOffloadPolicy) else shard.device
-
-    def _home_of(self, shard: Tensor) -> Home:
-        return self.settings.home if isinstance(self.settings.offload, CPUOffloadPolicy) else Home(shard.device)
+    def _plan_as_found(self, param_group: ParamGroup) -> GroupPlan:
+        """The plan of `param_group` with the dtype and device that its shards have now."""
+        shard = param_group.params[0].local
+        contract = self.options.precision.contract(shard.dtype)
+        if shard.is_meta:
+            return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
+        if self.options.offloads:
+            return param_group.plan.changed(contract, self.device, self._memory)
+        return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -402,34 +413,38 @@ class Unit:
     @property
     def finishes_sums(self) -> bool:
         """Whether a reduction now takes the second sum too: over the replicate axis, or across groups."""
-        return self.settings.syncs_gradients and self.settings.syncs_replicas
+        return self.state.syncs_gradients and self.state.syncs_replicas
 
     @property
     def awaits_second_sum(self) -> bool:
         """Whether sums that were kept from the second level are now to be taken over it."""
-        return self.finishes_sums and any(section.is_partial for section in self.sections)
+        return self.finishes_sums and any(
+            param_group.gradients.withheld.first_sums for param_group in self.param_groups
+        )
 
     @property
     def holds_grads_back(self) -> bool:
         """Whether whole gradients wait until a later microbatch is synced, instead of being reduced now."""
-        return not self.settings.syncs_gradients and self.settings.placements.gradients is not Placement.GROUPED
+        return not self.state.syncs_gradients and self.options.placements.gradients is not Placement.GROUPED
 
     @property
     def has_whole_grads(self) -> bool:
         """Whether whole gradients wait for a reduction."""
-        return any(p.unsharded.grad is not None for p in self.params) or any(s.holds_grads for s in self.sections)
+        return any(p.unsharded.grad is not None for p in self.params) or any(
+            it.gradients.withheld.whole for it in self.param_groups
+        )
 
     def hold_grads(self) -> None:
         """Keep whole gradients for a later reduction."""
-        for section in self.sections:
-            section.hold_grads()
+        for param_group in self.param_groups:
+            param_group.gradients.hold()
         self._withholds = self.has_whole_grads
 
     def drop_grads(self) -> None:
         """Forget whole gradients."""
         self._withholds = False
-        for section in self.sections:
-            section.drop_grads()
+        for param_group in self.param_groups:
+            param_group.gradients.drop()
 
     def start_reduce(self, lane: Lane, phase: Phase) -> UnitReduction:
         """Begin to turn whole gradients into what the optimizer sees."""
@@ -439,21 +454,20 @@ class Unit:
 
 
 class UnitReduction:
-    """The reductions of all sections of a unit, started together. `finish()` gives the optimizer its gradients."""
+    """The reductions of a unit's parameter groups, started together. `finish()` gives the optimizer its gradients."""
 
     def __init__(self, unit: Unit, lane: Lane, phase: Phase) -> None:
         self._lane = lane
         self._reductions: list[Reduction] = []
-        taken = [(section, section.take_grads()) for section in unit.sections]
+        taken = [(param_group, param_group.gradients.take()) for param_group in unit.param_groups]
         with lane.after_compute():
-            for section, grads in taken:
-                if unit.settings.reduces_unused:
-                    section.fill_missing(grads)
-                if grads or (unit.finishes_sums and section.is_partial):
-                    reduction = start_reduction(
-                        section,
+            for param_group, grads in taken:
+                if unit.state.reduces_unused:
+                    param_group.gradients.fill_missing(grads)
+                if grads or (unit.finishes_sums and param_group.gradients.withheld.first_sums):
+                    reduction = param_group.start_reduction(
                         grads,
-                        divisor=unit.settings.divisor,
+                        divisor=unit.state.gradient_divisor,
                         finishes=unit.finishes_sums,
                         origin=unit.origin(phase),
                     )
@@ -469,7 +483,7 @@ class UnitReduction:
             with torch.no_grad():
                 self._complete_all()
             for reduction in self._reductions:
-                reduction.drop_wholes()
+                reduction.free_whole_grads()
             self.is_complete = True
 
     def finish(self) -> None:
@@ -482,7 +496,7 @@ class UnitReduction:
                 reduction.deliver()
         delivered, self._reductions = self._reductions, []
         for reduction in delivered:
-            reduction.tell()
+            reduction.call_hooks()
 
     def abandon(self) -> None:
         """Let what is under way arrive, and forget it: a message that nobody takes would be taken for a later one."""
@@ -496,41 +510,10 @@ class UnitReduction:
             reduction.complete()
 
 
-def managed_by(param: nn.Parameter) -> tuple[Unit, ShardedParam] | None:
-    """The unit that has `param` already, in any of its forms or as it was before: weights can be tied across units."""
-    managed = _managers.get(id(param))
-    if managed is None or all(form is not param for form in managed.forms):
-        return None
-    return managed.unit, managed.param
-
-
-@dataclass(eq=False, frozen=True)
-class _Managed:
-    """A parameter of a unit, and what it was made of. The unit has the only lasting reference."""
-
-    unit: Unit
-    param: ShardedParam
-    source: weakref.ref[nn.Parameter]
-
-    @property
-    def forms(self) -> list[nn.Parameter]:
-        """All that this parameter is known as."""
-        source = self.source()
-        return [self.param.sharded, self.param.unsharded, *([] if source is None else [source])]
-
-
-# By id, since torch refuses to move a parameter that anything has a weak reference to.
-_managers: weakref.WeakValueDictionary[int, _Managed] = weakref.WeakValueDictionary()
-
-
-_scratch: dict[torch.device, Pool] = {}
-
-
-def _scratch_of(device: torch.device) -> Pool:
-    """The scratch memory of `device`, which all units share."""
-    if device not in _scratch:
-        _scratch[device] = Pool(device)
-    return _scratch[device]
+def _stretches(slot: Slot, plans: Sequence[GroupPlan]) -> list[Stretch]:
+    """The unsharded buffers of groups, one after another in `slot`."""
+    sizes = [align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans]
+    return [(slot.storage, start) for start in accumulate(sizes, initial=0)][: len(plans)]
 
 
 def _device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
@@ -549,8 +532,8 @@ def _device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
     return torch.device("meta") if meta else device
 
 
-def _check_one_dtype(section: Section) -> None:
-    values = [param for param in section.params if not param.shown.is_meta]
+def _check_one_dtype(param_group: ParamGroup) -> None:
+    values = [param for param in param_group.params if not param.shown.is_meta]
     odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]
     if odd:
         raise ConfigError(

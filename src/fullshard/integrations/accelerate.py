@@ -34,7 +34,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
 from fullshard import checkpoint  # noqa: E402
 from fullshard.checkpoint.contents import tied_names  # noqa: E402
-from fullshard.engine.runtime import is_unit  # noqa: E402
+from fullshard.engine.registry import is_unit  # noqa: E402
 from fullshard.errors import CheckpointError, ConfigError, StateError  # noqa: E402
 from fullshard.integrations.adapters import trained_part  # noqa: E402
 from fullshard.integrations.plugin import (  # noqa: E402

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from fullshard.checkpoint import load, save
 from fullshard.checkpoint.contents import model_state
-from fullshard.engine.runtime import is_unit, run_as_forward
+from fullshard.engine.hooks import run_as_forward
+from fullshard.engine.registry import is_unit
 from fullshard.errors import ConfigError
 from fullshard.fully_shard import FSDPModule, Strategy
 from fullshard.integrations.joined_optimizers import joined

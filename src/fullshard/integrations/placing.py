@@ -12,13 +12,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fullshard.comm.routes import collectives_of
 from fullshard.engine.materialize import initialise, own_modules
-from fullshard.engine.runtime import is_unit
+from fullshard.engine.registry import is_unit
 from fullshard.fully_shard import fully_shard
+from fullshard.tape.recorder import Origin, Phase
 from fullshard.wrap import AutoWrapPolicy, CustomPolicy, wrapped_modules
 
 __all__ = ["layers_and_children", "repeated_layers", "shard_model", "take_from_first"]
 
+_ORIGIN = Origin("starting values", Phase.IDLE)
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
@@ -108,11 +111,7 @@ def take_from_first(unit: nn.Module) -> None:
     with torch.no_grad():
         for tensor in tensors.values():
             staged = tensor.detach().to(wire).contiguous()
-            dist.broadcast(_as_sent(staged), 0)
+            as_bytes = staged.reshape(-1).view(torch.uint8)  # gloo sends these, whatever the dtype is
+            collectives_of(dist.distributed_c10d._get_default_group()).broadcast([as_bytes], 0, origin=_ORIGIN)
             if staged.data_ptr() != tensor.data_ptr():
                 tensor.copy_(staged)
-
-
-def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor`, which gloo sends whatever their dtype is."""
-    return tensor.reshape(-1).view(torch.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,15 +14,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fullshard.comm.routes import collectives_of
 from fullshard.engine.materialize import allocate
-from fullshard.engine.runtime import is_unit, turns_in
+from fullshard.engine.registry import is_unit
 from fullshard.errors import ConfigError
-from fullshard.fully_shard import fully_shard, register_fsdp_forward_method
+from fullshard.fully_shard import register_fsdp_forward_method, shard_in_place
 from fullshard.integrations.placing import repeated_layers, take_from_first
 from fullshard.integrations.plugin import NONE, PREFETCHES, SIZE, ShardingPlugin
 from fullshard.integrations.waiting_weights import read_waiting
 from fullshard.policy.offload import CPUOffloadPolicy
+from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecisionPolicy, is_castable
+from fullshard.tape.recorder import Origin, Phase
 from fullshard.wrap import AutoWrapPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy, wrapped_modules
 
 __all__ = ["shard"]
@@ -50,27 +54,25 @@ def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype 
         _keep_in_float32(model)
     if plugin.activation_checkpointing:
         _checkpoint_activations(model, units, plugin.activation_checkpointing_offload)
-    options: dict[str, Any] = {
-        "mesh": plugin.device_mesh,
-        "strategy": plugin.strategy,
-        "reshard_after_forward": plugin.reshard_after_forward,
-        "mp_policy": _precision(plugin, computes_in),
-        "offload_policy": CPUOffloadPolicy() if plugin.cpu_offload else None,
-        "ignored_params": [param for module in ignored for param in module.parameters()],
-    }
+    options = replace(
+        ShardOptions.of(
+            plugin.strategy,
+            reshard_after_forward=plugin.reshard_after_forward,
+            mp_policy=_precision(plugin, computes_in),
+            offload_policy=CPUOffloadPolicy() if plugin.cpu_offload else None,
+        ),
+        prefetches_forward=plugin.forward_prefetch is not False,
+        backward_prefetch=PREFETCHES[plugin.backward_prefetch or "BACKWARD_PRE"],
+        prefetch_depth=1 if plugin.limit_all_gathers else 2,
+    )
+    ignored_params = [param for module in ignored for param in module.parameters()]
     first_has_values = plugin.sync_module_states and _has_values_on_first_rank(model)
     for unit in (*units, model):
         if first_has_values:
             allocate(unit, torch.device("cpu"))
             take_from_first(unit)
-        fully_shard(unit, **options)
+        shard_in_place((unit,), options, mesh=plugin.device_mesh, ignored_params=ignored_params)
     read_waiting(model)
-    for turn in turns_in(model):
-        if plugin.forward_prefetch is not None:
-            turn.prefetch_forward = plugin.forward_prefetch
-        if plugin.backward_prefetch is not None:
-            turn.prefetch_backward = PREFETCHES[plugin.backward_prefetch]
-        turn.ahead = 1 if plugin.limit_all_gathers else 2
     if callable(getattr(model, "generate", None)):
         register_fsdp_forward_method(model, "generate")
 
@@ -151,6 +153,6 @@ def _checkpoint_activations(model: Any, units: Iterable[nn.Module], offload: boo
 
 
 def _has_values_on_first_rank(model: nn.Module) -> bool:
-    told = [not any(param.is_meta for param in model.parameters())]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    has_values = not any(param.is_meta for param in model.parameters())
+    wire = collectives_of(dist.distributed_c10d._get_default_group())
+    return bool(wire.broadcast_object(has_values, 0, origin=Origin("", Phase.IDLE)))

@@ -38,7 +38,7 @@ from transformers.trainer_callback import TrainerState  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
 from fullshard import checkpoint  # noqa: E402
-from fullshard.engine.unit import managed_by  # noqa: E402
+from fullshard.engine.managed import managed_by  # noqa: E402
 from fullshard.errors import ConfigError, StateError  # noqa: E402
 from fullshard.integrations.accelerate import Accelerator  # noqa: E402
 from fullshard.integrations.adapters import trained_part  # noqa: E402
@@ -338,7 +338,7 @@ def _taking_whole_states(optimizer: Optimizer) -> Iterator[None]:
         for index, state in state_dict["state"].items():
             managed = managed_by(params[index])
             states[index] = {
-                name: shard_of(value, *managed)
+                name: shard_of(value, managed.unit, managed.param)
                 if managed is not None and getattr(value, "shape", None) == params[index].shape
                 else value
                 for name, value in state.items()

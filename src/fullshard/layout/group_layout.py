@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fullshard.layout.offsets import aligned_offsets
-from fullshard.layout.shard_spec import Cut, choose_cut
+from fullshard.layout.shard_spec import ShardSpec, choose_spec
 
-__all__ = ["ALIGNMENT_BYTES", "Place", "SectionLayout", "lay_out"]
+__all__ = ["ALIGNMENT_BYTES", "GroupLayout", "ParamLayout", "lay_out"]
 
 ALIGNMENT_BYTES = 16
 """Every shard starts on such a boundary: NCCL moves packs of 16 bytes, and falls to single elements otherwise."""
@@ -33,32 +33,32 @@ MAX_PADDING = 1 / 32
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamLayout:
     """Where one parameter lies. Offsets count elements; `shard_offset` is the same on every rank."""
 
-    cut: Cut
+    spec: ShardSpec
     in_place: bool
-    whole_offset: int
+    unsharded_offset: int
     shard_offset: int
 
     @property
     def region(self) -> slice:
         """The parameter's stretch of the whole buffer, with the padding rows of a parameter in place."""
-        return slice(self.whole_offset, self.whole_offset + region_numel(self.cut, self.in_place))
+        return slice(self.unsharded_offset, self.unsharded_offset + region_numel(self.spec, self.in_place))
 
     @property
     def part(self) -> slice:
         """The stretch of the shard buffer that holds any rank's shard of this parameter."""
-        return slice(self.shard_offset, self.shard_offset + self.cut.part_numel)
+        return slice(self.shard_offset, self.shard_offset + self.spec.part_numel)
 
 
 @dataclass(frozen=True)
-class SectionLayout:
+class GroupLayout:
     """Where the parameters of a section lie in its whole buffer and in every rank's shard buffer."""
 
     world: int
-    places: tuple[Place, ...]  # in the order of the parameters
-    whole_numel: int
+    params: tuple[ParamLayout, ...]  # in the order of the parameters
+    unsharded_numel: int
     shard_numel: int
     pack_offset: int  # where in the shard buffer the pack begins, which travels as one message
 
@@ -73,41 +73,41 @@ class SectionLayout:
         return slice(self.pack_offset, self.shard_numel)
 
     @cached_property
-    def in_place(self) -> tuple[Place, ...]:
+    def in_place(self) -> tuple[ParamLayout, ...]:
         """The places that need no copy, in order."""
-        return tuple(place for place in self.places if place.in_place)
+        return tuple(param_layout for param_layout in self.params if param_layout.in_place)
 
     @cached_property
     def packed(self) -> tuple[int, ...]:
         """The indices of the parameters that are packed, as they lie in the pack."""
-        packed = [i for i, place in enumerate(self.places) if not place.in_place]
-        return tuple(sorted(packed, key=lambda i: self.places[i].shard_offset))
+        packed = [i for i, param_layout in enumerate(self.params) if not param_layout.in_place]
+        return tuple(sorted(packed, key=lambda i: self.params[i].shard_offset))
 
     @property
     def wire_numel(self) -> int:
         """Elements that all ranks' messages of one gather hold together, each rank's own part included."""
-        return self.world * (sum(place.cut.part_numel for place in self.in_place) + self.pack_numel)
+        return self.world * (sum(param_layout.spec.part_numel for param_layout in self.in_place) + self.pack_numel)
 
 
-def region_numel(cut: Cut, in_place: bool) -> int:
+def region_numel(spec: ShardSpec, in_place: bool) -> int:
     """Elements that a parameter takes in the whole buffer."""
-    return cut.world * cut.part_numel if in_place else cut.numel
+    return spec.world * spec.part_numel if in_place else spec.numel
 
 
-def fits_in_place(cut: Cut, itemsize: int) -> bool:
+def fits_in_place(spec: ShardSpec, itemsize: int) -> bool:
     """Whether the ranks' parts, laid end to end, are the parameter, aligned and without padding worth a thought."""
-    part_bytes = cut.part_numel * itemsize
+    part_bytes = spec.part_numel * itemsize
     return (
-        cut.dim == 0
+        spec.dim == 0
         and part_bytes >= PACK_BELOW_BYTES
         and part_bytes % ALIGNMENT_BYTES == 0
-        and cut.padding <= MAX_PADDING * cut.numel
+        and spec.padding <= MAX_PADDING * spec.numel
     )
 
 
 def lay_out(
     shapes: Sequence[Sequence[int]], world: int, itemsize: int, dims: Sequence[int | None] | None = None
-) -> SectionLayout:
+) -> GroupLayout:
     """Places for parameters of `shapes`, in order, when `itemsize` is the smallest item (bytes) that travels.
 
     Args:
@@ -115,14 +115,14 @@ def lay_out(
     """
     step = max(1, ALIGNMENT_BYTES // itemsize)
     chosen = dims or [None] * len(shapes)
-    cuts = [choose_cut(shape, world, dim) for shape, dim in zip(shapes, chosen, strict=True)]
-    direct = [fits_in_place(cut, itemsize) for cut in cuts]
-    whole_offsets, whole_numel = aligned_offsets(
-        [region_numel(cut, d) for cut, d in zip(cuts, direct, strict=True)], step
+    specs = [choose_spec(shape, world, dim) for shape, dim in zip(shapes, chosen, strict=True)]
+    direct = [fits_in_place(spec, itemsize) for spec in specs]
+    unsharded_offsets, unsharded_numel = aligned_offsets(
+        [region_numel(spec, d) for spec, d in zip(specs, direct, strict=True)], step
     )
-    order = sorted(range(len(cuts)), key=lambda i: not direct[i])  # stable: in place first, then the pack
-    part_offsets, shard_numel = aligned_offsets([cuts[i].part_numel for i in order], step)
+    order = sorted(range(len(specs)), key=lambda i: not direct[i])  # stable: in place first, then the pack
+    part_offsets, shard_numel = aligned_offsets([specs[i].part_numel for i in order], step)
     shard_offsets = dict(zip(order, part_offsets, strict=True))
     packed = [shard_offsets[i] for i in order if not direct[i]]
-    places = tuple(Place(cut, direct[i], whole_offsets[i], shard_offsets[i]) for i, cut in enumerate(cuts))
-    return SectionLayout(world, places, whole_numel, shard_numel, packed[0] if packed else shard_numel)
+    params = tuple(ParamLayout(spec, direct[i], unsharded_offsets[i], shard_offsets[i]) for i, spec in enumerate(specs))
+    return GroupLayout(world, params, unsharded_numel, shard_numel, packed[0] if packed else shard_numel)

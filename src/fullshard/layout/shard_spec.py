@@ -9,7 +9,7 @@ from math import prod
 
 from fullshard.errors import LayoutError
 
-__all__ = ["Cut", "Overlap", "choose_cut", "overlaps", "owned"]
+__all__ = ["Overlap", "ShardSpec", "choose_spec", "overlaps", "owned"]
 
 
 def owned(size: int, world: int, rank: int) -> range:
@@ -39,7 +39,7 @@ def overlaps(mine: range, size: int, world: int) -> list[Overlap]:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """How one tensor of `shape` is divided over `world` ranks: along `dim`, or not at all where `dim` is None.
 
     A tensor that is not divided (a scalar) is whole on every rank.
@@ -88,16 +88,16 @@ class Cut:
         return 0 if self.dim is None else self.world * self.part_numel - self.numel
 
 
-def choose_cut(shape: Sequence[int], world: int, dim: int | None = None) -> Cut:
+def choose_spec(shape: Sequence[int], world: int, dim: int | None = None) -> ShardSpec:
     """The cut along `dim`; if None, along dim 0, as `DTensor` users expect, unless it has fewer rows than ranks and
     another dim divides better.
     """
     shape = tuple(shape)
     if dim is not None:
-        return Cut(shape, dim, world)
+        return ShardSpec(shape, dim, world)
     if not shape:
-        return Cut(shape, None, world)
-    by_rows = Cut(shape, 0, world)
+        return ShardSpec(shape, None, world)
+    by_rows = ShardSpec(shape, 0, world)
     if shape[0] >= world or not by_rows.numel:
         return by_rows
-    return min((Cut(shape, dim, world) for dim in range(len(shape))), key=lambda cut: cut.part_numel)
+    return min((ShardSpec(shape, dim, world) for dim in range(len(shape))), key=lambda spec: spec.part_numel)

@@ -11,11 +11,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from fullshard.comm.routes import collectives_for
 from fullshard.errors import ConfigError
-from fullshard.layout.shard_spec import choose_cut
+from fullshard.layout.shard_spec import choose_spec
 from fullshard.optim.rebinding import point_to_shards
+from fullshard.tape.recorder import Origin, Phase
 
 __all__ = ["ShardedGradScaler", "clip_grad_norm_", "part_of_rank", "total_norm"]
+
+_NORM = Origin("gradient norm", Phase.STEP)
+_OVERFLOW = Origin("overflow check", Phase.STEP)
 
 
 @torch.no_grad()
@@ -110,20 +115,19 @@ def _own_part(grad: DTensor) -> tuple[Tensor, tuple[int, ...]]:
 
 def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
     """What `rank` of `world` has of a gradient that is sharded."""
-    cut = choose_cut(whole.shape, world)
-    if cut.dim is None:  # a scalar, which every rank has: it counts once
+    spec = choose_spec(whole.shape, world)
+    if spec.dim is None:  # a scalar, which every rank has: it counts once
         return whole if rank == 0 else whole.new_empty(0)
-    span = cut.span(rank)
+    span = spec.span(rank)
     return whole.narrow(
-        cut.dim, span.start, len(span)
+        spec.dim, span.start, len(span)
     ).contiguous()  # as the shard is: a norm's bits follow the strides
 
 
 def _combined(own: Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> Tensor:
     """The norm over an axis of `mesh` of each of the norms in `own`, 1-D."""
     device = torch.device(mesh.device_type)
-    gathered = torch.empty(mesh.size(axis), own.numel(), dtype=own.dtype, device=device)
-    dist.all_gather(list(gathered.unbind()), own.to(device), group=mesh.get_group(axis))
+    gathered = collectives_for(mesh.get_group(axis), device).gather_rows(own.to(device), origin=_NORM)
     combined: Tensor = torch.linalg.vector_norm(gathered, norm_type, dim=0)
     return combined
 
@@ -167,5 +171,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_(local, found[device], inv_scale.to(device))
         worst = max([flag.to(found_inf.device) for flag in found.values()], default=found_inf)
         worst = worst.clone()
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=self._group)
+        group = self._group or dist.distributed_c10d._get_default_group()
+        collectives_for(group, worst.device).combine(worst, dist.ReduceOp.MAX, origin=_OVERFLOW)
         return {device: worst.to(device) for device in found or {found_inf.device: worst}}

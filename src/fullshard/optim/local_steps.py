@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard._compat import dtensor_like, has_step_hooks, make_dtensor
-from fullshard.engine.unit import managed_by
+from fullshard.engine.managed import managed_by
 from fullshard.optim.rebinding import point_to_shards
 
 __all__ = ["watch_optimizers"]

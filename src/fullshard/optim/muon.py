@@ -8,14 +8,14 @@ Scalable for LLM Training" (2025, arXiv:2502.16982). Numbers are those of `torch
 [Note: how matrices travel]
 A momentum is updated where it lies, in shards. The iteration needs the whole matrix, and computes in bfloat16; so what
 travels is bfloat16, and no bit is lost. Each rank has one buffer, `mine`, with its parts of all matrices of a batch, by
-owner; and for the matrices that it owns itself, `rooms` with every rank's parts. With matrices A and B of rank 0 and C
-of rank 1:
+owner; and for the matrices that it owns itself, `received` with every rank's parts. With matrices A and B of rank 0
+and C of rank 1:
 
-              mine            rooms
+              mine            received
     rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own room is its own stretch of `mine`
     rank 1    [A1 B1][C1]     [C0][C1]
 
-One all-to-all sends stretches of `mine` to the rooms of the owners. What these compute takes the place of what came,
+One all-to-all sends stretches of `mine` to the received of the owners. What these compute takes the place of what came,
 and a second all-to-all takes it back. Along a mesh axis whose ranks have the same parts there is nothing to collect;
 results are passed on along it in the end.
 """
@@ -27,19 +27,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, overload
-from zlib import crc32
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import ParamsT
 
-from fullshard.comm.collectives import Collectives, Pending, collectives_for
+from fullshard.comm.collectives import Collectives
+from fullshard.comm.routes import collectives_for
+from fullshard.comm.wire import Pending
 from fullshard.device.lanes import Lane
 from fullshard.errors import ConfigError
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
-from fullshard.layout.shard_spec import Cut
+from fullshard.layout.shard_spec import ShardSpec
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
 __all__ = ["Muon"]
@@ -48,8 +49,7 @@ BATCH_NBYTES = 16 * 2**20
 """How many bytes of whole matrices a rank orthogonalises in one batch; one matrix, if it is larger."""
 
 _WIRE = torch.bfloat16
-_TAG_SETS = 1024  # so many sets of gradients are told apart
-_TAGS_A_SET = 4  # there and back, for two batches under way
+_VARIANTS = 1024  # so many sets of matrices are told apart
 
 
 class Muon(torch.optim.Optimizer):
@@ -163,7 +163,7 @@ class Muon(torch.optim.Optimizer):
                     "sparse=False), or give the parameter to torch.optim.SparseAdam."
                 )
             team = Team.of(param)
-            found.setdefault(team, []).append(Matrix(name, param, group, self.state, team.cut(param)))
+            found.setdefault(team, []).append(Matrix(name, param, group, self.state, team.spec(param)))
         return found
 
     def _wrong_param(self) -> str | None:
@@ -217,17 +217,17 @@ class Matrix:
     param: Tensor
     group: Mapping[str, Any]  # its options
     states: dict[Tensor, Any]  # of all parameters
-    cut: Cut  # over the ranks that hold different parts of it
+    spec: ShardSpec  # over the ranks that hold different parts of it
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole matrix, as it travels."""
-        return self.cut.numel * _WIRE.itemsize
+        return self.spec.numel * _WIRE.itemsize
 
     @property
     def cost(self) -> float:
         """Multiplications in its orthogonalisation, up to a factor that all matrices have in common."""
-        short, long = sorted(self.cut.shape)
+        short, long = sorted(self.spec.shape)
         return float(self.group["ns_steps"] * short * short * (2 * long + short))
 
     def update_momentum(self) -> Tensor:
@@ -242,7 +242,7 @@ class Matrix:
 
     def orthogonalise(self, parts: Sequence[Tensor]) -> None:
         """Put what comes of the whole matrix in the place of its `parts`, one a rank that has another."""
-        dim = self.cut.dim or 0
+        dim = self.spec.dim or 0
         coefficients, steps, eps = (self.group[name] for name in ("ns_coefficients", "ns_steps", "eps"))
         result = orthogonalised(torch.cat(list(parts), dim), coefficients, steps, eps)
         for part, piece in zip(parts, result.split([part.shape[dim] for part in parts], dim), strict=True):
@@ -261,7 +261,7 @@ class Matrix:
 
     @property
     def _lr_factor(self) -> float:
-        rows, columns = self.cut.shape
+        rows, columns = self.spec.shape
         if self.group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1, rows / max(1, columns)))
@@ -335,10 +335,10 @@ class Team:
         wires = tuple(collectives_for(mesh.get_group(axis), device) for axis in range(mesh.ndim))
         return cls(wires, isinstance(param.placements[-1], Shard), device)
 
-    def cut(self, param: Tensor) -> Cut:
+    def spec(self, param: Tensor) -> ShardSpec:
         """How `param` is divided over the ranks that have different parts."""
         _, last = _placements(param)
-        return Cut(tuple(param.shape), last.dim if self.is_sharded else None, self.parts)
+        return ShardSpec(tuple(param.shape), last.dim if self.is_sharded else None, self.parts)
 
     @property
     def parts(self) -> int:
@@ -383,11 +383,10 @@ class Team:
             matrices: the same on every rank, and each with a gradient.
             note: what is not as usual about them.
         """
-        told = ", ".join(f"{matrix.name} {matrix.cut.shape}" for matrix in matrices)
-        tag = crc32(told.encode()) % _TAG_SETS * _TAGS_A_SET  # another rank's other matrices do not arrive as these
+        which = ", ".join(f"{matrix.name} {matrix.spec.shape}" for matrix in matrices)
         work = divide([it.cost for it in matrices], [it.nbytes for it in matrices], self.size, BATCH_NBYTES)
         batches = [
-            Batch(self, [[matrices[i] for i in owned] for owned in by_owner], tag + number % 2, note)
+            Batch(self, [[matrices[i] for i in owned] for owned in by_owner], number % 2, which, note)
             for number, by_owner in enumerate(work)
         ]
         passing_on = [Batch.take_back] * (len(self.wires) - 1)
@@ -404,19 +403,21 @@ class Batch:
     Args:
         team: the ranks.
         by_owner: the matrices that each of them orthogonalises.
-        tag: the first of this batch's among those of a `Team`'s wire; the way back has the next but one.
+        parity: 0 and 1 in turn: two batches are under way at once.
+        which: names and shapes of all the matrices, so that another rank's other ones do not arrive as these.
         note: what is not as usual.
     """
 
-    def __init__(self, team: Team, by_owner: Sequence[Sequence[Matrix]], tag: int, note: str) -> None:
+    def __init__(self, team: Team, by_owner: Sequence[Sequence[Matrix]], parity: int, which: str, note: str) -> None:
         self._team = team
         self._by_owner = by_owner
-        self._tag = tag
+        self._parity = parity
+        self._which = which
         self._note = note
-        self._numels = [sum(it.cut.shard_numel(team.part) for it in owned) for owned in by_owner]
+        self._numels = [sum(it.spec.shard_numel(team.part) for it in owned) for owned in by_owner]
         self._starts, self._numel = aligned_offsets(self._numels, ALIGNMENT_BYTES // _WIRE.itemsize)
         self._mine = torch.empty(0)
-        self._rooms: list[Tensor] = []
+        self._received: list[Tensor] = []
         self._axes = list(range(len(team.wires)))  # along which results are still to be taken back
         self._pending = Pending()
         self._arrived: torch.cuda.Event | None = None
@@ -431,21 +432,21 @@ class Batch:
                 if owner in team.partners:
                     part.copy_(update)
         mine = self._by_owner[team.number]
-        self._rooms = [
+        self._received = [
             self._stretch(range(team.number, team.number + 1))
             if part == team.part
-            else self._mine.new_empty(sum(matrix.cut.shard_numel(part) for matrix in mine))
+            else self._mine.new_empty(sum(matrix.spec.shard_numel(part) for matrix in mine))
             for part in range(team.parts)
         ]
         if team.is_sharded:
             sent = [self._stretch(range(owner, owner + 1)) for owner in team.partners]
-            self._exchange(team.wires[-1], self._rooms, sent, self._partners_nbytes, self._tag)
+            self._exchange(team.wires[-1], self._received, sent, self._partners_nbytes, "there")
 
     def orthogonalise(self) -> None:
         """Do this rank's part of the work, and begin to take it back."""
         self._wait()
         mine = self._by_owner[self._team.number]
-        parts = [_parts(room, mine, part) for part, room in enumerate(self._rooms)]
+        parts = [_parts(buffer, mine, part) for part, buffer in enumerate(self._received)]
         for matrix, its_parts in zip(mine, zip(*parts, strict=True), strict=True):
             recorder, origin = active_recorder(), Origin(matrix.name, Phase.STEP)
             event = recorder and recorder.add(Event("orthogonalise", origin, nbytes=matrix.nbytes))
@@ -461,12 +462,12 @@ class Batch:
             return
         axis = self._axes.pop()
         wire = self._team.wires[axis]
-        rooms = [self._stretch(self._team.behind(axis, rank)) for rank in range(wire.world)]
+        received = [self._stretch(self._team.behind(axis, rank)) for rank in range(wire.world)]
         if self._team.is_sharded and axis == len(self._team.wires) - 1:
-            sent, common_nbytes = self._rooms, self._partners_nbytes
+            sent, common_nbytes = self._received, self._partners_nbytes
         else:
-            sent, common_nbytes = [rooms[wire.rank]] * wire.world, sum(room.nbytes for room in rooms)
-        self._exchange(wire, rooms, sent, common_nbytes, self._tag + 2)
+            sent, common_nbytes = [received[wire.rank]] * wire.world, sum(room.nbytes for room in received)
+        self._exchange(wire, received, sent, common_nbytes, "back")
 
     def finish(self) -> None:
         """Change the parameters, and give the memory back."""
@@ -474,7 +475,7 @@ class Batch:
         for start, owned in zip(self._starts, self._by_owner, strict=True):
             for matrix, part in zip(owned, _parts(self._mine[start:], owned, self._team.part), strict=True):
                 matrix.subtract(part)
-        self._mine, self._rooms = torch.empty(0), []
+        self._mine, self._received = torch.empty(0), []
 
     @property
     def _partners_nbytes(self) -> int:
@@ -486,13 +487,13 @@ class Batch:
         return self._mine[self._starts[owners[0]] : self._starts[last] + self._numels[last]]
 
     def _exchange(
-        self, wire: Collectives, rooms: Sequence[Tensor], sent: Sequence[Tensor], common_nbytes: int, tag: int
+        self, wire: Collectives, received: Sequence[Tensor], sent: Sequence[Tensor], common_nbytes: int, way: str
     ) -> None:
-        tag += wire.tags_of("Muon", _TAG_SETS * _TAGS_A_SET)
+        channel = wire.channel_for(f"Muon {way} {self._parity}", 1, variants=_VARIANTS).variant(self._which)
         origin = Origin("Muon", Phase.STEP, note=self._note)
         lane = _lane(self._team.device)
         with lane.after_compute():
-            self._pending = wire.all_to_all(rooms, sent, common_nbytes=common_nbytes, tag=tag, origin=origin)
+            self._pending = channel.all_to_all(received, sent, common_nbytes=common_nbytes, origin=origin)
             self._arrived = lane.mark()
 
     def _wait(self) -> None:
@@ -502,9 +503,9 @@ class Batch:
 
 def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor]:
     """The `part` of each of `matrices`, as they lie one after another in `buffer`."""
-    numels = [matrix.cut.shard_numel(part) for matrix in matrices]
+    numels = [matrix.spec.shard_numel(part) for matrix in matrices]
     flat = buffer[: sum(numels)].split(numels)
-    return [it.view(matrix.cut.shard_shape(part)) for it, matrix in zip(flat, matrices, strict=True)]
+    return [it.view(matrix.spec.shard_shape(part)) for it, matrix in zip(flat, matrices, strict=True)]
 
 
 @cache

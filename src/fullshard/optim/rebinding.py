@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.engine.unit import managed_by
+from fullshard.engine.managed import managed_by
 from fullshard.errors import StateError
 
 __all__ = ["point_to_shards"]
@@ -31,7 +31,7 @@ def _sharded(param: Any, optimizer: Optimizer) -> Any:
     managed = managed_by(param) if isinstance(param, nn.Parameter) else None
     if managed is None:
         return param
-    unit, sharded = managed
+    unit, sharded = managed.unit, managed.param
     if param is not sharded.sharded and optimizer.state.get(param):
         raise StateError(
             f"{type(optimizer).__name__} has state for {sharded.fqn} of {unit.name or 'the root'} from before that was "

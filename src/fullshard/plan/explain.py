@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
-from fullshard.engine.param_group import Section
-from fullshard.engine.runtime import Turn, clean_fqn, turns_in
+from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.registry import clean_fqn, units_in
+from fullshard.engine.runtime import runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
+from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.plan.ledger import predict_ledger, predict_residuals
+from fullshard.plan.ledger import predict_error_feedback, predict_ledger
 
 __all__ = ["explain"]
 
@@ -26,22 +28,21 @@ def explain(model: nn.Module) -> str:
     Raises:
         ConfigError: the model has no units.
     """
-    turns = turns_in(model)
-    if not turns:
+    units = units_in(model)
+    if not units:
         raise ConfigError(
             f"{type(model).__name__} has no units, so there is nothing to explain. Call fully_shard first."
         )
     names = {module: clean_fqn(name) or "the root" for name, module in model.named_modules()}
-    units = (line for turn in turns for line in _unit(turn, names))
-    return "\n".join([*_head(turns), *units, *_order(turns, names), *_bytes(model)])
+    each = (line for unit in units for line in _unit(unit, names))
+    return "\n".join([*_head(units), *each, *_order(units, names), *_bytes(model)])
 
 
-def _head(turns: Sequence[Turn]) -> Iterator[str]:
-    settings = turns[0].unit.settings
-    axes, placements = settings.axes, settings.placements
+def _head(units: Sequence[Unit]) -> Iterator[str]:
+    axes, placements = units[0].axes, units[0].options.placements
     names = axes.mesh.mesh_dim_names or [f"axis {i}" for i in range(axes.mesh.ndim)]
     mesh = " x ".join(f"{name} {axes.mesh.size(i)}" for i, name in enumerate(names))
-    yield f"{len(turns)} units on {settings.device}; mesh: {mesh}; this is part {axes.shard_rank} of {axes.shard_world}"
+    yield f"{len(units)} units on {units[0].device}; mesh: {mesh}; this is part {axes.shard_rank} of {axes.shard_world}"
     yield (
         f"parameters {placements.parameters.value} between steps, {placements.parameters_in_step.value} from forward "
         f"to backward; gradients {placements.gradients.value}; optimizer state {placements.optimizer.value}"
@@ -49,63 +50,63 @@ def _head(turns: Sequence[Turn]) -> Iterator[str]:
     )
 
 
-def _unit(turn: Turn, names: Mapping[nn.Module, str]) -> Iterator[str]:
-    unit = turn.unit
+def _unit(unit: Unit, names: Mapping[nn.Module, str]) -> Iterator[str]:
     numel = sum(param.sharded.numel() for param in unit.params)
     yield ""
-    kind, whole = type(unit.module).__name__, _size(unit.whole_nbytes)
+    kind, whole = type(unit.module).__name__, _size(unit.unsharded_nbytes)
     yield f"{names[unit.module]}: {kind}, {numel:,} parameters, {whole} whole"
     for other in unit.borrowed:
         lender = names.get(other.module, other.name)
         yield f"  is whole together with {lender}, which has weights tied to some of its own"
-    for section in unit.sections:
-        trained = "trained" if section.params[0].sharded.requires_grad else "frozen"
-        shards = section.layout.shard_numel * section.contract.stored.itemsize
-        yield f"  {section.contract}; {trained}; {_size(shards)} of shards, {_padding(section):.1%} padding"
-        for param in section.params:
+    for param_group in unit.param_groups:
+        trained = "trained" if param_group.is_trained else "frozen"
+        plan = param_group.plan
+        shards = plan.layout.shard_numel * plan.contract.stored.itemsize
+        yield f"  {plan.contract}; {trained}; {_size(shards)} of shards, {_padding(param_group):.1%} padding"
+        for param in param_group.params:
             yield f"    {param.fqn} {tuple(param.sharded.shape)}: {_placed(param)}"
 
 
 def _placed(param: ShardedParam) -> str:
     mesh = param.dtensor.device_mesh
     placements = [str(placement) for placement in param.dtensor.placements]
-    if param.guise.groups:  # axes that the units' mesh does not have
+    if param.view.process_groups:  # axes that the units' mesh does not have
         placements = [f"{placed} on {name}" for placed, name in zip(placements, mesh.mesh_dim_names or (), strict=True)]
     local = tuple(param.local.shape)
-    return f"{', '.join(placements)}; here {local}, {'in place' if param.place.in_place else 'packed'}"
+    return f"{', '.join(placements)}; here {local}, {'in param_layout' if param.layout.in_place else 'packed'}"
 
 
-def _padding(section: Section) -> float:
+def _padding(param_group: ParamGroup) -> float:
     """The share of all ranks' shard buffers that holds no element of a parameter."""
-    layout = section.layout
-    held = sum(place.cut.shard_numel(rank) for place in layout.places for rank in range(layout.world))
+    layout = param_group.plan.layout
+    held = sum(param_layout.spec.shard_numel(rank) for param_layout in layout.params for rank in range(layout.world))
     total = layout.world * layout.shard_numel
     return 1 - held / total if total else 0.0
 
 
-def _order(turns: Sequence[Turn], names: Mapping[nn.Module, str]) -> Iterator[str]:
-    runtime = turns[0].runtime
+def _order(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> Iterator[str]:
+    runtime = runtime_or_none(units[0])
     yield ""
     if runtime is None or not runtime.forward_order:
         yield "order: not known before the first forward, which gathers nothing ahead"
         return
     for name, order in (("forward", runtime.forward_order), ("backward", runtime.backward_order)):
-        units = [names.get(runtime.turns[n].unit.module, runtime.turns[n].unit.name) for n in order]
-        yield f"order of {name}: {' > '.join(units) or 'not known yet'}"
-    ahead = sorted({turn.ahead for turn in turns})
+        known = [names.get(runtime.units[n].module, runtime.units[n].name) for n in order]
+        yield f"order of {name}: {' > '.join(known) or 'not known yet'}"
+    ahead = sorted({unit.options.prefetch_depth for unit in units})
     told = " or ".join(map(str, ahead))
     yield f"while a unit computes, the next {told} in this order is gathered, if it is not whole already"
 
 
 def _bytes(model: nn.Module) -> Iterator[str]:
     ledger = predict_ledger(model)
-    residuals = predict_residuals(model)
+    error_feedback = predict_error_feedback(model)
     yield ""
     yield "bytes on this rank, by formula, with AdamW and without activations:"
     for state in ("parameters", "gradients", "optimizer_state", "gathered_peak", "total"):
         yield f"  {state.replace('_', ' '):16}{_size(getattr(ledger, state)):>12}"
-        if state == "gradients" and residuals:
-            yield f"    of these    {_size(residuals):>16} is what encoded ones have lacked, to be told the next time"
+        if state == "gradients" and error_feedback:
+            yield f"    of these    {_size(error_feedback):>16} is quantisation error feedback"
 
 
 def _size(nbytes: float) -> str:

@@ -3,12 +3,12 @@
 By formula, for the units of a model, with N ranks on the shard axis and the layouts of `fullshard.layout.sharding`:
 
     parameters        what lies in memory between steps: shards, or the whole buffers that are kept
-    gradients         what the optimizer sees: shards, or whole gradients where the optimizer is whole; and what encoded
-                      ones have lacked, which is told the next time
+    gradients         what the optimizer sees: shards, or whole gradients where the optimizer is whole; and the error
+                      feedback of encoded ones
     optimizer state   as many values as the optimizer keeps for each one it updates
     gathered peak     whole buffers beyond those kept between steps: every unit where whole parameters stay until
                       backward; else the root and the two neighbours that need most, one computing, one gathered ahead;
-                      and what groups keep until backward of all units up to these, if they do
+                      and the secondary shards of all units up to these, where groups keep them until backward
     activations       what forward leaves for backward: counted in a forward without memory, on fake tensors
 """
 
@@ -26,12 +26,13 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._compat import fake_tensors, storage_watch
 from fullshard.comm.codec import codec_named
-from fullshard.comm.encoded import residual_numel
-from fullshard.comm.mesh import resolve_groups
-from fullshard.engine.param_group import Section
-from fullshard.engine.runtime import Turn, turns_in
+from fullshard.comm.encoded import error_feedback_numel
+from fullshard.comm.mesh import Axes, resolve_groups
+from fullshard.engine.group_plan import GroupPlan
+from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.registry import units_in
+from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.layout.group_layout import SectionLayout, lay_out
 from fullshard.layout.shard_spec import owned
 from fullshard.policy.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.policy.strategy import Placements as StrategyPlacements
@@ -43,8 +44,8 @@ __all__ = [
     "measure_ledger",
     "peak_during",
     "predict_activations",
+    "predict_error_feedback",
     "predict_ledger",
-    "predict_residuals",
 ]
 
 
@@ -93,137 +94,109 @@ def predict_ledger(
     Raises:
         ConfigError: the model has no units.
     """
-    turns = _turns(model)
+    units = _units(model)
     cost = optimizer or OptimizerCost()
-    settings = turns[0].unit.settings
-    placements = settings.placements if strategy is None else resolve_placements(strategy)
-    _, placements = resolve_groups(settings.axes, placements)
-    plans = [[_SectionPlan.of(section, placements) for section in turn.unit.sections] for turn in turns]
-    every = [plan for unit in plans for plan in unit]
+    placements = units[0].options.placements if strategy is None else resolve_placements(strategy)
+    axes, placements = resolve_groups(units[0].axes, placements)
+    every = [_GroupBytes.under(it, axes, placements) for unit in units for it in unit.param_groups]
     return Ledger(
-        parameters=sum(plan.rest_nbytes for plan in every) + _kept_between_steps(turns, placements),
-        gradients=sum(plan.gradient_nbytes for plan in every),
-        optimizer_state=sum(plan.optimizer_nbytes(cost) for plan in every),
-        gathered_peak=_gathered_peak(turns, placements),
+        parameters=sum(it.plan.rest_nbytes for it in every) + _kept_between_steps(units, axes, placements),
+        gradients=sum(it.gradients for it in every),
+        optimizer_state=sum(it.optimizer(cost) for it in every),
+        gathered_peak=_gathered_peak(units, axes, placements),
         activations=activations,
     )
 
 
-def predict_residuals(model: nn.Module) -> int:
-    """Bytes, among those of gradients in this rank's ledger, of what encoded ones have lacked.
+def predict_error_feedback(model: nn.Module) -> int:
+    """Bytes, among those of gradients in this rank's ledger, of error feedback of encoded ones.
 
     Raises:
         ConfigError: the model has no units.
     """
-    units = [turn.unit for turn in _turns(model)]
-    plans = (_SectionPlan.of(section, unit.settings.placements) for unit in units for section in unit.sections)
-    return sum(plan.residual_nbytes for plan in plans)
+    groups = ((unit, param_group) for unit in _units(model) for param_group in unit.param_groups)
+    return sum(_GroupBytes.under(it, unit.axes, unit.options.placements).error_feedback for unit, it in groups)
 
 
 @dataclass(frozen=True)
-class _SectionPlan:
-    """One section's layout under given placements, and what follows from it."""
+class _GroupBytes:
+    """What follows from one parameter group's plan, in bytes."""
 
-    section: Section
-    layout: SectionLayout
-    placements: StrategyPlacements
+    plan: GroupPlan
+    is_trained: bool
 
     @classmethod
-    def of(cls, section: Section, placements: StrategyPlacements) -> _SectionPlan:
-        cuts = [place.cut for place in section.layout.places]
-        shapes, dims = [cut.shape for cut in cuts], [cut.dim for cut in cuts]
-        return cls(section, lay_out(shapes, section.layout.world, section.contract.itemsize, dims), placements)
+    def under(cls, param_group: ParamGroup, axes: Axes, placements: StrategyPlacements) -> _GroupBytes:
+        return cls(param_group.plan.under(axes, placements), param_group.is_trained)
 
     @property
-    def _cuts(self) -> bool:
-        return self.placements.optimizer is Placement.SHARDED
-
-    @property
-    def _casts(self) -> bool:
-        """Whether compute sees other numbers than rest, see `Section.casts`."""
-        contract = self.section.contract
-        encodes = contract.gather_wire is not None and self._cuts and self.layout.world > 1
-        return encodes or contract.stored != contract.compute
-
-    @property
-    def rest_nbytes(self) -> int:
-        """Bytes between steps, beyond a whole buffer that is kept."""
-        stored, layout = self.section.contract.stored.itemsize, self.layout
-        if self.placements.parameters is Placement.WHOLE and not self._casts:
-            return layout.pack_numel * stored if self._cuts else 0
-        return stored * (layout.shard_numel if self._cuts else layout.whole_numel)
-
-    @property
-    def gradient_nbytes(self) -> int:
-        """Bytes of the gradients that the optimizer sees."""
-        if not self.section.params[0].sharded.requires_grad:
+    def gradients(self) -> int:
+        """Of the gradients that the optimizer sees."""
+        if not self.is_trained:
             return 0
-        numel = self.layout.shard_numel if self._cuts else sum(place.cut.numel for place in self.layout.places)
-        return numel * self.section.contract.stored.itemsize + self.residual_nbytes
+        plan, layout = self.plan, self.plan.layout
+        numel = layout.shard_numel if plan.shards_optimizer else sum(it.spec.numel for it in layout.params)
+        return numel * plan.contract.stored.itemsize + self.error_feedback
 
     @property
-    def residual_nbytes(self) -> int:
-        """Bytes of what encoded gradients have lacked, see `fullshard.comm.encoded`."""
-        wire, layout = self.section.contract.reduce_wire, self.layout
-        if wire is None or not codec_named(wire).keeps_error or not self.section.params[0].sharded.requires_grad:
+    def error_feedback(self) -> int:
+        """Of the quantisation error of encoded gradients, see `comm/encoded.py`."""
+        plan, layout, axes = self.plan, self.plan.layout, self.plan.axes
+        wire = plan.contract.reduce_wire
+        if wire is None or not codec_named(wire).keeps_error or not self.is_trained:
             return 0
-        axes, _ = resolve_groups(self.section.axes, self.placements)
         replicas = 1 if axes.replicate_group is None else axes.world // axes.shard_world
-        if self._cuts:
+        if plan.shards_optimizer:
             world, whole = layout.world, [layout.shard_numel]
-            if self.placements.gradients is Placement.GROUPED:  # nothing is encoded within a group
+            if plan.sums_in_two_levels:  # nothing is encoded within a group
                 assert axes.group_size is not None
                 world //= axes.group_size
-            parts = [place.cut.part_numel for place in layout.in_place]
-            kept = residual_numel([*parts, layout.pack_numel], world, whole=False)
+            parts = [it.spec.part_numel for it in layout.in_place]
+            kept = error_feedback_numel([*parts, layout.pack_numel], world, whole=False)
         else:
-            numels = [place.cut.numel for place in layout.places]
-            packed = sum(n for n, place in zip(numels, layout.places, strict=True) if not place.in_place)
-            whole = [*(n for n, place in zip(numels, layout.places, strict=True) if place.in_place), packed]
-            kept = _residual_of_wholes(whole, layout.world)
-        return 4 * (kept + _residual_of_wholes(whole, replicas))
+            packed = sum(it.spec.numel for it in layout.params if not it.in_place)
+            whole = [*(it.spec.numel for it in layout.in_place), packed]
+            kept = _feedback_of_wholes(whole, layout.world)
+        return 4 * (kept + _feedback_of_wholes(whole, replicas))
 
-    def optimizer_nbytes(self, cost: OptimizerCost) -> int:
-        """Bytes of the optimizer's state on this rank."""
-        if not self.section.params[0].sharded.requires_grad:
+    def optimizer(self, cost: OptimizerCost) -> int:
+        """Of the optimizer's state on this rank."""
+        if not self.is_trained:
             return 0
-        cuts = [place.cut for place in self.layout.places]
-        numel = sum(cut.shard_numel(self.section.rank) if self._cuts else cut.numel for cut in cuts)
-        return cost.values * numel * self.section.contract.stored.itemsize + cost.extra_bytes * len(cuts)
+        plan, specs = self.plan, [it.spec for it in self.plan.layout.params]
+        numel = sum(spec.shard_numel(plan.rank) if plan.shards_optimizer else spec.numel for spec in specs)
+        return cost.values * numel * plan.contract.stored.itemsize + cost.extra_bytes * len(specs)
 
 
-def _residual_of_wholes(numels: Sequence[int], world: int) -> int:
-    """Numbers that a rank keeps of what it lacks in sums that all of `world` ranks have whole."""
+def _feedback_of_wholes(numels: Sequence[int], world: int) -> int:
+    """Numbers that error feedback keeps of sums that all of `world` ranks have whole."""
     parts = [len(owned(numel, world, 0)) for numel in numels]
-    return residual_numel(parts, world, whole=True) if world > 1 else 0
+    return error_feedback_numel(parts, world, whole=True) if world > 1 else 0
 
 
-def _kept_between_steps(turns: Sequence[Turn], placements: StrategyPlacements) -> int:
+def _kept_between_steps(units: Sequence[Unit], axes: Axes, placements: StrategyPlacements) -> int:
     if placements.parameters is Placement.SHARDED:
         return 0
     if placements.parameters is Placement.WHOLE:
-        return sum(turn.unit.whole_nbytes for turn in turns)
-    return sum(_group_nbytes(turn, placements) for turn in turns)
+        return sum(unit.unsharded_nbytes for unit in units)
+    return sum(_secondary_nbytes(unit, axes, placements) for unit in units)
 
 
-def _group_nbytes(turn: Turn, placements: StrategyPlacements) -> int:
-    """Bytes of what this rank's group keeps of a unit, on this rank."""
-    axes, _ = resolve_groups(turn.unit.settings.axes, placements)
-    assert axes.group_size is not None
-    groups = axes.shard_world // axes.group_size
-    sections = turn.unit.sections
-    return sum(groups * section.layout.shard_numel * section.contract.compute.itemsize for section in sections)
+def _secondary_nbytes(unit: Unit, axes: Axes, placements: StrategyPlacements) -> int:
+    """Bytes of this rank's secondary shards of a unit."""
+    plans = (param_group.plan.under(axes, placements) for param_group in unit.param_groups)
+    return sum(plan.secondary_numel * plan.contract.compute.itemsize for plan in plans)
 
 
-def _gathered_peak(turns: Sequence[Turn], placements: StrategyPlacements) -> int:
+def _gathered_peak(units: Sequence[Unit], axes: Axes, placements: StrategyPlacements) -> int:
     if placements.parameters is Placement.WHOLE:
         return 0
-    nbytes = [turn.unit.whole_nbytes for turn in turns]
+    nbytes = [unit.unsharded_nbytes for unit in units]
     if placements.parameters_in_step is Placement.WHOLE:
         return sum(nbytes)
-    kept = [0] * len(turns)
+    kept = [0] * len(units)
     if placements.parameters is Placement.SHARDED and placements.parameters_in_step is Placement.GROUPED:
-        kept = [_group_nbytes(turn, placements) for turn in turns]
+        kept = [_secondary_nbytes(unit, axes, placements) for unit in units]
     root, inner = nbytes[0], nbytes[1:]
     pairs = (sum(pair) + sum(kept[: last + 1]) for last, pair in enumerate(pairwise(inner), 2))
     return root + max(pairs, default=sum(inner) + sum(kept))
@@ -240,15 +213,15 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
     Raises:
         ConfigError: the model has no units.
     """
-    turns = _turns(model)
+    units = _units(model)
     with recording() as record:
         loss, activations = live_after(forward)
         loss.backward()
     gradients = storage_bytes(param.grad for param in model.parameters() if param.grad is not None)
-    gradients += sum(section.residual_nbytes for turn in turns for section in turn.unit.sections)
+    gradients += sum(param_group.error_feedback_nbytes for unit in units for param_group in unit.param_groups)
     optimizer.zero_grad()
-    kept = [turn.unit for turn in turns if turn.unit.keeps_whole]
-    groups = sum(section.group_nbytes for turn in turns for section in turn.unit.sections)
+    kept = [unit for unit in units if unit.keeps_unsharded]
+    groups = sum(unit.secondary_nbytes for unit in units)
     return Ledger(
         parameters=storage_bytes(model.parameters(), (unit.slot.storage for unit in kept)) + groups,
         gradients=gradients,
@@ -300,8 +273,8 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _turns(model: nn.Module) -> list[Turn]:
-    turns = turns_in(model)
-    if not turns:
+def _units(model: nn.Module) -> list[Unit]:
+    units = units_in(model)
+    if not units:
         raise ConfigError(f"{type(model).__name__} has no units, so there is nothing to count. Call fully_shard first.")
-    return turns
+    return units

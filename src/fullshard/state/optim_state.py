@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from fullshard._compat import make_dtensor, tree_map
 from fullshard.comm.mesh import own_part
-from fullshard.engine.runtime import clean_fqn
-from fullshard.engine.sharded_param import whole_of
+from fullshard.comm.routes import collectives_for
+from fullshard.engine.registry import clean_fqn
+from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
@@ -30,6 +31,7 @@ from fullshard.state.state_dict import (
     groups_of,
     is_first_rank,
 )
+from fullshard.tape.recorder import Origin, Phase
 
 __all__ = [
     "StateTemplate",
@@ -39,6 +41,8 @@ __all__ = [
     "params_by_fqn",
     "sharded_optim_state_dict",
 ]
+
+_ORIGIN = Origin("optimizer state", Phase.IDLE)
 
 StateDict = dict[str, Any]
 
@@ -162,7 +166,7 @@ def _gathered(named: StateDict, *, keep: bool, offload: bool) -> StateDict:
     """`named` with whole tensors, one gathered after the other. Without `keep` each is dropped at once."""
 
     def gather(value: Tensor) -> Tensor | None:
-        whole = whole_of(value) if isinstance(value, DTensor) else value.clone() if keep else value
+        whole = full_copy(value) if isinstance(value, DTensor) else value.clone() if keep else value
         if not keep:
             return None
         return whole.cpu() if offload else whole
@@ -204,9 +208,10 @@ def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[Stat
         to_send.append(value)
         return _Absent(tuple(value.shape), value.dtype)
 
-    skeleton: list[Any] = [mine and _mapped(mine, note)]
-    for group in groups:
-        dist.broadcast_object_list(skeleton, group=group, group_src=0, device=device)
+    skeleton: Any = mine and _mapped(mine, note)
+    wires = [collectives_for(group or dist.distributed_c10d._get_default_group(), device) for group in groups]
+    for wire in wires:
+        skeleton = wire.broadcast_object(skeleton, 0, origin=_ORIGIN)
     sent = iter(to_send)
 
     def fetch(value: Any) -> Any:
@@ -215,11 +220,11 @@ def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[Stat
         tensor = torch.empty(value.shape, dtype=value.dtype, device=device)
         if mine is not None:
             tensor.copy_(next(sent))
-        for group in groups:
-            dist.broadcast(tensor, group=group, group_src=0)
+        for wire in wires:
+            wire.broadcast([tensor], 0, origin=_ORIGIN)
         return tensor
 
-    return skeleton[0] or {}, fetch
+    return skeleton or {}, fetch
 
 
 def _check_names(given: StateDict, params: Mapping[str, nn.Parameter]) -> None:
@@ -287,7 +292,7 @@ class StateTemplate:
             )
         like = self._like(fqn, name)
         if not isinstance(like, DTensor):
-            return whole_of(value) if isinstance(value, DTensor) else value.clone()
+            return full_copy(value) if isinstance(value, DTensor) else value.clone()
         return _distributed(value, like.device_mesh, _placements(like, value.shape), like.to_local().device)
 
     def room(self, fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -20,9 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like
-from fullshard.engine.runtime import Turn, clean_fqn, groups_along, is_in_use, turns_in
-from fullshard.engine.sharded_param import ShardedParam, whole_of
-from fullshard.engine.unit import Unit, managed_by
+from fullshard.engine.hooks import is_in_use
+from fullshard.engine.managed import managed_by
+from fullshard.engine.registry import clean_fqn, process_groups_along, units_in
+from fullshard.engine.sharded_param import ShardedParam, full_copy
+from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 
 __all__ = [
@@ -184,7 +186,7 @@ def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: st
     for key in [key for key in state if key.startswith(prefix)]:
         value = state[key]
         if full and isinstance(value, DTensor):
-            value = whole_of(value)
+            value = full_copy(value)
         if drops:
             del state[key]
         elif isinstance(value, Tensor):
@@ -204,13 +206,13 @@ def is_first_rank(module: nn.Module) -> bool:
 
 def groups_of(module: nn.Module) -> list[dist.ProcessGroup | None]:
     """The groups along which the first rank reaches all ranks that `module` is sharded over, one after the other."""
-    return [*groups_along(turns_in(module))] or [None]
+    return [*process_groups_along(units_in(module))] or [None]
 
 
 def device_of(module: nn.Module) -> torch.device:
     """The device that `module` computes on, on which its groups carry messages."""
-    turns = turns_in(module)
-    return turns[0].unit.settings.device if turns else torch.device("cpu")
+    units = units_in(module)
+    return units[0].device if units else torch.device("cpu")
 
 
 # -- loading ----------------------------------------------------------------------------------------------------------
@@ -219,18 +221,18 @@ def device_of(module: nn.Module) -> torch.device:
 class _Hooks:
     """What happens around a state dict of the modules of one unit: of all of it, or of one module in it."""
 
-    def __init__(self, turn: Turn) -> None:
-        self._turn = turn
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
         self._outermost: nn.Module | None = None  # whose loading takes the others in
 
     def before(self, module: nn.Module, *_: Any) -> None:
         """Have the shards in the modules, in their own dtype."""
-        if is_in_use(self._turn):
+        if is_in_use(self._unit):
             raise StateError(
-                f"state dict within a forward or backward of {self._turn.unit.name or 'the root'}: its parameters are "
+                f"state dict within a forward or backward of {self._unit.name or 'the root'}: its parameters are "
                 "in use. Save and load between steps."
             )
-        self._turn.unit.reshard()
+        self._unit.reshard()
 
     def before_load(
         self,
@@ -250,8 +252,8 @@ class _Hooks:
             value = state.get(prefix + name)
             managed = None if param is None else managed_by(param)
             if managed is not None and isinstance(value, Tensor):
-                sharded = managed[1]
-                if value.numel() == sharded.place.cut.numel == 1 and not sharded.sharded.ndim:
+                sharded = managed.param
+                if value.numel() == sharded.layout.spec.numel == 1 and not sharded.sharded.ndim:
                     value = value.reshape(())  # as torch saved scalars long ago
                 if value.shape != sharded.sharded.shape:
                     errors.append(
@@ -259,7 +261,7 @@ class _Hooks:
                         f"{tuple(value.shape)} in the state dict. Build the model as it was when it was saved."
                     )
                     value = sharded.sharded.detach()
-                state[prefix + name] = shard_of(value, *managed)
+                state[prefix + name] = shard_of(value, managed.unit, managed.param)
 
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
         """Let the unit have what was assigned, and name what did not fit as the user does."""
@@ -267,15 +269,15 @@ class _Hooks:
             keys[:] = [clean_fqn(key) for key in keys]
         if module is self._outermost:
             self._outermost = None
-            if not self._turn.summoned:
-                self._turn.unit.adopt()
+            if not self._unit.state.is_summoned:
+                self._unit.adopt()
 
 
-def register_hooks(modules: Iterable[nn.Module], turn: Turn) -> None:
+def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
     """Let `state_dict()` of `modules`, which belong to `turn`'s unit, tell shards at any moment, and loading take whole
     tensors.
     """
-    hooks = _Hooks(turn)
+    hooks = _Hooks(unit)
     for module in set(modules):
         module.register_state_dict_pre_hook(hooks.before)
         module.register_load_state_dict_pre_hook(hooks.before_load)
@@ -285,9 +287,9 @@ def register_hooks(modules: Iterable[nn.Module], turn: Turn) -> None:
 def shard_of(value: Tensor, unit: Unit, sharded: ShardedParam) -> Tensor:
     """`value`, a whole parameter or a `DTensor`, as this rank's shard of `sharded`, on the device where it rests."""
     target = sharded.dtensor
-    device = unit.settings.home.device if sharded.local.is_meta else sharded.local.device
+    device = unit.shard_device if sharded.local.is_meta else sharded.local.device
     if isinstance(value, DTensor):
         if value.device_mesh == target.device_mesh and value.placements == target.placements:
             return value if value._local_tensor.device == device else dtensor_like(value.to_local().to(device), target)
-        value = whole_of(value)
+        value = full_copy(value)
     return dtensor_like(sharded.take_own(value.detach()).to(device), target)

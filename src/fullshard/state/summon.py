@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from fullshard._compat import dtensor_like
-from fullshard.engine.runtime import Turn, is_in_use, is_unit, turn_of, turns_in, unwrapped
-from fullshard.engine.sharded_param import ShardedParam, whole_of
-from fullshard.engine.unit import managed_by
+from fullshard.engine.hooks import is_in_use
+from fullshard.engine.managed import managed_by
+from fullshard.engine.registry import is_unit, units_in, unwrapped
+from fullshard.engine.sharded_param import ShardedParam, full_copy
+from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 from fullshard.state.state_dict import is_first_rank
 
@@ -63,52 +65,51 @@ def summon_full_params(
             "summon_full_params(rank0_only=True, writeback=True): ranks without the whole parameters could not keep "
             "what rank 0 changes. Pass writeback=False."
         )
-    turns = _turns(module, recurse)
-    for turn in turns:
-        if is_in_use(turn):
+    units = _units(module, recurse)
+    for unit in units:
+        if is_in_use(unit):
             raise StateError(
-                f"summon_full_params within a forward or backward of {turn.unit.name or 'the root'}: its parameters "
+                f"summon_full_params within a forward or backward of {unit.name or 'the root'}: its parameters "
                 "are in use. Call it between steps."
             )
-        turn.unit.check_materialized()
+        unit.check_materialized()
     wish = _Wish(writeback, offload_to_cpu, with_grads, shows=not rank0_only or is_first_rank(module))
     with ExitStack() as stack:
-        for turn in turns:
-            if not turn.summoned:
-                stack.enter_context(_whole(turn, wish))
+        for unit in units:
+            if not unit.state.is_summoned:
+                stack.enter_context(_whole(unit, wish))
         yield
 
 
-def _turns(module: nn.Module, recurse: bool) -> list[Turn]:
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     """The turns of the units that have parameters of `module`, or of the one unit that it is or only wraps.
 
     Those of tied weights, and of a module that is a part of a unit, are found elsewhere than in `module`.
     """
     inner = unwrapped(module)
-    found = turns_in(module) if recurse else turns_in(inner)[:1] if is_unit(inner) else []
-    owned = module.parameters() if recurse else (p for turn in found for m in turn.modules for p in m.parameters(False))
+    found = units_in(module) if recurse else units_in(inner)[:1] if is_unit(inner) else []
+    owned = module.parameters() if recurse else (p for unit in found for m in unit.modules for p in m.parameters(False))
     managed = [managed_by(param) for param in owned]
-    turns = [*found, *(turn_of(it[0].module) for it in managed if it is not None)]
-    return list({id(turn): turn for turn in turns}.values())
+    units = [*found, *(it.unit for it in managed if it is not None)]
+    return list({id(unit): unit for unit in units}.values())
 
 
 @contextmanager
-def _whole(turn: Turn, wish: _Wish) -> Iterator[None]:
-    unit = turn.unit
+def _whole(unit: Unit, wish: _Wish) -> Iterator[None]:
     unit.reshard()
-    device = torch.device("cpu") if wish.offload else unit.settings.device
-    found = ((param, _summoned(param, device, unit.settings.device, wish)) for param in unit.params)
+    device = torch.device("cpu") if wish.offload else unit.device
+    found = ((param, _summoned(param, device, unit.device, wish)) for param in unit.params)
     summoned = [(param, whole, param.version) for param, whole in found if whole is not None]
     for param, whole, _ in summoned:
         param.show(whole)
-    turn.summoned = True
+    unit.state.is_summoned = True
     try:
         yield
     finally:
         present = [(param, param.shown, version) for param, _, version in summoned]
         for param, _, _ in summoned:
             param.show(param.sharded)
-        turn.summoned = False
+        unit.state.is_summoned = False
         if wish.writeback:
             for param, whole, version in present:
                 _write_back(param, whole, version, wish.with_grads)
@@ -127,7 +128,7 @@ def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wis
 
 
 def _gathered(param: ShardedParam, shard: Tensor, wire: torch.device) -> Tensor:
-    return whole_of(dtensor_like(shard.to(wire), param.dtensor))
+    return full_copy(dtensor_like(shard.to(wire), param.dtensor))
 
 
 @torch.no_grad()

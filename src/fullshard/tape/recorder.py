@@ -47,8 +47,7 @@ class Origin:
 class Event:
     """One thing the engine did.
 
-    `name` is a collective ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast"), "fill" or "empty"
-    of a unit's whole storage, or "orthogonalise" of a matrix. `sent_bytes` counts what this rank sends in `messages` to
+    `name` is a collective (one of `COLLECTIVES`), "allocate" or "free" of a unit's unsharded storage, or "orthogonalise" of a matrix. `sent_bytes` counts what this rank sends in `messages` to
     the others of `ranks`; through shared memory too, where a message says what lies there for the other to read.
     `nbytes` is what the storage or the matrix holds. Times are seconds of `time.perf_counter`;
     `end` is None while it is under way.
@@ -69,7 +68,15 @@ class Event:
         self.end = perf_counter()
 
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
+COLLECTIVES = (
+    "all_gather",
+    "reduce_scatter",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "all_gather_object",
+    "broadcast_object",
+)
 
 
 class Recorder:
@@ -99,7 +106,7 @@ class Recorder:
         """The most bytes of whole parameters that were held at once, beyond what is whole between steps."""
         held = peak = 0
         for event in self.events:
-            held += {"fill": event.nbytes, "empty": -event.nbytes}.get(event.name, 0)
+            held += {"allocate": event.nbytes, "free": -event.nbytes}.get(event.name, 0)
             peak = max(peak, held)
         return peak
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from fullshard.engine.unit import managed_by
+from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
 from fullshard.integrations.deepspeed.configuration import Part
 from fullshard.integrations.deepspeed.schedules import SCHEDULES
@@ -97,7 +97,7 @@ def _sharded(items: Sequence[Any]) -> list[Any]:
     found = []
     for param in items:
         managed = managed_by(param)
-        found.append(param if managed is None else managed[1].sharded)
+        found.append(param if managed is None else managed.param.sharded)
     return [param for param in dict.fromkeys(found) if param.requires_grad]
 
 

@@ -21,7 +21,7 @@ from fullshard.checkpoint import latest, load, save
 from fullshard.checkpoint.contents import model_state
 from fullshard.checkpoint.folder import write_synced
 from fullshard.checkpoint.together import default_ranks
-from fullshard.engine.sharded_param import whole_of
+from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import CheckpointError, ConfigError, StateError
 from fullshard.fully_shard import FSDPModule
 from fullshard.integrations.deepspeed.building import make_loader
@@ -426,7 +426,7 @@ class Engine(nn.Module):
         for name, value in model_state(self.module).items():
             if not isinstance(value, Tensor) or (exclude_frozen_parameters and name in frozen):
                 continue
-            whole = whole_of(value) if isinstance(value, DTensor) else value
+            whole = full_copy(value) if isinstance(value, DTensor) else value
             if ranks.leads:
                 casts = isinstance(value, DTensor) and is_castable(whole.dtype) and self._settings.low_precision
                 weights[name] = whole.detach().to("cpu", self._settings.dtype if casts else whole.dtype)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
-from fullshard.engine.runtime import turns_in
+from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.fully_shard import default_device
 from fullshard.integrations.deepspeed.building import MakeOptimizer, ModelParameters, make_optimizer, make_scheduler
@@ -107,7 +107,7 @@ def _config(args: Any, config: Config | None, config_params: Config | None) -> C
 
 
 def _shard(model: nn.Module, settings: Configuration, device: torch.device, policy: AutoWrapPolicy | None) -> None:
-    if turns_in(model):
+    if units_in(model):
         raise ConfigError(
             "the model given to initialize has been sharded, wholly or in parts. Pass a plain one: the configuration's "
             "ZeRO stage says how it is sharded, and auto_wrap_policy= which modules are units."
@@ -127,8 +127,8 @@ def _shard(model: nn.Module, settings: Configuration, device: torch.device, poli
         offload_policy=settings.offload,
     )
     if not settings.averages:
-        for turn in turns_in(model):
-            turn.unit.settings.divisor = 1.0
+        for unit in units_in(model):
+            unit.state.gradient_divisor = 1.0
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:

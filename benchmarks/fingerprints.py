@@ -45,8 +45,8 @@ def main() -> None:
                 seconds[clock][compares].append(end - start)
     shares = {}
     for clock, taken in seconds.items():
-        with_claims, without = taken[True][3:], taken[False][3:]
-        cost = statistics.median(a - b for a, b in zip(with_claims, without, strict=True))
+        with_fingerprints, without = taken[True][3:], taken[False][3:]
+        cost = statistics.median(a - b for a, b in zip(with_fingerprints, without, strict=True))
         shares[clock] = cost / statistics.median(without)
         if dist.get_rank() == 0:
             step = statistics.median(without)

@@ -14,7 +14,7 @@ from small_models import Chain, Layer, chain, inputs, leave, sgd, whole_grads
 from torch import Tensor, nn
 
 from fullshard import Placement, Placements, RankMismatchError, compare_ranks, fully_shard
-from fullshard.comm.fingerprint import CLAIM_NBYTES, claim, mismatch
+from fullshard.comm.fingerprint import FINGERPRINT_NBYTES, fingerprint, mismatch
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing import assert_same, run_ranks
 
@@ -22,19 +22,19 @@ text = st.text(max_size=200)
 
 
 @given(units=st.lists(text, min_size=2, max_size=2), microbatches=st.lists(st.integers(0, 9), min_size=2, max_size=2))
-def test_claims_are_alike_exactly_if_what_they_say_is(units, microbatches):
-    claims = [
-        claim("all_gather", Origin(unit[-20:], Phase.FORWARD, microbatch), 3, 77)
+def test_fingerprints_are_alike_exactly_if_what_they_say_is(units, microbatches):
+    fingerprints = [
+        fingerprint("all_gather", Origin(unit[-20:], Phase.FORWARD, microbatch), 3, 77)
         for unit, microbatch in zip(units, microbatches, strict=True)
     ]
-    assert all(len(told) == CLAIM_NBYTES for told in claims)
+    assert all(len(published) == FINGERPRINT_NBYTES for published in fingerprints)
     same = units[0][-20:] == units[1][-20:] and microbatches[0] == microbatches[1]
-    assert (mismatch(claims, [0, 1]) is None) == same
+    assert (mismatch(fingerprints, [0, 1]) is None) == same
 
 
 def test_a_long_name_keeps_its_end():
     unit = "trunk." * 40 + "block.7"
-    error = mismatch([claim("all_gather", Origin(name, Phase.FORWARD, 1), 2, 5) for name in (unit, "")], [4, 6])
+    error = mismatch([fingerprint("all_gather", Origin(name, Phase.FORWARD, 1), 2, 5) for name in (unit, "")], [4, 6])
     assert "block.7 (2 tensors, 5 bytes) in forward of microbatch 1" in str(error)
     assert "rank 6 started all_gather of the root" in str(error)
 
@@ -93,7 +93,7 @@ def a_layer_less(before: int, strategy: str) -> None:
     steps(model, 1)
 
 
-def told(scenario: Callable[[int, str], None], before: int, strategy: str) -> str:
+def published(scenario: Callable[[int, str], None], before: int, strategy: str) -> str:
     with pytest.raises(RankMismatchError) as raised:
         scenario(before, strategy)
     return str(raised.value)
@@ -116,7 +116,7 @@ def told(scenario: Callable[[int, str], None], before: int, strategy: str) -> st
     ],
 )
 def test_ranks_that_differ_get_the_same_error(scenario, strategy, sides, before):
-    messages = run_ranks(3, told, scenario, before, strategy)
+    messages = run_ranks(3, published, scenario, before, strategy)
     assert len(set(messages)) == 1
     for side in sides:
         assert side in messages[0]
@@ -146,7 +146,7 @@ def unused_on_one_rank(before: int, strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_parameters_that_only_some_ranks_use_are_an_error_that_says_what_to_call(strategy):
-    messages = run_ranks(3, told, unused_on_one_rank, 0, strategy)
+    messages = run_ranks(3, published, unused_on_one_rank, 0, strategy)
     assert len(set(messages)) == 1
     assert "set_reduce_scatter_unused_params(True)" in messages[0]
 

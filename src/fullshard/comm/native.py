@@ -1,0 +1,57 @@
+"""The backend's own collectives: NCCL and its like, and the fake backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard._compat import all_gather_each, all_reduce_each, reduce_scatter_each
+from fullshard.comm.collectives import Collectives, divide
+
+__all__ = ["NativeCollectives"]
+
+
+class NativeCollectives(Collectives):
+    """The backend's own collectives, one launch for all tensors of a call, queued on the current stream."""
+
+    is_queued = True
+
+    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        all_gather_each([*wholes], [*parts], self.group)
+        return _nothing
+
+    def reduce_scatter(
+        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
+    ) -> Callable[[], None]:
+        # Rows missing in the last part are the one reason to copy a gradient: the backend wants equal parts.
+        equal = [_padded(whole, n * self.world) for whole, n in zip(wholes, part_numels, strict=True)]
+        room = [s if s.numel() == n else s.new_empty(n) for s, n in zip(sums, part_numels, strict=True)]
+        reduce_scatter_each(room, equal, self.group)
+        for out, total in zip(room, sums, strict=True):
+            if out is not total:
+                total.copy_(out[: total.numel()])
+        divide(sums, divisor)
+        return _nothing
+
+    def all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
+        all_reduce_each([*tensors], self.group)
+        divide(tensors, divisor)
+        return _nothing
+
+    def all_to_all(self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        nothing = [send[self.rank].new_empty(0)]  # its own is in place
+        before, after = slice(self.rank), slice(self.rank + 1, None)
+        received, sent = ([*tensors[before], *nothing, *tensors[after]] for tensors in (receive, send))
+        dist.all_to_all(received, sent, group=self.group)
+        return _nothing
+
+
+def _nothing() -> None:
+    """What is left to do when the backend has done it all."""
+
+
+def _padded(whole: Tensor, numel: int) -> Tensor:
+    return whole if whole.numel() == numel else torch.nn.functional.pad(whole, (0, numel - whole.numel()))

@@ -1,0 +1,168 @@
+"""Messages between each two ranks, straight from where data lies into its place: gloo between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.comm.collectives import Collectives, divide, keep_own
+from fullshard.device.memory import Pool
+from fullshard.layout.shard_spec import owned
+from fullshard.liveness.watchdog import PeerGoneError
+
+__all__ = ["PairwiseCollectives", "part_of", "sum_in_rank_order"]
+
+_FINGERPRINT_TAGS = 1 << 16  # more than there are collectives under way at once
+
+_Works = list[tuple[int, dist.Work]]  # messages under way, by the peer
+
+
+class PairwiseCollectives(Collectives):
+    """Every rank sends to every other what that one needs, straight from where it lies into its place.
+
+    gloo's own all-gather and reduce-scatter go through buffers of their own, and its reduce-scatter sums everything
+    everywhere. Each message has a tag of its own, since messages of several units are under way at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._scratch = Pool(torch.device("cpu"))
+        self._fingerprint_tag = self._reserve_tags(_FINGERPRINT_TAGS)
+        self._fingerprints = 0
+
+    def _peers(self) -> list[int]:
+        """The other ranks, nearest above first, so that not all ranks send to the same one at once."""
+        return [(self.rank + step) % self.world for step in range(1, self.world)]
+
+    def _exchange_fingerprints(self, mine: bytes) -> Callable[[], list[bytes]]:
+        tag = self._fingerprint_tag + self._fingerprints % _FINGERPRINT_TAGS
+        self._fingerprints += 1
+        return self._exchange(mine, tag)
+
+    def _exchange(self, mine: bytes, tag: int) -> Callable[[], list[bytes]]:
+        """Send `mine`, of the same size on all ranks, to all. What is returned waits for those of all ranks."""
+        published = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        rooms = list(torch.empty(self.world, len(mine), dtype=torch.uint8))
+        rooms[self.rank] = published
+        works: _Works = [work for peer in self._peers() for work in self._receive(rooms[peer], peer, tag)]
+        works += [work for peer in self._peers() for work in self._send(published, peer, tag)]
+
+        def received() -> list[bytes]:
+            _wait_all(works)
+            return [room.numpy().tobytes() for room in rooms]
+
+        return received
+
+    def _send(self, tensor: Tensor, rank: int, tag: int) -> _Works:
+        try:
+            work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag) if tensor.numel() else None
+        except RuntimeError as error:
+            _raise_if_gone(rank, error)
+            raise
+        return [] if work is None else [(rank, work)]
+
+    def _receive(self, tensor: Tensor, rank: int, tag: int) -> _Works:
+        try:
+            work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag) if tensor.numel() else None
+        except RuntimeError as error:
+            _raise_if_gone(rank, error)
+            raise
+        return [] if work is None else [(rank, work)]
+
+    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        works: _Works = []
+        places = [whole.view(self.world, -1) for whole in wholes]
+        for peer in self._peers():
+            for i, place in enumerate(places):
+                works += self._receive(place[peer], peer, tag + i)
+        for peer in self._peers():
+            for i, part in enumerate(parts):
+                works += self._send(part, peer, tag + i)
+        keep_own([place[self.rank] for place in places], parts)
+        return lambda: _wait_all(works)
+
+    def reduce_scatter(
+        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
+    ) -> Callable[[], None]:
+        works: _Works = []
+        peers = self._peers()
+        received: list[dict[int, Tensor]] = [
+            {peer: self._scratch.take(out.numel(), out.dtype) for peer in peers} for out in sums
+        ]
+        for peer in peers:
+            for i, room in enumerate(received):
+                works += self._receive(room[peer], peer, tag + i)
+        for peer in peers:
+            for i, (whole, n) in enumerate(zip(wholes, part_numels, strict=True)):
+                works += self._send(whole[peer * n : (peer + 1) * n], peer, tag + i)
+
+        def finish() -> None:
+            _wait_all(works)
+            for out, whole, n, room in zip(sums, wholes, part_numels, received, strict=True):
+                mine = whole[self.rank * n : (self.rank + 1) * n]
+                sum_in_rank_order(out, [room.get(rank, mine) for rank in range(self.world)], divisor)
+                for scratch in room.values():
+                    self._scratch.give(scratch)
+
+        return finish
+
+    def all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
+        part_numels = [len(owned(tensor.numel(), self.world, 0)) for tensor in tensors]
+        mine = [part_of(tensor, n, self.rank) for tensor, n in zip(tensors, part_numels, strict=True)]
+        sums = [self._scratch.take(part.numel(), part.dtype) for part in mine]
+        reduced = self.reduce_scatter(sums, tensors, part_numels, divisor, tag)
+
+        def finish() -> None:
+            reduced()
+            works: _Works = []
+            second = tag + len(tensors)
+            for peer in self._peers():
+                for i, (tensor, n) in enumerate(zip(tensors, part_numels, strict=True)):
+                    works += self._receive(part_of(tensor, n, peer), peer, second + i)
+                    works += self._send(sums[i], peer, second + i)
+            for part, total in zip(mine, sums, strict=True):
+                part.copy_(total)
+            _wait_all(works)
+            for total in sums:
+                self._scratch.give(total)
+
+        return finish
+
+    def all_to_all(self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        works = [work for peer in self._peers() for work in self._receive(receive[peer], peer, tag)]
+        works += [work for peer in self._peers() for work in self._send(send[peer], peer, tag)]
+        return lambda: _wait_all(works)
+
+
+def _wait_all(works: _Works) -> None:
+    for peer, work in works:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            _raise_if_gone(peer, error)
+            raise
+
+
+def _raise_if_gone(peer: int, error: RuntimeError) -> None:
+    """Say that `error`, of a message to or from `peer`, means that `peer` is gone, unless it was a time-out."""
+    if "Timed out" not in str(error):
+        raise PeerGoneError(peer) from error
+
+
+def part_of(whole: Tensor, part_numel: int, rank: int) -> Tensor:
+    """What of a whole is `rank`'s; less than a part at the end."""
+    return whole[rank * part_numel : (rank + 1) * part_numel]
+
+
+def sum_in_rank_order(out: Tensor, terms: Sequence[Tensor], divisor: float) -> None:
+    """`out` = (terms[0] + terms[1] + ...) / divisor, in as few passes as that order of operations allows."""
+    if len(terms) == 1:
+        out.copy_(terms[0])
+    else:
+        torch.add(terms[0], terms[1], out=out)
+    for term in terms[2:]:
+        out.add_(term)
+    divide([out], divisor)

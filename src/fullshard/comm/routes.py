@@ -1,0 +1,64 @@
+"""Which collectives a process group has: by what its backend is called."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.collectives import Collectives
+from fullshard.comm.native import NativeCollectives
+from fullshard.comm.shared_memory import SharedMemoryCollectives
+from fullshard.errors import ConfigError
+from fullshard.tape.context import Kept
+
+__all__ = ["collectives_for", "collectives_of", "register_backend"]
+
+_routes: dict[str, type[Collectives]] = {
+    "gloo": SharedMemoryCollectives,
+    **dict.fromkeys(("nccl", "xccl", "ucc", "hccl", "mccl", "fake"), NativeCollectives),
+}
+
+
+def register_backend(backend: str, kind: type[Collectives]) -> None:
+    """Let process groups whose backend is called `backend` have collectives of `kind`.
+
+    `NativeCollectives` fits whatever has coalesced collectives on a queue, as NCCL has.
+    """
+    _routes[backend] = kind
+
+
+def _close(collectives: Collectives) -> None:
+    collectives.close()
+
+
+_of_group: Kept[tuple[dist.ProcessGroup, str], Collectives] = Kept("collectives of process groups", _close)
+
+
+def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectives:
+    """The collectives of `group` for tensors on `device`: always the same object, so that its channels stay apart.
+
+    Raises:
+        ConfigError: the backend is not a known one.
+    """
+    return _of_group.get_or_make((group, device.type), lambda: _kind(group, device)(group))
+
+
+def collectives_of(group: dist.ProcessGroup) -> Collectives:
+    """The collectives of `group` for tensors on the device that it is best at; for objects, any device will do."""
+    accelerator = torch.accelerator.current_accelerator()
+    on_cpu = dist.get_backend(group) in ("gloo", "fake")
+    return collectives_for(group, torch.device("cpu") if on_cpu or accelerator is None else accelerator)
+
+
+def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
+    config = dist.get_backend_config(group)  # such as "gloo", or "cpu:gloo,cuda:nccl"
+    by_device = dict(pair.split(":", 1) for pair in config.split(",")) if ":" in config else {}
+    backend = by_device.get(device.type, by_device.get("cpu", config))
+    if backend not in _routes:
+        raise ConfigError(
+            f"process group with backend {backend!r} for {device.type} tensors: known are {', '.join(_routes)}. Make "
+            "it with one of these, or say by fullshard.comm.routes.register_backend how it moves data."
+        )
+    if _routes[backend] is SharedMemoryCollectives and device.type != "cpu":
+        return NativeCollectives
+    return _routes[backend]

@@ -1,0 +1,243 @@
+"""Through memory that all ranks of a group see: gloo on one host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from hashlib import sha256
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard._compat import group_timeout_s
+from fullshard.comm.collectives import Call, keep_own
+from fullshard.comm.neighbours import Block, CannotShareError, Key, Neighbours, connect, nbytes_end_to_end
+from fullshard.comm.pairwise import PairwiseCollectives, part_of, sum_in_rank_order
+from fullshard.layout.shard_spec import owned
+from fullshard.liveness.watchdog import PeerGoneError
+from fullshard.liveness.whereabouts import here
+from fullshard.tape.recorder import Event, Origin, Phase
+
+__all__ = ["SharedMemoryCollectives"]
+
+_log = logging.getLogger(__name__)
+
+
+class SharedMemoryCollectives(PairwiseCollectives):
+    """Every rank puts what others need where they see it, and they take it from there; claims go along.
+
+    If not all ranks are on one host, it is pairwise after all. This turns out in the first collective, since only there
+    all ranks of the group are sure to meet.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._meeting_tag = self._reserve_tags(2)
+        self._plan_tag = self._reserve_tags(1)
+        self._fingerprint = b""  # goes with the collective that is being started
+        self._started = 0  # collectives, which all ranks count alike: nothing is taken for what came before or after
+
+    @cached_property
+    def neighbours(self) -> Neighbours | None:
+        """The other ranks, if all are on this host. Asked first, it is a collective."""
+        if self.world == 1:
+            return None
+        tags = iter(range(self._meeting_tag, self._meeting_tag + 2))
+
+        def exchange(mine: bytes) -> list[bytes]:
+            return self._exchange(mine, next(tags))()
+
+        with here.waiting("meeting of the ranks on a host", Origin("", Phase.IDLE)):
+            try:
+                return connect(self.rank, exchange, group_timeout_s(self.group))
+            except CannotShareError as obstacle:
+                _log.info("ranks %s exchange messages by gloo and share no memory: %s", self._ranks, obstacle)
+                return None
+
+    def close(self) -> None:
+        """Leave the neighbours, if they ever met."""
+        neighbours = vars(self).get("neighbours")
+        if neighbours is not None:
+            neighbours.close()
+
+    def common_storages(self, sizes: Sequence[int], plan: str) -> list[torch.UntypedStorage]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return []
+        call = Call("agreement on memory in common", Origin("", Phase.IDLE), len(sizes), sum(sizes), 0, 0)
+        digest = sha256(f"{plan}{list(sizes)}".encode()).digest()
+        with here.waiting(call.name, call.origin):
+            try:
+                plans = self._exchange(digest, self._plan_tag)()
+                if not sizes or any(other != digest for other in plans):
+                    return []
+                neighbours.drop_free()  # what was gathered went through them, and will not any more
+                collective, _ = self._next_key(0)
+                return [memory.storage for memory in neighbours.common(sizes, collective)]
+            except PeerGoneError as gone:
+                raise self._lost(gone, call) from gone
+
+    def gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        neighbours = self.neighbours
+        assert neighbours is not None, "memory in common is for neighbours"
+        collective, _ = self._next_key(tag)
+        free, written = (collective, tag), (collective, tag + 1)
+        mine = [whole.view(self.world, -1)[self.rank] for whole in wholes]
+
+        def write() -> None:
+            with torch.no_grad():
+                _copy_each(mine, parts)
+            neighbours.signal(written)
+
+        neighbours.signal(free, self._take_fingerprint())
+        neighbours.when_signalled(written, _nothing)
+        neighbours.when_signalled(free, write)  # when nobody needs any more what lies there
+
+        def finish() -> None:
+            neighbours.await_signals(free)
+            neighbours.await_signals(written)
+
+        return finish
+
+    def _exchange_fingerprints(self, mine: bytes) -> Callable[[], list[bytes]]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return super()._exchange_fingerprints(mine)
+        self._fingerprint = mine
+
+        def received() -> list[bytes]:
+            fingerprints = {**neighbours.next_fingerprints(), self.rank: mine}
+            return [fingerprints[rank] for rank in range(self.world)]
+
+        return received
+
+    def _record(self, call: Call) -> Event | None:
+        if self.neighbours is not None and call.name != "broadcast":
+            messages = (2 if call.name == "all_reduce" or call.how else 1) * (self.world - 1)
+            call = replace(call, messages=messages)
+        return super()._record(call)
+
+    def all_gather(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return super().all_gather(wholes, parts, tag)
+        key = self._next_key(tag)
+        self._show(neighbours, key, dict.fromkeys(self._peers(), parts))
+        places = [whole.view(self.world, -1) for whole in wholes]
+        keep_own([place[self.rank] for place in places], parts)
+
+        def finish() -> None:
+            self._take(neighbours, key, {rank: [place[rank] for place in places] for rank in range(self.world)})
+
+        return finish
+
+    def reduce_scatter(
+        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
+    ) -> Callable[[], None]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return super().reduce_scatter(sums, wholes, part_numels, divisor, tag)
+        key = self._next_key(tag)
+        parts = self._parts_by_rank(wholes, part_numels)
+        block = self._show(neighbours, key, parts, patiently=True)
+
+        def finish() -> None:
+            self._sum(neighbours, key, sums, parts[self.rank], divisor)
+            # All have told, and whoever has not read it needs nothing more of this rank.
+            block.is_due = block.about == key
+
+        return finish
+
+    def arrival(self, tag: int) -> Callable[[], bool] | None:
+        neighbours = self.neighbours
+        return None if neighbours is None else partial(neighbours.have_all_published, (self._started, tag))
+
+    def all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return super().all_reduce(tensors, divisor, tag)
+        first = self._next_key(tag)
+        second = (first[0], tag + len(tensors))
+        parts = self._parts_by_rank(tensors, [len(owned(tensor.numel(), self.world, 0)) for tensor in tensors])
+        mine = parts[self.rank]
+        self._show(neighbours, first, parts)
+
+        def finish() -> None:
+            block = neighbours.take(nbytes_end_to_end(mine))
+            sums = block.memory.tensors_like(mine)
+            self._sum(neighbours, first, sums, mine, divisor)
+            neighbours.publish(second, block)
+            _copy_each(mine, sums)
+            self._take(neighbours, second, parts)
+
+        return finish
+
+    def all_to_all(self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        neighbours = self.neighbours
+        if neighbours is None:
+            return super().all_to_all(receive, send, tag)
+        key = self._next_key(tag)
+        self._show(neighbours, key, {rank: [part] for rank, part in enumerate(send)})
+        return lambda: self._take(neighbours, key, {rank: [room] for rank, room in enumerate(receive)})
+
+    def _next_key(self, tag: int) -> Key:
+        self._started += 1
+        return self._started, tag
+
+    def _parts_by_rank(self, wholes: Sequence[Tensor], part_numels: Sequence[int]) -> dict[int, list[Tensor]]:
+        """Every rank's part of each whole."""
+        pairs = list(zip(wholes, part_numels, strict=True))
+        return {rank: [part_of(whole, n, rank) for whole, n in pairs] for rank in range(self.world)}
+
+    def _show(
+        self, neighbours: Neighbours, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
+    ) -> Block:
+        """Put every other rank's `parts` where it can take them from, and tell. The same for several lie there once."""
+        starts: dict[int, int] = {}
+        shown: dict[tuple[int, ...], tuple[int, Sequence[Tensor]]] = {}
+        end = 0
+        for peer in self._peers():
+            tensors = parts[peer]
+            which = tuple(map(id, tensors))
+            if which not in shown:
+                shown[which] = (end, tensors)
+                end += nbytes_end_to_end(tensors)
+            starts[peer], _ = shown[which]
+        block = neighbours.take(end, patiently=patiently)
+        for start, tensors in shown.values():
+            _copy_each(block.memory.tensors_like(tensors, start), tensors)
+        neighbours.publish(key, block, starts, self._take_fingerprint())
+        return block
+
+    def _take_fingerprint(self) -> bytes:
+        fingerprint, self._fingerprint = self._fingerprint, b""
+        return fingerprint
+
+    def _take(self, neighbours: Neighbours, key: Key, rooms: Mapping[int, Sequence[Tensor]]) -> None:
+        """Wait for what the others show of `key`, and copy it to their `rooms`."""
+        published = neighbours.published(key)
+        for one in published:
+            _copy_each(rooms[one.rank], one.tensors_like(rooms[one.rank]))
+        neighbours.have_read(published)
+
+    def _sum(
+        self, neighbours: Neighbours, key: Key, sums: Sequence[Tensor], mine: Sequence[Tensor], divisor: float
+    ) -> None:
+        """Wait for what the others show of `key`, and add it to what is `mine`."""
+        published = neighbours.published(key)
+        terms = {**{one.rank: one.tensors_like(mine) for one in published}, self.rank: mine}
+        for i, out in enumerate(sums):
+            sum_in_rank_order(out, [terms[rank][i] for rank in range(self.world)], divisor)
+        neighbours.have_read(published)
+
+
+def _nothing() -> None:
+    """What is left to do when nothing is."""
+
+
+def _copy_each(places: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+    for place, tensor in zip(places, sent, strict=True):
+        place.copy_(tensor)

@@ -1,0 +1,86 @@
+"""One forward of a unit, and when its backward begins and is over.
+
+[Note: when a unit's backward is over]
+The last gradient of its parameters does not mean that its whole parameters are not needed any more: a frozen weight is
+read to pass a gradient on to the inputs, and sends no sign. But autograd runs the nodes that can run in the reverse
+order of their making. So a call is over when anything that was made before it gets its gradient: an input of the call,
+or an output of a call that had ended when this one began. The graph is left as it is, so that gradients are added in
+the order in which they would be without sharding. A unit at the start of the graph is freed at the end of backward.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from fullshard.engine.nested import map_tensors, tensors_in
+from fullshard.engine.unit import Unit
+
+__all__ = ["Backward", "Call"]
+
+
+class Backward(Protocol):
+    """What a call tells of its backward; the runtime does it."""
+
+    def begin_backward(self) -> int:
+        """The number of the backward that is executing."""
+
+    def end_calls_since(self, time: int) -> None:
+        """Note that the backward of every call that began after `time` is over."""
+
+    def before_backward(self, call: Call) -> None:
+        """Have the unit of `call` unsharded again."""
+
+    def after_backward(self, call: Call) -> None:
+        """Note that the backward of `call` is over."""
+
+
+class Call:
+    """One forward of a unit, as its backward will see it."""
+
+    def __init__(self, runtime: Backward, unit: Unit, start: int) -> None:
+        self._runtime = runtime
+        self.unit = unit
+        self.start = start
+        self._end = start
+        self._before: list[Node] = []  # nodes that had made the inputs
+        self._backward = -1  # the last one that came to it
+
+    def watch_inputs(self, given: Any) -> Any:
+        """Be told when the gradient of anything in `given` is known. Returns it as the forward is to see it."""
+        tensors = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
+        self._before = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        watched = [tensor for tensor in tensors if self._is_in_order(tensor)]
+        leaf = next((tensor for tensor in tensors if tensor.grad_fn is None), None)
+        if not watched and leaf is not None:  # no node has made it, so let one make what forward sees
+            watched = [leaf.view_as(leaf)]
+            given = map_tensors(lambda tensor: watched[0] if tensor is leaf else tensor, given)
+        for tensor in watched:
+            tensor.register_hook(self._after_input)
+        return given
+
+    def watch_outputs(self, returned: Any, end: int) -> None:
+        """Have the unit unsharded before the gradient goes on from anything in `returned` into the call."""
+        self._end = end
+        for tensor in tensors_in(returned):
+            if tensor.requires_grad and tensor.grad_fn not in self._before:  # an input may be passed on as it came
+                tensor.register_hook(partial(self._before_output, self._is_in_order(tensor)))
+        self._before = []
+
+    def _is_in_order(self, tensor: Tensor) -> bool:
+        """Whether the gradient of `tensor` is known when all that was made after it is done, and not before."""
+        return tensor.grad_fn is not None and tensor.device == self.unit.device
+
+    def _before_output(self, is_in_order: bool, grad: Tensor) -> None:
+        serial = self._runtime.begin_backward()
+        if is_in_order:
+            self._runtime.end_calls_since(self._end)
+        if self._backward != serial:
+            self._backward = serial
+            self._runtime.before_backward(self)
+
+    def _after_input(self, grad: Tensor) -> None:
+        self._runtime.after_backward(self)

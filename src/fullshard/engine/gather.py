@@ -1,0 +1,129 @@
+"""A parameter group's gather: from every rank's shards to the unsharded buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fullshard.comm.two_level import TwoLevelGathers
+from fullshard.comm.wire import Gathers, Pending
+from fullshard.device.memory import Pool
+from fullshard.engine.group_buffers import ShardStorage, UnshardedBuffer
+from fullshard.engine.sharded_param import ShardedParam
+from fullshard.tape.recorder import Origin
+
+__all__ = ["Gather", "LocalGather", "TwoLevelGather"]
+
+
+class Gather:
+    """Gathers over all ranks of the shard axis.
+
+    Args:
+        params: the group's.
+        storage: where their shards rest.
+        wire: what they go over.
+        scratch: memory for shards that are cast to travel.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam], storage: ShardStorage, wire: Gathers, scratch: Pool) -> None:
+        self._params = params
+        self._storage = storage
+        self._wire = wire
+        self._scratch = scratch
+        self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they travel
+        self._gathered_version = -1
+
+    @property
+    def version(self) -> int:
+        """A number that grows whenever anybody writes to one of the shards in place."""
+        return sum([param.sharded._version for param in self._params])
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the unsharded buffer, having been kept, still has every rank's present values."""
+        return self._gathered_version >= 0 and self._gathered_version == self.version
+
+    def invalidate(self) -> None:
+        """Gather anew when unsharded parameters are needed next: their memory was given back."""
+        self._gathered_version = -1
+
+    def shards_changed(self) -> None:
+        """Gather anew when unsharded parameters are needed next: a rank's shards are others, whatever versions say."""
+        self.invalidate()
+
+    def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
+        """Begin to fill the unsharded buffer. The groups of a unit gather side by side.
+
+        Args:
+            unsharded: the group's.
+            origin: on whose behalf.
+            in_common: the buffer is one that all ranks of the shard axis fill and read.
+        """
+        return self._wire.all_gather(unsharded.receive, self._to_send(), origin=origin, in_common=in_common)
+
+    def finish(self, unsharded: UnshardedBuffer) -> None:
+        """Put what came in the pack where it belongs. Call when the gather has ended."""
+        if self._sent is not None:
+            self._scratch.give(self._sent)
+            self._sent = None
+        unsharded.unpack()
+        self._gathered_version = self.version
+
+    def _to_send(self) -> list[Tensor]:
+        parts, self._sent = self._storage.to_send(self._scratch)
+        return parts
+
+    @property
+    def secondary_nbytes(self) -> int:
+        """Bytes of this rank's secondary shards, where groups of neighbouring ranks keep parameters together."""
+        return 0
+
+    def release_secondary(self) -> None:
+        """Give the secondary shards' memory back."""
+
+
+class TwoLevelGather(Gather):
+    """Gathers across groups of neighbouring ranks and then within each; within only, as long as nothing has changed."""
+
+    def __init__(
+        self, params: Sequence[ShardedParam], storage: ShardStorage, wire: TwoLevelGathers, scratch: Pool
+    ) -> None:
+        super().__init__(params, storage, wire, scratch)
+        self._two_level = wire
+        self._secondary_version = -1
+
+    def shards_changed(self) -> None:
+        """See `Gather.shards_changed`. Secondary shards are no longer true either."""
+        super().shards_changed()
+        self._secondary_version = -1
+
+    def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
+        """See `Gather.start`."""
+        if self.secondary_nbytes and self._secondary_version == self.version:
+            return self._two_level.gather_within(unsharded.receive, origin=origin)
+        self._secondary_version = self.version
+        return super().start(unsharded, origin, in_common=False)
+
+    @property
+    def secondary_nbytes(self) -> int:
+        """See `Gather.secondary_nbytes`."""
+        return self._two_level.secondary_nbytes
+
+    def release_secondary(self) -> None:
+        """See `Gather.release_secondary`."""
+        self._two_level.release()
+
+
+class LocalGather(Gather):
+    """Where every rank steps whole parameters: at most a cast."""
+
+    def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
+        """See `Gather.start`. Nothing is sent."""
+        if not self._storage.plan.lives_in_unsharded:
+            unsharded.flat.copy_(self._storage.memory, non_blocking=True)
+        return Pending()
+
+    def finish(self, unsharded: UnshardedBuffer) -> None:
+        """See `Gather.finish`."""
+        self._gathered_version = self.version

@@ -1,0 +1,172 @@
+"""A parameter group's gradients between autograd and the optimizer.
+
+Whole gradients lie where autograd left them, or are held here for a later microbatch's reduction. What a reduction
+makes of them is this rank's shards, in one buffer that every step uses again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fullshard._compat import dtensor_like, holders, storage_holders
+from fullshard.device.lanes import is_capturing
+from fullshard.engine.group_plan import GroupPlan
+from fullshard.engine.sharded_param import ShardedParam
+from fullshard.layout.offsets import contiguous_strides
+
+__all__ = ["Gradients", "Withheld"]
+
+
+@dataclass
+class Withheld:
+    """What waits for a later microbatch, by index of the parameter."""
+
+    whole: dict[int, Tensor] = field(default_factory=dict)  # gradients that were not reduced, in the reduce dtype
+    first_sums: dict[int, Tensor] = field(default_factory=dict)  # sums that miss the second level
+
+
+class Gradients:
+    """The gradients of a group.
+
+    Args:
+        plan: the group's.
+        params: its parameters.
+        withheld: what microbatches before have left.
+    """
+
+    def __init__(self, plan: GroupPlan, params: Sequence[ShardedParam], withheld: Withheld) -> None:
+        self.plan = plan
+        self.params = params
+        self.withheld = withheld
+        self.flat: Tensor | None = None  # the optimizer's gradients, one after another as the shards are
+        self._shards: list[DTensor] = []  # as the optimizer sees them, one a parameter
+        self._holders: list[Any] = []  # what `holders` says of each while nobody else has it
+        self._flat_holders: Any = None  # what `storage_holders` says of `flat` then
+        shapes = [param_layout.spec.shard_shape(plan.rank) for param_layout in plan.layout.params]
+        starts = [param_layout.shard_offset for param_layout in plan.layout.params]
+        self._stretches = [slice(start, start + prod(shape)) for start, shape in zip(starts, shapes, strict=True)]
+        self._strided = [(it, contiguous_strides(it), start) for it, start in zip(shapes, starts, strict=True)]
+        self._may_have_stepped = False
+        self._is_replayed = False  # a CUDA graph has gradients of it: steps are taken that nothing here hears of
+        self._written_by_graphs: list[Tensor | None] = []  # whenever they are replayed, so that nobody else may have it
+
+    # -- whole gradients ----------------------------------------------------------------------------------------------
+
+    def take(self) -> dict[int, Tensor]:
+        """The whole gradients, by index of the parameter, that this microbatch and those held back have left.
+
+        In the reduce dtype and contiguous.
+        """
+        grads, reduce = {}, self.plan.contract.reduce
+        for i, param in enumerate(self.params):
+            grad = param.take_grad()
+            held = self.withheld.whole.pop(i, None)
+            if grad is not None:
+                if grad.layout is not torch.strided:
+                    grad = grad.to_dense()
+                if grad.dtype is not reduce:
+                    grad = grad.to(reduce)
+                if not grad.is_contiguous():
+                    grad = grad.contiguous()
+            if held is not None:
+                grad = held if grad is None else held.add_(grad)
+            if grad is not None:
+                grads[i] = grad
+        return grads
+
+    def hold(self) -> None:
+        """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""
+        if self.plan.contract.reduce == self.plan.contract.compute:
+            return  # autograd goes on adding to them where they are
+        self.withheld.whole.update(self.take())
+
+    def drop(self) -> None:
+        """Forget the whole gradients that no reduction has taken."""
+        self.withheld.whole.clear()
+        for param in self.params:
+            param.unsharded.grad = None
+
+    def missing(self, grads: dict[int, Tensor]) -> str:
+        """A note of which trained parameters have no gradient in `grads`; empty, if all have."""
+        if len(grads) == len(self.params):
+            return ""
+        names = [p.fqn for i, p in enumerate(self.params) if p.unsharded.requires_grad and i not in grads]
+        return f"without {', '.join(names)}" if names else ""
+
+    def fill_missing(self, grads: dict[int, Tensor]) -> None:
+        """Add zeros for every parameter that is trained but has no gradient in `grads`."""
+        for i, param in enumerate(self.params):
+            if param.unsharded.requires_grad and i not in grads:
+                grads[i] = self.zeros(i)
+
+    def zeros(self, i: int) -> Tensor:
+        """A whole gradient of zeros of parameter `i`."""
+        plan = self.plan
+        return torch.zeros(plan.layout.params[i].spec.shape, dtype=plan.contract.reduce, device=plan.device)
+
+    # -- what the optimizer sees --------------------------------------------------------------------------------------
+
+    def new_shards(self) -> Tensor:
+        """A buffer for the gradient shards, in the stored dtype: last step's, unless somebody still refers to it."""
+        flat = self.flat
+        if flat is None or self._others_have_it(flat):
+            flat = self.flat = self.plan.memory.zeros(self.plan.layout.shard_numel, self.plan.contract.stored)
+            shards = [self.shard_in(i, flat) for i in range(len(self.params))]
+            self._shards = [dtensor_like(s, p.dtensor) for s, p in zip(shards, self.params, strict=True)]
+            del shards
+            self._holders = [holders(shard) for shard in self._shards]
+            self._flat_holders = storage_holders(flat)
+        return flat
+
+    def _others_have_it(self, flat: Tensor) -> bool:
+        if storage_holders(flat) != self._flat_holders:
+            return True
+        return [holders(shard) for shard in self._shards] != self._holders
+
+    def shard_in(self, i: int, buffer: Tensor) -> Tensor:
+        """This rank's stretch of a shard buffer for parameter `i`, in its shape. The buffer starts its storage."""
+        return buffer.as_strided(*self._strided[i])
+
+    def stretch_of(self, i: int, buffer: Tensor) -> Tensor:
+        """This rank's stretch of a shard buffer for parameter `i`, 1-D, without padding."""
+        return buffer[self._stretches[i]]
+
+    def give(self, i: int) -> None:
+        """Let the optimizer see what lies in `flat` as the gradient of parameter `i`."""
+        self.params[i].sharded.grad = self._shards[i]
+
+    def drop_shards(self) -> None:
+        """Have no buffer for the gradient shards any more."""
+        self.flat = None
+        self._shards, self._holders = [], []
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def expect_step(self) -> None:
+        """Note that the optimizer has gradients to step with."""
+        self._may_have_stepped = True
+        if is_capturing(self.plan.device):
+            self._is_replayed = True
+            self._written_by_graphs.append(self.flat)
+
+    def may_have_stepped(self) -> bool:
+        """Whether an optimizer may have stepped since this was asked last: there were gradients.
+
+        Fused ones leave versions as they are. Asked again, it is only so if there are gradients still.
+        """
+        stepped = self._may_have_stepped or self._is_replayed or is_capturing(self.plan.device)
+        if stepped:
+            self._may_have_stepped = any(param.has_grad for param in self.params)
+        return stepped
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether there are gradients that an optimizer can still step with, or sums that miss the second level."""
+        return self._may_have_stepped or bool(self.withheld.first_sums)

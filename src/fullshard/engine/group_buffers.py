@@ -1,0 +1,151 @@
+"""The memory of a parameter group: where its shards rest, and where its unsharded parameters lie in compute.
+
+Where values rest follows from the placements and the dtypes:
+
+    parameters sharded, or cast for compute    a buffer of this rank's shards            OwnShards
+    whole between steps, optimizer sharded     this rank's rows of the unsharded buffer  RowsOfUnsharded
+    optimizer whole, compute cast              a whole buffer of its own                 WholeCopy
+    optimizer whole                            the unsharded buffer                      UnshardedItself
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from math import prod
+
+import torch
+from torch import Tensor
+
+from fullshard.device.memory import Pool, typed_view
+from fullshard.engine.group_plan import GroupPlan
+from fullshard.engine.pack import Pack
+
+__all__ = ["ShardStorage", "Stretch", "UnshardedBuffer", "shard_storage_for"]
+
+Stretch = tuple[torch.UntypedStorage, int]
+"""Memory from a byte offset of a storage on."""
+
+
+class UnshardedBuffer:
+    """The stretch of a unit's storage in which a group's unsharded parameters lie.
+
+    `params` are these, and `receive` what a gather writes to: the regions of those in place, and the pack's message.
+    """
+
+    def __init__(self, plan: GroupPlan, pack: Pack, stretch: Stretch) -> None:
+        storage, byte_offset = stretch
+        with torch.inference_mode(False):  # may be written to in either mode
+            layout, dtype = plan.layout, plan.contract.compute
+            self.flat = typed_view(storage, dtype, byte_offset, (layout.unsharded_numel,))
+            offsets = [byte_offset + it.unsharded_offset * dtype.itemsize for it in layout.params]
+            shapes = [it.spec.shape for it in layout.params]
+            self.params = [typed_view(storage, dtype, o, s) for o, s in zip(offsets, shapes, strict=True)]
+            self.receive = [self.flat[it.region] for it in layout.in_place]
+            message_offset = byte_offset + layout.unsharded_numel * dtype.itemsize
+            message = typed_view(storage, dtype, message_offset, (layout.world * layout.pack_numel,))
+            if layout.pack_numel:
+                self.receive.append(message)
+            rows = message.view(layout.world, layout.pack_numel)
+            pairs = [pair for i in sorted(layout.packed) for pair in pack.pairs(i, self.params[i], rows)]
+            self._unpacked = [to for to, _ in pairs], [sent for _, sent in pairs]
+
+    @torch.no_grad()
+    def unpack(self) -> None:
+        """Copy what came in the pack to where it belongs."""
+        to, sent = self._unpacked
+        if to:
+            torch._foreach_copy_(to, sent)
+
+
+class ShardStorage(ABC):
+    """Where a group's parameters rest on this rank.
+
+    `shards` has this rank's values of each, in their shape; `memory` is what they take beyond the unsharded buffer.
+    """
+
+    shards: list[Tensor]
+
+    def __init__(self, plan: GroupPlan) -> None:
+        self.plan = plan
+        self.memory = plan.memory.zeros(plan.rest_numel, plan.contract.stored)
+
+    @abstractmethod
+    def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
+        """This rank's send buffers for a gather, and the scratch memory that they lie in, if any."""
+
+
+class OwnShards(ShardStorage):
+    """A buffer of this rank's shards, one after another."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        super().__init__(plan)
+        self.shards = [
+            self.memory[it.shard_offset :][: it.spec.shard_numel(plan.rank)].view(it.spec.shard_shape(plan.rank))
+            for it in plan.layout.params
+        ]
+
+    def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
+        """See `ShardStorage.to_send`. A cast is one copy of all of it."""
+        plan, layout, shards, taken = self.plan, self.plan.layout, self.memory, None
+        sent = plan.contract.stored if plan.encodes_gathers else plan.contract.compute  # encoding casts, too
+        if sent != plan.contract.stored or plan.memory.device != plan.device:
+            shards = taken = scratch.take(layout.shard_numel, sent)
+            shards.copy_(self.memory, non_blocking=True)
+        parts = [shards[it.part] for it in layout.in_place]
+        return [*parts, shards[layout.pack]] if layout.pack_numel else parts, taken
+
+
+class RowsOfUnsharded(ShardStorage):
+    """This rank's rows of the unsharded buffer, and a buffer of its packed shards."""
+
+    def __init__(self, plan: GroupPlan, unsharded: UnshardedBuffer) -> None:
+        super().__init__(plan)
+        layout = plan.layout
+        self._rows = [whole.view(layout.world, -1)[plan.rank] for whole in unsharded.receive[: len(layout.in_place)]]
+        rows = iter(self._rows)
+        self.shards = []
+        for it in layout.params:
+            shape = it.spec.shard_shape(plan.rank)
+            flat = next(rows) if it.in_place else self.memory[it.shard_offset - layout.pack_offset :]
+            self.shards.append(flat[: prod(shape)].view(shape))
+
+    def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
+        """See `ShardStorage.to_send`."""
+        return [*self._rows, self.memory] if self.plan.layout.pack_numel else self._rows, None
+
+
+class WholeCopy(ShardStorage):
+    """Whole parameters as the optimizer steps them, beside those that compute sees."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        super().__init__(plan)
+        self.shards = [
+            self.memory[it.unsharded_offset :][: it.spec.numel].view(it.spec.shape) for it in plan.layout.params
+        ]
+
+    def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
+        """See `ShardStorage.to_send`: nothing, since no rank lacks anything."""
+        return [], None
+
+
+class UnshardedItself(WholeCopy):
+    """Whole parameters, stepped where compute sees them."""
+
+    def __init__(self, plan: GroupPlan, unsharded: UnshardedBuffer) -> None:
+        ShardStorage.__init__(self, plan)
+        self.shards = [
+            unsharded.flat[it.unsharded_offset :][: it.spec.numel].view(it.spec.shape) for it in plan.layout.params
+        ]
+
+
+def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> ShardStorage:
+    """Memory for the shards of a group, as the table above has it. It holds zeros.
+
+    Args:
+        plan: the group's.
+        unsharded: its unsharded buffer, which must be there if parameters live in it.
+    """
+    if not plan.lives_in_unsharded:
+        return OwnShards(plan) if plan.shards_optimizer else WholeCopy(plan)
+    assert unsharded is not None, "what lives in the unsharded buffer needs it"
+    return RowsOfUnsharded(plan, unsharded) if plan.shards_optimizer else UnshardedItself(plan, unsharded)

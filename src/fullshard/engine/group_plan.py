@@ -1,0 +1,133 @@
+"""What follows for a parameter group from its shapes, its dtypes and the user's options, before it has any memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from fullshard.comm.mesh import Axes
+from fullshard.device.memory import MemoryKind
+from fullshard.layout.group_layout import GroupLayout, lay_out
+from fullshard.policy.options import ShardOptions
+from fullshard.policy.precision import DtypeContract
+from fullshard.policy.strategy import Placement, Placements
+
+__all__ = ["GroupPlan"]
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """How a parameter group is to be sharded.
+
+    Args:
+        layout: where its parameters lie.
+        contract: the dtypes.
+        options: the user's.
+        axes: the mesh axes to shard and replicate over.
+        device: where compute runs.
+        memory: where shards live.
+    """
+
+    layout: GroupLayout
+    contract: DtypeContract
+    options: ShardOptions
+    axes: Axes
+    device: torch.device
+    memory: MemoryKind
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Sequence[Sequence[int]],
+        dims: Sequence[int | None],
+        contract: DtypeContract,
+        options: ShardOptions,
+        axes: Axes,
+        device: torch.device,
+        memory: MemoryKind,
+    ) -> GroupPlan:
+        """The plan for parameters of `shapes`, each cut along its one of `dims`, or as is best where that is None."""
+        layout = lay_out(shapes, axes.shard_world, contract.itemsize, dims)
+        return cls(layout, contract, options, axes, device, memory)
+
+    def changed(self, contract: DtypeContract, device: torch.device, memory: MemoryKind) -> GroupPlan:
+        """The plan for the same parameters with other dtypes or in another place."""
+        specs = [param.spec for param in self.layout.params]
+        shapes, dims = [spec.shape for spec in specs], [spec.dim for spec in specs]
+        return self.of(shapes, dims, contract, self.options, self.axes, device, memory)
+
+    def under(self, axes: Axes, placements: Placements) -> GroupPlan:
+        """The plan for the same parameters under other placements, with as many ranks on the shard axis."""
+        precision = self.options.precision
+        if placements.optimizer is Placement.WHOLE:
+            precision = replace(precision, gather_wire=None)  # nothing is gathered
+        return replace(self, axes=axes, options=replace(self.options, placements=placements, precision=precision))
+
+    @cached_property
+    def rank(self) -> int:
+        """Which part is this rank's."""
+        return self.axes.shard_rank
+
+    @cached_property
+    def shards_optimizer(self) -> bool:
+        """Whether a rank steps its own part only."""
+        return self.options.placements.optimizer is Placement.SHARDED
+
+    @cached_property
+    def encodes_gathers(self) -> bool:
+        """Whether unsharded parameters are what comes of encoded ones, this rank's own among them."""
+        return self.contract.gather_wire is not None and self.shards_optimizer and self.layout.world > 1
+
+    @cached_property
+    def casts(self) -> bool:
+        """Whether compute sees other numbers than rest: of another dtype, or as they come from the wire."""
+        return self.contract.stored != self.contract.compute or self.encodes_gathers
+
+    @cached_property
+    def lives_in_unsharded(self) -> bool:
+        """Whether the unsharded buffer itself is where parameters rest."""
+        return self.options.keeps_unsharded and not self.casts and self.memory.device == self.device
+
+    @cached_property
+    def gathers_in_two_levels(self) -> bool:
+        """Whether groups of neighbouring ranks keep parameters together at some time, each its secondary shard."""
+        placements = self.options.placements
+        return self.shards_optimizer and Placement.GROUPED in (placements.parameters, placements.parameters_in_step)
+
+    @property
+    def gathers_from_all(self) -> bool:
+        """Whether a gather fills the unsharded buffer with every rank's part in one go, and as it is."""
+        return self.shards_optimizer and not (self.gathers_in_two_levels or self.encodes_gathers)
+
+    @cached_property
+    def sums_in_two_levels(self) -> bool:
+        """Whether gradients are summed within groups of neighbouring ranks first."""
+        return self.options.placements.gradients is Placement.GROUPED
+
+    @cached_property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of the unsharded buffer, and of the pack's receive buffer beside it."""
+        layout = self.layout
+        return (layout.unsharded_numel + layout.world * layout.pack_numel) * self.contract.compute.itemsize
+
+    @cached_property
+    def rest_numel(self) -> int:
+        """Elements of the memory that shards rest in, beyond the unsharded buffer."""
+        layout = self.layout
+        if not self.shards_optimizer:
+            return 0 if self.lives_in_unsharded else layout.unsharded_numel
+        return layout.pack_numel if self.lives_in_unsharded else layout.shard_numel
+
+    @property
+    def rest_nbytes(self) -> int:
+        """Bytes of `rest_numel`."""
+        return self.rest_numel * self.contract.stored.itemsize
+
+    @property
+    def secondary_numel(self) -> int:
+        """Elements of this rank's secondary shards, where groups of neighbouring ranks keep parameters together."""
+        size = self.axes.group_size
+        return 0 if size is None else self.axes.shard_world // size * self.layout.shard_numel

@@ -1,0 +1,107 @@
+"""What a parameter group sends over: made once, and bound to its channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fullshard.comm.collectives import Collectives
+from fullshard.comm.encoded import EncodedSums, gathers_encoded_as, sums_encoded_as
+from fullshard.comm.mesh import Axes, subgroup
+from fullshard.comm.routes import collectives_for
+from fullshard.comm.two_level import TwoLevelGathers, TwoLevelSums
+from fullshard.comm.wire import Gathers, Sums
+from fullshard.device.memory import Pool, scratch_of
+from fullshard.engine.group_plan import GroupPlan
+
+__all__ = ["GroupWires", "UnitWires"]
+
+_VARIANTS = 1024  # so many ways to lack gradients are told apart
+
+
+@dataclass(frozen=True)
+class UnitWires:
+    """The collectives along a unit's axes, and the scratch memory that they may use."""
+
+    shard: Collectives
+    replicate: Collectives | None
+    across: Collectives | None  # the shard axis once more, in two levels
+    within: Collectives | None
+    scratch: Pool
+
+    @classmethod
+    def along(cls, axes: Axes, device: torch.device) -> UnitWires:
+        """Those along `axes` for tensors on `device`."""
+        replicas, across, within = axes.replicate_group, None, None
+        if axes.group_size is not None:
+            within, across = (collectives_for(subgroup(ranks), device) for ranks in axes.group_ranks)
+        return cls(
+            collectives_for(axes.shard_group, device),
+            None if replicas is None else collectives_for(replicas, device),
+            across,
+            within,
+            scratch_of(device),
+        )
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether ranks were found to do different things, or one was lost, so that nothing can be sent any more."""
+        return any(it is not None and it.broken is not None for it in (self.shard, self.replicate))
+
+
+@dataclass(frozen=True)
+class GroupWires:
+    """What one parameter group's values and gradients go over."""
+
+    gathers: Gathers
+    sums: Sums  # over the shard axis; within it, the second level is `two_level_sums`' if there is one
+    replicas: Sums | None  # over the replicate axis
+    two_level_sums: TwoLevelSums | None
+    scratch: Pool
+
+    @classmethod
+    def bind(cls, plan: GroupPlan, wires: UnitWires) -> GroupWires:
+        """New channels for a group: ranks must make their groups in the same order."""
+        messages = len(plan.layout.in_place) + 1
+        gather_wire = plan.contract.gather_wire if plan.shards_optimizer else None
+        reduce_wire, scratch = plan.contract.reduce_wire, wires.scratch
+        gathers: Gathers
+        if plan.gathers_in_two_levels:
+            assert wires.across is not None and wires.within is not None
+            across = gathers_encoded_as(gather_wire, wires.across.channel(messages), scratch)
+            within = wires.within.channel(messages * wires.across.world)
+            gathers = TwoLevelGathers(across, within, scratch)
+        else:
+            gathers = gathers_encoded_as(gather_wire, wires.shard.channel(messages), scratch)
+        two_level_sums = None
+        if plan.sums_in_two_levels:
+            assert wires.across is not None and wires.within is not None
+            two_level_sums = TwoLevelSums(
+                sums_encoded_as(reduce_wire, wires.across.channel(messages), scratch),
+                wires.within.channel(messages * wires.across.world),
+            )
+        return cls(
+            gathers,
+            sums_encoded_as(reduce_wire, wires.shard.channel(messages, variants=_VARIANTS), scratch),
+            None
+            if wires.replicate is None
+            else sums_encoded_as(reduce_wire, wires.replicate.channel(messages), scratch),
+            two_level_sums,
+            scratch,
+        )
+
+    @property
+    def error_feedback_nbytes(self) -> int:
+        """Bytes that error feedback of encoded gradients keeps."""
+        return sum(sums.error_nbytes for sums in self._encoded_sums)
+
+    def forget_errors(self) -> None:
+        """Start error feedback afresh: what comes next is no continuation of what was sent."""
+        for sums in self._encoded_sums:
+            sums.forget_errors()
+
+    @property
+    def _encoded_sums(self) -> list[EncodedSums]:
+        across = None if self.two_level_sums is None else self.two_level_sums.across
+        return [sums for sums in (self.sums, self.replicas, across) if isinstance(sums, EncodedSums)]

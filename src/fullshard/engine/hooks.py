@@ -1,0 +1,131 @@
+"""From modules to the runtime: hooks around forward, and what users do to a unit's modules between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+
+from fullshard._compat import outside_of_graphs, outside_of_selective_checkpoints
+from fullshard.engine.registry import register, unit_of, units_in
+from fullshard.engine.runtime import Runtime, check_not_summoned, runtime_or_none
+from fullshard.engine.sharded_param import ShardedParam
+from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
+
+__all__ = [
+    "changing_shards",
+    "install",
+    "is_in_use",
+    "refuse_copy",
+    "refuse_pickle",
+    "run_as_forward",
+    "runtime_of",
+]
+
+
+def install(unit: Unit) -> None:
+    """Let `unit`'s modules have it unsharded in forward and backward."""
+    register(unit)
+    for module in unit.modules:
+        refusals = {"__deepcopy__": partial(refuse_copy, module), "__reduce_ex__": partial(refuse_pickle, module)}
+        vars(module).update(refusals)
+        module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(_after_forward, always_call=True)
+    unit.watch(partial(_on_grad, unit))
+
+
+def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What `function(*args, **kwargs)` returns, with `module`'s unit unsharded meanwhile, as in its forward."""
+    args, kwargs = _before_forward(module, args, kwargs)
+    output = None
+    try:
+        output = function(*args, **kwargs)
+    finally:
+        output = _after_forward(module, args, output)
+    return output
+
+
+@outside_of_graphs
+def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    with outside_of_selective_checkpoints():
+        return runtime_of(module).before_forward(unit_of(module), args, kwargs)
+
+
+@outside_of_graphs
+def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
+    unit = unit_of(module)
+    runtime = runtime_or_none(unit)
+    if runtime is None:
+        return output
+    with outside_of_selective_checkpoints():
+        return runtime.after_forward(unit, module, output)
+
+
+def _on_grad(unit: Unit, param: ShardedParam) -> None:
+    runtime = runtime_or_none(unit) or runtime_of(unit.module)
+    runtime.on_grad(unit, param)
+
+
+def runtime_of(module: nn.Module) -> Runtime:
+    """The runtime that drives `module`; made when an outermost module is first used.
+
+    Raises:
+        RankMismatchError: the ranks do not agree on the units.
+    """
+    return runtime_or_none(unit_of(module)) or Runtime(module, units_in(module))
+
+
+def is_in_use(unit: Unit) -> bool:
+    """Whether a forward or backward that is under way needs `unit`. What a failed one has left is cleared up."""
+    runtime = runtime_or_none(unit)
+    if runtime is not None and runtime.is_interrupted:
+        runtime.recover()
+    return unit.state.users > 0
+
+
+@contextmanager
+def changing_shards(unit: Unit) -> Iterator[None]:
+    """A context in which modules may be given other parameters, as `Module.to` does: the unit takes them over.
+
+    Raises:
+        StateError: the unit is in forward or backward, or its parameters are summoned.
+    """
+    check_not_summoned(unit)
+    if is_in_use(unit):
+        raise StateError(
+            f"{unit.name or 'the root'} was to be moved or cast within its forward or backward. Do it between steps."
+        )
+    units = (unit, *unit.borrowed)  # tied weights are changed through any module that has them
+    for unit in units:
+        unit.reshard()
+    yield
+    for unit in units:
+        unit.adopt()
+
+
+def refuse_copy(module: nn.Module, memo: object = None) -> NoReturn:
+    """Raise: a copy of a sharded module would have parameters and hooks, but no unit.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"copy.deepcopy of {type(module).__name__}, which is sharded: a copy would belong to no unit. Build and shard "
+        "a second module, then load_state_dict() this one's state_dict() into it."
+    )
+
+
+def refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:
+    """Raise: a module that is read back from a file would have shards of a mesh that is not there, and no unit.
+
+    Raises:
+        StateError: always.
+    """
+    raise StateError(
+        f"pickle, torch.save or copy.copy of {type(module).__name__}, which is sharded: what came back would belong to "
+        "no unit. Save its state_dict(), and load that into a module that was built and sharded."
+    )

@@ -1,0 +1,44 @@
+"""Which unit has a parameter: found by any form of it, since weights can be tied across units."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fullshard.engine.sharded_param import ShardedParam
+
+__all__ = ["Managed", "managed_by"]
+
+
+@dataclass(eq=False, frozen=True)
+class Managed:
+    """A parameter of a unit, and what it was made of. The unit has the only lasting reference."""
+
+    unit: Any
+    param: ShardedParam
+    source: weakref.ref[nn.Parameter]
+
+    @property
+    def forms(self) -> list[nn.Parameter]:
+        """All that this parameter is known as."""
+        source = self.source()
+        return [self.param.sharded, self.param.unsharded, *([] if source is None else [source])]
+
+    def register(self) -> None:
+        """Let `managed_by` find it by every form that it has now."""
+        _by_id.update((id(form), self) for form in self.forms)
+
+
+# By id, since torch refuses to move a parameter that anything has a weak reference to.
+_by_id: weakref.WeakValueDictionary[int, Managed] = weakref.WeakValueDictionary()
+
+
+def managed_by(param: nn.Parameter) -> Managed | None:
+    """What has `param` already, in any of its forms or as it was before it was sharded."""
+    managed = _by_id.get(id(param))
+    if managed is None or all(form is not param for form in managed.forms):
+        return None
+    return managed

@@ -1,0 +1,94 @@
+"""Which unit a module belongs to, and under which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
+
+__all__ = [
+    "clean_fqn",
+    "is_unit",
+    "name_units",
+    "process_groups_along",
+    "register",
+    "unit_of",
+    "units_in",
+    "unwrapped",
+]
+
+_UNIT = "_fullshard_unit"  # the attribute by which a module holds its unit, so that both end together
+
+
+def register(unit: Unit) -> None:
+    """Let `unit_of` find `unit` by each of its modules."""
+    for module in unit.modules:
+        vars(module)[_UNIT] = unit  # the class may stay the user's own
+
+
+def unit_of(module: nn.Module) -> Unit:
+    """The unit that `module` makes whole in its forward.
+
+    Raises:
+        StateError: the module is not sharded.
+    """
+    unit = _unit_or_none(module)
+    if unit is None:
+        raise StateError(
+            f"{type(module).__name__} is not a unit. Call fully_shard(module) on it first, or name one of its units."
+        )
+    return unit
+
+
+def units_in(module: nn.Module) -> list[Unit]:
+    """All units in `module` and below, each once, in the order of `module.modules()`."""
+    found: dict[int, Unit] = {}
+    for child in module.modules():
+        unit = _unit_or_none(child)
+        if unit is not None:
+            found.setdefault(id(unit), unit)
+    return list(found.values())
+
+
+def process_groups_along(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
+    """The groups along which a rank reaches all others that these units are spread over, one after the other."""
+    return list(dict.fromkeys(group for unit in units for group in unit.process_groups))
+
+
+def is_unit(module: nn.Module) -> bool:
+    """Whether `module` makes a unit whole in its forward."""
+    return _unit_or_none(module) is not None
+
+
+def _unit_or_none(module: nn.Module) -> Unit | None:
+    unit = vars(module).get(_UNIT)
+    return unit if isinstance(unit, Unit) else None
+
+
+_WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def clean_fqn(name: str) -> str:
+    """`name` as in the user's own module, without the names that wrappers add."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """`module`, or what is in it, if it is a wrapper such as that of activation checkpointing."""
+    while not is_unit(module):
+        inner = next((module._modules[name] for name in _WRAPPERS if name in module._modules), None)
+        if inner is None:
+            break
+        module = inner
+    return module
+
+
+def name_units(root: nn.Module, units: Sequence[Unit]) -> None:
+    """Give every unit the FQN of its first module from `root` on."""
+    names = {module: clean_fqn(name) for name, module in root.named_modules()}
+    for unit in units:
+        unit.name = names[unit.module]

@@ -1,0 +1,92 @@
+"""Which units of a root take turns on memory: observed in the first backward that runs in a known order, and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fullshard.device.memory import Slot
+from fullshard.engine.unit import Unit
+from fullshard.layout.slots import Interval, assign_slots
+from fullshard.policy.switches import switches
+
+__all__ = ["SlotSharing"]
+
+
+class SlotSharing:
+    """The slots of a root's units. See [Note: units take turns on slots] in `device/memory.py`.
+
+    Args:
+        units: the root's, by number.
+        device: where they compute.
+    """
+
+    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+        self._units = units
+        self._device = device
+        wished = switches.shares_memory_between_units
+        self.is_enabled = device.type == "cpu" if wished is None else wished
+        self._is_assigned = False
+        self._since: dict[int, int] = {}  # when each unit that is unsharded came to be so
+        self._intervals: list[Interval] = []
+
+    def note_unsharded(self, unit: Unit, time: int) -> None:
+        """Note that `unit` needs its memory from `time` on, if not from earlier."""
+        self._since.setdefault(unit.state.number, time)
+
+    def note_freed(self, unit: Unit, time: int) -> None:
+        """Note that `unit` needs its memory no longer."""
+        start = self._since.pop(unit.state.number, None)
+        if start is not None:
+            self._intervals.append(Interval(unit.state.number, start, time))
+
+    def give_own_memory(self, unit: Unit) -> None:
+        """Let `unit`, whose slot another unit needs at the same time, have memory of its own."""
+        self.is_enabled = False
+        unit.move(Slot(self._device))
+
+    def end_microbatch(self, *, is_typical: bool) -> None:
+        """Assign slots, once, after a microbatch that ran in the order of the one before."""
+        if is_typical and not self._is_assigned:
+            self._is_assigned = True
+            self._assign()
+        self._intervals.clear()
+        self._since.clear()
+
+    def _assign(self) -> None:
+        units = [unit for unit in self._units if not unit.keeps_unsharded and unit.unsharded_nbytes]
+        if not units or not (self.is_enabled or self._device.type == "cpu"):  # on a CPU other ranks may ask
+            return
+        nbytes = {unit.state.number: unit.unsharded_nbytes for unit in units}
+        may_move = self.is_enabled and not any(unit.slot.is_referenced for unit in units)
+        mine = [interval for interval in self._intervals if interval.unit in nbytes and may_move]
+        assigned = assign_slots(mine, nbytes)
+        sizes = [max(nbytes[unit] for unit in assigned if assigned[unit] == slot) for slot in set(assigned.values())]
+        storages = _common_storages(units, sizes, f"{assigned} {nbytes}") or [None] * len(sizes)
+        slots = [Slot(self._device, shared=True, common=storage) for storage in storages]
+        for number in sorted(assigned, key=lambda number: -nbytes[number]):  # the largest sizes the slot
+            self._units[number].move(slots[assigned[number]])
+        for slot in slots:
+            slot.count_references()
+
+
+def _common_storages(units: Sequence[Unit], sizes: Sequence[int], plan: str) -> Sequence[torch.UntypedStorage | None]:
+    """Memory for slots that ranks on one host have in common, so that each writes its part for all; if possible.
+
+    A rank on which units cannot move now asks too, for nothing, so that none waits for it and none gets any.
+    """
+    if any(_writes_to_parameters(unit.module) for unit in units):
+        return []
+    collectives = {unit.wires.shard for unit in units}
+    plans = (param_group.plan for unit in units for param_group in unit.param_groups)
+    if len(collectives) != 1 or not all(plan.gathers_from_all for plan in plans):
+        return []
+    return collectives.pop().common_storages(sizes, plan)
+
+
+def _writes_to_parameters(module: nn.Module) -> bool:
+    """Whether a forward within `module` is known to change unsharded parameters: other ranks must not see it."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return any(isinstance(inner, kinds) and inner.max_norm is not None for inner in module.modules())

@@ -1,0 +1,35 @@
+"""A unit's part in the runtime: what users have switched, who needs it unsharded, and what has come so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["UnitState"]
+
+
+@dataclass(eq=False)
+class UnitState:
+    """All of a unit that changes with time, but for the form of its parameters.
+
+    The first fields are the user's: `FSDPModule` has a method for each. The others are the runtime's.
+    """
+
+    reshard_after_forward: bool | None
+    gradient_divisor: float
+    reshard_after_backward: bool = True
+    unshards_in_backward: bool = True
+    syncs_gradients: bool = True
+    syncs_replicas: bool = True
+    reduces_unused: bool = False
+    next_forward: list[Any] | None = None  # units to gather ahead, instead of those that the recorded order tells
+    next_backward: list[Any] | None = None
+    is_unsharded_by_hand: bool = False  # by `unshard()`, until it is resharded
+    is_summoned: bool = False  # the modules have whole parameters of the user's, not the unit's
+
+    runtime: Any = None  # the `Runtime` of its root, from the first forward on
+    number: int = -1  # among the units of its root
+    is_root: bool = False
+    users: int = 0  # forwards and backwards that need it unsharded at the moment
+    arrived_grads: set[int] = field(default_factory=set)  # parameters that have a gradient in this backward
+    finished_modules: set[int] = field(default_factory=set)  # whose forward is over, where the unit has several

@@ -1,0 +1,98 @@
+"""What a user asks of one unit, as one value that goes from the call down to the unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from fullshard.errors import ConfigError
+from fullshard.policy.offload import CPUOffloadPolicy, OffloadPolicy
+from fullshard.policy.precision import MixedPrecisionPolicy, check_wires
+from fullshard.policy.strategy import Placement, Placements, ShardingStrategy, resolve_placements
+
+__all__ = ["ShardOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardOptions:
+    """How one unit is to be sharded.
+
+    Args:
+        placements: where each state lives.
+        precision: the dtypes.
+        offload: where shards live.
+        reshard_after_forward: whether unsharded parameters are freed between forward and backward; what the placements
+            say, if None.
+        prefetches_forward: whether the gather of the unit that comes next starts in forward.
+        backward_prefetch: when it starts in backward: "pre", before this unit's backward; "post", after it; "", never.
+        prefetch_depth: how many units ahead.
+        casts_inputs_at_root: whether the inputs of a root are cast to the param dtype, though those of units are not.
+
+    Raises:
+        ConfigError: an encoding is asked for of what does not travel.
+    """
+
+    placements: Placements
+    precision: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    reshard_after_forward: bool | None = None
+    prefetches_forward: bool = True
+    backward_prefetch: str = "pre"
+    prefetch_depth: int = 1
+    casts_inputs_at_root: bool = False
+
+    def __post_init__(self) -> None:
+        check_wires(self.precision, self.placements)
+
+    @classmethod
+    def of(
+        cls,
+        strategy: str | ShardingStrategy | Placements,
+        *,
+        reshard_after_forward: bool | int | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        offload_policy: OffloadPolicy | None = None,
+    ) -> ShardOptions:
+        """The options that the arguments of `fully_shard` stand for.
+
+        Raises:
+            ConfigError: no strategy has that name, or the arguments contradict one another.
+        """
+        placements = resolve_placements(strategy)
+        if not isinstance(reshard_after_forward, bool | None):
+            placements = _resharded_to(reshard_after_forward, placements)
+            reshard_after_forward = reshard_after_forward > 1
+        return cls(
+            placements=placements,
+            precision=mp_policy or MixedPrecisionPolicy(),
+            offload=offload_policy or OffloadPolicy(),
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    @property
+    def offloads(self) -> bool:
+        """Whether shards live on the CPU, wherever compute runs."""
+        return isinstance(self.offload, CPUOffloadPolicy)
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether shards that live on the CPU are in page-locked memory, where copies to a device are faster so."""
+        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+
+    @property
+    def keeps_unsharded(self) -> bool:
+        """Whether every rank has whole parameters between steps."""
+        return self.placements.parameters is Placement.WHOLE
+
+
+def _resharded_to(group: int, placements: Placements) -> Placements:
+    """`placements` with parameters that are kept by groups of ranks from forward to backward."""
+    if not isinstance(group, int) or group < 1:
+        raise ConfigError(
+            f"reshard_after_forward={group!r}: True, False, None or a number of ranks from 1 on is needed."
+        )
+    if placements.parameters is not Placement.SHARDED:
+        raise ConfigError(
+            f"reshard_after_forward={group}: parameters are {placements.parameters.value} between steps under this "
+            "strategy, so there is nothing to reshard to. Use strategy='zero3' or 'hsdp'."
+        )
+    return replace(placements, parameters_in_step=Placement.GROUPED, group=group)

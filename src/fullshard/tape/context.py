@@ -1,0 +1,72 @@
+"""What this process keeps for its default process group, and drops with it.
+
+    _meshes: Kept[Key, DeviceMesh] = Kept("default meshes")
+
+Groups, connections and memory that belong to a default process group must not be found again when another one has been
+made in its place: they would leak, and a group of the old world is of no use in the new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Generic, TypeVar
+
+import torch.distributed as dist
+
+__all__ = ["Kept", "drop_if_stale", "kept"]
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+_all: list[Kept[Any, Any]] = []
+_group: dist.ProcessGroup | None = None  # the default group that everything kept belongs to
+
+
+class Kept(Generic[K, V]):
+    """Values by key, each made once in the life of a default process group.
+
+    Args:
+        what: of what, in words.
+        close: called with each value that is dropped.
+    """
+
+    def __init__(self, what: str, close: Callable[[V], None] | None = None) -> None:
+        self.what = what
+        self._close = close
+        self._values: dict[tuple[dist.ProcessGroup | None, K], V] = {}
+        _all.append(self)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get_or_make(self, key: K, make: Callable[[], V]) -> V:
+        """What is kept for `key`, made by `make()` when it is first asked for."""
+        drop_if_stale()
+        of_world = dist.group.WORLD, key
+        if of_world not in self._values:
+            self._values[of_world] = make()
+        return self._values[of_world]
+
+    def drop(self) -> None:
+        """Close and forget everything."""
+        values = list(self._values.values())
+        self._values.clear()
+        if self._close is not None:
+            for value in values:
+                with suppress(Exception):  # what belonged to a group that is gone may not be there to be closed
+                    self._close(value)
+
+
+def drop_if_stale() -> None:
+    """Drop all that is kept, if it belongs to a default process group that is no longer the default one."""
+    global _group
+    if dist.group.WORLD is not _group:
+        for one in _all:
+            one.drop()
+        _group = dist.group.WORLD
+
+
+def kept() -> dict[str, int]:
+    """How many things of each kind this process keeps for its default process group."""
+    return {one.what: len(one) for one in _all}
