@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from hosts import Host, NoHosts, two_hosts
 from hypothesis import settings
+from shared_ranks import end_shared_ranks
 
 # A shared machine is slow at times; what takes too long is pytest-timeout's to say.
 settings.register_profile("fullshard", deadline=None)
@@ -19,3 +20,10 @@ def hosts() -> Iterator[tuple[Host, Host]]:
             yield made
     except NoHosts as reason:
         pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_of_one_module() -> Iterator[None]:
+    """No module meets ranks that another one has used."""
+    yield
+    end_shared_ranks()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, recording
 from fullshard.tape.recorder import Recorder
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 MICROBATCHES = 3

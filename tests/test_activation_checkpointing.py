@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shared_ranks import run_ranks
 from small_models import (
     Chain,
     Layer,
@@ -37,7 +38,6 @@ from fullshard import fully_shard, recording
 from fullshard._compat import storage_watch
 from fullshard.engine.registry import units_in
 from fullshard.tape.recorder import Phase
-from fullshard.testing import run_ranks
 
 STEPS, ROWS = 4, 128
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import Chain, Layer, adamw, batch, chain, inputs, loss_of, shard, small_gpt, trained, wholes
 from test_optim_state import OPTIMIZERS, learn
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision
 from fullshard._compat import storage_watch
 from fullshard.checkpoint import load, save
 from fullshard.checkpoint.plain import are_same
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.versions import versions
 from fullshard.wrap import ModuleWrapPolicy
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -18,7 +19,7 @@ from torch.distributed.fsdp import fully_shard as their_fully_shard
 
 from fullshard import fully_shard
 from fullshard.checkpoint import load, save
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 
 class Net(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import SmallGPT, batch, gathered, loss_of, shard, small_gpt, trained, whole, wholes
 from test_tensor_parallel import mesh_of, parallel, stack
 from test_tensor_parallel import shard as shard_stack
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard.checkpoint import load, save
 from fullshard.state.optim_state import sharded_optim_state_dict
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 STRATEGIES = {
     1: ("ddp", "zero1", "zero2", "zero3"),

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from tests.deepspeed_runs import (
     CASES,
     MICROBATCHES,
@@ -52,7 +53,7 @@ from fullshard.integrations.deepspeed.keys import KEYS, Fate, table
 from fullshard.integrations.deepspeed.loss_scale import LossScale
 from fullshard.integrations.deepspeed.schedules import SCHEDULES as OURS
 from fullshard.integrations.placing import repeated_layers
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import wrapped_modules
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from test_floors import PACKAGE, PUBLIC, ROOMS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +17,6 @@ from torch.distributed.tensor import DTensor
 from fullshard import ShardingStrategy, fully_shard, recording
 from fullshard.comm.codec import codec_named
 from fullshard.policy.strategy import resolve_placements
-from fullshard.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import chain, inputs, leave, sgd, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +34,7 @@ from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
 from fullshard.tape.recorder import Recorder
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 S, G = Placement.SHARDED, Placement.GROUPED
 HPZ = Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S, group=2)

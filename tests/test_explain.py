@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from small_models import Chain, chain, initialise, inputs
 from torch import nn
 
 from fullshard import ConfigError, MixedPrecisionPolicy, explain, fully_shard, recording
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import predict_ledger
-from fullshard.testing import run_ranks
 
 
 def tell(strategy: str, steps: int) -> tuple[str, Any]:

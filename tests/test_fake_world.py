@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, chain, inputs
 
 from fullshard import MixedPrecisionPolicy, fully_shard, recording
@@ -12,7 +13,6 @@ from fullshard.comm.codec import codec_named
 from fullshard.comm.native import NativeCollectives
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
-from fullshard.testing import run_ranks
 
 WORLD = 512
 

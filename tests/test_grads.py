@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Chain, Layer, chain, initialise, inputs, leave, sgd, whole, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import ConfigError, FullyShardedDataParallel, ShardedGradScaler, clip_grad_norm_, fully_shard
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 NORMS = (0.5, 1.0, 2.0, 3.0, math.inf)

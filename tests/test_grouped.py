@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from small_models import Chain, chain, initialise, inputs, sgd, whole_grads, wholes
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import ConfigError, Placement, Placements, fully_shard, recording
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 W, G, S = Placement.WHOLE, Placement.GROUPED, Placement.SHARDED
 

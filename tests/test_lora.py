@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Shard, agree_with_plain, inputs, leave, under_strategies, whole_grads, wholes
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,7 @@ from fullshard import (
     recording,
     summon_full_params,
 )
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 WIDTH, HIDDEN, RANK, STEPS = 48, 192, 4, 4
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, gathered
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard, recording, summon_full_params
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import peak_during, storage_bytes
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 WIDTH = 64

@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 from torch import Tensor, nn
 
 from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard, recording
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Chain, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 
 from fullshard import (
@@ -17,7 +18,7 @@ from fullshard import (
 )
 from fullshard.engine.registry import units_in
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 

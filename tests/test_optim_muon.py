@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, whole, whole_grads, wholes
 from test_docs import code_blocks, page, rows, section
 from torch import Tensor, nn
@@ -30,7 +31,8 @@ from fullshard.layout.shard_spec import owned
 from fullshard.optim.muon import Muon, divide, orthogonalised
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
 from fullshard.tape.recorder import Recorder
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
+from fullshard.testing import run_ranks as run_fresh_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 # -- one process ------------------------------------------------------------------------------------------------------
@@ -471,7 +473,7 @@ def step_without(missing: Sequence[int | None]) -> str:
 )
 def test_ranks_with_gradients_of_different_parameters_are_told_so(missing, said):
     """All of them, with each one's side; no message of one arrives as another."""
-    answers = run_ranks(2, step_without, missing)
+    answers = run_fresh_ranks(2, step_without, missing)
     assert answers[0] == answers[1]
     for text in ("all_to_all of Muon", "in step", *said):
         assert text in answers[0]

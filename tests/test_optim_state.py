@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from shared_ranks import run_ranks
 from small_models import (
     ONE_AXIS,
     Block,
@@ -35,7 +36,7 @@ from fullshard.state.optim_state import (
     optim_state_dict_to_load,
     sharded_optim_state_dict,
 )
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT

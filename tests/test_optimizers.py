@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from small_models import Chain, Layer, agree_with_plain, chain, inputs, leave, whole, wholes
 from test_docs import code_blocks, page, section
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import ShardedGradScaler, StateError, fully_shard
 from fullshard.engine.registry import units_in
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 

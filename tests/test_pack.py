@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,6 @@ from fullshard import fully_shard
 from fullshard.engine.pack import Pack
 from fullshard.engine.registry import units_in
 from fullshard.layout.group_layout import GroupLayout
-from fullshard.testing import run_ranks
 
 
 def pack_of(shapes: list[tuple[int, ...]], dims: list[int | None]) -> tuple[Pack, GroupLayout]:

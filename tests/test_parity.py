@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import (
     ONE_AXIS,
     Clip,
@@ -30,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import clip_grad_norm_
 from fullshard.engine.registry import units_in
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shared_ranks import run_ranks
 from small_models import (
     ONE_AXIS,
     Chain,
@@ -49,7 +50,7 @@ from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
 from fullshard.engine.unit import Form
 from fullshard.tape.recorder import Phase
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 STEPS = 4  # units share memory from the third step on
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from killing import die_before, ended_well
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from shared_ranks import run_ranks
 from small_models import Chain, Layer, SmallGPT, batch, chain, loss_of, shard, small_gpt, wholes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +32,7 @@ from fullshard.checkpoint.exporting import parse_size
 from fullshard.checkpoint.tensor_files import Description, TensorFile
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import peak_during, storage_bytes
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 STRATEGIES = {

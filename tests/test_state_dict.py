@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, gathered
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -38,7 +39,7 @@ from fullshard import (
     fully_shard,
     recording,
 )
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 WIDTH, TOKENS = 20, 11

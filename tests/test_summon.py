@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from small_models import (
     ONE_AXIS,
     Block,
@@ -26,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard, recording, summon_full_params
 from fullshard._compat import storage_watch
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from shared_ranks import run_ranks
 from small_models import memory_is_shared, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,7 +35,7 @@ from fullshard import (
     summon_full_params,
 )
 from fullshard.checkpoint import load, save
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 VOCABULARY, WIDTH, HEAD, HIDDEN, SEQUENCES, LENGTH = 131, 96, 16, 192, 4, 8

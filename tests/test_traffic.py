@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -30,7 +31,8 @@ from fullshard.engine.reduction import Reduction
 from fullshard.engine.registry import units_in
 from fullshard.engine.unit import UnitReduction
 from fullshard.tape.recorder import Phase, Recorder
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
+from fullshard.testing import run_ranks as run_fresh_ranks
 from fullshard.wrap import ModuleWrapPolicy
 
 LAYERS = ["layers.0", "layers.1", "layers.2", "layers.3"]
@@ -215,7 +217,7 @@ def test_nothing_is_copied_between_shards_and_the_wire(strategy, gathers, own, s
     take turns on memory, ranks have that in common, and nothing is copied beyond this rank's own rows.
     """
     wire = (2 * gathers if own == 0 else 0) + 1 if shares else 0
-    for large, small, matrices, packed in run_ranks(2, count_copies, strategy, shares):
+    for large, small, matrices, packed in run_fresh_ranks(2, count_copies, strategy, shares):
         assert large == (own + wire) * matrices
         # Packed: both ranks' parts out of the pack, this rank's own among them; gradients of both into the pack.
         assert small <= (3 * max(own, 1) + 2 + wire) * packed
@@ -241,7 +243,7 @@ def test_in_low_precision_shards_are_cast_once_a_gather_and_sums_once(shares):
     gathers = 3 + 1 + 3  # the root stays whole
     cast, own_rows, to_masters = gathers * PART * 2, gathers * PART * 2, 4 * PART * 4
     wire = 4 * PART * 2 if shares else 0
-    assert run_ranks(2, count_copies_in_low_precision, shares) == [cast + own_rows + to_masters + wire] * 2
+    assert run_fresh_ranks(2, count_copies_in_low_precision, shares) == [cast + own_rows + to_masters + wire] * 2
 
 
 def halved_bytes() -> list[int]:

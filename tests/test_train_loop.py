@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 
 from fullshard import ConfigError
-from fullshard.testing import run_ranks
 from fullshard.train.check import check
 from fullshard.train.evaluate import validation_loss
 from fullshard.train.loop import train

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import (
     ONE_AXIS,
     Shard,
@@ -43,7 +44,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 from fullshard import FullyShardedDataParallel, fully_shard, register_fsdp_forward_method
 from fullshard._compat import storage_watch
 from fullshard.engine.registry import units_in
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import transformer_auto_wrap_policy
 
 # transformers prefers another name for it, which older versions do not have.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from small_models import (
     ONE_AXIS,
     Chain,
@@ -44,7 +45,7 @@ from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
 from fullshard.policy.strategy import resolve_placements
 from fullshard.tape.recorder import Phase, Recorder
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 LAYERS = ModuleWrapPolicy({Layer})

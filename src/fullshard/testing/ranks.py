@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import multiprocessing
 import os
@@ -24,14 +25,14 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from fullshard.errors import ConfigError, FullshardError
 
-__all__ = ["RankFailure", "RanksFailed", "run_ranks"]
+__all__ = ["RankFailure", "Ranks", "RanksFailed", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -86,21 +87,64 @@ def run_ranks(
     Raises `RanksFailed` if a rank raises or dies (the others are stopped), and after `timeout` seconds (the message
     says where each unfinished rank was).
     """
-    job = _Job.make(world, function, args, timeout, backend)
-    # The store lives here: its port is the system's choice at the moment of listening, so nobody can take it in
-    # between, and no rank that ends early takes the store with it.
-    store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout))
-    with tempfile.TemporaryDirectory(prefix="fullshard-ranks-") as folder:
-        ranks: list[_Rank] = []
+    with Ranks(world, timeout=timeout, backend=backend) as ranks:
+        return ranks.run(function, *args)
+
+
+class Ranks:
+    """The ranks of one `run_ranks`, which can be called again and again: the same processes, as their last call left
+    them. They are started by the first call, and gone after one that failed.
+    """
+
+    def __init__(self, world: int, *, timeout: float = 60.0, backend: str = "gloo") -> None:
+        if world < 1:
+            raise ConfigError(f"run_ranks: world={world}, but there must be at least one rank.")
+        if timeout <= 0:
+            raise ConfigError(f"run_ranks: timeout={timeout}, but it must be a positive number of seconds.")
+        self._world, self._timeout, self._backend = world, timeout, backend
+        self._ranks: list[_Rank] = []
+        self._store: dist.TCPStore | None = None
+        self._traces: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """What `run_ranks` returns, or raises."""
+        job = _Job.make(self._world, function, args, self._timeout, self._backend)
         try:
-            for rank in range(world):
-                ranks.append(_Rank.start(job, rank, store.port, Path(folder)))
-            reports = _collect(ranks, timeout)
-            _raise_on_failure(ranks, reports, timeout)
-        finally:
-            for started in ranks:
-                started.end()
-    return [_load(reports[rank]) for rank in range(world)]
+            if self._ranks:
+                for rank in self._ranks:
+                    rank.call(job)
+            else:
+                self._start(job)
+            reports = _collect(self._ranks, self._timeout)
+            _raise_on_failure(self._ranks, reports, self._timeout)
+        except BaseException:
+            self.end()
+            raise
+        return [_load(reports[rank]) for rank in range(self._world)]
+
+    def end(self) -> None:
+        """Stop the ranks, whatever they do."""
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.end()
+        self._ranks.clear()
+        self._store = None
+        if self._traces is not None:
+            self._traces.cleanup()
+            self._traces = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def _start(self, job: _Job) -> None:
+        self._store = _store(self._timeout)
+        self._traces = tempfile.TemporaryDirectory(prefix="fullshard-ranks-")
+        for rank in range(self._world):
+            self._ranks.append(_Rank.start(job, rank, self._store.port, Path(self._traces.name)))
 
 
 # --------------------------------------------------------------------------------------------- the caller's side
@@ -118,10 +162,6 @@ class _Job:
 
     @classmethod
     def make(cls, world: int, function: Callable[..., Any], args: Any, timeout: float, backend: str) -> _Job:
-        if world < 1:
-            raise ConfigError(f"run_ranks: world={world}, but there must be at least one rank.")
-        if timeout <= 0:
-            raise ConfigError(f"run_ranks: timeout={timeout}, but it must be a positive number of seconds.")
         try:
             payload = _dump((function, args, list(warnings.filters)))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -130,6 +170,21 @@ class _Job:
                 f"stand at the top level of a file and the arguments must be picklable: no lambdas, no local functions."
             ) from error
         return cls(world, backend, timeout, payload, dict(os.environ))
+
+
+def _store(timeout: float) -> dist.TCPStore:
+    """Where the ranks find each other. It lives with the caller: its port is the system's choice at the moment of
+    listening, so nobody can take it in between, and no rank that ends early takes the store with it.
+
+    The socket is ours, of IPv4 alone: left to itself the store listens on IPv6 too, sees each rank come from
+    ::ffff:127.0.0.1 and asks the name server who that is, which takes 5 s whenever the answer is lost.
+    """
+    listening = socket.create_server((_LOOPBACK, 0), backlog=1024)
+    port = listening.getsockname()[1]
+    limit = timedelta(seconds=timeout)
+    return dist.TCPStore(
+        _LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listening.detach()
+    )
 
 
 @dataclass(frozen=True)
@@ -151,6 +206,11 @@ class _Rank:
         process.start()
         theirs.close()  # the rank holds the only other end now, so its death reads as an end of file here
         return cls(rank, process, ours, trace)
+
+    def call(self, job: _Job) -> None:
+        """Have it do another job; one whose process is gone is found when it should report."""
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(job)
 
     def receive(self) -> _Report:
         """The report that has come in; a failure if the process ended without one."""
@@ -249,21 +309,30 @@ def _exit_reason(code: int | None) -> str:
 
 
 def _rank_main(job: _Job, rank: int, port: int, trace: Path, connection: Connection) -> None:
-    """The life of one rank: run the job, report, stay until the caller ends it."""
+    """The life of one rank: do each job and report, until the caller ends it."""
+    # What the fork server has imported stays: a collection need not look at it, which takes a fifth of a second each
+    # time and copies the pages it is on.
+    gc.freeze()
     with trace.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        # Nobody is left to stop this process if the caller is killed, so it also stops itself.
-        faulthandler.dump_traceback_later(2 * job.timeout, exit=True, file=stacks)
-        report: _Report
-        try:
-            report = _run(job, rank, port)
-        except BaseException as error:
-            report = _failure(rank, error)
-        connection.send(report)
-        # Leaving now would close sockets that slower ranks still use, and they would report our end as their failure.
+        # Leaving after the report would close sockets that slower ranks still use, and they would report our end as
+        # their failure.
         with suppress(EOFError, ConnectionResetError):
-            connection.recv()
+            while True:
+                connection.send(_report(job, rank, port, stacks))
+                job = connection.recv()
         os._exit(0)
+
+
+def _report(job: _Job, rank: int, port: int, stacks: TextIO) -> _Report:
+    # Nobody is left to stop this process if the caller is killed, so it also stops itself.
+    faulthandler.dump_traceback_later(2 * job.timeout, exit=True, file=stacks)
+    try:
+        return _run(job, rank, port)
+    except BaseException as error:
+        return _failure(rank, error)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _run(job: _Job, rank: int, port: int) -> bytes:
@@ -273,7 +342,8 @@ def _run(job: _Job, rank: int, port: int) -> bytes:
     torch.set_num_threads(1)
     if "nccl" in job.backend:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    _init_process_group(job, rank, port)
+    if not dist.is_initialized():
+        _init_process_group(job, rank, port)
     function, args, filters = _load(job.payload)
     _set_warning_filters(filters)
     return _dump(function(*args))

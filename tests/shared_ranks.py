@@ -1,0 +1,88 @@
+"""`run_ranks` for modules whose calls may share processes: a law a call, and one start of the ranks for all of them.
+
+A test that holds a law about a process's beginning or end, or that looks at what a whole process has done so far, takes
+`fullshard.testing.run_ranks` instead. What one call changes for the next is not left to chance: ranks that are not as
+they were found are replaced, and so are those of a call that failed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from fullshard.testing.ranks import Ranks
+
+T = TypeVar("T")
+
+_open: dict[tuple[int, float, str], Ranks] = {}
+
+
+def run_ranks(
+    world: int, function: Callable[..., T], *args: Any, timeout: float = 60.0, backend: str = "gloo"
+) -> list[T]:
+    """What `fullshard.testing.run_ranks` says, but for "fresh processes"."""
+    key = (world, timeout, backend)
+    ranks = _open.setdefault(key, Ranks(world, timeout=timeout, backend=backend))
+    answers = ranks.run(as_if_alone, function, args)
+    if any(changed for _, changed in answers):
+        ranks.end()
+    return [value for value, _ in answers]
+
+
+def end_shared_ranks() -> None:
+    """Stop them all; the next call starts new ones."""
+    for ranks in _open.values():
+        ranks.end()
+    _open.clear()
+
+
+atexit.register(end_shared_ranks)  # multiprocessing waits for its processes at the end of this one
+
+
+# -- on a rank --------------------------------------------------------------------------------------------------------
+
+_generator: list[torch.Tensor] = []  # its state in the first call
+
+
+def as_if_alone(function: Callable[..., T], args: Sequence[Any]) -> tuple[T, list[str]]:
+    """What `function` returns, and what else it leaves changed behind."""
+    if not _generator:
+        _generator.append(torch.get_rng_state())
+    torch.set_rng_state(_generator[0])
+    found = surroundings()
+    value = function(*args)
+    gc.collect()  # models in cycles
+    now = surroundings()
+    # What was None may have become an object, such as the watchdog of the process group, which is there to stay.
+    return value, [name for name, was in found.items() if now.get(name) != was]
+
+
+def surroundings() -> dict[str, object]:
+    """What is the process's and not a model's: settings of torch, switches of the package, and all of its code."""
+    found: dict[str, object] = {
+        "group": dist.is_initialized(),
+        "dtype": torch.get_default_dtype(),
+        "grad": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "hooks": len(torch.nn.modules.module._global_forward_hooks),
+        "step": id(torch.optim.Optimizer.step),
+        "folder": os.getcwd(),
+        "signals": [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM)],
+    }
+    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "fullshard"]:
+        for name, value in vars(module).items():
+            if value is None or isinstance(value, bool | int | float | str):
+                found[f"{module.__name__}.{name}"] = value
+            elif callable(value):
+                found[f"{module.__name__}.{name}"] = id(value)
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found |= {f"{module.__name__}.{name}.{it}": id(own) for it, own in vars(value).items() if callable(own)}
+    return found
