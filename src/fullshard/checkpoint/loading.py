@@ -190,7 +190,7 @@ class _Taker:
         targets: dict[str, Tensor] = {}
         for fqn, name, child in states:
             for key in keys_in(child):
-                targets[key] = template.room(fqn, name, sizes[key], opened.dtype(key))
+                targets[key] = template.destination(fqn, name, sizes[key], opened.dtype(key))
         for group in saved.groups or ():
             targets |= {key: torch.empty(sizes[key], dtype=opened.dtype(key)) for key in keys_in(group.options)}
         return targets
