@@ -261,8 +261,9 @@ class _Export:
             raise
 
     def _cast(self, tensor: Description) -> Description:
-        keeps = self.dtype is None or not tensor.dtype.is_floating_point
-        return tensor if keeps else replace(tensor, dtype=self.dtype)
+        if self.dtype is None or not tensor.dtype.is_floating_point:
+            return tensor
+        return replace(tensor, dtype=self.dtype)
 
     def _divided(self, tensors: Mapping[str, Description]) -> dict[str, list[str]]:
         """The names of the tensors in each file, in the order of the model."""
