@@ -1,1 +1,1 @@
-"""Other libraries train with this engine: each in a module of its own, imported only when asked for."""
+"""Integrations with other libraries, each in a module of its own, imported only when asked for."""

@@ -62,12 +62,12 @@ _FOLDER = "fullshard"  # in what save_state writes: model and optimizer, as full
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no types, so it may be anything
     """accelerate's `Accelerator`; models that it prepares are sharded in place, and stay what they are.
 
-    Args: those of accelerate's. `fsdp_plugin` may be a `ShardingPlugin`, accelerate's own plugin, or None for what
-    `accelerate launch` was told.
+    Args: those of accelerate's. `fsdp_plugin` may be a `ShardingPlugin`, accelerate's own plugin, or None for the
+    settings of `accelerate launch`.
 
     Raises:
         ConfigError: a setting cannot be honoured.
-        StateError: processes train together, and accelerate was told before that each trains alone.
+        StateError: processes train together, but accelerate was set up before for each to train alone.
     """
 
     sharding: ShardingPlugin | None  # how models are sharded; None for accelerate's own ways
@@ -102,18 +102,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
     @property
     def shards(self) -> bool:
-        """Whether models that are prepared are sharded: it is told how, and processes train together."""
+        """True if `prepare` shards models: a plugin says how, and processes train together."""
         return self.sharding is not None and dist.is_initialized()
 
     # -- preparing ----------------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """What accelerate's `prepare` returns. Models are sharded in place, and optimizers step their shards."""
+        """The same as accelerate's `prepare`, but models are sharded in place, and optimizers step their shards."""
         prepared = super().prepare(*args, **kwargs)
         if self.shards:
             for one in prepared if isinstance(prepared, tuple) else (prepared,):
                 if isinstance(one, AcceleratedOptimizer):
-                    point_to_shards(one.optimizer)  # now, so that nothing keeps whole parameters alive
+                    point_to_shards(one.optimizer)  # now, so that nothing keeps unsharded parameters alive
         return prepared
 
     def prepare_model(
@@ -136,7 +136,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
                 )
             shard(model, self.sharding, computes_in=_COMPUTES_IN.get(self.mixed_precision) if self.native_amp else None)
             _remember_names(model)
-        # In evaluation mode accelerate does all that it does but wrap the model.
+        # In evaluation mode accelerate does everything but wrap the model.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save the run to `output_dir`: each rank its shards, and all else as accelerate does. Every rank calls it.
 
-        What is written last makes it a checkpoint: one that a killed run has left unfinished is not loaded.
+        The file that is written last makes it a checkpoint: one that a killed run has left unfinished is not loaded.
 
         Raises:
             CheckpointError: some rank could not; the same error on every rank.
@@ -191,10 +191,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Put a run back as `save_state` has saved it, with as many ranks and the strategy that there are now.
+        """Load a run that `save_state` has saved, into the present ranks and strategy.
 
-        Args: those of accelerate's. Where `input_dir` is None and checkpoints are named by accelerate, the newest one
-        that is complete.
+        Args: those of accelerate's. If `input_dir` is None and accelerate names checkpoints, the newest complete one is
+        loaded.
 
         Raises:
             CheckpointError: it is missing, unfinished or damaged, or of other models; the same error on every rank.
@@ -263,7 +263,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
 
 
 def _check(given: dict[str, Any]) -> None:
-    """Raise for what cannot be had beside sharding."""
+    """Raise for options that cannot be combined with sharding."""
     for name in _EXCLUDED:
         if given.get(name) is not None:
             raise ConfigError(f"Accelerator({name}=...) excludes sharding by fullshard. Leave one of them out.")
@@ -278,7 +278,7 @@ def _check(given: dict[str, Any]) -> None:
 
 @contextmanager
 def _without_torch_fsdp() -> Iterator[None]:
-    """A context in which accelerate does not see that it is to shard."""
+    """A context in which accelerate does not see the request to shard."""
     before = os.environ.pop("ACCELERATE_USE_FSDP", None)
     try:
         yield
@@ -288,7 +288,7 @@ def _without_torch_fsdp() -> Iterator[None]:
 
 
 def _remember_names(model: nn.Module) -> None:
-    """Let `model` go by its class's own name where others ask for it, and by their mark of what needs all ranks."""
+    """Give `model` its class's own name, and transformers' mark of a model whose forward needs all ranks."""
     name = type(model).__name__.removeprefix("FSDP")
     model._get_name = lambda: name  # type: ignore[method-assign]  # the Trainer's label smoothing looks it up
     model._is_fsdp_managed_module = True  # type: ignore[assignment]  # so generate() ends on all ranks together

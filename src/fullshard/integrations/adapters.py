@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model with peft's adapters: what is trained, and not the frozen base."""
+"""The part of a model with peft's adapters that a checkpoint holds: trained parameters, and not the frozen base."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ __all__ = ["trained_part"]
 
 
 def trained_part(model: nn.Module) -> nn.Module:
-    """`model`, or where peft has put adapters into it, a module that has only its trained parameters and its buffers.
+    """`model`, or if peft has put adapters into it, a module that has only its trained parameters and its buffers.
 
-    They are the same objects under the same names, so what is loaded into the one is in the other.
+    They are the same objects under the same names, so values that are loaded into the one are in the other.
     """
     if not hasattr(model, "peft_config"):
         return model
@@ -28,7 +28,7 @@ def trained_part(model: nn.Module) -> nn.Module:
 
 
 def _owner(root: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The module below `root` that is to have what is called `name`, made where there is none, and its name there."""
+    """The module below `root` for the parameter or buffer `name`, made if there is none, and its name there."""
     *path, last = name.split(".")
     for step in path:
         if step not in root._modules:

@@ -15,7 +15,7 @@ __all__ = ["joined"]
 
 
 def joined(optimizers: Sequence[Optimizer]) -> Optimizer | None:
-    """One that stands for all of `optimizers`; None if there are none.
+    """One optimizer that stands for all of `optimizers`; None if there are none.
 
     Raises:
         ConfigError: two of them step the same parameter.
@@ -26,7 +26,7 @@ def joined(optimizers: Sequence[Optimizer]) -> Optimizer | None:
 
 
 class _Joined:
-    """As much of an optimizer as saving and loading asks for."""
+    """The parts of an optimizer that saving and loading need."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
@@ -58,7 +58,7 @@ class _Joined:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Give each its part of what `state_dict` gave."""
+        """Load into each optimizer its part of a dict from `state_dict`."""
         groups = iter(state_dict["param_groups"])
         for start, optimizer in self._numbered():
             own = [next(groups) for _ in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric on this engine: `Trainer(strategy=FullShardStrategy(), ...)`.
+"""Lightning's Trainer and Fabric with this engine: `Trainer(strategy=FullShardStrategy(), ...)`.
 
 Both strategies are Lightning's own for DDP but for what concerns the model: it is sharded in place where DDP would wrap
 it. What Lightning does not document is marked "private" at the end of its line; tests hold that it is there in the
@@ -49,7 +49,7 @@ __all__ = ["FabricFullShardStrategy", "FullShardStrategy"]
 
 @dataclass(frozen=True)
 class _Sharding:
-    """How to shard a model, for both strategies."""
+    """The options of sharding, for both strategies."""
 
     strategy: Strategy
     auto_wrap_policy: AutoWrapPolicy | None
@@ -57,7 +57,7 @@ class _Sharding:
     offload_policy: OffloadPolicy | None
 
     def apply(self, model: nn.Module, device: torch.device, policy: AutoWrapPolicy) -> None:
-        """Shard `model` in place, with `policy` where the user has none."""
+        """Shard `model` in place, with `policy` if the user has none."""
         shard_model(
             model,
             device=device,
@@ -73,16 +73,16 @@ class FullShardStrategy(DDPStrategy):
 
         trainer = Trainer(strategy=FullShardStrategy(), devices=2, ...)
 
-    What a module builds in `configure_model` on the meta device is initialised unit by unit, by `reset_parameters`.
+    Modules that `configure_model` builds on the meta device are initialised unit by unit, by `reset_parameters`.
     Checkpoints are folders that `fullshard.checkpoint` has written; a file that another strategy has saved is loaded,
     too.
 
     Args:
         strategy: see `fullshard.fully_shard`, as for the next three.
-        auto_wrap_policy: which modules are units; if None, the layers of the modules that the LightningModule has, and
+        auto_wrap_policy: picks the units; if None, the layers of the modules that the LightningModule has, and
             those modules themselves. Units that `configure_model` has made stay.
         mp_policy: the dtypes of units, besides what the precision plugin does.
-        offload_policy: where shards rest.
+        offload_policy: the memory that shards are in.
         process_group_backend: NCCL for GPUs, else gloo, if None.
         timeout: of collectives.
         options: of Lightning's `DDPStrategy` that do not concern DDP's wrapper: accelerator, parallel_devices,
@@ -105,7 +105,7 @@ class FullShardStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**_known(options, process_group_backend, timeout, "precision_plugin"))
         self._sharding = _Sharding(strategy, auto_wrap_policy, mp_policy, offload_policy)
-        self._told: dict[str, Any] = {}  # the state dict that was last given, to see what hooks make of it
+        self._given: dict[str, Any] = {}  # the last state dict that was returned, to notice if hooks change it
 
     # -- setting up ---------------------------------------------------------------------------------------------------
 
@@ -142,9 +142,10 @@ class FullShardStrategy(DDPStrategy):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's own returns, with what it has itself whole meanwhile.
+        """The result of the module's own `training_step`, with the module's own parameters unsharded meanwhile.
 
-        Where the module drives its optimizers itself, it is whole in its forward alone: backward comes within the step.
+        If the module drives its optimizers itself, they are unsharded in its forward alone: backward comes within the
+        step.
         """
         module = self._module
         with self.precision_plugin.train_step_context():
@@ -153,17 +154,17 @@ class FullShardStrategy(DDPStrategy):
             return run_as_forward(module, module.training_step, args, kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's own returns."""
+        """The result of the module's own `validation_step`."""
         with self.precision_plugin.val_step_context():
             return run_as_forward(self._module, self._module.validation_step, args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's own returns."""
+        """The result of the module's own `test_step`."""
         with self.precision_plugin.test_step_context():
             return run_as_forward(self._module, self._module.test_step, args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module's own returns."""
+        """The result of the module's own `predict_step`."""
         with self.precision_plugin.predict_step_context():
             return run_as_forward(self._module, self._module.predict_step, args, kwargs)
 
@@ -194,8 +195,8 @@ class FullShardStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state, sharded."""
-        self._told = model_state(self._module)
-        return dict(self._told)
+        self._given = model_state(self._module)
+        return dict(self._given)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state by FQN, sharded."""
@@ -204,11 +205,11 @@ class FullShardStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint of ours to the folder `filepath`, each rank its shards, wholly or not at all.
+        """Write a checkpoint of ours to the folder `filepath`, each rank its shards, all or nothing.
 
         Raises:
             CheckpointError: some rank could not, or something cannot be read back without executing code.
-            ConfigError: an option, or what a hook has changed, cannot be honoured.
+            ConfigError: an option, or a hook's change, cannot be honoured.
         """
         if storage_options is not None or type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ConfigError(
@@ -216,12 +217,12 @@ class FullShardStrategy(DDPStrategy):
                 "fullshard.checkpoint writes."
             )
         given = checkpoint.get("state_dict", {})
-        if given.keys() != self._told.keys() or any(given[name] is not it for name, it in self._told.items()):
+        if given.keys() != self._given.keys() or any(given[name] is not it for name, it in self._given.items()):
             raise ConfigError(
                 "on_save_checkpoint has changed checkpoint['state_dict']: a checkpoint has the state of the module as "
                 "it is. Save what is to be different in another file."
             )
-        self._told = {}
+        self._given = {}
         rest = {name: it for name, it in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         save(
             Path(self.broadcast(filepath)),
@@ -233,7 +234,7 @@ class FullShardStrategy(DDPStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder of ours into module and optimizers; of a file, what is in it, to be loaded later.
+        """Load a folder of ours into module and optimizers; of a file, return its content, to be loaded later.
 
         At any number of ranks and under any strategy. With as many ranks as saved it, random generators go on, too.
 
@@ -249,12 +250,12 @@ class FullShardStrategy(DDPStrategy):
         return {**(restored.extra or {}), "state_dict": {}}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights, of a file; nothing for a folder."""
+        """Load whole weights from a file; for a folder, do nothing."""
         if self._from_file:
             self._module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load whole states, of a file, each rank its part."""
+        """Load whole states from a file, each rank its part."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             fqns = list(params_by_fqn(self._module, optimizer))
             named = {
@@ -264,7 +265,7 @@ class FullShardStrategy(DDPStrategy):
             optim_state_dict_to_load(self._module, optimizer, named, load_directly=True, from_first_rank=False)
 
     def teardown(self) -> None:
-        """What every strategy does at its end; the module stays sharded."""
+        """End as every strategy does; the module stays sharded."""
         self._from_file = False
         super().teardown()
 
@@ -279,15 +280,15 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         fabric = Fabric(strategy=FabricFullShardStrategy(), devices=2)
         model, optimizer = fabric.setup(model, optimizer)
 
-    What is built on the meta device, in `fabric.init_module(empty_init=True)` for one, is initialised unit by unit, by
-    `reset_parameters`. `fabric.save` and `fabric.load` write and read folders of `fullshard.checkpoint`'s; the state
-    has one module.
+    Modules that are built on the meta device, such as in `fabric.init_module(empty_init=True)`, are initialised unit by
+    unit, by `reset_parameters`. `fabric.save` and `fabric.load` write and read folders of `fullshard.checkpoint`; the
+    state has one module.
 
     Args:
         strategy: see `fullshard.fully_shard`, as for the next three.
-        auto_wrap_policy: which modules are units; the module's layers, if None.
+        auto_wrap_policy: picks the units; the module's layers, if None.
         mp_policy: the dtypes of units, besides what the precision plugin does.
-        offload_policy: where shards rest.
+        offload_policy: the memory that shards are in.
         process_group_backend: NCCL for GPUs, else gloo, if None.
         timeout: of collectives.
         options: of Fabric's `DDPStrategy` that do not concern DDP's wrapper: accelerator, parallel_devices,
@@ -310,7 +311,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
     ) -> None:
         super().__init__(**_known(options, process_group_backend, timeout, "precision"))
         self._sharding = _Sharding(strategy, auto_wrap_policy, mp_policy, offload_policy)
-        self._backward_sync_control = cast(Any, _NoSync())  # private: what fabric.no_backward_sync asks
+        self._backward_sync_control = cast(Any, _NoSync())  # private: for fabric.no_backward_sync
 
     def setup_module(self, module: nn.Module) -> Any:
         """`module`, sharded."""
@@ -319,7 +320,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """`optimizer`, over the shards, be it made before sharding or after."""
+        """`optimizer`, over the shards, even if it was made before sharding."""
         point_to_shards(optimizer)
         return optimizer
 
@@ -356,7 +357,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write `state` to the folder `path`, each rank its shards, wholly or not at all.
+        """Write `state` to the folder `path`, each rank its shards, all or nothing.
 
         Raises:
             CheckpointError: some rank could not, or something cannot be read back without executing code.
@@ -382,7 +383,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load the folder `path` into what is in `state`; the rest of what was saved.
+        """Load the folder `path` into the objects in `state`; the rest of the saved values.
 
         Raises:
             CheckpointError: it is damaged, or does not fit.
@@ -414,7 +415,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
 
 
 class _NoSync:
-    """How Fabric has backward send nothing."""
+    """Fabric's control of backwards that send nothing."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """A context in which backward adds to whole gradients, if `enabled`."""
@@ -423,7 +424,7 @@ class _NoSync:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What Fabric saves: a module, optimizers over it, and whatever else."""
+    """The parts of a state that Fabric saves: a module, optimizers over it, and anything else."""
 
     module: nn.Module
     optimizers: Sequence[Optimizer]

@@ -1,4 +1,4 @@
-"""`ShardingPlugin`: how transformers and accelerate are told to shard, and what each key of their settings means here.
+"""`ShardingPlugin`: the settings of transformers and accelerate for sharding, and what each of their keys means here.
 
 Both libraries have one set of keys, under three spellings: `fsdp_config` of the Trainer and of `accelerate config`, the
 environment variables of `accelerate launch`, and the arguments of accelerate's `FullyShardedDataParallelPlugin`. All of
@@ -30,19 +30,19 @@ FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingPlugin:
-    """How a model that is prepared is sharded: `Accelerator(fsdp_plugin=ShardingPlugin(strategy="zero2"))`.
+    """The options of sharding a prepared model: `Accelerator(fsdp_plugin=ShardingPlugin(strategy="zero2"))`.
 
     Args:
         strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
             `Placements`.
-        reshard_after_forward: a number is how many neighbouring ranks keep the whole parameters together from forward
-            to backward, each its part; True and False as `fully_shard` takes them.
+        reshard_after_forward: a number is a size of groups of neighbouring ranks, which keep secondary shards from
+            forward to backward; True and False as `fully_shard` takes them.
         device_mesh: the ranks to shard over; all of them if None, and with `hsdp` those of a host.
-        auto_wrap_policy: which modules become units of their own: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`,
+        auto_wrap_policy: picks the modules that become units: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"`,
             `"NO_WRAP"` or a policy of `fullshard.wrap`.
         transformer_layer_cls_to_wrap: names of the classes whose instances become units under
-            `"TRANSFORMER_BASED_WRAP"`; those that the model itself names (`_no_split_modules`), if empty, and else what
-            it has several of in a list.
+            `"TRANSFORMER_BASED_WRAP"`; if empty, those that the model itself names (`_no_split_modules`), or else the
+            modules of its lists.
         min_num_params: smallest size of a unit under `"SIZE_BASED_WRAP"`, in elements.
         ignored_modules: modules to leave as they are, or a regular expression that matches their whole names.
         cpu_offload: whether shards, their gradients and the optimizer step stay on the CPU.
@@ -54,7 +54,7 @@ class ShardingPlugin:
         reduce_dtype: gradients are summed over the ranks in it. Under mixed precision `torch.float32`, if None.
         output_dtype: floating-point outputs of a unit are cast to it.
         activation_checkpointing: whether units run again in backward, so that their activations need not be kept.
-        activation_checkpointing_offload: whether what is kept for that waits in host memory.
+        activation_checkpointing_offload: whether the inputs that are kept for that are moved to host memory.
         state_dict_type: `"FULL_STATE_DICT"` saves whole weights beside a checkpoint's shards, as others read them;
             `"SHARDED_STATE_DICT"` leaves them out.
         sync_module_states: whether every rank starts from the values of rank 0.
@@ -116,13 +116,13 @@ class ShardingPlugin:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **defaults: Any) -> ShardingPlugin:
-        """What a section `fsdp_config` says, of the Trainer or of `accelerate config`.
+        """The plugin of a section `fsdp_config`, of the Trainer or of `accelerate config`.
 
         Names may begin with `fsdp_`. Values may be strings, as in YAML and in environment variables.
 
         Args:
             config: values by key.
-            defaults: values of this class's fields that `config` does not speak of.
+            defaults: values of this class's fields that `config` leaves out.
 
         Raises:
             ConfigError: a key or a value cannot be honoured; the message names it and says why.
@@ -152,10 +152,10 @@ class ShardingPlugin:
 
     @classmethod
     def of(cls, plugin: Any) -> ShardingPlugin:
-        """`plugin` itself, or what accelerate's `FullyShardedDataParallelPlugin` says.
+        """`plugin` itself, or that of accelerate's `FullyShardedDataParallelPlugin`.
 
         Raises:
-            ConfigError: it says what cannot be honoured.
+            ConfigError: a value cannot be honoured.
         """
         if isinstance(plugin, cls):
             return plugin
@@ -188,16 +188,16 @@ _DTYPES = {
 
 
 def plugin_from_environment() -> ShardingPlugin | None:
-    """What `accelerate launch` was told, by its options or its configuration file; None if not to shard.
+    """The plugin of `accelerate launch`, of its options or its configuration file; None if it is not to shard.
 
     Raises:
-        ConfigError: a variable says what cannot be honoured.
+        ConfigError: the value of a variable cannot be honoured.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() not in ("true", "1"):
         return None
     said = {key.removeprefix("FSDP_").lower(): value for key, value in os.environ.items() if key.startswith("FSDP_")}
     policy = said.setdefault("auto_wrap_policy", NONE).upper()
-    # The launcher sets every variable, with a value of its own where the user has said nothing.
+    # The launcher sets every variable, with a default if the user has said nothing.
     if policy != SIZE:
         said.pop("min_num_params", None)
     if policy != TRANSFORMER:
@@ -216,12 +216,12 @@ def plugin_from_environment() -> ShardingPlugin | None:
 
 
 def plugin_from_config_file(path: str | os.PathLike[str]) -> ShardingPlugin:
-    """What the section `fsdp_config` of a file says that `accelerate config` has written.
+    """The plugin of the section `fsdp_config` in a file of `accelerate config`.
 
     `accelerate launch` passes on the keys that it knows; here the keys of fullshard's own are read too.
 
     Raises:
-        ConfigError: there is no such section, or it says what cannot be honoured.
+        ConfigError: there is no such section, or a value of it cannot be honoured.
     """
     file = Path(path)
     content = yaml.safe_load(file.read_text()) or {}
@@ -249,7 +249,7 @@ _ALIASES = {
 
 
 def _names_strategy(value: Any) -> bool:
-    """Whether `value` of a key is one that tells what is sharded; a number tells how many keep what is gathered."""
+    """True if `value` of a key names a strategy; a number is a size of groups that keep parameters."""
     return value is not None and not (isinstance(value, int) and not isinstance(value, bool))
 
 

@@ -1,4 +1,4 @@
-"""A model is sharded in place, as a `ShardingPlugin` says."""
+"""Shard a model in place, as a `ShardingPlugin` says."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype 
 
     Raises:
         ConfigError: `plugin` names classes or modules that the model does not have.
-        CheckpointError: the files that the model's weights wait in are missing or damaged, or do not fit.
+        CheckpointError: the files of the model's waiting weights are missing or damaged, or do not fit.
     """
     if is_unit(model):
         read_waiting(model)
@@ -120,14 +120,14 @@ def _ignored(model: nn.Module, plugin: ShardingPlugin) -> list[nn.Module]:
 
 
 def _precision(plugin: ShardingPlugin, computes_in: torch.dtype | None) -> MixedPrecisionPolicy:
-    """Under mixed precision gathers move its dtype, and sums over ranks are in float32, unless told otherwise."""
+    """The policy: under mixed precision, by default, gathers move its dtype and sums over ranks are in float32."""
     param = plugin.param_dtype or computes_in
     reduce = plugin.reduce_dtype or (torch.float32 if computes_in is not None else None)
     return MixedPrecisionPolicy(param, reduce, plugin.output_dtype, cast_forward_inputs=param != torch.float32)
 
 
 def _keep_in_float32(model: nn.Module) -> None:
-    """Have what is trained in float32: the optimizer's steps are too small for fewer digits."""
+    """Keep trained parameters in float32: the optimizer's steps are too small for fewer digits."""
     raised = [it for it in model.parameters() if it.requires_grad and is_castable(it.dtype) and it.itemsize < 4]
     for param in raised:
         param.data = param.data.float()
@@ -136,7 +136,7 @@ def _keep_in_float32(model: nn.Module) -> None:
 
 
 def _checkpoint_activations(model: Any, units: Iterable[nn.Module], offload: bool) -> None:
-    """Let each unit run again in backward, by the model's own means where it has some."""
+    """Let each unit run again in backward, by the model's own means if it has any."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(offload=offload)
         return

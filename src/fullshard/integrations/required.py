@@ -1,4 +1,4 @@
-"""The other library is there, and new enough: asked before anything of it is imported."""
+"""The check that another library is installed and new enough, before anything of it is imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' `Trainer` and `Seq2SeqTrainer`, which train with this engine where they are told to shard.
+"""transformers' `Trainer` and `Seq2SeqTrainer`, which train with this engine if they are to shard.
 
     from fullshard.integrations.transformers import Trainer    # was: from transformers import Trainer
 
@@ -52,13 +52,13 @@ _FOLDER = "fullshard"  # in a checkpoint of the Trainer's: model, optimizer and 
 
 
 class _Sharding(transformers.Trainer):
-    """What a trainer does in another way once its model is sharded."""
+    """A trainer's methods that differ once its model is sharded."""
 
     accelerator: Any
 
     @property
     def sharding(self) -> ShardingPlugin | None:
-        """How the model is sharded; None if it is not."""
+        """The options by which the model is sharded; None if it is not."""
         return self.accelerator.sharding if isinstance(self.accelerator, Accelerator) else None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -121,12 +121,12 @@ class _Sharding(transformers.Trainer):
             return Accelerator(**{**options, "fsdp_plugin": plugin})
 
         module = cast(Any, transformers.trainer)
-        before, told = module.Accelerator, self.args.fsdp_plugin_args
+        accelerator, plugin_args = module.Accelerator, self.args.fsdp_plugin_args
         module.Accelerator, self.args.fsdp_plugin_args = make, None
         try:
             yield
         finally:
-            module.Accelerator, self.args.fsdp_plugin_args = before, told
+            module.Accelerator, self.args.fsdp_plugin_args = accelerator, plugin_args
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.sharding is None:
@@ -224,9 +224,8 @@ def from_pretrained(
 ) -> Any:
     """`cls.from_pretrained(folder)`, but for the weights: they stay in their files until the model is sharded.
 
-    Then each rank reads the rows that are its own, so that no process ever holds more of a model than its shards and
-    one unit. The Trainers here and `Accelerator.prepare` shard a model, or read all of it where nothing is to be
-    sharded.
+    Then each rank reads its own rows, so that no process ever holds more of a model than its shards and one unit. The
+    Trainers here and `Accelerator.prepare` shard a model, or read all of it if nothing is to be sharded.
 
     Args:
         cls: a model class of transformers, such as `AutoModelForCausalLM`.
@@ -278,14 +277,14 @@ def _build(cls: Any, config: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _converts(model: Any) -> bool:
-    """Whether files have other weights than `model`, or the same by other names."""
+    """True if files have other weights than `model`, or the same by other names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def _raise_dtypes(model: Any, dtype: torch.dtype | None) -> None:
-    """Have in float32 what its authors say must be, where the rest is of fewer digits."""
+    """Keep the modules in float32 for which the model's authors ask it, if the rest has fewer digits."""
     for pattern, wide in model._get_dtype_plan(dtype).items():
         for name, param in model.named_parameters():
             if pattern in name:
@@ -293,7 +292,7 @@ def _raise_dtypes(model: Any, dtype: torch.dtype | None) -> None:
 
 
 def _plugin_of(args: Any) -> ShardingPlugin | None:
-    """How the model is to be sharded, as the arguments say, or else the launcher."""
+    """The options by which to shard the model: those of the arguments, or else of the launcher."""
     if not args.fsdp:
         return plugin_from_environment()
     return ShardingPlugin.from_config(_said(args.fsdp_config), state_dict_type=FULL)

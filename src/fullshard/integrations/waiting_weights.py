@@ -1,4 +1,4 @@
-"""Weights that stay in their files until a model is sharded, so that no process ever holds the whole of it."""
+"""Weights that stay in their files until a model is sharded, so that no process ever holds all of them."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def wait_for(model: nn.Module, path: str | PathLike[str], rename: Callable[[str]
 
 
 def is_waiting(model: nn.Module) -> bool:
-    """Whether the weights of `model` are still in files."""
+    """True if the weights of `model` are still in files."""
     return _WAITING in vars(model)
 
 
 def read_waiting(model: nn.Module) -> None:
-    """Read what `model` waits for, if anything: each rank the rows that are its own, if it is sharded by now.
+    """Read the waiting weights of `model`, if there are any: each rank its own rows, if it is sharded by now.
 
     Raises:
         CheckpointError: the files are missing or damaged, or do not fit; the same error on every rank.
-        ConfigError: it is a part of `model` that waits, which was put into another model since.
+        ConfigError: only a part of `model` has waiting weights, since it was put into another model.
     """
     if is_waiting(model):
         waiting: _Waiting = vars(model)[_WAITING]

@@ -1,4 +1,4 @@
-"""DeepSpeed training loops on this engine: `from fullshard.integrations import deepspeed`, and the script stays.
+"""DeepSpeed training loops with this engine: `from fullshard.integrations import deepspeed`, and the script stays.
 
 engine, optimizer, loader, scheduler = deepspeed.initialize(model=model, training_data=data, config="ds_config.json")
 for batch in loader:
@@ -9,7 +9,7 @@ for batch in loader:
 DeepSpeed itself is not needed. `explain_config` says what each key of a configuration becomes.
 """
 
-from fullshard.integrations.deepspeed.configuration import told as explain_config
+from fullshard.integrations.deepspeed.configuration import explain_config
 from fullshard.integrations.deepspeed.engine import Engine
 from fullshard.integrations.deepspeed.starting import add_config_arguments, init_distributed, initialize
 

@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and loaders as a DeepSpeed configuration and the arguments of `initialize` ask for them."""
+"""Optimizers, schedulers and loaders for a DeepSpeed configuration and the arguments of `initialize`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def make_optimizer(
     given: Optimizer | MakeOptimizer | None,
     part: Part | None,
 ) -> Optimizer | None:
-    """The optimizer that is `given`, or made by it, or that the configuration asks for; over the shards.
+    """The optimizer over the shards: `given`, or made by it, or the configuration's.
 
     Args:
         model: sharded.
-        parameters: what to optimize, as it was before sharding: parameters, or groups of them. All that are trained, if
+        parameters: parameters to optimize, or groups of them, as they were before sharding. All that are trained, if
             None.
-        given: an optimizer, or what makes one of parameters.
+        given: an optimizer, or a function that makes one of parameters.
         part: the configuration's section.
     """
     if isinstance(given, Optimizer):
@@ -90,7 +90,7 @@ def _called(make: Callable[..., Any], section: str, name: str, first: Any, argum
 
 
 def _sharded(items: Sequence[Any]) -> list[Any]:
-    """The sharded parameter in place of each, and the groups with those. What is not trained is left out."""
+    """The sharded parameter in place of each, and the groups with those. Untrained ones are left out."""
     if items and isinstance(items[0], Mapping):
         groups = [{**group, "params": _sharded(list(group["params"]))} for group in items]
         return [group for group in groups if group["params"]]
@@ -102,7 +102,7 @@ def _sharded(items: Sequence[Any]) -> list[Any]:
 
 
 def make_scheduler(optimizer: Optimizer | None, given: Any, part: Part | None) -> Any:
-    """The scheduler that is `given`, or made by it of the optimizer, or that the configuration asks for."""
+    """The scheduler: `given`, or made by it of the optimizer, or the configuration's."""
     if given is not None:
         return given(optimizer) if callable(given) else given
     if part is None:

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration as what it asks of this engine."""
+"""A DeepSpeed configuration, read into values for this engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fullshard.integrations.deepspeed.loss_scale import LossScale
 from fullshard.policy.offload import CPUOffloadPolicy, OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy
 
-__all__ = ["BatchSizes", "Configuration", "Part", "read", "told"]
+__all__ = ["BatchSizes", "Configuration", "Part", "explain_config", "read"]
 
 STRATEGIES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 _DTYPES = {
@@ -82,18 +82,18 @@ class BatchSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """What a DeepSpeed configuration asks for."""
+    """The values of a DeepSpeed configuration for this engine."""
 
     sizes: BatchSizes
     stage: int = 0
     dtype: torch.dtype = torch.float32  # of compute
-    communication: torch.dtype = torch.float32  # in which gradients are summed over ranks
+    communication: torch.dtype = torch.float32  # of gradient sums over ranks
     casts_inputs: bool = False
     clips_to: float = 1.0
     skips_overflows: bool = False
     always_norm: bool = True
     averages: bool = True
-    together: int | None = None  # neighbouring ranks that keep parameters from forward to backward
+    together: int | None = None  # neighbouring ranks that keep secondary shards from forward to backward
     offload: OffloadPolicy = field(default_factory=OffloadPolicy)
     optimizer: Part | None = None
     scheduler: Part | None = None
@@ -108,7 +108,7 @@ class Configuration:
 
     @property
     def low_precision(self) -> bool:
-        """Whether it computes in 16 bits."""
+        """True if it computes in 16 bits."""
         return self.dtype is not torch.float32
 
     def policy(self, *, root: bool) -> MixedPrecisionPolicy:
@@ -121,7 +121,7 @@ class Configuration:
 
 
 def read(config: str | PathLike[str] | Mapping[str, Any], world: int) -> Configuration:
-    """What a DeepSpeed configuration, a JSON file or a dict, asks of `world` ranks.
+    """The values of a DeepSpeed configuration, a JSON file or a dict, for `world` ranks.
 
     Raises:
         ConfigError: it cannot be read, or a key of it cannot be honoured; the message names the key.
@@ -166,16 +166,16 @@ def read(config: str | PathLike[str] | Mapping[str, Any], world: int) -> Configu
     )
 
 
-def told(config: str | PathLike[str] | Mapping[str, Any]) -> str:
+def explain_config(config: str | PathLike[str] | Mapping[str, Any]) -> str:
     """A line for each key of a DeepSpeed configuration that says what it becomes, or why it is needless.
 
     Raises:
         ConfigError: a key cannot be honoured; the message names it.
     """
     loaded = _loaded(config)
-    lines = [f"{path} = {json.dumps(it)}: {check(path, it).told}" for path, it in leaves(loaded)]
+    lines = [f"{path} = {json.dumps(it)}: {check(path, it).explanation}" for path, it in leaves(loaded)]
     if "gradient_clipping" not in loaded:
-        lines.append(f"gradient_clipping = 1.0, since it is left out: {KEYS['gradient_clipping'].told}")
+        lines.append(f"gradient_clipping = 1.0, since it is left out: {KEYS['gradient_clipping'].explanation}")
     return "\n".join(lines)
 
 

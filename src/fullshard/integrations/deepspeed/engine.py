@@ -55,7 +55,7 @@ class Engine(nn.Module):
         micro_steps: microbatches so far.
         global_samples: samples so far, over all ranks.
         skipped_steps: steps that were skipped since gradients were not finite.
-        device: where the model computes.
+        device: the device that computes.
     """
 
     def __init__(
@@ -101,11 +101,11 @@ class Engine(nn.Module):
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """The model's output."""
         return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Add the gradients of `loss`; the loss divided by the number of microbatches.
+        """Add the gradients of `loss`; returns the loss divided by the number of microbatches.
 
         Args:
             loss: a scalar.
@@ -153,7 +153,7 @@ class Engine(nn.Module):
         self.micro_steps += 1
 
     def _clip(self, optimizer: Optimizer) -> bool:
-        """Unscale and clip the gradients; whether they are good to step with."""
+        """Unscale and clip the gradients; False if the step must be skipped."""
         settings = self._settings
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
         scale = self._loss_scale.scale
@@ -199,7 +199,7 @@ class Engine(nn.Module):
     _apart = False  # within no_sync()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the microbatch under way is the last of its step."""
+        """True if the microbatch under way is the last of its step."""
         return (self.micro_steps + 1) % self._sizes.microbatches == 0
 
     @contextmanager
@@ -224,7 +224,7 @@ class Engine(nn.Module):
         """Drop all gradients of the model."""
         self.module.zero_grad(set_to_none=set_to_none)
 
-    # -- what it tells ------------------------------------------------------------------------------------------------
+    # -- figures and settings -----------------------------------------------------------------------------------------
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group of parameters."""
@@ -243,7 +243,7 @@ class Engine(nn.Module):
         return self._norm
 
     def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed parameters."""
+        """True if the last `step()` changed parameters."""
         return self._applied
 
     def train_batch_size(self) -> int:
@@ -271,19 +271,19 @@ class Engine(nn.Module):
         return self._settings.stage
 
     def zero_optimization(self) -> bool:
-        """Whether anything is sharded."""
+        """True if anything is sharded."""
         return self._settings.stage > 0
 
     def fp16_enabled(self) -> bool:
-        """Whether it computes in float16."""
+        """True if it computes in float16."""
         return self._settings.dtype is torch.float16
 
     def bfloat16_enabled(self) -> bool:
-        """Whether it computes in bfloat16."""
+        """True if it computes in bfloat16."""
         return self._settings.dtype is torch.bfloat16
 
     def loss_scale(self) -> float:
-        """What losses are multiplied by at present."""
+        """The present factor of losses."""
         return self._loss_scale.scale
 
     # -- data ---------------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class Engine(nn.Module):
         Args:
             save_dir: on storage that all hosts share.
             tag: the name of its folder; `global_step` and the number of steps, if None.
-            client_state: what `load_checkpoint` gives back: plain values and plain tensors. The first rank's is kept.
+            client_state: plain values and plain tensors, returned by `load_checkpoint`. The first rank's is kept.
             save_latest: whether `load_checkpoint` finds it without a tag.
             exclude_frozen_parameters: must be False: a checkpoint is complete.
 
@@ -367,7 +367,7 @@ class Engine(nn.Module):
 
         Args:
             load_dir: the folder that was saved to.
-            tag: which checkpoint; the latest, if None.
+            tag: the name of the checkpoint; the latest, if None.
             load_module_strict: must be True.
             load_optimizer_states: whether to load the optimizer.
             load_lr_scheduler_states: whether to load the scheduler.
@@ -438,7 +438,7 @@ class Engine(nn.Module):
         return self.save_16bit_model(save_dir, save_filename)
 
     def destroy(self) -> None:
-        """Nothing: there is nothing to give back."""
+        """Nothing: there is nothing to free."""
 
 
 def _write_latest(folder: Path, name: str) -> None:

@@ -30,7 +30,7 @@ from fullshard.errors import CheckpointError
 
 __all__ = ["import_deepspeed"]
 
-# What a states file of the model has of DeepSpeed's own; all else is the client's.
+# DeepSpeed's own entries in a states file of the model; all others are the client's.
 _OWN = {
     "module",
     "buffer_names",
@@ -59,17 +59,17 @@ _OWN = {
 
 
 def import_deepspeed(folder: Path, out: Path, progress: Progress | None = None) -> Path:
-    """Save what a checkpoint folder of DeepSpeed's holds as a checkpoint of ours in `out`; the path of that.
+    """Save the contents of a checkpoint folder of DeepSpeed's as a checkpoint of ours in `out`; the path of that.
 
     For one process, which holds weights and moments once. DeepSpeed saves no random states.
 
     Args:
         folder: the folder of a tag, or the one above it that has the file `latest`.
-        out: where checkpoints of ours are to be.
+        out: the folder for checkpoints of ours.
         progress: see `fullshard.checkpoint.save`.
 
     Raises:
-        CheckpointError: there is no such checkpoint, it is incomplete, or it holds what cannot be imported.
+        CheckpointError: there is no such checkpoint, it is incomplete, or something in it cannot be imported.
     """
     files = _Files.find(folder)
     read = files.read()
@@ -82,7 +82,7 @@ def import_deepspeed(folder: Path, out: Path, progress: Progress | None = None) 
 
 @dataclass(frozen=True)
 class _Read:
-    """What the files hold."""
+    """The contents of the files."""
 
     folder: Path
     models: Sequence[Mapping[str, Any]]  # of each rank under stage 3, else one
@@ -91,7 +91,7 @@ class _Read:
     @property
     def stage(self) -> int:
         """The ZeRO stage."""
-        return int(self.optimizers[0].get("zero_stage", 1))  # one optimizer of stage 1 does not tell
+        return int(self.optimizers[0].get("zero_stage", 1))  # one optimizer of stage 1 does not say
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def _said_by(error: Exception) -> str:
 
 
 class _StandIn:
-    """In place of an object of DeepSpeed's: what it was made with, and what it had."""
+    """A stand-in for an object of DeepSpeed's: its arguments and its state."""
 
     def __init__(self, *made_with: Any) -> None:
         self.made_with = made_with
@@ -197,7 +197,7 @@ def _knowing_deepspeeds_classes() -> Iterator[None]:
 
 
 def _contents(read: _Read) -> Contents:
-    """What is to be saved."""
+    """The contents to save."""
     first = read.models[0]
     layout = _Layout(read.stage, len(read.optimizers), first["param_shapes"], _alignments(read))
     contents = Contents(strategy=f"zero{read.stage}")
@@ -248,7 +248,7 @@ def _alignments(read: _Read) -> list[list[int]] | None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where parameters lie in flat partitions."""
+    """The layout of parameters in flat partitions, in elements."""
 
     stage: int
     ranks: int
@@ -256,7 +256,7 @@ class _Layout:
     paddings: Sequence[Sequence[int]] | None  # elements after each parameter, by group
 
     def whole(self, partitions: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-        """Every parameter, or what has its shape, of each rank's partitions by group."""
+        """Every parameter, or state of its shape, put together from each rank's partitions by group."""
         if self.stage == 3:
             return dict(self._of_parts([torch.cat([it.flatten() for it in groups]) for groups in partitions]))
         found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration, and what it becomes here: the one source of the reader and of the page."""
+"""Every key of a DeepSpeed configuration and its fate here: the one source of the reader and of the page."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["KEYS", "Fate", "Key", "check", "leaves", "settings_of", "table"]
 
 
 class Fate(Enum):
-    """What happens to a key."""
+    """The fate of a key."""
 
     HONOURED = "honoured"
-    NEEDLESS = "needless"  # accepted without effect: what it tunes does not exist here
+    NEEDLESS = "needless"  # accepted without effect: it tunes something that does not exist here
     REFUSED = "refused"  # an error, unless its value asks for nothing
 
 
@@ -27,7 +27,7 @@ class Key:
 
     Args:
         path: the sections and the key, with dots. One that ends in `.*` stands for everything in a section.
-        fate: what happens to it.
+        fate: honoured, needless or refused.
         said: what it becomes; why it is needless; or what to use instead.
         idle: of a refused one, the values that ask for nothing, and so are accepted.
     """
@@ -38,7 +38,7 @@ class Key:
     idle: tuple[Any, ...] = (None, False)
 
     @property
-    def told(self) -> str:
+    def explanation(self) -> str:
         """Its fate in words."""
         return f"{self.fate.value}. {self.said}"
 
@@ -246,7 +246,7 @@ _ALL = (
     _refused("checkpoint.use_node_local_storage", "Save to a folder that all hosts share."),
     _refused("checkpoint.writer", "Use fullshard.checkpoint.async_save to write behind the training.", None),
     _refused("datastates_ckpt", "Use fullshard.checkpoint.async_save to write behind the training.", None),
-    # -- what is told
+    # -- reports
     _honoured("steps_per_print", "Every so many steps, rank 0 logs step, loss scale and learning rate (INFO)."),
     *_needless("Levels are set by `logging.getLogger('fullshard')`.", "log_level"),
     *_needless("Sizes need not be multiples of anything.", "vocabulary_size"),
@@ -290,7 +290,7 @@ _ALL = (
     _refused("sequence_parallel_size", "Sequence parallelism is not offered.", None, 1),
     _refused("expert_parallel", "Expert parallelism is not offered.", None, {}),
     *_needless("All ranks are data parallel.", "data_parallel_size", "use_data_before_expert_parallelism"),
-    # -- what belongs to a section that is off
+    # -- keys of sections that are off
     *_needless("It tunes a section that is off.", "timers.*"),
     *(
         _refused(f"activation_checkpointing.{key}", "Use torch.utils.checkpoint in the model.", None, False)
@@ -307,7 +307,7 @@ _ALL = (
 
 
 def table() -> list[tuple[str, str, str]]:
-    """For each fate and what is said of it: the keys, the fate, and what is said. In the order of the page."""
+    """Rows of keys, their fate, and its explanation, in the order of the page."""
     found: dict[tuple[Fate, str], list[str]] = {}
     for key in _ALL:
         found.setdefault((key.fate, key.said), []).append(f"`{key.path}`")
@@ -338,7 +338,7 @@ _ALIASES = {
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of `config` by the path of their key, once every key is known and none asks for what there is not.
+    """The values of `config` by the path of their key, once every key is known and none must be refused.
 
     Raises:
         ConfigError: a key is unknown or refused, or has a value that somebody else was to fill in.
@@ -380,7 +380,7 @@ def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield path, value
         elif isinstance(value, Mapping | None) and any(known.startswith(f"{path}.") for known in KEYS):
             yield from leaves(value or {}, f"{path}.")
-        elif not (off and f"{prefix}enabled" in KEYS):  # what tunes a section that is off asks for nothing
+        elif not (off and f"{prefix}enabled" in KEYS):  # keys of a section that is off ask for nothing
             yield path, value
 
 

@@ -1,4 +1,4 @@
-"""The scale of fp16 losses as DeepSpeed adapts it: with some overflows' patience before it is halved."""
+"""The scale of fp16 losses as DeepSpeed adapts it: halved only after several overflows."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["LossScale"]
 
 @dataclass
 class LossScale:
-    """What losses are multiplied by; 1 for ever, unless told otherwise.
+    """The factor of losses; always 1 by default.
 
     Args:
         scale: the present factor.
         adapts: whether it follows overflows. The rest concerns one that does.
         window: steps without an overflow until it doubles.
         hysteresis: overflows until it is halved, the halving one included.
-        restores_hysteresis: whether each step without an overflow gives back the patience that earlier ones used up;
-            otherwise a doubling does.
-        smallest: it is never below.
+        restores_hysteresis: whether each step without an overflow starts the count of overflows anew; otherwise a
+            doubling does.
+        smallest: the least value.
     """
 
     scale: float = 1.0
@@ -37,7 +37,7 @@ class LossScale:
         self._patience = self.hysteresis
 
     def update(self, overflowed: bool) -> None:
-        """Take in whether the gradients of a step overflowed.
+        """Adapt the scale after a step, whose gradients have `overflowed` or not.
 
         Raises:
             StateError: they did, and the scale is the smallest already.

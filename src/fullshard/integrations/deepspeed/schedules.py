@@ -22,7 +22,7 @@ Rate = float | Sequence[float]
 
 
 class Schedule(ABC):
-    """What all have: a step number, and the rates that they put into the groups of an optimizer."""
+    """The base of all schedules: a step number, and rates that are put into the groups of an optimizer."""
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
@@ -89,7 +89,7 @@ class _Warmup(Schedule):
         self._grows_by_log = warmup_type == "log"
 
     def _warmed(self) -> float | None:
-        """How far the warm-up has come, from 0 to 1; None once it is over."""
+        """The progress of the warm-up, from 0 to 1; None once it is over."""
         done = self.last_batch_iteration
         if done >= self._warm_steps:
             return None
@@ -123,7 +123,7 @@ class WarmupLR(_Warmup):
         return [low + (high - low) * factor for low, high in zip(self._lowest, self._highest, strict=True)]
 
     def _after(self) -> float:
-        """Where between the lowest and the highest rate it is after the warm-up."""
+        """The position between the lowest and the highest rate after the warm-up, from 0 to 1."""
         return 1.0
 
 
@@ -286,7 +286,7 @@ class OneCycle(Schedule):
         return (after + 1) / self._decay_interval if self._decay_interval else 0.0
 
     def _height(self) -> float:
-        """Where between the lowest and the highest rate the cycle is."""
+        """The position of the cycle between the lowest and the highest rate, from 0 to 1."""
         position = (self.last_batch_iteration + 1) % (self._up + self._down)
         if position <= self._up:
             climbed, way, stairs = position, self._up, self._stairs_up

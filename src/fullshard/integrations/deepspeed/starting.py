@@ -1,4 +1,4 @@
-"""`initialize` and what a DeepSpeed script calls before it."""
+"""`initialize`, and the functions that a DeepSpeed script calls before it."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def initialize(
 
     Args:
         args: may have `deepspeed_config`, the path of the configuration.
-        model: a plain module; what of it is on the meta device is initialised by `reset_parameters`.
-        optimizer: an optimizer, or what makes one of parameters, in place of the configuration's.
+        model: a plain module; modules on the meta device are initialised by `reset_parameters`.
+        optimizer: an optimizer, or a function that makes one of parameters, in place of the configuration's.
         model_parameters: parameters, or groups of them, that the optimizer steps: all that are trained, if None.
         training_data: a dataset to make a loader of.
-        lr_scheduler: a scheduler, or what makes one of an optimizer, in place of the configuration's.
+        lr_scheduler: a scheduler, or a function that makes one of an optimizer, in place of the configuration's.
         distributed_port: must be None: the launcher chooses it.
         mpu: must be None: there is no model parallelism here.
-        dist_init_required: whether to make the process group; None to do so where there is none.
+        dist_init_required: whether to make the process group; None to do so if there is none.
         collate_fn: merges samples to a batch.
         config: a path or a dict.
         mesh_param: must be None: all ranks are data parallel.
         config_params: an older name of `config`.
-        auto_wrap_policy: which modules are units; the model's layers, if None. DeepSpeed has no such argument.
+        auto_wrap_policy: picks the units; the model's layers, if None. DeepSpeed has no such argument.
 
     Raises:
         ConfigError: a key of the configuration, or an argument, cannot be honoured; the message names it.
