@@ -109,7 +109,7 @@ def shares_memory(tensor: Tensor) -> bool:
 
 
 def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Every rank's part, end to end, in the corresponding whole: one launch for all, queued on the current stream."""
+    """Every rank's shard, end to end, in the corresponding whole: one launch for all, queued on the current stream."""
     options = AllgatherOptions()
     options.asyncOp = False
     gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
@@ -123,7 +123,7 @@ def all_gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None
 
 
 def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:
-    """The sum over ranks of this rank's part of each whole in the corresponding one of `sums`, in the same way."""
+    """The sum over ranks of this rank's shard of each whole in the corresponding one of `sums`, in the same way."""
     options = ReduceScatterOptions()
     options.asyncOp = False
     reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
@@ -189,7 +189,7 @@ def storage_info(file: str, start: int, nbytes: int) -> Any:
 
 
 def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> DTensor:
-    """A contiguous `DTensor` of global `shape` around `local` itself, wherever it lies.
+    """A contiguous `DTensor` of global `shape` around `local` itself, on whatever device.
 
     `DTensor.from_local` would move a shard that is offloaded to the CPU back to the mesh's device.
     """

@@ -5,8 +5,8 @@ every rank alike and before the first collective, so that no rank is left waitin
 
     FullshardError
     ├── ConfigError         an argument, or a combination of arguments, that cannot be honoured
-    ├── LayoutError         a tensor that cannot be cut over the ranks as asked
-    ├── NonFiniteError      NaN or infinity in gradients, where users asked to be told
+    ├── LayoutError         a tensor that cannot be divided over the ranks as asked
+    ├── NonFiniteError      NaN or infinity in gradients, if users asked for the check
     ├── StateError          a call that is not allowed in the present phase
     ├── RankMismatchError   ranks that do not agree on the model, on the order of its units or on hosts
     ├── RankLostError       another rank's process is gone
@@ -40,7 +40,7 @@ class ConfigError(FullshardError, ValueError):
 
 
 class LayoutError(FullshardError, ValueError):
-    """A tensor that cannot be cut over the ranks as asked."""
+    """A tensor that cannot be divided over the ranks as asked."""
 
 
 class StateError(FullshardError, RuntimeError):

@@ -126,7 +126,7 @@ def damage_in(
 
 
 def _pieces(path: Path) -> Iterator[memoryview]:
-    room = memoryview(bytearray(_PIECE_NBYTES))
+    buffer = memoryview(bytearray(_PIECE_NBYTES))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(room):
-            yield room[:count]
+        while count := file.readinto(buffer):
+            yield buffer[:count]

@@ -72,7 +72,7 @@ def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Col
         for before, fqn, rest in _splits(key)
         if (before.endswith("state.") and fqn in in_optimizer and rest) or before.endswith("param_groups.")
     )
-    # Beside a model that has no section of its own, there may be anything; what begins like the model is its own.
+    # A model without a prefix of its own may be saved beside anything; keys that begin like its own belong to it.
     tops = {fqn.split(".")[0] for fqn in in_model}
     return Saved(
         tensors={fqn: key for fqn, key in _under(model, opened.sizes()).items() if fqn.split(".")[0] in tops},

@@ -1,1 +1,1 @@
-"""The seam to the accelerator: lanes beside compute, and memory that is emptied and filled again. None on a CPU."""
+"""The seam to the accelerator: lanes beside compute (none on a CPU), and memory that is freed and allocated again."""

@@ -1,4 +1,4 @@
-"""From a whole model to units, as every integration does it: one unit after another, the same values on every rank."""
+"""A plain model made into units, as every integration does it: one after another, the same values on every rank."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def shard_model(
     gets the first rank's values. So no rank holds more than its shards and one unit whole.
 
     Args:
-        model: a whole model, or one in which units were made already: those stay.
+        model: a plain model, or one in which units were made already: those stay.
         device: where what is on the meta device gets memory.
         auto_wrap_policy: which submodules become units; `repeated_layers(model)` if None and there are no units yet.
         root: options of the root's unit alone.

@@ -1,1 +1,1 @@
-"""Pure arithmetic: who owns which rows, and where each parameter lies."""
+"""Pure arithmetic: shard specs, the layout of buffers, and slots."""

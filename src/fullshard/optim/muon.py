@@ -403,7 +403,7 @@ class Batch:
     Args:
         team: the ranks.
         by_owner: the matrices that each of them orthogonalises.
-        parity: 0 and 1 in turn: two batches are under way at once.
+        parity: 0 and 1 alternately: two batches are under way at once.
         which: names and shapes of all the matrices, so that another rank's other ones do not arrive as these.
         note: what is unusual about them.
     """

@@ -32,7 +32,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Origin:
-    """On whose behalf something happens: a unit (by FQN; the root's is empty), its phase, and the microbatch.
+    """The cause of an operation: a unit (by FQN; the root's is empty), its phase, and the microbatch.
 
     Microbatches of a step count from 1 on; 0 is before the first. `note` says what is unusual about it.
     """

@@ -101,7 +101,7 @@ class Trainer:
         done = self.begin()
         for step in range(done + 1, self.settings.optimization.steps + 1):
             if stop is not None:
-                stop.tell()
+                stop.exchange()
             with self.stopwatch.running():
                 trained = self.train_step(step - 1)
             self.display.advance(step)

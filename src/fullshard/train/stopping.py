@@ -29,7 +29,7 @@ class StopRequest:
         """Handle SIGTERM."""
         self._asked = True
 
-    def tell(self) -> None:
+    def exchange(self) -> None:
         """Begin to exchange requests with the other ranks; before each step."""
         self._any_asked.fill_(self._asked)
         self._work = dist.all_reduce(self._any_asked, dist.ReduceOp.MAX, self._group, async_op=True)
@@ -37,7 +37,7 @@ class StopRequest:
     @property
     def is_wanted(self) -> bool:
         """True if any rank had been asked when the step began; after each step."""
-        assert self._work is not None, "tell() comes first"
+        assert self._work is not None, "exchange() comes first"
         self._work.wait()
         return bool(self._any_asked)
 

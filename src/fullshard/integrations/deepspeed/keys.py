@@ -56,7 +56,7 @@ def _refused(path: str, instead: str, *idle: Any) -> Key:
 
 
 _ZERO = "zero_optimization."
-_IN_UNITS = "A unit's parameters travel in one message, straight from and to where they lie: there are no buckets."
+_IN_UNITS = "A unit's parameters are gathered and reduced together: there are no buckets."
 _RECORDED = "What is gathered ahead follows from the recorded order of units: one unit at a time."
 _ALL = (
     # -- batch sizes
