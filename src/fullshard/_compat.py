@@ -295,7 +295,7 @@ class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manag
         self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation; what it returns in memory that was not among its inputs is new."""
+        """Run the operation; memory of its outputs that its inputs do not have is new."""
         for tensor in _tensors((args, kwargs or {})):
             ref = StorageWeakRef(tensor.untyped_storage())
             if ref not in self._made:
@@ -321,7 +321,7 @@ class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manag
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in `tree`; of wrappers such as `DTensor` what is in them, which alone has memory."""
+    """The tensors in `tree`; of wrappers such as `DTensor` the inner ones, which alone have memory."""
     found: list[Tensor] = []
     for leaf in _pytree.tree_leaves(tree):
         if is_traceable_wrapper_subclass(leaf):

@@ -64,7 +64,7 @@ class CheckpointError(FullshardError, RuntimeError):
 
 
 class MissingLibraryError(FullshardError, ImportError):
-    """A library that an integration needs is not installed, or older than what was tested."""
+    """A library that an integration needs is not installed, or older than the tested ones."""
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

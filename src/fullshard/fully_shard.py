@@ -142,7 +142,7 @@ def shard_unit(
     sync_module_states: bool = False,
     buffer_dtype: torch.dtype | None = None,
 ) -> Unit:
-    """One unit of `modules`, with its hooks: what `fully_shard` and `FullyShardedDataParallel` share.
+    """One unit of `modules`, with its hooks: the common part of `fully_shard` and `FullyShardedDataParallel`.
 
     Args:
         modules: see `fully_shard`, and so for all arguments that it has too.

@@ -144,7 +144,7 @@ def lambda_auto_wrap_policy(
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
-    """True for every instance of `transformer_layer_cls`: the blocks of a transformer, each with what is in it.
+    """True for every instance of `transformer_layer_cls`: the blocks of a transformer.
 
     What lies outside of the blocks (embeddings, the last norm, the head; tied weights too) stays in the root's unit.
     """
@@ -161,7 +161,7 @@ def size_based_auto_wrap_policy(
     force_leaf_modules: set[type[nn.Module]] | None = None,
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
 ) -> bool:
-    """True for the smallest modules that hold `min_num_params` elements or more, not counting what units below hold.
+    """True for the smallest modules of `min_num_params` elements or more, not counting those of units below.
 
     Args:
         module: the module in question.

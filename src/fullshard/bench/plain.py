@@ -1,4 +1,4 @@
-"""One plain process that plays all ranks: the losses that every system should have."""
+"""One plain process that does the work of all ranks: the losses that every system should have."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def take_from_first(unit: nn.Module) -> None:
-    """Let every rank have the first rank's values of what of `unit` is in no unit yet, a tensor at a time."""
+    """Broadcast the first rank's values of those tensors of `unit` that no unit has yet, one at a time."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     wire = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

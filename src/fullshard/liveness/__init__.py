@@ -1,1 +1,1 @@
-"""Is every rank alive, and where is it? What is asked and answered beside the process group."""
+"""Liveness of ranks, and where each of them is: questions and answers beside the process group."""

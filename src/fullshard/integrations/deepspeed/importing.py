@@ -158,7 +158,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _said_by(error: Exception) -> str:
-    """The class that torch does not make, or the first line of what it says."""
+    """The class that torch refuses to make, or the first line of its message."""
     named = re.search(r"GLOBAL (\S+)", str(error))
     return f"it names {named[1]}" if named else str(error).partition("\n")[0]
 

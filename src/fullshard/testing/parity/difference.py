@@ -115,7 +115,7 @@ class Finding:
 
     @staticmethod
     def first(findings: Iterable[Finding]) -> Finding | None:
-        """The one to begin with."""
+        """The finding to look at first, if there is any."""
         return min(findings, key=lambda finding: finding._order, default=None)
 
 

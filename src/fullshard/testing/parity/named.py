@@ -16,7 +16,7 @@ __all__ = ["function_named"]
 
 
 def function_named(spec: str, option: str) -> Callable[..., Any]:
-    """The function, or whatever can be called, that `spec` names; modules are also looked for in the current folder.
+    """The function, or other callable, that `spec` names; modules are also looked for in the current folder.
 
     Raises:
         ConfigError: there is no such module or function in it, or importing the module fails.
