@@ -209,8 +209,8 @@ class _Watchdog:
         task = here.task
         question = self._ask(task) or self._own_board.last_question()
         if question is not None and question != self._answered:
-            self._answered, self._reported = question, task
             self._answer(question, task)
+            self._answered, self._reported = question, task
         loss = self._own_board.known_loss()
         self._missed_since = min(self._missed_since, monotonic()) if loss else math.inf
         if loss and min(monotonic() - self._missed_since, here.waited_s) > _GRACE_S:
@@ -274,7 +274,7 @@ class _Watchdog:
         head = f"rank {self._rank} is {here}, {verdict}. Where all ranks are:"
         deadline = monotonic() + _ANSWER_S + self._look_s
         while monotonic() < deadline and not self._own_board.has_answers(question, self._world):
-            self._stopped.wait(0.1)
+            sleep(0.1)
         lines = [f"  {line}" for line in self._own_board.answers(question, self._world)]
         self._own_board.close_account(question)
         return "\n".join([head, *lines])
