@@ -2,8 +2,12 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
 ARGS   ?=
+
+# The package with what it needs, and the same with an extra of pyproject.toml.
+PACKAGE := $(VENV)/.installed
+BENCH   := $(VENV)/.installed-bench
+DEV     := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
 .PHONY: help venv train bench test test-all lint format clean
@@ -13,12 +17,12 @@ help:  ## list the targets
 	@echo
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-venv: $(STAMP)  ## make .venv with the project and its development set (done once)
+venv: $(DEV)  ## make .venv with the project and its development set (done once)
 
-train: venv  ## train a byte-level GPT, sharded over every core; options: make train ARGS="--steps 100"
+train: $(PACKAGE)  ## train a byte-level GPT, sharded over every core; options: make train ARGS="--steps 100"
 	@$(BIN)/fullshard train $(ARGS)
 
-bench: venv  ## measure training steps beside those of every peer that is installed; make bench ARGS="--size 34m"
+bench: $(BENCH)  ## measure training steps beside those of every peer that is installed; make bench ARGS="--size 34m"
 	@$(BIN)/fullshard bench $(ARGS)
 
 test: lint  ## linters, strict types and all tests but the slow ones
@@ -27,12 +31,12 @@ test: lint  ## linters, strict types and all tests but the slow ones
 test-all: lint  ## linters, strict types and every test
 	$(BIN)/python -m pytest -m '' $(ARGS)
 
-lint: venv  ## linters and strict types only
+lint: $(DEV)  ## linters and strict types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: venv  ## rewrite the sources as the linter wants them
+format: $(DEV)  ## rewrite the sources as the linter wants them
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -40,11 +44,16 @@ clean:  ## remove .venv and everything that can be made again; runs/ stays
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last, so an installation that was cut short is taken up again.
-$(STAMP): pyproject.toml constraints.txt
+# A stamp is written last, so an installation that was cut short is taken up again; with an extra, the package is there
+# as well. Compiling all of torch takes as long as installing it: that is for tests, which start many processes.
+$(PACKAGE) $(BENCH): options := --no-compile
+$(BENCH): extra := [bench]
+$(DEV): extra := [dev]
+$(PACKAGE) $(BENCH) $(DEV): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "fullshard needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing)." >&2; \
 	    echo "Name another one: make $(or $(MAKECMDGOALS),venv) PYTHON=python3.12" >&2; exit 2; }
+	@rm -f $(PACKAGE) $@
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(options) -c constraints.txt -e '.$(extra)'
+	@touch $(PACKAGE) $@

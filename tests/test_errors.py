@@ -61,7 +61,7 @@ from fullshard.checkpoint import container, load, save
 from fullshard.command_line import parse
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
-from fullshard.layout.shard_spec import Cut as LayoutCut
+from fullshard.layout.shard_spec import ShardSpec
 from fullshard.optim import Muon
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
@@ -288,7 +288,7 @@ def prefetch_what_is_no_unit() -> Steps:
 @mistake(LayoutError, r"cannot cut a tensor of shape \(3,\) along dim 1", "Choose a dim from 0 to 0", ranks=0)
 def cut_where_nothing_is() -> Steps:
     yield
-    LayoutCut((3,), 1, 2)
+    ShardSpec((3,), 1, 2)
 
 
 # -- meshes and placements --------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def measure_padding() -> None:
     model = nn.Sequential(nn.Linear(48, 1001, bias=False))  # 334 rows a rank for 1001
     fully_shard(model)
     [param_group] = units_in(model)[0].param_groups
-    share = 1 - 1001 * 48 / (3 * param_group.layout.shard_numel)
+    share = 1 - 1001 * 48 / (3 * param_group.plan.layout.shard_numel)
     assert f"{share:.1%} padding" in explain(model)
     assert share > 0
 

@@ -209,18 +209,27 @@ TRAIN_FOR_EVER = """
 import pathlib, sys, time
 import torch, torch.distributed as dist
 from fullshard import fully_shard
+from fullshard.liveness import watchdog
+watchdog.SILENCE_S = int(sys.argv[2])
 dist.init_process_group("gloo")
 model = fully_shard(torch.nn.Linear(64, 64))
-started = time.monotonic()
+started, steps = time.monotonic(), 0
 while True:
     model(torch.ones(2, 64)).sum().backward()
     model.zero_grad()
+    steps += 1
     if time.monotonic() - started > 5:  # ranks watch one another by now
-        pathlib.Path(sys.argv[1]).touch()
+        pathlib.Path(sys.argv[1]).write_text(str(steps))
 """
+SILENCE_S = 8
 
 
-def test_when_hosts_do_not_reach_each_other_any_more_every_rank_ends_and_says_why(hosts, tmp_path):
+def steps_of(path: Path) -> int:
+    """How many steps a rank says it has done; it may be about to write."""
+    return int((path.read_text() if path.exists() else "") or 0)
+
+
+def test_a_short_silence_is_survived_and_after_a_long_one_every_rank_ends_and_says_why(hosts, tmp_path):
     """Also those that do not reach the store. Started without torchrun, whose agent on that host ends minutes later."""
     ranks = range(HOSTS * RANKS)
     trains, said = ([tmp_path / f"{what}{rank}" for rank in ranks] for what in ("trains", "said"))
@@ -228,14 +237,22 @@ def test_when_hosts_do_not_reach_each_other_any_more_every_rank_ends_and_says_wh
     rendezvous = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
     started = []
     for rank in ranks:
-        command = [sys.executable, "-c", TRAIN_FOR_EVER, str(trains[rank])]
+        command = [sys.executable, "-c", TRAIN_FOR_EVER, str(trains[rank]), str(SILENCE_S)]
         with said[rank].open("w") as output:
             options = {"env": {**environ, **rendezvous, "RANK": str(rank)}, "stderr": output}
             started.append(hosts[rank // RANKS].start(*command, **options))
-    try:
-        while not all(path.exists() for path in trains):
+
+    def await_step(number: int) -> None:
+        while not all(steps_of(path) > number for path in trains):
             assert [process.poll() for process in started] == [None] * len(ranks), said[0].read_text()
             time.sleep(0.1)
+
+    try:
+        await_step(0)
+        hosts[1].plug(False)
+        time.sleep(SILENCE_S - 3)
+        hosts[1].plug(True)
+        await_step(max(steps_of(path) for path in trains) + 1)  # one that is begun and ended with the cable in
         hosts[1].plug(False)
         codes = wait_for(started, 90)
     finally:

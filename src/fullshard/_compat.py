@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ from fullshard.layout.offsets import contiguous_strides
 
 __all__ = [
     "all_gather_each",
+    "all_gather_rows",
     "all_reduce_each",
     "default_store",
     "dtensor_like",
@@ -114,6 +116,12 @@ def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.Proce
     _queue(gather(_as_real(wholes), _as_real(parts), options))
 
 
+def all_gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
+    """Every rank's `own` as the rows of a matrix, in rank order. The host waits if the backend's host does."""
+    gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(rows, own, group=group)
+
+
 def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:
     """The sum over ranks of this rank's part of each whole in the corresponding one of `sums`, in the same way."""
     options = ReduceScatterOptions()
@@ -146,9 +154,12 @@ def _queue(work: Any) -> None:
 
 
 def group_timeout_s(group: dist.ProcessGroup) -> float:
-    """How many seconds a collective of `group` on the CPU may take."""
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
-    return float(timeout.total_seconds())
+    """Seconds after which the first of `group`'s backends gives a collective up; infinity if none ever does."""
+    timeouts = []
+    for device in group._device_types:
+        with suppress(AttributeError, RuntimeError):  # a backend without options
+            timeouts.append(float(group._get_backend(device).options._timeout.total_seconds()))
+    return min((timeout for timeout in timeouts if timeout > 0), default=math.inf)
 
 
 def default_store() -> dist.Store:

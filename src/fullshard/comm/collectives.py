@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard._compat import all_gather_rows
 from fullshard.comm.fingerprint import fingerprint, mismatch
 from fullshard.comm.wire import Pending, TermName, Wire
 from fullshard.errors import RankLostError, RankMismatchError
@@ -118,7 +119,7 @@ class Collectives(ABC):
         rows = own.new_empty(self.world, own.numel())
         nbytes = own.nbytes * (self.world - 1)
         call = Call("all_gather", origin, 1, rows.nbytes, nbytes, self.world - 1)
-        self._at_once(call, lambda: dist.all_gather_into_tensor(rows, own.contiguous(), group=self.group))
+        self._at_once(call, lambda: all_gather_rows(rows, own.contiguous(), self.group))
         return rows
 
     def combine(self, tensor: Tensor, how: dist.ReduceOp.RedOpType, *, origin: Origin) -> None:

@@ -17,7 +17,7 @@ __all__ = ["Ring"]
 
 _FAREWELL = b"."
 _PATIENCE_S = 5.0  # for one connection to be made
-_SILENCE_S = (2, 1, 3)  # asked after 2 s without a sign, then every second, 3 times
+_IDLE_S, _PROBE_S = 2, 1  # the system asks after 2 s without a sign of the other host, then every second
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # what the system then says
 
 
@@ -28,13 +28,17 @@ class Ring:
         store: where ranks find one another. Not used after `join()` has returned True.
         rank: this one.
         world: how many there are.
+        silence_s: for so many seconds a host may leave every question unanswered; 127 at most.
         way: host and port of something that all ranks reach; this host, if None.
     """
 
-    def __init__(self, store: PatientStore, rank: int, world: int, way: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, store: PatientStore, rank: int, world: int, *, silence_s: int, way: tuple[str, int] | None = None
+    ) -> None:
         self.previous = (rank - 1) % world
         self.previous_is_silent = False  # whether it was lost because its host does not answer
         self._store = store
+        self._silence_s = silence_s
         self._next = (rank + 1) % world
         self._token = secrets.token_hex(16).encode()
         self._server = socket.create_server(("", 0))
@@ -53,7 +57,7 @@ class Ring:
         if self._to_next is None and self._store.check([_key(self._next)]):
             host, port, token = self._store.get(_key(self._next)).decode().split()
             connection = socket.create_connection((host, int(port)), timeout=_PATIENCE_S)
-            _find_silence(connection)
+            _find_silence(connection, self._silence_s)
             connection.sendall(token.encode())
             self._to_next = connection
         if self._from_previous is None:
@@ -67,7 +71,7 @@ class Ring:
         with suppress(OSError):
             token = connection.recv(len(self._token), socket.MSG_WAITALL)
         if secrets.compare_digest(token, self._token):
-            _find_silence(connection)
+            _find_silence(connection, self._silence_s)
             self._from_previous = connection
         else:
             connection.close()  # a stranger
@@ -118,10 +122,10 @@ def _own_address(way: tuple[str, int] | None) -> str:
         return str(probe.getsockname()[0])
 
 
-def _find_silence(connection: socket.socket) -> None:
-    """Let the system close `connection` when the other host does not answer any more."""
+def _find_silence(connection: socket.socket, silence_s: int) -> None:
+    """Let the system close `connection` when the other host has answered nothing for `silence_s` seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
-    for option, value in zip(options, _SILENCE_S, strict=True):
+    for option, value in zip(options, (_IDLE_S, _PROBE_S, silence_s // _PROBE_S), strict=True):
         if hasattr(socket, option):  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -1,8 +1,11 @@
-"""A thread that ends this process, with an account of where every rank is, when it would otherwise wait for ever.
+"""A thread that tells where every rank is when a collective takes long, and ends the process if it would never end.
 
 Two things make ranks wait for ever: one of them is gone, or they do not come to the same collective. The first is told
 by the ring (`ring.py`) and, on gloo, by the connections of the collective itself; the second by the clock. What ranks
 have to say to one another then goes over the store, since the group is stuck.
+
+Who waits long puts a question on the board: where is everybody? Every rank answers; who asked collects the answers and
+writes them down. One question is like another, but that after some the ranks end.
 """
 
 from __future__ import annotations
@@ -21,47 +24,77 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from fullshard._compat import default_store, store_address
+from fullshard._compat import default_store, group_timeout_s, store_address
 from fullshard.errors import ConfigError, RankLostError, named_ranks
 from fullshard.liveness.ring import Ring
 from fullshard.liveness.store import PatientStore
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.whereabouts import Task, here
 
 __all__ = ["EXIT_CODE", "PeerGoneError", "lost", "set_collective_timeout", "watch"]
 
 EXIT_CODE = os.EX_TEMPFAIL  # 75: start it again, and it goes on
 """Of a process that the watchdog ends: what could be done again may succeed then (`EX_TEMPFAIL`)."""
 
+SILENCE_S = 30
+"""Seconds that a host may be silent before it is taken for lost. Tests set less, before the first forward."""
+
 _LOOK_S = 1.0  # between two looks at the store; longer in large worlds, where it has many to answer
 _LOOKS_A_SECOND = 500
 _GRACE_S = 3.0  # for a rank that is told of a loss to raise an exception by itself
 _ANSWER_S = 4.0  # for the others to say where they are
 _STORE_S = 5.0  # for the store to answer
+_LEAD_S = 10.0  # to have the account before the process group gives up, whose error tells of one rank only
 
 _NO_WORD = "its process ended without a word (killed, out of memory, or crashed)"
 _NO_ANSWER = "its host does not answer (powered off, or the network is down)"
 
 _log = logging.getLogger(__name__)
 
-_timeout_s = 120.0
+
+@dataclass(frozen=True, kw_only=True)
+class _Limits:
+    """Seconds that a collective may be waited for."""
+
+    end_s: float | None = None  # until the job ends; None: as long as the process group gives it
+    report_s: float = 120.0  # until a report
 
 
-def set_collective_timeout(seconds: float | None) -> None:
-    """End the job when a collective is waited for longer than this. 120 seconds unless set; None: never.
+_limits = _Limits()
+
+
+def set_collective_timeout(seconds: float | None, *, report_after: float | None = 120.0) -> None:
+    """End the job when a collective is waited for longer than this; None: never.
 
     Each rank then writes to the standard error stream where it is (step, microbatch, unit, phase, collective, for how
-    long), the first to notice where all ranks are, and the processes end with exit code 75. Choose more than the
-    longest time that one rank keeps the others waiting, such as an evaluation or a save on rank 0 alone.
+    long), the first to notice where all ranks are, and the processes end with exit code 75. Without a call that happens
+    a few seconds before the default process group's own time-out (`init_process_group(timeout=...)`: 30 minutes on
+    gloo, 10 on NCCL), which is the limit also of what is set here: the group gives its collectives up by then.
+
+    Earlier comes a report: the same account of all ranks, once for each stuck collective, as a warning of the logger
+    `fullshard.liveness.watchdog`. The job goes on: one rank may keep the others waiting, to evaluate or to save.
+
+    The first step of a root is not counted, nor what comes before it, since ranks compile for as long as each needs. A
+    collective that is started there is not reported, and ends the job after the process group's time or `seconds`,
+    whichever is longer. Of a model that never trains these are the collectives of its first forward.
 
     May be called at any time; the rank with the shortest time decides.
+
+    Args:
+        seconds: until the job ends.
+        report_after: seconds until the report; None: no report.
 
     Raises:
         ConfigError: not a positive number.
     """
-    global _timeout_s
-    if seconds is not None and not seconds > 0:
-        raise ConfigError(f"set_collective_timeout({seconds}): a positive number of seconds, or None, is needed.")
-    _timeout_s = math.inf if seconds is None else seconds
+    global _limits
+    for name, value in (("", seconds), ("report_after=", report_after)):
+        if value is not None and not value > 0:
+            asked = f"set_collective_timeout({name}{value})"
+            raise ConfigError(f"{asked}: a positive number of seconds, or None, is needed.")
+    _limits = _Limits(
+        end_s=math.inf if seconds is None else seconds,
+        report_s=math.inf if report_after is None else report_after,
+    )
 
 
 def watch() -> None:
@@ -123,6 +156,10 @@ class _Watchdog:
         self._board, self._own_board = _Board(self._store), _Board(self._own_store)
         self._stopped = threading.Event()
         self._ring: Ring | None = None
+        self._joined = False
+        self._missed_since = math.inf
+        self._answered: _Question | None = None
+        self._reported: Task | None = None
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
@@ -151,29 +188,72 @@ class _Watchdog:
         return loss
 
     def _run(self) -> None:
-        """Look, again and again, at the previous rank, at the board and at the clock."""
-        joined, missed_since = False, math.inf
+        """Look again and again, for as long as there is the group. What fails is logged, and tried again."""
+        failed = ""
         while not self._stopped.is_set() and dist.group.WORLD is self.group:
-            joined = joined or self._join()
-            if (noticed := self._lost_previous()) is not None:
-                self._own_board.first_loss(noticed)
-            if here.waited_s > _timeout_s and self._own_board.sound_alarm(self._rank):
-                self._end(self._report())
-            if self._own_board.alarm_sounds:
-                self._own_board.answer(self._rank, *here.now())
-                self._own_board.await_report()
-                self._end(f"another rank waits too long for a collective. Rank {self._rank} is {here}")
-            loss = self._own_board.known_loss()
-            missed_since = min(missed_since, monotonic()) if loss else math.inf
-            if loss and min(monotonic() - missed_since, here.waited_s) > _GRACE_S:
-                self._end(_loss(loss, str(here)))
+            try:
+                self._look()
+            except Exception as error:
+                if failed != repr(error):
+                    failed = repr(error)
+                    _log.warning("rank %d: the watchdog failed, and looks again: %s", self._rank, failed)
+                self._stopped.wait(self._look_s)
         if self._ring is not None and not self._stopped.is_set():  # the group is destroyed
             self._ring.leave(farewell=True)
+
+    def _look(self) -> None:
+        """Look at the previous rank, at the board and at the clock."""
+        self._joined = self._joined or self._join()
+        if (noticed := self._lost_previous()) is not None:
+            self._own_board.first_loss(noticed)
+        task = here.task
+        question = self._ask(task) or self._own_board.last_question()
+        if question is not None and question != self._answered:
+            self._answer(question, task)
+            self._answered, self._reported = question, task
+        loss = self._own_board.known_loss()
+        self._missed_since = min(self._missed_since, monotonic()) if loss else math.inf
+        if loss and min(monotonic() - self._missed_since, here.waited_s) > _GRACE_S:
+            self._end(_loss(loss, str(here)))
+
+    def _ask(self, task: Task | None) -> _Question | None:
+        """The question to answer if `task` takes too long: this rank's, or what another one has asked just before."""
+        if task is None:
+            return None
+        if task.waited_s > self._end_s(task):
+            return self._own_board.ask(self._rank, ends=True)
+        if task.waited_s > _limits.report_s and not task.in_first_step and task is not self._reported:
+            return self._own_board.ask(self._rank, ends=False)
+        return None
+
+    def _end_s(self, task: Task | None) -> float:
+        """Seconds of waiting, for `task` or for another one, after which the job ends."""
+        timeout_s = group_timeout_s(self.group)
+        own_s = timeout_s - min(_LEAD_S, timeout_s / 2)
+        if _limits.end_s is None:
+            return own_s
+        return max(_limits.end_s, own_s) if task is not None and task.in_first_step else _limits.end_s
+
+    def _answer(self, question: _Question, task: Task | None) -> None:
+        """Say where this rank is; if it has asked, where all are; and end, if that was asked for."""
+        self._own_board.answer(question, self._rank, *here.now())
+        if question.rank == self._rank:
+            end_s = self._end_s(task)
+            said = self._collect(question, _too_long(end_s) if question.ends else _long(end_s))
+            if not question.ends:
+                _log.warning(said)
+        else:
+            said = f"another rank waits too long for a collective. Rank {self._rank} is {here}"
+        if question.ends:
+            self._own_board.await_account(question)
+            self._end(said)
 
     def _join(self) -> bool:
         """Whether there is nothing left to do to be in the ring."""
         try:
-            self._ring = self._ring or Ring(self._own_store, self._rank, self._world, self._way)
+            self._ring = self._ring or Ring(
+                self._own_store, self._rank, self._world, silence_s=SILENCE_S, way=self._way
+            )
             return self._ring.join()
         except (OSError, RuntimeError) as error:  # torch's errors of the store are of the latter kind
             _log.warning("rank %d: lost ranks may be noticed late, for want of a connection: %s", self._rank, error)
@@ -189,25 +269,47 @@ class _Watchdog:
         otherwise = _NO_ANSWER if self._ring.previous_is_silent else _NO_WORD
         return _Loss(self._ring.previous, self._own_board.end_of(self._ring.previous, otherwise))
 
-    def _report(self) -> str:
-        """Where all ranks are; they end once this is known."""
-        self._own_board.answer(self._rank, *here.now())
+    def _collect(self, question: _Question, verdict: str) -> str:
+        """Where all ranks are, below what is said of it. They may end once this is known."""
+        head = f"rank {self._rank} is {here}, {verdict}. Where all ranks are:"
         deadline = monotonic() + _ANSWER_S + self._look_s
-        while monotonic() < deadline and not self._own_board.has_answers(self._world):
+        while monotonic() < deadline and not self._own_board.has_answers(question, self._world):
             sleep(0.1)
-        lines = [f"  {line}" for line in self._own_board.answers(self._world)]
-        self._own_board.end_report()
-        head = (
-            f"rank {self._rank} is {here}, longer than the {_timeout_s:g} s that a collective may take, so all ranks "
-            "end now. If one merely needs more time, call fullshard.set_collective_timeout(seconds). Where they are:"
-        )
+        lines = [f"  {line}" for line in self._own_board.answers(question, self._world)]
+        self._own_board.close_account(question)
         return "\n".join([head, *lines])
 
     def _end(self, said: str) -> NoReturn:
         self._own_board.tell_end(self._rank, "its watchdog ended it")
-        sys.stderr.write(f"[fullshard] {said}\n")
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):  # nobody reads it any more
+            sys.stderr.write(f"[fullshard] {said}\n")
+            sys.stderr.flush()
         os._exit(EXIT_CODE)
+
+
+def _long(end_s: float) -> str:
+    """What is said of a collective that is reported."""
+    return "and the job goes on" + ("" if math.isinf(end_s) else f"; it ends if that takes {end_s:g} s")
+
+
+def _too_long(end_s: float) -> str:
+    """What is said of a collective that ends the job."""
+    more = "give init_process_group a longer timeout"
+    if _limits.end_s is not None:
+        more = "call fullshard.set_collective_timeout(seconds)"
+    return (
+        f"longer than the {end_s:g} s that a collective may take, so all ranks end now. If one merely needs more time, "
+        f"{more}"
+    )
+
+
+@dataclass(frozen=True)
+class _Question:
+    """Where is everybody?"""
+
+    number: int
+    rank: int  # that asks, and collects the answers
+    ends: bool  # whether ranks end when they have answered
 
 
 class _Board:
@@ -216,6 +318,7 @@ class _Board:
     def __init__(self, store: PatientStore) -> None:
         self._store = store
         self._loss: _Loss | None = None
+        self._question = ""  # the last one that was read
 
     def tell_end(self, rank: int, how: str) -> None:
         """Say how `rank` ends, unless that has been said."""
@@ -235,59 +338,70 @@ class _Board:
         told = "" if self._loss else self._read("loss")
         return _Loss(**json.loads(told)) if told else self._loss
 
-    def sound_alarm(self, rank: int) -> bool:
-        """Have all ranks say where they are, and end. Whether `rank` is the one to collect what they say."""
-        return self._first("alarm", str(rank)) == str(rank)
+    def ask(self, rank: int, *, ends: bool) -> _Question:
+        """The question where all ranks are: `rank`'s, unless there is a new one."""
+        last = _question(self._question)
+        mine = json.dumps(asdict(_Question(last.number + 1 if last else 0, rank, ends)))
+        self._question = self._replace("question", self._question, mine)
+        return _Question(**json.loads(self._question))
 
-    @property
-    def alarm_sounds(self) -> bool:
-        """Whether a rank wants to know where all are."""
-        return bool(self._read("alarm"))
+    def last_question(self) -> _Question | None:
+        """What was asked last, if anything was."""
+        self._question = self._read("question") or self._question
+        return _question(self._question)
 
-    def answer(self, rank: int, place: str, seconds: float) -> None:
+    def answer(self, question: _Question, rank: int, place: str, seconds: float) -> None:
         """Say where `rank` is, and for how long."""
-        self._first(f"where/{rank}", json.dumps([place, seconds]))
+        self._first(f"where/{question.number}/{rank}", json.dumps([place, seconds]))
         with suppress(RuntimeError):
-            self._store.add("answers", 1)
+            self._store.add(f"answers/{question.number}", 1)
 
-    def has_answers(self, world: int) -> bool:
+    def has_answers(self, question: _Question, world: int) -> bool:
         """Whether all ranks have said where they are."""
         with suppress(RuntimeError):
-            return self._store.add("answers", 0) >= world
+            return self._store.add(f"answers/{question.number}", 0) >= world
         return True
 
-    def answers(self, world: int) -> list[str]:
+    def answers(self, question: _Question, world: int) -> list[str]:
         """Which ranks are where, those at the same place together."""
         ranks: dict[str, list[int]] = {}
         times: dict[str, list[float]] = {}
         for rank in range(world):
-            answer = self._read(f"where/{rank}")
+            answer = self._read(f"where/{question.number}/{rank}")
             place, seconds = json.loads(answer) if answer else ("gives no answer (stopped, or gone)", 0.0)
             ranks.setdefault(place, []).append(rank)
             times.setdefault(place, []).append(seconds)
         waited = {place: f", for {max(of_all):.0f} s" if max(of_all) else "" for place, of_all in times.items()}
         return [f"{named_ranks(who)}: {place}{waited[place]}" for place, who in ranks.items()]
 
-    def end_report(self) -> None:
+    def close_account(self, question: _Question) -> None:
         """Say that all is known that will be: ranks may end, and the store with them."""
-        self._first("reported", "yes")
+        self._first(f"closed/{question.number}", "yes")
 
-    def await_report(self) -> None:
+    def await_account(self, question: _Question) -> None:
         """Return when the answers have been collected, or it is late."""
         deadline = monotonic() + 2 * _ANSWER_S
-        while monotonic() < deadline and not self._read("reported"):
+        while monotonic() < deadline and not self._read(f"closed/{question.number}"):
             sleep(0.1)
 
     def _first(self, key: str, value: str) -> str:
         """What `key` was first set to: `value`, if it had not been set."""
+        return self._replace(key, "", value)
+
+    def _replace(self, key: str, old: str, new: str) -> str:
+        """What `key` is: `new`, if it was `old`."""
         with suppress(RuntimeError):
-            return self._store.compare_set(key, "", value).decode()
-        return value
+            return self._store.compare_set(key, old, new).decode()
+        return new
 
     def _read(self, key: str) -> str:
         with suppress(RuntimeError):
             return self._store.get(key).decode() if self._store.check([key]) else ""
         return ""
+
+
+def _question(asked: str) -> _Question | None:
+    return _Question(**json.loads(asked)) if asked else None
 
 
 _watchdog: _Watchdog | None = None

@@ -13,19 +13,25 @@ from time import monotonic
 
 import torch
 
-from fullshard.tape.recorder import Origin
+from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["Whereabouts", "here"]
+__all__ = ["Task", "Whereabouts", "here"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class Task:
     """A collective, and since when it is waited for (seconds of `time.monotonic`)."""
 
     name: str
     origin: Origin
     since: float
+    in_first_step: bool  # or before it: ranks may compile meanwhile, each for as long as it takes
     ended: torch.cuda.Event | None = None  # of one that a GPU carries out, while the host goes on
+
+    @property
+    def waited_s(self) -> float:
+        """How long it has been waited for."""
+        return monotonic() - self.since
 
     def __str__(self) -> str:
         microbatch = f", microbatch {self.origin.microbatch}" if self.origin.microbatch else ""
@@ -38,14 +44,15 @@ class Whereabouts:
 
     step: int = 0
     """Steps that the root which ran last has begun."""
-    _waiting: _Task | None = None
-    _queued: deque[_Task] = field(default_factory=deque)
-    _last: _Task | None = None
+    _waiting: Task | None = None
+    _queued: deque[Task] = field(default_factory=deque)
+    _last: Task | None = None
     _left: float = field(default_factory=monotonic)
+    _seen: set[tuple[str, str, Phase]] = field(default_factory=set)  # collectives before the first step
 
     def enter(self, name: str, origin: Origin) -> None:
         """Note that the host waits for a collective from now on."""
-        self._waiting = _Task(name, origin, monotonic())
+        self._waiting = self._new_task(name, origin)
 
     def leave(self) -> None:
         """Note that it waits no longer."""
@@ -66,20 +73,20 @@ class Whereabouts:
             return
         ended = torch.cuda.Event()
         ended.record()
-        self._queued.append(_Task(name, origin, monotonic(), ended))
+        self._queued.append(self._new_task(name, origin, ended))
 
     @property
     def waited_s(self) -> float:
         """How long the collective that is under way has been waited for; 0 if there is none."""
-        task = self._present()
-        return 0.0 if task is None else monotonic() - task.since
+        task = self.task
+        return 0.0 if task is None else task.waited_s
 
     def now(self) -> tuple[str, float]:
         """Where this rank is, in words, and for how many seconds it has been there."""
         step = f", step {self.step}" if self.step else ""
-        task = self._present()
+        task = self.task
         if task is not None:
-            return f"in {task}{step}", monotonic() - task.since
+            return f"in {task}{step}", task.waited_s
         last = f"the last was {self._last}{step}" if self._last is not None else "there has been none"
         return f"in no collective ({last}), {_line_of_main_thread()}", monotonic() - self._left
 
@@ -87,11 +94,25 @@ class Whereabouts:
         place, seconds = self.now()
         return f"{place}, for {seconds:.0f} s"
 
-    def _present(self) -> _Task | None:
+    @property
+    def task(self) -> Task | None:
+        """The collective that is under way, if there is one."""
         queued = self._queued
         while queued and queued[0].ended is not None and queued[0].ended.query():
             self._last, self._left = queued.popleft(), monotonic()
         return self._waiting or (queued[0] if queued else None)
+
+    def _new_task(self, name: str, origin: Origin, ended: torch.cuda.Event | None = None) -> Task:
+        return Task(name, origin, monotonic(), self.step < 2 and self._is_first(name, origin), ended)
+
+    def _is_first(self, name: str, origin: Origin) -> bool:
+        """Whether a collective belongs to the first step. A model that never trains has none, but first collectives."""
+        if self.step:
+            return True
+        collective = (name, origin.unit, origin.phase)
+        is_new = collective not in self._seen
+        self._seen.add(collective)
+        return is_new
 
 
 here = Whereabouts()

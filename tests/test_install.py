@@ -1,0 +1,121 @@
+"""What a clone installs, once and no more than is needed, and that it is found wherever the clone lies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MAKES = ("Makefile", "pyproject.toml", "constraints.txt")
+
+# Stands for Python and for what pip puts into an environment: tells what is to be installed, and fails if told to.
+STUB = """#!/bin/sh
+case "$1 $2" in
+    "-m venv") mkdir -p "$3/bin"; for it in python fullshard ruff mypy; do cp "$0" "$3/bin/$it"; done ;;
+    "-m pip") echo "$@" >> installed; exit "${FAILS:-0}" ;;
+esac
+"""
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder to call make in, all of whose files are old."""
+    for name in MAKES:
+        shutil.copy(ROOT / name, tmp_path)
+        os.utime(tmp_path / name, (1000, 1000))
+    stub = tmp_path / "python"
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    return tmp_path
+
+
+def installed_by(clone: Path, target: str, *, fails: bool = False) -> list[str]:
+    """What `make target` lets pip install, by options."""
+    log = clone / "installed"
+    log.unlink(missing_ok=True)
+    environ = {**os.environ, "FAILS": str(int(fails)), "MAKEFLAGS": ""}
+    done = subprocess.run(
+        ["make", target, f"PYTHON={clone / 'python'}"],
+        cwd=clone,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode != 0) == fails, done.stderr
+    lines = log.read_text().splitlines() if log.exists() else []
+    assert all("-c constraints.txt" in line for line in lines)
+    return [line.split("-e ")[1] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("target", "needs"), [("train", "."), ("bench", ".[bench]"), ("test", ".[dev]"), ("lint", ".[dev]")]
+)
+def test_what_is_needed_is_installed_once(clone, target, needs):
+    assert installed_by(clone, target) == [needs]
+    assert installed_by(clone, target) == []
+    assert installed_by(clone, "train") == []
+
+
+def test_what_training_needs_is_there_before_the_rest(clone):
+    assert [installed_by(clone, target) for target in ("train", "test", "train", "bench", "test")] == [
+        ["."],
+        [".[dev]"],
+        [],
+        [".[bench]"],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("target", ["train", "test"])
+def test_an_installation_that_was_cut_short_is_taken_up_again(clone, target):
+    installed_by(clone, target, fails=True)
+    assert len(installed_by(clone, target)) == 1
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
+@pytest.mark.parametrize("target", ["train", "test"])
+def test_what_is_needed_otherwise_is_installed_anew(clone, target, changed):
+    installed_by(clone, target)
+    for stamp in (clone / ".venv").glob(".installed*"):
+        os.utime(stamp, (2000, 2000))
+    os.utime(clone / changed, (3000, 3000))
+    assert len(installed_by(clone, target)) == 1
+
+
+def test_a_clone_in_a_folder_of_the_package_s_name_does_not_hide_it(tmp_path):
+    """As a script beside the folder, or Python started there, would find the folder first, as a namespace package."""
+    clone, wheels, environment = (tmp_path / name for name in ("fullshard", "wheels", "environment"))
+    shutil.copytree(ROOT / "src", clone / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    wheels.mkdir()
+    build = f"from setuptools.build_meta import build_editable; build_editable({str(wheels)!r})"  # what pip calls
+    subprocess.run([sys.executable, "-c", build], cwd=clone, capture_output=True, check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    paths = {"base": str(environment), "platbase": str(environment)}
+    site = Path(sysconfig.get_path("purelib", "venv", paths))
+    (site / "others.pth").write_text(sysconfig.get_path("purelib"))  # torch, for one
+    with zipfile.ZipFile(next(wheels.iterdir())) as wheel:
+        wheel.extractall(site)
+    (tmp_path / "script.py").write_text(
+        "import fullshard; from fullshard import fully_shard; print(fullshard.__file__)"
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONSAFEPATH")}
+    done = subprocess.run(
+        [environment / "bin" / "python", "script.py"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == clone / "src" / "fullshard" / "__init__.py"
