@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fullshard.policy.switches import switches
 from fullshard.testing.ranks import Ranks
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ def as_if_alone(function: Callable[..., T], args: Sequence[Any]) -> tuple[T, lis
 def surroundings() -> dict[str, object]:
     """What is the process's and not a model's: settings of torch, switches of the package, and all of its code."""
     found: dict[str, object] = {
+        "switches": repr(switches),
         "group": dist.is_initialized(),
         "dtype": torch.get_default_dtype(),
         "grad": torch.is_grad_enabled(),
