@@ -1,6 +1,6 @@
 """What it costs that ranks compare what they do: steps with claims and without, in turn, in the same run.
 
-    torchrun --nproc-per-node 2 benchmarks/claims.py --rounds 60
+    torchrun --nproc-per-node 2 benchmarks/fingerprints.py --rounds 60
 
 Quoted are medians of the differences within a round, in processor time (which the rest of a busy machine disturbs
 less) and in wall time, over the median step. `--pairwise` has ranks exchange messages by gloo, as across hosts.
