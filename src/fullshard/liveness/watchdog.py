@@ -29,6 +29,7 @@ from fullshard.errors import ConfigError, RankLostError, named_ranks
 from fullshard.liveness.ring import Ring
 from fullshard.liveness.store import PatientStore
 from fullshard.liveness.whereabouts import Task, here
+from fullshard.policy.switches import switches
 
 __all__ = ["EXIT_CODE", "PeerGoneError", "lost", "set_collective_timeout", "watch"]
 
@@ -49,17 +50,6 @@ _NO_WORD = "its process ended without a word (killed, out of memory, or crashed)
 _NO_ANSWER = "its host does not answer (powered off, or the network is down)"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Limits:
-    """Seconds that a collective may be waited for."""
-
-    end_s: float | None = None  # until the job ends; None: as long as the process group gives it
-    report_s: float = 120.0  # until a report
-
-
-_limits = _Limits()
 
 
 def set_collective_timeout(seconds: float | None, *, report_after: float | None = 120.0) -> None:
@@ -86,15 +76,12 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
     Raises:
         ConfigError: not a positive number.
     """
-    global _limits
     for name, value in (("", seconds), ("report_after=", report_after)):
         if value is not None and not value > 0:
             asked = f"set_collective_timeout({name}{value})"
             raise ConfigError(f"{asked}: a positive number of seconds, or None, is needed.")
-    _limits = _Limits(
-        end_s=math.inf if seconds is None else seconds,
-        report_s=math.inf if report_after is None else report_after,
-    )
+    switches.end_after_s = math.inf if seconds is None else seconds
+    switches.report_after_s = math.inf if report_after is None else report_after
 
 
 def watch() -> None:
@@ -222,7 +209,7 @@ class _Watchdog:
             return None
         if task.waited_s > self._end_s(task):
             return self._own_board.ask(self._rank, ends=True)
-        if task.waited_s > _limits.report_s and not task.in_first_step and task is not self._reported:
+        if task.waited_s > switches.report_after_s and not task.in_first_step and task is not self._reported:
             return self._own_board.ask(self._rank, ends=False)
         return None
 
@@ -230,9 +217,9 @@ class _Watchdog:
         """Seconds of waiting, for `task` or for another one, after which the job ends."""
         timeout_s = group_timeout_s(self.group)
         own_s = timeout_s - min(_LEAD_S, timeout_s / 2)
-        if _limits.end_s is None:
+        if switches.end_after_s is None:
             return own_s
-        return max(_limits.end_s, own_s) if task is not None and task.in_first_step else _limits.end_s
+        return max(switches.end_after_s, own_s) if task is not None and task.in_first_step else switches.end_after_s
 
     def _answer(self, question: _Question, task: Task | None) -> None:
         """Say where this rank is; if it has asked, where all are; and end, if that was asked for."""
@@ -295,7 +282,7 @@ def _long(end_s: float) -> str:
 def _too_long(end_s: float) -> str:
     """What is said of a collective that ends the job."""
     more = "give init_process_group a longer timeout"
-    if _limits.end_s is not None:
+    if switches.end_after_s is not None:
         more = "call fullshard.set_collective_timeout(seconds)"
     return (
         f"longer than the {end_s:g} s that a collective may take, so all ranks end now. If one merely needs more time, "

@@ -1,5 +1,7 @@
-"""The switches of this process: one value for all units and process groups in it, each turned by a function that users
-call. Nothing else of a user's wishes is kept outside of modules.
+"""The switches of this process, which concern all units and process groups in it.
+
+Users turn them by the functions below, and by `set_collective_timeout` (`liveness/watchdog.py`). No other wish of a user
+is kept outside of modules.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ class Switches:
     checks_finite: bool = False
     shares_memory_between_ranks: bool = os.environ.get("FULLSHARD_SHARED_MEMORY") != "0"
     shares_memory_between_units: bool | None = None  # None: on a CPU
+    report_after_s: float = 120.0  # of waiting for a collective
+    end_after_s: float | None = None  # None: what the process group gives a collective
 
 
 switches = Switches()
