@@ -1,6 +1,6 @@
 """The switches of this process, which concern all units and process groups in it.
 
-Users turn them by the functions below, and by `set_collective_timeout` (`liveness/watchdog.py`). No other wish of a user
+Users turn them by the functions below, and by `set_collective_timeout` of `liveness/watchdog.py`. No other wish of users
 is kept outside of modules.
 """
 
