@@ -65,7 +65,7 @@ R = TypeVar("R")
 
 
 def in_backward() -> bool:
-    """Whether autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
+    """True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -75,22 +75,22 @@ def on_backward_end(callback: Callable[[], None]) -> None:
 
 
 def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
-    """What was registered by `param.register_post_accumulate_grad_hook`."""
+    """The hooks registered by `param.register_post_accumulate_grad_hook`."""
     return tuple((param._post_accumulate_grad_hooks or {}).values())
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether anything was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
+    """True if `optimizer` has hooks of `register_step_pre_hook` or `register_step_post_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
-    """How many tensors (those that autograd saved included) and handles keep `storage` alive."""
+    """The number of tensors (those that autograd saved included) and handles that keep `storage` alive."""
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 def holders(tensor: DTensor) -> Any:
-    """What stays equal until somebody refers to `tensor` or its local tensor, or makes something else of either."""
+    """A value that changes once anybody refers to `tensor` or its local tensor, or makes something else of either."""
     outer: Any = tensor
     local: Any = tensor._local_tensor
     counts = sys.getrefcount(outer), outer._use_count(), sys.getrefcount(local), local._use_count()
@@ -98,13 +98,13 @@ def holders(tensor: DTensor) -> Any:
 
 
 def storage_holders(tensor: Tensor) -> tuple[int, int]:
-    """What stays equal until somebody refers to the storage of `tensor`, or nobody does any more who did."""
+    """A value that changes once anybody else refers to the storage of `tensor`, or somebody no longer does."""
     storage = tensor.untyped_storage()
     return storage_references(storage), sys.getrefcount(storage)
 
 
 def shares_memory(tensor: Tensor) -> bool:
-    """Whether another tensor lies in the memory of `tensor`."""
+    """True if another tensor lies in the memory of `tensor`."""
     return storage_references(tensor.untyped_storage()) > 2  # the tensor's own, and that of the handle just made
 
 
@@ -119,7 +119,7 @@ def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.Proce
 def all_gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     """Every rank's `own` as the rows of a matrix, in rank order. The host waits if the backend's host does."""
     gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(rows, own, group=group)
+    gather(rows.view(-1), own, group=group)
 
 
 def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:
@@ -182,7 +182,7 @@ def tree_map(leaf: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def storage_info(file: str, start: int, nbytes: int) -> Any:
-    """Where a value is, as the metadata of `torch.distributed.checkpoint` says it."""
+    """The place of a value in a file, as the metadata of `torch.distributed.checkpoint` has it."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # late: a tenth of a second that most do without
 
     return _StorageInfo(file, start, nbytes)

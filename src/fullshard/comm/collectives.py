@@ -129,14 +129,14 @@ class Collectives(ABC):
         self._at_once(call, lambda: dist.all_reduce(tensor, op=how, group=self.group))
 
     def gather_objects(self, own: Any, *, origin: Origin) -> list[Any]:
-        """What every rank gave as `own`, pickled on the way, in rank order."""
+        """Every rank's `own`, pickled on the way, in rank order."""
         every: list[Any] = [None] * self.world
         call = Call("all_gather_object", origin, 1, 0, 0, self.world - 1)
         self._at_once(call, lambda: dist.all_gather_object(every, own, group=self.group))
         return every
 
     def broadcast_object(self, own: Any, source: int, *, origin: Origin) -> Any:
-        """What rank `source` (of this group) gave as `own`, pickled on the way."""
+        """The `own` of rank `source` (of this group), pickled on the way."""
         box = [own]
         call = Call("broadcast_object", origin, 1, 0, 0, self.world - 1 if self.rank == source else 0)
         self._at_once(call, lambda: dist.broadcast_object_list(box, group=self.group, group_src=source))
@@ -152,7 +152,7 @@ class Collectives(ABC):
     # -- for channels -------------------------------------------------------------------------------------------------
 
     def start(self, call: Call, start: Callable[[], Callable[[], None]]) -> Pending:
-        """What `start()` has begun. It is waited for once all ranks agree on `call`; a peer that is gone is named."""
+        """The collective that `start()` begins. Waiting compares `call` between ranks first, and names a lost peer."""
         if self.broken is not None:
             raise self.broken
         try:
@@ -212,7 +212,7 @@ class Collectives(ABC):
         return None
 
     def arrival(self, tag: int) -> Callable[[], bool] | None:
-        """What tells, without waiting, whether all has come that the collective started last waits for; if anything."""
+        """A test that does not wait: has all come that the collective started last waits for? None if there is none."""
         return None
 
     def _record(self, call: Call) -> Event | None:

@@ -194,7 +194,7 @@ class EncodedSums(Sums):
             self._scratch.give(flat)
 
     def _parts_of_others(self, whole: Tensor, n: int) -> list[tuple[int, Tensor]]:
-        """What of `whole` is for ranks before this one, and for those after it, and where it starts beside the rest."""
+        """The parts of `whole` for ranks before this one and after it, each with its start beside the rest."""
         start, end = self._wire.rank * n, (self._wire.rank + 1) * n
         return [(0, whole[:start]), (start, whole[end:])]
 

@@ -50,7 +50,7 @@ class NativeCollectives(Collectives):
 
 
 def _nothing() -> None:
-    """What is left to do when the backend has done it all."""
+    """Nothing is left to do: the backend has done it all."""
 
 
 def _padded(whole: Tensor, numel: int) -> Tensor:

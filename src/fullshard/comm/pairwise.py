@@ -153,7 +153,7 @@ def _raise_if_gone(peer: int, error: RuntimeError) -> None:
 
 
 def part_of(whole: Tensor, part_numel: int, rank: int) -> Tensor:
-    """What of a whole is `rank`'s; less than a part at the end."""
+    """The part of `whole` that is `rank`'s; shorter or empty at the end."""
     return whole[rank * part_numel : (rank + 1) * part_numel]
 
 

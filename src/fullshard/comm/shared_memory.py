@@ -235,7 +235,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
 
 def _nothing() -> None:
-    """What is left to do when nothing is."""
+    """Nothing is left to do."""
 
 
 def _copy_each(places: Sequence[Tensor], sent: Sequence[Tensor]) -> None:

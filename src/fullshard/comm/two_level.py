@@ -109,7 +109,7 @@ class TwoLevelSums:
         return sum(self._owned(numel, part_numel))
 
     def _owned(self, numel: int, part_numel: int) -> list[int]:
-        """How much of a whole the rank of this place in each group has."""
+        """Elements of a whole that belong to the rank of this place, for each group."""
         size, place = self._within.world, self._within.rank
         starts = ((group * size + place) * part_numel for group in range(self.across.world))
         return [max(0, min(part_numel, numel - start)) for start in starts]

@@ -63,7 +63,7 @@ class Pending:
 
 
 class Gathers(ABC):
-    """What gathers go over, between `world` ranks, of which this is `rank`.
+    """A wire for gathers between `world` ranks, of which this is `rank`.
 
     `is_queued` tells whether calls are carried out in order, with no need for the host to wait in between.
     """
@@ -88,7 +88,7 @@ class Gathers(ABC):
 
 
 class Sums(ABC):
-    """What sums over `world` ranks go over, of which this is `rank`."""
+    """A wire for sums over `world` ranks, of which this is `rank`."""
 
     world: int
     rank: int
@@ -121,13 +121,13 @@ class Sums(ABC):
 
 
 class Wire(Gathers, Sums):
-    """The way between this rank and the others of some axis, for everything."""
+    """A wire for everything."""
 
     @abstractmethod
     def all_to_all(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, common_nbytes: int, origin: Origin
     ) -> Pending:
-        """What every rank has for this one, in the corresponding receive buffer.
+        """Every rank's message for this one, in the corresponding receive buffer.
 
         Args:
             receive: one a rank, each as large as what that rank has for this one; that may be nothing.

@@ -41,7 +41,7 @@ class Gather:
 
     @property
     def is_current(self) -> bool:
-        """Whether the unsharded buffer, having been kept, still has every rank's present values."""
+        """True if the unsharded buffer was kept, and still has every rank's present values."""
         return self._gathered_version >= 0 and self._gathered_version == self.version
 
     def invalidate(self) -> None:
@@ -116,7 +116,7 @@ class TwoLevelGather(Gather):
 
 
 class LocalGather(Gather):
-    """Where every rank steps whole parameters: at most a cast."""
+    """No gather, where every rank steps whole parameters: at most a cast."""
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
         """See `Gather.start`. Nothing is sent."""

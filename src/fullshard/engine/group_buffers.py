@@ -58,7 +58,7 @@ class UnshardedBuffer:
 
 
 class ShardStorage(ABC):
-    """Where a group's parameters rest on this rank.
+    """The memory in which a group's shards rest on this rank.
 
     `shards` has this rank's values of each, in their shape; `memory` is what they take beyond the unsharded buffer.
     """

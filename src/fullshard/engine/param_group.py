@@ -116,12 +116,12 @@ class ParamGroup:
 
     @property
     def holds_its_shards(self) -> bool:
-        """Whether every sharded parameter still holds its shard where it was put."""
+        """True if every sharded parameter still holds its shard where it was put."""
         return [param.local.data_ptr() for param in self.params] == self._addresses
 
     @property
     def is_trained(self) -> bool:
-        """Whether its parameters are trained. Users may thaw and freeze single ones."""
+        """True if its parameters are trained. Users may thaw and freeze single ones later."""
         return self.params[0].sharded.requires_grad
 
     def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:

@@ -87,7 +87,7 @@ class Reduction(ABC):
 
     @property
     def has_come(self) -> bool:
-        """Whether `complete()` is sure not to wait for other ranks."""
+        """True if `complete()` is sure not to wait for other ranks."""
         return not self._has_second_level and self._pending.has_come()
 
     def complete(self) -> None:
@@ -182,7 +182,7 @@ class ShardReduction(Reduction):
         )
 
     def _terms(self) -> tuple[list[Tensor], list[int]]:
-        """What is sent, gradients in place and the pack, and how many elements of each are one rank's."""
+        """The send buffers (gradients in place, and the pack), and how many elements of each are one rank's."""
         layout = self._plan.layout
         wholes = [self._grads[i].view(-1) for i in self._in_place]
         part_numels = [layout.params[i].spec.part_numel for i in self._in_place]
@@ -194,14 +194,14 @@ class ShardReduction(Reduction):
         return wholes, part_numels
 
     def _names(self, over: Sums) -> list[TermName]:
-        """What each of the terms is of."""
+        """The names of the terms, for error feedback."""
         if not over.keeps_error:
             return []
         pack: TermName = ("pack", *(i for i in self._plan.layout.packed if i in self._summed))
         return [*((i,) for i in self._in_place), *([pack] if self._has_pack else [])]
 
     def _sums(self) -> list[Tensor]:
-        """Where this rank's sums go, of each of the terms."""
+        """The receive buffers: this rank's part of each term's sum."""
         sums = [self._gradients.stretch_of(i, self._shards) for i in self._in_place]
         return [*sums, self._shards[self._plan.layout.pack]] if self._has_pack else sums
 
@@ -264,7 +264,7 @@ class GroupReduction(ShardReduction):
         self._pending = two_level.reduce_within(self._secondary_sums(), wholes, part_numels, origin=self._origin)
 
     def _secondary_sums(self) -> list[Tensor]:
-        """Where the sums within the group go, of each of the terms: as secondary shards lie."""
+        """The receive buffers of the sums within the group, laid out as secondary shards."""
         layout = self._plan.layout
         sums = [self._secondary_part(layout.params[i].part) for i in self._in_place]
         return [*sums, self._secondary_part(layout.pack)] if self._has_pack else sums
@@ -319,7 +319,7 @@ class WholeReduction(Reduction):
         self._pending = wires.sums.all_reduce(self._wholes, divisor, origin=self._origin, names=self._names(wires.sums))
 
     def _names(self, over: Sums) -> list[TermName]:
-        """What each of the whole tensors is of."""
+        """The names of the whole tensors, for error feedback."""
         if not over.keeps_error:
             return []
         names: list[TermName] = [(i,) for i in self._grads if i not in self._packed]

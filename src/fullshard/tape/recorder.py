@@ -47,7 +47,7 @@ class Origin:
 class Event:
     """One thing the engine did.
 
-    `name` is a collective (one of `COLLECTIVES`), "allocate" or "free" of unsharded storage, or "orthogonalise"
+    `name` is a collective of tensors (one of `COLLECTIVES`) or of objects, "allocate" or "free" of unsharded storage, or "orthogonalise"
     of a matrix. `sent_bytes` counts what this rank sends in `messages` to the others of `ranks`; through shared memory
     too, where a message says what lies there for the other to read. `nbytes` is what the storage or the matrix holds.
     Times are seconds of `time.perf_counter`; `end` is None while it is under way.
@@ -74,8 +74,6 @@ COLLECTIVES = (
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "all_gather_object",
-    "broadcast_object",
 )
 
 
