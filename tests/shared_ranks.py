@@ -83,8 +83,14 @@ def surroundings() -> dict[str, object]:
         for name, value in vars(module).items():
             if value is None or isinstance(value, bool | int | float | str):
                 found[f"{module.__name__}.{name}"] = value
-            elif callable(value):
+            elif callable(value) or is_frozen(value):
                 found[f"{module.__name__}.{name}"] = id(value)
             if isinstance(value, type) and value.__module__ == module.__name__:
                 found |= {f"{module.__name__}.{name}.{it}": id(own) for it, own in vars(value).items() if callable(own)}
     return found
+
+
+def is_frozen(value: object) -> bool:
+    """Whether it is a value, of which another one is put in its place when it is to change."""
+    made = getattr(type(value), "__dataclass_params__", None)
+    return made is not None and bool(made.frozen)
