@@ -1,7 +1,7 @@
 """The switches of this process, which concern all units and process groups in it.
 
-Users turn them by the functions below, and by `set_collective_timeout` of `liveness/watchdog.py`. No other wish of users
-is kept outside of modules.
+Users turn them by the functions below, and by `set_collective_timeout` of `liveness/watchdog.py`. No other wish
+of theirs is kept outside of modules.
 """
 
 from __future__ import annotations
