@@ -1,4 +1,4 @@
-"""The only file that asks which torch this is, or uses what torch does not document."""
+"""Everything that depends on torch's version, or uses torch's undocumented parts."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """True if `optimizer` has hooks of `register_step_pre_hook` or `register_step_post_hook`."""
+    """True if a hook was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
@@ -90,7 +90,7 @@ def storage_references(storage: torch.UntypedStorage) -> int:
 
 
 def holders(tensor: DTensor) -> Any:
-    """A value that changes once anybody refers to `tensor` or its local tensor, or makes something else of either."""
+    """A value that stays equal until somebody refers to `tensor` or its local tensor, or replaces either."""
     outer: Any = tensor
     local: Any = tensor._local_tensor
     counts = sys.getrefcount(outer), outer._use_count(), sys.getrefcount(local), local._use_count()
@@ -98,13 +98,13 @@ def holders(tensor: DTensor) -> Any:
 
 
 def storage_holders(tensor: Tensor) -> tuple[int, int]:
-    """A value that changes once anybody else refers to the storage of `tensor`, or somebody no longer does."""
+    """A value that stays equal until a reference to the storage of `tensor` is added or dropped."""
     storage = tensor.untyped_storage()
     return storage_references(storage), sys.getrefcount(storage)
 
 
 def shares_memory(tensor: Tensor) -> bool:
-    """True if another tensor lies in the memory of `tensor`."""
+    """True if another tensor shares the storage of `tensor`."""
     return storage_references(tensor.untyped_storage()) > 2  # the tensor's own, and that of the handle just made
 
 
@@ -182,7 +182,7 @@ def tree_map(leaf: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def storage_info(file: str, start: int, nbytes: int) -> Any:
-    """The place of a value in a file, as the metadata of `torch.distributed.checkpoint` has it."""
+    """The position of a value in a file, in bytes, as metadata of `torch.distributed.checkpoint`."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # late: a tenth of a second that most do without
 
     return _StorageInfo(file, start, nbytes)
@@ -201,7 +201,7 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
     """A `DTensor` around `local` that is placed just as `other` is.
 
-    Its `__init__` has nothing to do but to keep the compiler away, at more than its making costs.
+    Made without its `__init__`, which only keeps the compiler away, and costs more than the rest.
     """
     return DTensor.__new__(DTensor, local, other._spec, requires_grad=False)
 
@@ -212,7 +212,7 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
 
 
 def waited(tensor: Tensor) -> Tensor:
-    """`tensor`, or what comes of it where it stands for a collective of torch's that may be under way."""
+    """`tensor`, or its result if it stands for a collective of torch's that may be under way."""
     if not isinstance(tensor, AsyncCollectiveTensor):
         return tensor
     result: Tensor = tensor.wait()
@@ -222,7 +222,7 @@ def waited(tensor: Tensor) -> Tensor:
 def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
     """A mesh of the axes of both, those of `outer` first; None where they are not different axes of one mesh.
 
-    It is a mesh of its own, of the groups that are there: torch does not take a mesh for its axes in another order.
+    It is a new mesh of the existing groups: torch does not take a mesh for its axes in another order.
     """
     if outer.mesh_dim_names is None or inner.mesh_dim_names is None:
         return None
@@ -244,7 +244,7 @@ def fake_tensors() -> AbstractContextManager[Any]:
 
 
 def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, which `torch.compile` does not look into: it runs as it is, between two graphs.
+    """`function`, kept out of `torch.compile`: it runs eagerly, between two graphs.
 
     Other than `torch.compiler.disable`, it does not import the compiler before it is called.
     """
@@ -258,7 +258,7 @@ _SELECTIVE = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 def outside_of_selective_checkpoints() -> Iterator[None]:
     """A context whose operations are no part of a region that is checkpointed selectively.
 
-    torch keeps account of every operation of such a region, and wants the same ones when it is computed again.
+    torch records every operation of such a region, and wants the same ones when it recomputes the region.
     """
     stack = _get_current_dispatch_mode_stack()
     if not stack:
@@ -281,7 +281,7 @@ def _replace_modes(count: int, modes: Sequence[TorchDispatchMode]) -> None:
 
 
 class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manager, like a function
-    """A context that notes which memory is made in it. `live_bytes()` tells how much of that is still alive.
+    """A context that counts the memory allocated in it. `live_bytes()` is how much of that is still alive.
 
     Args:
         every_operation: count after each, at some cost, so that `peak_bytes` is known.
@@ -314,7 +314,7 @@ class storage_watch(TorchDispatchMode):  # noqa: N801  # used as a context manag
         return sum(nbytes for ref, nbytes in self._made.items() if not ref.expired())
 
     def present_bytes(self) -> int:
-        """`live_bytes`, less what was given back of memory that is emptied and filled again."""
+        """`live_bytes`, less the memory of storages that are freed at present, to be allocated again."""
         self._made = {ref: nbytes for ref, nbytes in self._made.items() if not ref.expired()}
         storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made)
         return sum(storage.nbytes() for storage in storages if storage is not None)

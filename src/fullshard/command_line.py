@@ -64,7 +64,7 @@ def parse(settings: type[S], argv: Sequence[str], *, prog: str, description: str
 
 
 def take_words(settings: type, argv: Sequence[str], names: Sequence[str], *, prog: str) -> tuple[list[str], list[str]]:
-    """What of `argv` is neither an option nor the value of one, a word for each of `names`; and the rest, for `parse`.
+    """The words of `argv` that are no option and no option's value, one for each of `names`; and the rest, for `parse`.
 
     Raises `ConfigError` for too few or too many words; where `--help` is asked for, `parse` answers instead.
     """

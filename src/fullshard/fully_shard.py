@@ -50,28 +50,28 @@ def fully_shard(
     auto_wrap_policy: AutoWrapPolicy | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
 ) -> M:
-    """`module` itself, as a unit: its parameters are now this rank's shards, whole only while they are computed with.
+    """`module` itself, as a unit: its parameters are now this rank's shards, unsharded only while compute needs them.
 
     Call it on the inner modules first (each transformer block, say), on the outermost last: a unit takes the parameters
     that no unit below it has. Between steps every parameter is a `DTensor`, so optimizers, gradient clipping and
     checkpoints of torch work on it. The module gains the methods of `FSDPModule`.
 
     Args:
-        module: what to shard. With several modules in a list, all are one unit, whole from the first one's forward on
-            to the last one's.
+        module: the module to shard. Several modules in a list are one unit, unsharded from the first one's forward to
+            the last one's.
         mesh: the ranks to shard over, on its only axis or the last of two; the first of two replicates. All ranks, if
             None.
         strategy: `"ddp"`, `"zero1"`, `"zero2"`, `"zero3"`, `"hsdp"`, `"hsdp_zero2"`, a `ShardingStrategy` or
             `Placements`.
-        reshard_after_forward: whether to free the whole parameters between forward and backward; what the strategy
-            says, if None (a root keeps them, since its backward follows at once). A number is how many neighbouring
-            ranks keep the whole parameters together meanwhile, each its part: backward gathers among these only.
+        reshard_after_forward: whether to free the unsharded parameters between forward and backward; as the strategy
+            says, if None (a root keeps them, since its backward follows at once). A number is a size of groups of
+            neighbouring ranks, which keep secondary shards meanwhile: backward gathers within a group only.
         mp_policy: the dtypes of compute, of the reduction and of outputs.
         offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU.
         ignored_params: parameters to leave as they are, whole and unsynchronised.
-        auto_wrap_policy: which submodules become units of their own first; see `fullshard.wrap`.
-        shard_placement_fn: for each parameter, `Shard(dim)` to cut it along that dim, or None to leave it open. What is
-            not cut along dim 0 is copied on its way, since its shards do not lie end to end.
+        auto_wrap_policy: picks the submodules that become units of their own first; see `fullshard.wrap`.
+        shard_placement_fn: for each parameter, `Shard(dim)` to shard it along that dim, or None to leave it open. A
+            parameter that is not sharded along dim 0 is copied on its way, since its shards do not lie end to end.
 
     Raises:
         ConfigError: an argument cannot be honoured, or the module is sharded already.
@@ -149,8 +149,8 @@ def shard_unit(
         options: how to shard them.
         mesh: the ranks.
         ignored_params: parameters to leave as they are.
-        shard_placement_fn: along which dim to cut each parameter.
-        device: where compute runs: the mesh's device type, current index, if None.
+        shard_placement_fn: the dim to shard each parameter along.
+        device: the device that computes; that of the mesh's type with the current index, if None.
         param_init_fn: initialises one module that is on the meta device.
         materialize: whether modules on the meta device are initialised now, rather than stay there.
         sync_module_states: whether every rank gets the values of the mesh's first rank.
@@ -178,7 +178,7 @@ def shard_unit(
 
 
 def _chosen_dim(source: Source, shard_placement_fn: ShardPlacementFn) -> int | None:
-    """Along which dim `shard_placement_fn` wants a parameter cut."""
+    """The dim that `shard_placement_fn` shards a parameter along; None if it leaves that open."""
     placement, shape = shard_placement_fn(source.param), tuple(source.param.shape)
     if placement is None:
         return None
@@ -228,19 +228,19 @@ class UnshardHandle:
         self._units = list(units)
 
     def wait(self) -> None:
-        """Have the whole parameters in the module when this returns."""
+        """Return once the module has its unsharded parameters."""
         for unit in self._units:
             unit.wait_unshard()
 
 
 class FSDPModule:
-    """What a module can do once `fully_shard` was called on it. Methods with `recurse` concern the units below, too."""
+    """The methods that `fully_shard` gives a module. Those with `recurse` concern the units below, too."""
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Have the unit's parameters whole now, until `reshard` or the module's next forward frees them.
+        """Unshard the unit's parameters now, until `reshard` or the module's next forward frees them.
 
         Args:
-            async_op: start the gather only, and return a handle to wait for it.
+            async_op: only start the gather, and return a handle to wait for it.
         """
         unit = unit_of(_module(self))
         runtime_of(_module(self)).start_unshard(unit, Phase.IDLE)
@@ -252,7 +252,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Have the unit's shards, and free the whole parameters."""
+        """Put the shards back into the modules, and free the unsharded parameters."""
         unit = unit_of(_module(self))
         unit.state.is_unsharded_by_hand = False
         unit.reshard()
@@ -272,17 +272,17 @@ class FSDPModule:
                 unit.state.syncs_gradients = syncs
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients over the ranks: off for all microbatches of a step but the last."""
+        """Have backward reduce gradients over the ranks, or not: off for all microbatches of a step but the last."""
         for unit in self._units(recurse):
             unit.state.syncs_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces over the replicate axis too, or keeps the sums over the shard axis for later."""
+        """Have backward reduce over the replicate axis too, or keep the sums over the shard axis for later."""
         for unit in self._units(recurse):
             unit.state.syncs_replicas = requires_all_reduce
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether parameters without a gradient count as zero, as they must if only some ranks use them.
+        """Reduce parameters without a gradient as zeros, or not: needed if only some ranks use them.
 
         The units themselves must be called on all ranks. A unit is then reduced when its backward is over instead of
         with its last gradient, and parameters that no rank used get a gradient of zeros.
@@ -291,12 +291,12 @@ class FSDPModule:
             unit.state.reduces_unused = reduce_scatter_unused_params
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether whole parameters are freed between forward and backward."""
+        """Free the unsharded parameters between forward and backward, or keep them."""
         for unit in self._units(recurse):
             unit.state.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether whole parameters are freed after backward. Without it a further microbatch gathers nothing."""
+        """Free the unsharded parameters after backward, or keep them: a further microbatch then gathers nothing."""
         for unit in self._units(recurse):
             unit.state.reshard_after_backward = reshard_after_backward
 
@@ -304,15 +304,14 @@ class FSDPModule:
         """Accepted for scripts written for torch: every backward ends with its reductions finished, last or not."""
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether this unit's parameters are gathered for its backward.
+        """Gather this unit's parameters for its backward, or not.
 
-        They need not be where backward reads none of them, as that of an embedding, and must be anywhere else: what
-        backward would read then is memory that was given back.
+        Switch it off only where backward reads no parameter, as that of an embedding: it would read freed memory.
         """
         unit_of(_module(self)).state.unshards_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """What the sum of this unit's gradients is divided by, instead of the number of ranks."""
+        """Divide the sum of this unit's gradients by `factor` instead of the number of ranks."""
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor!r}): a positive number is needed.")
         unit_of(_module(self)).state.gradient_divisor = factor
@@ -327,12 +326,12 @@ class FSDPModule:
     def set_post_optim_event(self, event: torch.Event | torch.cuda.Event) -> None:
         """Let the next forward wait for `event`, recorded on the stream on which the optimizer steps.
 
-        Where there are no streams, on a CPU, the step is over when it returns, and nothing waits.
+        A CPU has no streams: there the step is over when it returns, and nothing waits.
         """
         runtime_of(_module(self)).after_optimizer = event
 
     def reset_iter_state(self) -> None:
-        """Clear up what a failed forward or backward has left: all units are sharded, and none is in use.
+        """Clear up after a failed forward or backward: all units are sharded, and none is in use.
 
         Gradients that have not been reduced are dropped; call `zero_grad()` for those that have. The next forward does
         so by itself, and so do `state_dict` and `summon_full_params`.
@@ -344,11 +343,11 @@ class FSDPModule:
             raise StateError("reset_iter_state within a forward or backward. Call it once the exception is caught.")
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Start the gathers of these units at this one's forward, instead of the one that the recorded order tells."""
+        """Start the gathers of these units at this one's forward, instead of the next one in the recorded order."""
         unit_of(_module(self)).state.next_forward = [unit_of(module) for module in modules]
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
-        """Start the gathers of these units at this one's backward, instead of the one that the recorded order tells."""
+        """Start the gathers of these units at this one's backward, instead of the next one in the recorded order."""
         unit_of(_module(self)).state.next_backward = [unit_of(module) for module in modules]
 
     def _units(self, recurse: bool) -> list[Unit]:
@@ -356,14 +355,14 @@ class FSDPModule:
         return units_in(module) if recurse else [unit_of(module)]
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        """What `nn.Module.to` and its like do, on the shards, which then move into buffers of their own again."""
+        """Apply `nn.Module.to` and its like to the shards, which then move into the group's buffers again."""
         with changing_shards(unit_of(_module(self))):
             super()._apply(fn, recurse)  # type: ignore[misc]  # the class it is mixed into is an nn.Module
         return _module(self)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let `module.method_name(...)`, such as `generate`, have whole parameters just as `forward` has.
+    """Unshard parameters for `module.method_name(...)`, such as `generate`, as for `forward`.
 
     Modules that are not units are left alone.
 
@@ -377,10 +376,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ConfigError(f"{type(module).__name__} has no method {method_name!r} to make whole parameters for.")
 
     @functools.wraps(method)
-    def whole(*args: Any, **kwargs: Any) -> Any:
+    def run_unsharded(*args: Any, **kwargs: Any) -> Any:
         return run_as_forward(module, method, args, kwargs)
 
-    setattr(module, method_name, whole)
+    setattr(module, method_name, run_unsharded)
 
 
 _classes: dict[type, type] = {}

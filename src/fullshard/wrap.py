@@ -56,9 +56,9 @@ class WrapPolicy(ABC):
     """A rule that says of each submodule whether it becomes a unit, and with which arguments of its own."""
 
     def descends(self, module: nn.Module, numel: int) -> bool:
-        """Whether modules below `module` may become units; `numel` elements in it belong to no unit so far.
+        """True if modules below `module` may become units; `numel` elements in it belong to no unit so far.
 
-        Where the answer is no, `module` does not become one either: it stays, whole, in the unit above it.
+        If not, `module` does not become one either: it stays, undivided, in the unit above it.
         """
         return True
 
@@ -305,7 +305,7 @@ class _Walk:
         return chosen
 
     def can_be_unit(self, module: nn.Module, fqn: str) -> bool:
-        """Whether a forward of `module` will ever run; raises if it will not, and its parameters depended on that."""
+        """True if a forward of `module` will ever run; raises if it will not, and its parameters depended on that."""
         if type(module).forward is not nn.Module.forward or "forward" in vars(module):
             return True
         if isinstance(module, nn.ParameterList | nn.ParameterDict) or self.free_numel(module) == 0:
@@ -337,7 +337,7 @@ def _classes(
 
 @dataclass(frozen=True)
 class _Wrapping:
-    """What `wrap` does inside of `enable_wrap`."""
+    """The wrapper and its arguments inside of `enable_wrap`."""
 
     wrapper_cls: Callable[..., nn.Module]
     kwargs: dict[str, Any]

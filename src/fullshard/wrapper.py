@@ -43,9 +43,9 @@ _WRAPPED = "_fsdp_wrapped_module"
 
 
 class BackwardPrefetch(Enum):
-    """When the gather of the next unit of a backward starts."""
+    """The moment in backward at which the gather of the next unit starts."""
 
-    BACKWARD_PRE = "pre"  # before this unit's backward: most overlap, two units whole at once
+    BACKWARD_PRE = "pre"  # before this unit's backward: most overlap, two units unsharded at once
     BACKWARD_POST = "post"  # after it, when this unit is freed: less memory
 
 
@@ -56,15 +56,15 @@ class FullyShardedDataParallel(nn.Module):
     shapes and FQNs: between steps they are `DTensor`s.
 
     Args:
-        module: what to shard. Its submodules may be wrapped already.
+        module: the module to shard. Its submodules may be wrapped already.
         process_group: the ranks to shard over; all, if None. With a hybrid strategy, the pair (shard group, replicate
             group) is not taken: pass `device_mesh`.
         sharding_strategy: a `ShardingStrategy`, its short name or `Placements`; `FULL_SHARD` if None.
         cpu_offload: `CPUOffload(offload_params=True)` keeps shards, their gradients and the optimizer step on the CPU.
-        auto_wrap_policy: which submodules become units of their own; see `fullshard.wrap`.
+        auto_wrap_policy: picks the submodules that become units of their own; see `fullshard.wrap`.
         backward_prefetch: when the next unit's gather starts in backward; None for not before it is needed.
         mixed_precision: the dtypes of compute, of the reduction and of buffers.
-        ignored_modules: their parameters stay as they are, whole and unsynchronised.
+        ignored_modules: modules whose parameters stay as they are, whole and unsynchronised.
         param_init_fn: initialises one module that is on the meta device; `reset_parameters()`, if None.
         device_id: the device that computes: that of `device_mesh`, else the present GPU where there is one, else the
             CPU, if None.
@@ -177,7 +177,7 @@ class FullyShardedDataParallel(nn.Module):
         return self._fsdp_wrapped_module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the wrapped module returns."""
+        """The output of the wrapped module."""
         return self._fsdp_wrapped_module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -190,7 +190,7 @@ class FullyShardedDataParallel(nn.Module):
             return getattr(self._fsdp_wrapped_module, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """What the wrapped module has at `key`, where it is a sequence."""
+        """The item of the wrapped module at `key`, if it is a sequence."""
         return cast(Any, self._fsdp_wrapped_module)[key]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -204,7 +204,7 @@ class FullyShardedDataParallel(nn.Module):
             yield clean_fqn(name), buffer
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """That FQNs leave out the wrapper's own name: `torch.distributed.checkpoint.state_dict` asks for it."""
+        """The wrapper's own name, left out of FQNs: for `torch.distributed.checkpoint.state_dict`."""
         return {"": _WRAPPED}
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
@@ -229,7 +229,7 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn` on every submodule with all parameters whole; what it leaves in them becomes their values."""
+        """Call `fn` on every submodule with all parameters unsharded; its changes to them are kept."""
         with summon_full_params(self):
             return super().apply(fn)
 
@@ -253,7 +253,7 @@ class FullyShardedDataParallel(nn.Module):
         return clip_grad_norm_(self.parameters(), max_norm, norm_type)
 
     def check_is_root(self) -> bool:
-        """Whether no other wrapped module has this one in it, as far as a forward has shown."""
+        """True if no other wrapped module contains this one, as far as a forward has shown."""
         runtime = runtime_of(self.module)
         return unit_of(self.module) in runtime.units[:1]
 
@@ -275,7 +275,7 @@ class FullyShardedDataParallel(nn.Module):
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[None]:
-        """A context in which parameters are whole; see `fullshard.summon_full_params`."""
+        """A context in which parameters are unsharded; see `fullshard.summon_full_params`."""
         return summon_full_params(
             module,
             recurse=recurse,
@@ -297,7 +297,7 @@ class FullyShardedDataParallel(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Set the kind of state dicts of `module` and below; the settings that it had."""
+        """Set the kind of state dicts of `module` and below; returns the settings that it had."""
         return set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
@@ -330,7 +330,7 @@ class FullyShardedDataParallel(nn.Module):
         is_named_optimizer: bool = False,
         load_directly: bool = False,
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, from what `optim_state_dict` gave; loaded already if `load_directly`.
+        """A state dict for `optim.load_state_dict`, from one of `optim_state_dict`; loaded already if `load_directly`.
 
         Raises:
             ConfigError: `is_named_optimizer` is set, or the state dict is not of the optimizer's parameters.
@@ -358,21 +358,21 @@ class FullyShardedDataParallel(nn.Module):
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any], model: nn.Module, *, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, from a full state dict that every rank has."""
+        """A state dict for `optim.load_state_dict`, from a full one that every rank has."""
         return optim_state.optim_state_dict_to_load(model, optim, full_optim_state_dict, from_first_rank=False)
 
     @staticmethod
     def scatter_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any] | None, model: nn.Module, *, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, from a full state dict that the first rank has."""
+        """A state dict for `optim.load_state_dict`, from a full one that the first rank has."""
         return optim_state.optim_state_dict_to_load(model, optim, full_optim_state_dict, from_first_rank=True)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, from a sharded state dict."""
+        """A state dict for `optim.load_state_dict`, from a sharded one."""
         return optim_state.optim_state_dict_to_load(model, optim, sharded_optim_state_dict, from_first_rank=False)
 
 
@@ -382,7 +382,7 @@ _state_dict_type = state_dict_type
 def _give_configured(
     module: nn.Module, state: MutableMapping[str, Any], prefix: str, local_metadata: Mapping[str, Any]
 ) -> None:
-    """Take the wrapper's name out of the keys, and turn the values into what the settings ask for."""
+    """Take the wrapper's name out of the keys, and turn the values into the form that the settings ask for."""
     inner = f"{prefix}{_WRAPPED}."
     for key in [key for key in state if key.startswith(inner)]:
         state[prefix + key.removeprefix(inner)] = state.pop(key)
@@ -437,7 +437,7 @@ def _ignored(
 
 
 def _device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
-    """The device that computes: what was asked for, or the mesh's."""
+    """The device that computes: the one asked for, or the mesh's."""
     if device_id is None:
         return default_device() if mesh is None else mesh_device(mesh)
     device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)

@@ -1,1 +1,1 @@
-"""The benchmark behind `fullshard bench`: this library and its peers, in turn, on the same model and the same data."""
+"""The benchmark behind `fullshard bench`: this library and its peers, by turns, on the same model and data."""

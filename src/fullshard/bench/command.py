@@ -1,4 +1,4 @@
-"""`fullshard bench`: measure in turn, show the tables, and say by the exit code whether every system could train."""
+"""`fullshard bench`: measure by turns, and show the tables. The exit code is 0 if every system could train."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(argv: Sequence[str]) -> int:
     """Measure as `argv` says; the exit code.
 
     Raises:
-        ConfigError: something of what was asked for is not sound. Nothing has been started then.
+        ConfigError: an option is not sound. Nothing has been started then.
     """
     settings = parse(BenchSettings, argv, prog="fullshard bench", description=_DESCRIPTION)
     plan, output = settings.plan(), settings.output
@@ -57,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check_output(output: OutputSettings) -> None:
-    """Refuse what cannot be written before anything is measured."""
+    """Refuse an output that cannot be written, before anything is measured."""
     if output.picture is not None:
         check_picture(output.picture)
     for name, path in (("json", output.json), ("picture", output.picture)):

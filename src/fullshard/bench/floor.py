@@ -1,13 +1,13 @@
-"""The floor: what a step cannot do without on this machine, measured part by part in the same rounds as the systems.
+"""The floor: the least work of a step on this machine, measured part by part in the same rounds as the systems.
 
     compute     forward and backward of the plain model on all ranks at once, nothing exchanged, gradients fresh
     optimizer   the same optimizer call on one flat shard
-    gather      the whole model written once, in the dtype that computes, at the speed of a copy in memory;
+    gather      the whole model written once, in the dtype of compute, at the speed of a copy in memory;
                 counted twice, for forward and for backward
     reduce      one shard's sum over all ranks' gradients, in float32, at the speed of memory
 
-With one rank there is nothing to gather and nothing to reduce. The floor knows no exchange between processes, no page
-that is faulted in beside the gradients, and nothing that waits: it is a bound to come near to, and not a system.
+With one rank there is nothing to gather and nothing to reduce. The floor has no exchange between processes, no page
+faults but those of the gradients, and no waits: it is a bound to come near to, and not a system.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GATHERS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class FloorTurn:
-    """When one rank did each part, each `repeats` times."""
+    """One rank's time of each part, each done `repeats` times."""
 
     compute: Span
     optimizer: Span
@@ -49,7 +49,7 @@ class FloorSeconds:
 
     @classmethod
     def of(cls, ranks: list[FloorTurn]) -> FloorSeconds:
-        """What all ranks' turns come to."""
+        """The seconds of a step, of the turns of all ranks."""
         repeats = ranks[0].repeats
         return cls(
             compute=Span.seconds(turn.compute for turn in ranks) / repeats,

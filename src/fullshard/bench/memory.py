@@ -1,4 +1,4 @@
-"""How much memory a process or a device has needed at most."""
+"""The peak memory of a process or a device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _RESET_PEAK = "5"  # see proc(5), clear_refs
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peaks of one rank in bytes. None where this machine does not tell."""
+    """Peaks of one rank in bytes. None if this machine does not report them."""
 
     process: int | None  # above what there was at the start
     allocated: int | None  # of a GPU, by torch's allocator
@@ -23,11 +23,11 @@ class Memory:
 
 
 class PeakMemory:
-    """The most memory that this process needs, above what it has when this object is made.
+    """The peak memory of this process, above its memory when this object is made.
 
-    What counts is what the process has for itself, and its part of what it shares with other ranks; not the pages of
-    files, such as libraries, which come in at their first use and belong to everybody. The kernel keeps the peak, so
-    nothing is sampled and nothing is missed.
+    Counted are the process's own pages, and its part of those shared with other ranks; not the pages of files, such as
+    libraries, which come in at their first use and belong to everybody. The kernel keeps the peak, so nothing is
+    sampled and nothing is missed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class PeakMemory:
 
 
 def process_bytes(*, at_peak: bool = False) -> int | None:
-    """Bytes that this process has for itself and its part of what it shares; None where the kernel does not tell."""
+    """Bytes of this process's own pages and its part of shared ones; None if the kernel does not report them."""
     try:
         status = _fields(_PROCESS / "status")
         shared = _fields(_PROCESS / "smaps_rollup")["Pss_Shmem"]
@@ -66,7 +66,7 @@ def process_bytes(*, at_peak: bool = False) -> int | None:
 
 
 def available_bytes() -> int | None:
-    """What programs can still get of this machine's memory; None where the kernel does not tell."""
+    """Bytes of this machine's memory that programs can still get; None if the kernel does not report them."""
     try:
         return _fields(Path("/proc/meminfo"))["MemAvailable"]
     except (OSError, KeyError):

@@ -33,7 +33,7 @@ SIZES = {
 
 
 class Block(nn.Module):
-    """One transformer block: attention, then an MLP, each added to what came in. One unit of sharding."""
+    """One transformer block: attention, then an MLP, each added to its input. One unit of sharding."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

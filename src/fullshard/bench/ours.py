@@ -17,7 +17,7 @@ REPLICAS = 2  # of a hybrid strategy
 
 
 def ours(strategy: str | Placements, *, gather_wire: str | None = None, reduce_wire: str | None = None) -> Build:
-    """`fully_shard` under `strategy`, each block a unit; numbers travel as the precision policy is told."""
+    """`fully_shard` under `strategy`, each block a unit, with these encodings if any."""
 
     def build(workload: Workload, model: Model) -> Trainer:
         mesh = _mesh(workload.device_type, replicated=resolve_placements(strategy).replicated)

@@ -1,4 +1,4 @@
-"""What this library is measured against, each as its own documentation says to use it.
+"""The peers that this library is measured against, each used as its own documentation says.
 
 The only file here that imports torch's sharding, and only within functions that measure it.
 """
@@ -43,7 +43,7 @@ def zero1(workload: Workload, model: Model) -> Trainer:
 
 
 def fsdp1(workload: Workload, model: Model) -> Trainer:
-    """`FullyShardedDataParallel`, each block a unit. On a CPU it has to be told the device."""
+    """`FullyShardedDataParallel`, each block a unit. On a CPU it needs the device."""
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -64,7 +64,7 @@ def fsdp2(*, reshard_after_forward: bool | None = None, prefetch: bool = False) 
     Args:
         reshard_after_forward: whether units are freed between forward and backward; None is torch's default, all
             but the root.
-        prefetch: tell each block which one comes next, so that it is gathered early.
+        prefetch: name the next block to each, so that it is gathered early.
     """
 
     def build(workload: Workload, model: Model) -> Trainer:

@@ -1,4 +1,4 @@
-"""What a benchmark shows while it goes: a bar on a terminal, a line for each stage elsewhere."""
+"""The display of a benchmark under way: a bar on a terminal, a line for each stage elsewhere."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["shown"]
 
 @contextmanager
 def shown(console: Console, turns: int) -> Iterator[Tell]:
-    """Show what is told within the block, `turns` times in all."""
+    """A context whose value shows each stage that it is called with, `turns` times in all."""
     if not console.is_terminal:
         yield _Lines(console)
         return
     columns = (BarColumn(bar_width=None), MofNCompleteColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True, expand=True) as progress:
         task = progress.add_task("", total=turns)
-        told = iter(range(turns))
+        numbers = iter(range(turns))
 
         def tell(stage: str, what: str) -> None:
-            progress.update(task, completed=next(told, turns), description=f"{stage}: {what}")
+            progress.update(task, completed=next(numbers, turns), description=f"{stage}: {what}")
 
         yield tell
 

@@ -1,4 +1,4 @@
-"""What a benchmark came to, as values, as tables and as JSON."""
+"""The result of a benchmark, as values, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fullshard.versions import versions
 
 __all__ = ["WIDTH", "BenchReport", "SystemResult"]
 
-WIDTH = 120  # of the tables, where it is not a terminal that shows them
+WIDTH = 120  # of the tables, unless a terminal shows them
 
 
 @dataclass(frozen=True, kw_only=True)
 class SystemResult:
-    """One system: seconds of a step in each round, and what it needed at most on any rank."""
+    """One system: seconds of a step in each round, and the peak memory of any rank."""
 
     name: str
     seconds: Sequence[float]
@@ -40,13 +40,13 @@ class SystemResult:
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is this library."""
+        """True for this library."""
         return self.name.startswith(OURS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """Why a system has no result."""
+    """The reason why a system has no result."""
 
     reason: str
     details: str
@@ -63,7 +63,7 @@ class BenchReport:
     failed: Mapping[str, Failure]
 
     def over(self, name: str, other: str) -> Spread:
-        """By how much a step of `name` takes longer than one of `other`, which may be the floor."""
+        """The ratio of a step's time of `name` to that of `other`, which may be the floor."""
         return Spread.of(ratios(self._seconds(name), self._seconds(other)))
 
     @property
@@ -79,7 +79,7 @@ class BenchReport:
 
     @property
     def said(self) -> str:
-        """What stands below the tables."""
+        """The text below the tables."""
         parts = [asdict(floor) for floor in self.floor]
         medians = {name: Spread.of([part[name] for part in parts]).median for name in parts[0]}
         lines = ["floor = " + " + ".join(f"{name} {_ms(seconds)}" for name, seconds in medians.items()) + " ms"]
@@ -89,7 +89,7 @@ class BenchReport:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The whole report, for JSON."""
         return {
             "versions": versions(),
             "machine": machine(self.workload),
@@ -176,7 +176,7 @@ class BenchReport:
 
 
 def machine(workload: Workload) -> dict[str, Any]:
-    """Where it was measured."""
+    """The machine and the versions of the measurement."""
     gpu = torch.cuda.get_device_name() if workload.device_type == "cuda" else None
     return {"system": platform.platform(), "processor": platform.machine(), "cores": os.cpu_count(), "gpu": gpu}
 

@@ -1,4 +1,4 @@
-"""All systems in turn, round by round."""
+"""All systems by turns, round by round."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["Plan", "Tell", "measure"]
 _BYTES_OF_A_COPY = 4  # of a parameter, in float32
 
 Tell = Callable[[str, str], None]
-"""Is told the stage, and what is done next in it."""
+"""Called with the stage, and what is done next in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured, and how often."""
+    """The systems to measure, and how often."""
 
     workload: Workload
     systems: Sequence[str]
@@ -38,12 +38,12 @@ class Plan:
 
     @property
     def turns(self) -> int:
-        """How many times something is told to go."""
+        """The number of calls of `tell`."""
         return 1 + (len(self.systems) + 1) * (1 + self.warmup + self.rounds)
 
 
 def measure(plan: Plan, tell: Tell) -> BenchReport:
-    """Start every system once, and let them train in turn; a system that fails is left out from there on.
+    """Start every system once, and let them train by turns; a system that fails is left out from there on.
 
     Raises:
         TeamFailed: the plain process or the floor fails, so that there is nothing to compare with.
@@ -113,7 +113,7 @@ class _Bench:
                 self._or_failed(name, partial(self._turn, name, first, counts, number == plan.warmup))
 
     def report(self) -> BenchReport:
-        """What it all came to."""
+        """The report of all rounds."""
         results: list[SystemResult] = []
         for name in list(self._running):
             self._or_failed(name, partial(self._collect, name, results))
@@ -145,10 +145,10 @@ class _Bench:
         self._running[name] = _Running(team, max(rank.tensor_bytes for rank in prepared), list(losses))
 
     def _check_room(self) -> None:
-        """Refuse to start one more system where the kernel might end another to make room for it.
+        """Refuse to start one more system if the kernel might end another to make room for it.
 
-        The plain process keeps the parameters, their gradients and two moments, and parameters and gradients once more,
-        to compute with and to add up. No rank of a system needs more than that less one of the copies.
+        The plain process keeps the parameters, their gradients and two moments, and second copies of parameters and
+        gradients, to compute with and to add up. No rank of a system needs more than that less one of the copies.
         """
         free = available_bytes()
         if self._plan.workload.device_type == "cpu" and free is not None and free < self._room:
@@ -188,7 +188,7 @@ class _Bench:
         )
 
     def _or_failed(self, name: str, run: Callable[[], None]) -> None:
-        """Do what may fail; if it does, the system is out."""
+        """Call `run`; if it fails, the system is left out."""
         try:
             run()
         except TeamFailed as failed:

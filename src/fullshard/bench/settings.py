@@ -1,4 +1,4 @@
-"""Everything that `fullshard bench` can be told, and what follows from it."""
+"""The settings of `fullshard bench`, and the values that follow from them."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """How every system trains it."""
+    """Precision, optimizer and seed, the same for every system."""
 
     dtype: str = "fp32"
-    """What computes: fp32 or bf16. Parameters at rest, sums of gradients and the optimizer stay in float32."""
+    """Dtype of compute: fp32 or bf16. Parameters at rest, sums of gradients and the optimizer stay in float32."""
     optimizer: str = "adamw"
     """The call that all systems make: adamw (fused), adamw-default (without that), sgd (with momentum)."""
     seed: int = 0
@@ -61,7 +61,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureSettings:
-    """What is measured, where, and how often."""
+    """Systems, devices and rounds."""
 
     systems: str = ALL
     """Names of systems, separated by commas; all: every one that is installed, without variants of the same.
@@ -82,7 +82,7 @@ class MeasureSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
-    """What is left behind."""
+    """Files to write."""
 
     json: MaybePath = None
     """A file for everything that was measured, as JSON."""
@@ -100,10 +100,10 @@ class BenchSettings:
     output: OutputSettings = field(default_factory=OutputSettings)
 
     def plan(self) -> Plan:
-        """What is to be measured.
+        """The plan of the measurement.
 
         Raises:
-            ConfigError: something of it is not sound.
+            ConfigError: an option is not sound.
         """
         measure = self.measure
         for name, least in (("rounds", 1), ("steps", 1), ("warmup", 0)):
@@ -124,10 +124,10 @@ class BenchSettings:
         )
 
     def workload(self) -> Workload:
-        """What is trained.
+        """The training job.
 
         Raises:
-            ConfigError: something of it is not sound.
+            ConfigError: an option is not sound.
         """
         device_type = _device_type(self.measure.device)
         ranks = self.measure.ranks
@@ -189,7 +189,7 @@ def _device_type(named: str | None) -> str:
 
 
 def _check_memory(workload: Workload, systems: Sequence[str]) -> None:
-    """Refuse what surely does not fit, since the kernel would end some process or other."""
+    """Refuse a workload that surely does not fit, since the kernel would end some process or other."""
     available = available_bytes()
     whole = workload.parameter_count() * _BYTES_OF_A_PARAMETER
     needed = sum(whole * (workload.world if SYSTEMS[name].replicates else 1) for name in systems)

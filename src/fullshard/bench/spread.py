@@ -1,4 +1,4 @@
-"""What many rounds come to: pure arithmetic on numbers that are in the order of the rounds."""
+"""Statistics of many rounds: pure arithmetic on numbers in the order of the rounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Spread", "ratios"]
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """The middle of some numbers, and where their middle half lies."""
+    """The median of some numbers, and their quartiles."""
 
     median: float
     low: float  # the first quartile
@@ -19,7 +19,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """That of `values`, at least one."""
+        """The spread of `values`, at least one."""
         if len(values) == 1:
             return cls(median=values[0], low=values[0], high=values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -27,5 +27,5 @@ class Spread:
 
 
 def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """Round by round, so that a machine which is slow for a while is slow for both."""
+    """Ratios round by round, so that a machine which is slow for a while is slow for both."""
     return [value / other for value, other in zip(values, others, strict=True)]

@@ -31,7 +31,7 @@ class System:
 
     @property
     def is_installed(self) -> bool:
-        """Whether what it needs is there."""
+        """True if the module that it needs is installed."""
         return find_spec(self.needs.partition(".")[0]) is not None
 
 

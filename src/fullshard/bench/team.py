@@ -1,4 +1,4 @@
-"""A set of rank processes that is started once and does what it is told in between: nothing, asleep."""
+"""A set of rank processes that is started once, answers calls, and sleeps in between."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TeamFailed(FullshardError):  # noqa: N818  # says what happened
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank says that cannot go on."""
+    """The report of a rank that cannot go on."""
 
     said: str
     traceback: str = ""
@@ -51,7 +51,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Job:
-    """What all ranks of a team are told at the start."""
+    """The job of all ranks of a team, sent to them at the start."""
 
     make: Callable[[Workload], Any]
     workload: Workload
@@ -65,9 +65,9 @@ class Team:
 
     Args:
         make: makes, on each rank, the object whose methods are asked for; it must be importable.
-        workload: what is trained.
-        world: how many ranks; those of the workload, if None.
-        timeout: seconds within which a question must be answered.
+        workload: the training job.
+        world: the number of ranks; that of the workload, if None.
+        timeout: seconds within which a call must be answered.
 
     Raises:
         TeamFailed: a rank cannot be made, or does not answer.
@@ -91,7 +91,7 @@ class Team:
             raise
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """What `method(*arguments)` of each rank's object returns, in rank order.
+        """The results of `method(*arguments)` of each rank's object, in rank order.
 
         Raises:
             TeamFailed: a rank raised, died, or did not answer in time.
@@ -186,11 +186,11 @@ def _limit(job: _Job) -> Iterator[None]:
 
 
 def _begin(job: _Job, rank: int) -> None:
-    """Threads, device and process group of this rank, and silence: what peers warn of is not the user's to mend."""
+    """Threads, device and process group of this rank, without warnings: those of peers are not for the user to mend."""
     warnings.simplefilter("ignore")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
     torch.set_num_threads(job.workload.threads)
-    limit = timedelta(seconds=2 * job.timeout)  # the limit of a question comes first, with a better message
+    limit = timedelta(seconds=2 * job.timeout)  # the limit of a call comes first, with a better message
     store = dist.TCPStore(_LOOPBACK, job.port, is_master=False, timeout=limit)
     device = job.workload.device(rank)
     if device.type == "cuda":

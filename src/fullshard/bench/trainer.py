@@ -18,8 +18,8 @@ class Trainer:
     """A step of training as torch's users write it: forward, backward, step, zero.
 
     Args:
-        workload: what is trained.
-        model: the model, made into what the system makes of it.
+        workload: the training job.
+        model: the model, wrapped or sharded by the system.
         optimizer: over the parameters of `model`.
         autocast: compute in the workload's dtype by torch's autocast, for a system that has no way of its own.
     """
@@ -40,7 +40,7 @@ class Trainer:
         return loss.detach()
 
     def update(self, loss: Tensor) -> None:
-        """Let the parameters follow the gradients of `loss`."""
+        """Backward of `loss`, and a step of the optimizer."""
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -52,4 +52,4 @@ class Trainer:
 
 
 Build = Callable[[Workload, Model], Trainer]
-"""Makes a system of the whole model with its first weights, on a rank whose process group is there."""
+"""Makes a system of the plain model with its first weights, on a rank with a process group."""

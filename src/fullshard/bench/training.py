@@ -1,4 +1,4 @@
-"""A rank of one system: it builds the system once, and trains when told to."""
+"""A rank of one system: it builds the system once, and trains when asked to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WATCHED_STEPS = 2  # the first makes the optimizer's state, so the second is lik
 
 @dataclass(frozen=True)
 class Prepared:
-    """What is known of a rank once its system stands."""
+    """The figures of a rank once its system is built."""
 
     tensor_bytes: int  # the most that were alive at once in a step
     losses: Sequence[float]  # of the watched steps

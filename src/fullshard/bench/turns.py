@@ -1,4 +1,4 @@
-"""What ranks report of a turn: when each began and ended, and what came out."""
+"""The reports of ranks on a turn: start, end and losses."""
 
 from __future__ import annotations
 
@@ -25,23 +25,21 @@ class Span:
 
     @staticmethod
     def seconds(of_ranks: Iterable[Span]) -> float:
-        """From when the first rank begins until the last one has ended."""
+        """Seconds from the start of the first rank until the end of the last."""
         spans = list(of_ranks)
         return max(span.end for span in spans) - min(span.start for span in spans)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """What one rank did in its turn."""
+    """One rank's time and losses in its system's turn."""
 
     span: Span
     losses: Sequence[float]  # one for each step
 
 
 def timed(run: Callable[[Tensor], R], batches: Sequence[Tensor], device: torch.device) -> tuple[Span, list[R]]:
-    """When `run(batch)` for one batch after the other began and ended on this rank, once all ranks were ready for it,
-    and what it returned.
-    """
+    """Call `run(batch)` for one batch after the other, once all ranks are ready: the time on this rank, the results."""
     dist.barrier()
     _finish(device)
     start = time.perf_counter()

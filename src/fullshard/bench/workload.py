@@ -1,4 +1,4 @@
-"""What is trained and how: the same for every system, the plain process and the floor."""
+"""The training job: the same for every system, the plain process and the floor."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Workload:
     """One training job. Weights and data follow from the seed, and are the same wherever they are made."""
 
     shape: Shape
-    dtype: str = "fp32"  # what computes; parameters at rest, sums of gradients and the optimizer stay float32
+    dtype: str = "fp32"  # of compute; parameters at rest, sums of gradients and the optimizer stay float32
     optimizer: str = "adamw"
     world: int
     threads: int = 1  # of each rank
@@ -51,21 +51,21 @@ class Workload:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """What computes, and what is gathered."""
+        """The dtype of compute and of gathers."""
         return DTYPES[self.dtype]
 
     @property
     def casts(self) -> bool:
-        """Whether computation is in another dtype than that of the parameters at rest."""
+        """True if compute has another dtype than the parameters at rest."""
         return self.compute_dtype is not torch.float32
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks together."""
+        """Tokens of a step, of all ranks together."""
         return self.world * self.shape.batch * self.shape.seq
 
     def device(self, rank: int) -> torch.device:
-        """Where `rank` computes."""
+        """The device of `rank`."""
         return torch.device("cuda", rank) if self.device_type == "cuda" else torch.device("cpu")
 
     def model(self, device: torch.device) -> Model:
@@ -78,7 +78,7 @@ class Workload:
         return OPTIMIZERS[self.optimizer](params)
 
     def tokens(self, step: int, rank: int) -> Tensor:
-        """What `rank` trains on in `step`, on the CPU: shape (batch, seq + 1), the last being a target only."""
+        """The tokens of `rank` in `step`, on the CPU: shape (batch, seq + 1), the last being a target only."""
         random = torch.Generator().manual_seed((self.seed * 1_000_003 + step) * self.world + rank)
         return torch.randint(self.shape.vocab, (self.shape.batch, self.shape.seq + 1), generator=random)
 
@@ -88,6 +88,6 @@ class Workload:
         return F.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def parameter_count(self) -> int:
-        """How many numbers are trained."""
+        """The number of trained elements."""
         with torch.device("meta"):
             return sum(param.numel() for param in Model(self.shape).parameters())

@@ -1,4 +1,4 @@
-"""Save and load runs: sharded, into any world size and strategy, and wholly or not at all.
+"""Save and load runs: sharded, into any world size and strategy, all or nothing.
 
 from fullshard.checkpoint import load, save
 

@@ -1,4 +1,4 @@
-"""Saves that go on behind the training, and what they have to tell."""
+"""Saves that go on while training does, and their errors."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Background", "PendingSave", "checkpoints"]
 
 
 class PendingSave:
-    """A save that goes on behind the training."""
+    """A save that goes on while training does."""
 
     def __init__(self, future: Future[Path]) -> None:
         self._future = future
-        self._told = False
+        self._was_waited_for = False
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """True once it has ended, well or not."""
         return self._future.done()
 
     def wait(self) -> Path:
@@ -31,12 +31,12 @@ class PendingSave:
         Raises:
             CheckpointError: some rank could not write; the same error on every rank.
         """
-        self._told = True
+        self._was_waited_for = True
         return self._future.result()
 
 
 class Background:
-    """One thread that writes, one save at a time, and the group over which its ranks speak meanwhile."""
+    """One thread that writes, one save at a time, and the group that its ranks communicate over meanwhile."""
 
     def __init__(self, name: str) -> None:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -44,13 +44,13 @@ class Background:
         self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
     def wait(self) -> None:
-        """Wait for the save that goes on behind the training, if there is one.
+        """Wait for the save that goes on, if there is one.
 
         Raises:
-            CheckpointError: it failed, and nobody has been told yet.
+            CheckpointError: it failed, and nobody has waited for it yet.
         """
         pending, self._pending = self._pending, None
-        if pending is not None and not pending._told:
+        if pending is not None and not pending._was_waited_for:
             pending.wait()
         elif pending is not None:
             pending._future.exception()
@@ -61,7 +61,7 @@ class Background:
         return self._pending
 
     def ranks(self) -> Ranks:
-        """All ranks, over a group that training does not use: gloo's, since what is written lies in host memory."""
+        """All ranks, over a group that training does not use: gloo's, since the copies are in host memory."""
         world = dist.group.WORLD if dist.is_initialized() else None
         if world is None:
             return Ranks()

@@ -62,11 +62,11 @@ def write(
     doing: str,
     progress: Progress | None = None,
 ) -> dict[str, StoredFile]:
-    """Write `entries` to `folder`, each rank what it has of them; the files that this rank wrote, which are synced.
+    """Write `entries` to `folder`, each rank its own part; the files that this rank wrote, synced.
 
     Args:
-        entries: nested dicts. What several ranks have is written by one of them.
-        ties: keys that are no entries, with the keys of those whose values they have too.
+        entries: nested dicts. An entry that several ranks have is written by one of them.
+        ties: keys that are no entries, each with the key of the entry that has its values.
         doing: begins the message of an error.
 
     Raises:
@@ -87,8 +87,8 @@ def write(
 class _Writer(dcp.FileSystemWriter):
     """Writes one file a rank, with its checksum. `ties` cost an entry in the metadata, and no bytes.
 
-    torch's own writer keeps all that it has copied to host memory until the last byte is out; here it is one tensor at
-    a time, and nothing for what lies there already.
+    torch's own writer keeps all its copies in host memory until the last byte is out; here it is one tensor at a time,
+    and none for tensors that are there already.
     """
 
     def __init__(self, folder: Path, ties: Mapping[str, str], progress: Progress | None) -> None:
@@ -111,7 +111,7 @@ class _Writer(dcp.FileSystemWriter):
                     nbytes = stream.tell() - start
                     results.append(WriteResult(item.index, nbytes, storage_info(name, start, nbytes)))
         except Exception as error:
-            # What torch.save makes of an error of the disk has lost its cause.
+            # torch.save turns an error of the disk into one that has lost its cause.
             raise CheckpointError(said_by(self.fs.error or error)) from error
         written: Future[list[WriteResult]] = Future()
         written.set_result(results)
@@ -134,7 +134,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """`tensor` on the CPU, as all that its storage has: torch.save writes whole storages. A copy only if it must be."""
+    """`tensor` on the CPU, with no more in its storage: torch.save writes whole storages. A copy only if it must be."""
     local = tensor.detach().cpu().contiguous()
     if not local.numel():
         return local.clone()
@@ -149,7 +149,7 @@ def _nbytes(item: WriteItem) -> int:
 
 
 class _Files(FileSystem):
-    """The files of one rank, which notes what it has written."""
+    """The files that one rank writes, with their sizes and checksums."""
 
     def __init__(self, progress: Progress | None) -> None:
         self.written: dict[str, StoredFile] = {}
@@ -172,15 +172,15 @@ class _Files(FileSystem):
         super().rename(path, new_path)
         self.written[Path(new_path).name] = self.written.pop(Path(path).name)
 
-    def tell(self, nbytes: int) -> None:
-        """Note that so many more bytes are written."""
+    def advance(self, nbytes: int) -> None:
+        """Note that `nbytes` more bytes are written."""
         self._done += nbytes
         if self._progress is not None:
             self._progress(min(self._done, self.total), self.total)
 
 
 class _Stream:
-    """A file as torch writes to it, with the checksum of all that has gone out."""
+    """A file for torch to write to, with the checksum of all written bytes."""
 
     def __init__(self, files: _Files, file: IO[bytes]) -> None:
         self._files = files
@@ -197,7 +197,7 @@ class _Stream:
             raise
         self.checksum.update(data)
         self.nbytes += count
-        self._files.tell(count)
+        self._files.advance(count)
         return count
 
     def tell(self) -> int:
@@ -213,7 +213,7 @@ class _Stream:
 
 @contextmanager
 def _failing_together(doing: str, ranks: Ranks) -> Iterator[None]:
-    """A context in which what torch reports of other ranks is raised as our own error."""
+    """A context in which torch's reports of failures on other ranks are raised as our own error."""
     try:
         with warnings.catch_warnings() if not dist.is_initialized() else nullcontext():
             if not dist.is_initialized():  # one process alone is a valid world
@@ -230,10 +230,10 @@ def _failing_together(doing: str, ranks: Ranks) -> Iterator[None]:
 
 
 def read_metadata(checkpoint: Path) -> Metadata:
-    """What a checkpoint holds, without its values. Nothing in the file is executed.
+    """The metadata of a checkpoint: its entries without their values. Nothing in the file is executed.
 
     Raises:
-        CheckpointError: the file is missing, or is not what a container has.
+        CheckpointError: the file is missing, or is not a container's.
     """
     path = checkpoint / METADATA
     try:
@@ -259,7 +259,7 @@ def read_metadata(checkpoint: Path) -> Metadata:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes what the metadata of a container is made of, and nothing else."""
+    """Makes objects of the classes that a container's metadata consists of, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -304,7 +304,7 @@ def read_values(
     """Read the values of `targets`, by key: tensors in place, whole or sharded in any way; others are replaced.
 
     Args:
-        ours: whether `write` has written it, so that it is known how a tensor lies in its file.
+        ours: whether `write` has written it, so that the layout of a tensor in its file is known.
 
     Raises:
         CheckpointError: some rank could not; the same error on every rank.
@@ -322,7 +322,7 @@ def read_values(
 class _Reader(dcp.FileSystemReader):
     """Reads files whose metadata is known already.
 
-    Of ours, rows that are wanted together go straight from the file to where they belong. torch would make a tensor of
+    In our own files, rows that are wanted together are read straight into their target. torch would make a tensor of
     the whole entry first, and copy from that.
     """
 
@@ -344,7 +344,7 @@ class _Reader(dcp.FileSystemReader):
             raise CheckpointError(said_by(error)) from error
 
     def _read_straight(self, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
-        """Read what lies in one piece in its file and in memory; what does not."""
+        """Read the items that are one piece in file and memory; returns the others."""
         others: list[ReadItem] = []
         by_file: dict[str, list[tuple[ReadItem, Tensor]]] = {}
         for item in items:
@@ -361,7 +361,7 @@ class _Reader(dcp.FileSystemReader):
         return others
 
     def _is_one_piece(self, item: ReadItem, target: Tensor) -> bool:
-        """Whether what is wanted is whole rows of the entry, of the dtype and in the order that they have in memory."""
+        """True if `item` is whole rows of the entry, of the same dtype and order as in memory."""
         stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         sizes = _sizes_of_chunk(stored, item)
@@ -374,7 +374,7 @@ class _Reader(dcp.FileSystemReader):
         )
 
     def _start_of(self, item: ReadItem, file: io.RawIOBase) -> int:
-        """Where in its file the first row that is wanted lies."""
+        """The position in its file, in bytes, of the first row of `item`."""
         stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         entry = self.storage_data[item.storage_index]
@@ -390,7 +390,7 @@ def _sizes_of_chunk(stored: TensorStorageMetadata, item: ReadItem) -> torch.Size
 
 
 class _Entry(io.RawIOBase):
-    """Some bytes of a file, as if they were all of it."""
+    """A stretch of a file as a file of its own."""
 
     def __init__(self, file: io.RawIOBase, start: int, nbytes: int) -> None:
         self._file = file
@@ -408,18 +408,18 @@ class _Entry(io.RawIOBase):
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
         return self._at
 
-    def readinto(self, room: Any) -> int:
+    def readinto(self, buffer: Any) -> int:
         self._file.seek(self._start + self._at)
-        count = self._file.readinto(memoryview(room)[: max(0, self._nbytes - self._at)]) or 0
+        count = self._file.readinto(memoryview(buffer)[: max(0, self._nbytes - self._at)]) or 0
         self._at += count
         return count
 
 
 def _start_of_tensor(entry: _Entry) -> int:
-    """Where the bytes of a tensor begin in what torch.save has written: a zip file with a record of these bytes alone.
+    """The position, in bytes, of a tensor in the output of torch.save: a zip file with a record for these bytes alone.
 
     Raises:
-        CheckpointError: the bytes of numbers are in another order than this machine's.
+        CheckpointError: the byte order is not this machine's.
     """
     with ZipFile(entry) as records:
         [record] = [it for it in records.infolist() if it.filename.endswith("/data/0")]
@@ -432,18 +432,18 @@ def _start_of_tensor(entry: _Entry) -> int:
 
 
 def _read_into(target: Tensor, file: io.RawIOBase, start: int) -> None:
-    """Fill a contiguous tensor on the CPU with the bytes of `file` from `start` on."""
-    room = memoryview(target.reshape(-1).view(torch.uint8).numpy().data)
+    """Read the bytes of `file` from `start` on into a contiguous tensor on the CPU."""
+    buffer = memoryview(target.reshape(-1).view(torch.uint8).numpy().data)
     file.seek(start)
-    while room.nbytes:
-        count = file.readinto(room)
+    while buffer.nbytes:
+        count = file.readinto(buffer)
         if not count:
-            raise CheckpointError(f"expected {room.nbytes} more bytes from byte {file.tell()} on, found none")
-        room = room[count:]
+            raise CheckpointError(f"expected {buffer.nbytes} more bytes from byte {file.tell()} on, found none")
+        buffer = buffer[count:]
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Reads what is no tensor without executing anything."""
+    """Reads values that are no tensors without executing anything."""
 
     def __init__(self, progress: Progress | None) -> None:
         super().__init__()

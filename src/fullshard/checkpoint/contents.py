@@ -1,4 +1,4 @@
-"""What goes into a checkpoint: this rank's shards, what all ranks have alike, and what is its own."""
+"""The contents of a checkpoint: this rank's shards, the values that all ranks share, and this rank's own."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = [
     "tied_names",
 ]
 
-MODEL, OPTIMIZER = "model", "optimizer"  # sections of a checkpoint that torch's own scripts read too
-OURS = "fullshard"  # what all ranks have alike and is no tensor of the model or the optimizer
+MODEL, OPTIMIZER = "model", "optimizer"  # prefixes of keys, which torch's own scripts read too
+OURS = "fullshard"  # values that all ranks share, and that are no tensors of the model or the optimizer
 _RANK = "rank"
 
 
@@ -52,18 +52,18 @@ class HasState(Protocol):
 
 @dataclass
 class Contents:
-    """What one rank has to save. Tensors are the model's and the optimizer's own until somebody copies them."""
+    """The values that one rank saves. Tensors are the model's and the optimizer's own until somebody copies them."""
 
     sharded: dict[Path, DTensor] = field(default_factory=dict)
-    plain: dict[Path, Tensor] = field(default_factory=dict)  # the first rank's are written, and what others have else
-    values: dict[Path, Any] = field(default_factory=dict)  # what is no tensor, as torch writes it
+    plain: dict[Path, Tensor] = field(default_factory=dict)  # the first rank's are written, and others that differ
+    values: dict[Path, Any] = field(default_factory=dict)  # no tensors, as torch writes them
     ties: dict[str, str] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
     own: dict[str, Any] = field(default_factory=dict)  # of this rank alone
     strategy: str = ""
 
     def put(self, path: Path, leaf: Any) -> str:
-        """Take `leaf` in; the key that it has in the checkpoint."""
+        """Add `leaf`; its key in the checkpoint."""
         if path in self.sharded or path in self.plain or path in self.values:
             raise CheckpointError(f"two values are named {'.'.join(path)}. Give the keys of the state other names.")
         if isinstance(leaf, DTensor):
@@ -75,7 +75,7 @@ class Contents:
         return ".".join(path)
 
     def entries(self, ranks: Ranks, doing: str) -> dict[str, Any]:
-        """What this rank gives to be written, as nested dicts. Ranks tell one another of their plain tensors.
+        """This rank's entries, as nested dicts. Ranks exchange checksums of their plain tensors.
 
         Raises:
             CheckpointError: some rank could not; `doing` begins the message.
@@ -98,7 +98,7 @@ def collect(
     data: HasState | None,
     extra: Any,
 ) -> Contents:
-    """What this rank has to save.
+    """The contents that this rank saves.
 
     Raises:
         CheckpointError: something could not be read back without executing code.
@@ -107,7 +107,7 @@ def collect(
     """
     contents = Contents(strategy=_strategy_of(model))
     state, tied = model_state(model), tied_names(model)
-    values: dict[str, Any] = {}  # what modules add to their state that is no tensor
+    values: dict[str, Any] = {}  # state that modules add, and that is no tensor
     for fqn, value in state.items():
         if fqn in tied and tied[fqn] in state:
             contents.ties[f"{MODEL}.{fqn}"] = f"{MODEL}.{tied[fqn]}"
@@ -128,7 +128,7 @@ def collect(
 
 
 def put_optimizer(contents: Contents, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the state of an optimizer, by FQN, into `contents`; what is left of it without its tensors."""
+    """Put the state of an optimizer, by FQN, into `contents`; its outline, without the tensors."""
     return {
         "state": outline(named["state"], (OPTIMIZER, "state"), contents.put),
         "param_groups": [
@@ -139,12 +139,12 @@ def put_optimizer(contents: Contents, named: Mapping[str, Any]) -> dict[str, Any
 
 
 def as_one_value(value: Any) -> tuple[Any]:
-    """`value` so that torch writes it in one piece: of a dict it would write every entry, its key as a string."""
+    """`value` wrapped, so that torch writes it in one piece: of a dict it would write every entry by itself."""
     return (value,)
 
 
 def key_of_rank(rank: int) -> str:
-    """The key under which a rank's own values are."""
+    """The key of a rank's own values."""
     return f"{_RANK}.{rank}"
 
 
@@ -168,7 +168,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _strategy_of(model: nn.Module) -> str:
-    """The strategies of the units, by name where they have one; 'none' where there are no units."""
+    """The strategies of the units, by name if they have one; 'none' if there are no units."""
     placements = dict.fromkeys(unit.options.placements for unit in units_in(model))
     return ", ".join(map(_name_of, placements)) or "none"
 
@@ -179,7 +179,7 @@ def _name_of(placements: Placements) -> str:
 
 
 def _without_partial_sums(tensor: DTensor) -> DTensor:
-    """`tensor` with sums that ranks have not added up yet added up: the container would write one rank's share."""
+    """`tensor` with partial sums added up over the ranks: the container would write one rank's share."""
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     return tensor.redistribute(placements=[Replicate() if it.is_partial() else it for it in tensor.placements])

@@ -1,6 +1,6 @@
-"""Write a model as other people's tools read it: a folder of safetensors files, wholly or not at all.
+"""Write a model for other tools to read: a folder of safetensors files, all or nothing.
 
-One tensor after another is gathered, and written by the first rank. Nobody holds more than one of them whole.
+One tensor after another is gathered, and written by the first rank. No rank holds more than one of them whole.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def export_safetensors(
 
     Every rank calls it. It writes `model.safetensors`, or several files and `model.safetensors.index.json`; the
     `config.json` of a model that has one, so that `from_pretrained` opens the folder; and `checksums.json`, by which
-    `load_safetensors` tells damage. Weights are gathered one after another, so no rank holds more than its shards and
-    one of them. Tied weights are written once; the file's metadata tells their other names. If anything is killed
+    `load_safetensors` notices damage. Weights are gathered one after another, so no rank holds more than its shards and
+    one of them. Tied weights are written once; the file's metadata has their other names. If anything is killed
     meanwhile, there is no `folder`.
 
     Args:
@@ -68,8 +68,8 @@ def export_safetensors(
         progress: called with the bytes of tensors that are written, and all that will be.
 
     Raises:
-        CheckpointError: the folder is there already, the model has what is no tensor or has no values, or the first
-            rank cannot write; the same error on every rank.
+        CheckpointError: the folder is there already, the model has state that is no tensor or has no values, or the
+            first rank cannot write; the same error on every rank.
         ConfigError: an argument cannot be honoured.
     """
     export = _Export(Path(folder), parse_size(max_shard_size), dtype, dict(metadata or {}))
@@ -127,8 +127,8 @@ def export_stored(
     No model is built, and no more than one tensor is held.
 
     Raises:
-        CheckpointError: the folder is there already, the model had what is no tensor, or something cannot be read or
-            written.
+        CheckpointError: the folder is there already, the model had state that is no tensor, or something cannot be
+            read or written.
         ConfigError: an argument cannot be honoured.
     """
     export = _Export(folder, parse_size(max_shard_size), dtype, {})
@@ -136,7 +136,7 @@ def export_stored(
         raise CheckpointError(_no_tensors(stored.path, stored.values))
     if not stored.weights:
         raise CheckpointError(f"{stored.path}: expected the weights of a model, found none. Name another checkpoint.")
-    kept = {name: told for name, told in stored.weights.items() if name not in stored.ties}
+    kept = {name: it for name, it in stored.weights.items() if name not in stored.ties}
     export.write(kept, stored.ties, Ranks(), stored.fetch, lambda _: {}, progress)
     return folder
 
@@ -166,7 +166,7 @@ def _weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _configs(model: nn.Module, written: Mapping[str, Description]) -> dict[str, Any]:
-    """What the transformers library keeps beside the weights of its models, by name of file."""
+    """The files of the transformers library beside the weights of its models, as JSON by name of file."""
     inner = unwrapped(model)
     found: dict[str, Any] = {}
     for attribute in ("config", "generation_config"):
@@ -201,7 +201,7 @@ def parse_size(size: int | str) -> int:
 
 @dataclass(frozen=True)
 class _Export:
-    """What is to be written where."""
+    """An export: the folder to write, and the options."""
 
     folder: Path
     max_shard_nbytes: int
@@ -217,7 +217,7 @@ class _Export:
 
     @property
     def doing(self) -> str:
-        """What an error says was being done."""
+        """The beginning of an error message."""
         return f"exporting to {self.folder}"
 
     def write(
@@ -233,13 +233,13 @@ class _Export:
 
         Args:
             ties: other names, with those of the tensors that are written.
-            configs: given what is written, tells what goes beside it as JSON, by name of file.
+            configs: the JSON files beside `tensors`, by name of file.
 
         Raises:
             CheckpointError: the first rank cannot write; the same error on every rank.
         """
-        tensors = {name: self._cast(told) for name, told in tensors.items()}
-        total = sum(told.nbytes for told in tensors.values())
+        tensors = {name: self._cast(tensor) for name, tensor in tensors.items()}
+        total = sum(tensor.nbytes for tensor in tensors.values())
         metadata = {"format": "pt", **ties, **self.metadata}
         files = self._divided(tensors)
         unfinished = ranks.once(self.doing, self._begin)
@@ -260,26 +260,28 @@ class _Export:
                 discard(unfinished)
             raise
 
-    def _cast(self, told: Description) -> Description:
-        return told if self.dtype is None or not told.dtype.is_floating_point else replace(told, dtype=self.dtype)
+    def _cast(self, tensor: Description) -> Description:
+        if self.dtype is None or not tensor.dtype.is_floating_point:
+            return tensor
+        return replace(tensor, dtype=self.dtype)
 
     def _divided(self, tensors: Mapping[str, Description]) -> dict[str, list[str]]:
         """The names of the tensors in each file, in the order of the model."""
         files: list[list[str]] = [[]]
         nbytes = 0
-        for name, told in tensors.items():
-            if files[-1] and nbytes + told.nbytes > self.max_shard_nbytes:
+        for name, tensor in tensors.items():
+            if files[-1] and nbytes + tensor.nbytes > self.max_shard_nbytes:
                 files.append([])
                 nbytes = 0
             files[-1].append(name)
-            nbytes += told.nbytes
+            nbytes += tensor.nbytes
         if len(files) == 1:
             return {WEIGHTS: files[0]}
         stem = WEIGHTS.removesuffix(".safetensors")
         return {f"{stem}-{i:05d}-of-{len(files):05d}.safetensors": names for i, names in enumerate(files, 1)}
 
     def _begin(self) -> Path:
-        """A new folder beside the one that is to be; what killed exports to it have left is removed."""
+        """A new folder beside the future one; leftovers of killed exports to that are removed."""
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
             raise CheckpointError("there is something already. Name a folder that does not exist, or is empty.")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -313,7 +315,7 @@ class _Export:
 
 
 class _Writer:
-    """One file on the first rank. What fails there is told when the file is closed: others wait in a gather."""
+    """One file on the first rank. Errors are raised when the file is closed: until then others wait in a gather."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str]) -> None:
         self._path = path
@@ -323,7 +325,7 @@ class _Writer:
         self._error: Exception | None = None
 
     def begin(self) -> tuple[str, ...]:
-        """Lay out the file: the names of its tensors in the order in which they are written."""
+        """Lay out the file; the names of its tensors in the order in which they are written."""
         self._file = TensorFile(self._path, self._tensors, self._metadata)
         return self._file.order
 
@@ -337,7 +339,7 @@ class _Writer:
             self._error = error
 
     def close(self) -> StoredFile:
-        """End the file: what was written."""
+        """Close the file; its size and checksum."""
         assert self._file is not None
         stored = self._file.close()
         if self._error is not None:

@@ -1,4 +1,4 @@
-"""Does a checkpoint fit the model and the optimizer that are to take it? Told before anything is overwritten."""
+"""Does a checkpoint fit the model and the optimizer that load it? Checked before anything is overwritten."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Misfit", "fit_model", "fit_optimizer"]
 
 _LISTED = 20  # FQNs of a kind
 _REMEDY = "Build model and optimizer as when it was saved, and pass only what was saved."
-_EXTRA_STATE = "_extra_state"  # what modules add to their state, in a shape of their choice
+_EXTRA_STATE = "_extra_state"  # added by modules to their state, in a shape of their choice
 
 
 @dataclass
 class Misfit:
-    """What does not fit, by kind."""
+    """The names of things that do not fit, by kind."""
 
     absent: list[str] = field(default_factory=list)  # whole parts that were asked for
     missing: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Misfit:
         return Misfit(*(getattr(self, it.name) + getattr(other, it.name) for it in fields(self)))
 
     def check(self, what: str = "the checkpoint", remedy: str = _REMEDY) -> None:
-        """Raise if there is any; `what` does not fit, and `remedy` ends the message.
+        """Raise if there is any misfit. The message begins with `what` does not fit, and ends with `remedy`.
 
         Raises:
             CheckpointError: all that does not fit.
@@ -46,9 +46,9 @@ class Misfit:
             "of another shape:": self.misshapen,
             "tied in the model, but not in it:": self.untied,
         }
-        told = [f"{kind} {_listed(names)}" for kind, names in kinds.items() if names]
-        if told:
-            raise CheckpointError(f"{what} does not fit; {'; '.join(told)}. Nothing was overwritten. {remedy}")
+        misfits = [f"{kind} {_listed(names)}" for kind, names in kinds.items() if names]
+        if misfits:
+            raise CheckpointError(f"{what} does not fit; {'; '.join(misfits)}. Nothing was overwritten. {remedy}")
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -59,13 +59,13 @@ def _listed(names: Sequence[str]) -> str:
 def fit_model(
     saved: Saved, opened: Opened, state: Mapping[str, Any], tied: Mapping[str, str]
 ) -> tuple[dict[str, str], Misfit]:
-    """The key of each tensor in `state` but for other names of one that is there already; and what does not fit.
+    """The key of each tensor in `state`, tied ones by their first name only; and the misfits.
 
     Args:
-        saved: where things are in the checkpoint.
+        saved: the checkpoint's contents.
         opened: the checkpoint.
         state: the model's state dict by FQN.
-        tied: other names of what has several in the model, each with the first.
+        tied: other names of tensors that have several in the model, each with the first.
     """
     sizes, misfit = opened.sizes(), Misfit()
     keys: dict[str, str] = {}
@@ -92,7 +92,7 @@ def _others(fqn: str, tied: Mapping[str, str]) -> list[str]:
 
 
 def fit_optimizer(saved: Saved, opened: Opened, template: StateTemplate) -> Misfit:
-    """What of the optimizer's state does not fit what `template` tells of the optimizer."""
+    """The misfits of the saved optimizer state with the optimizer that `template` describes."""
     if saved.groups is None:
         return Misfit(absent=["optimizer"])
     stepped = [fqn for group in saved.groups for fqn in group.fqns]

@@ -1,7 +1,7 @@
-"""Checkpoints in a folder: `step-000000100` is there wholly or not at all, whenever anything is killed.
+"""Checkpoints in a folder: `step-000000100` is complete or does not exist, whenever anything is killed.
 
-One is written beside its place, under a name of its own (`step-000000100.partial-...`), and synced; the manifest comes
-last; then it is renamed. What a killed run has left is recognised by its name, and cleared up by the next save.
+One is written under another name (`step-000000100.partial-...`), and synced; the manifest comes last; then it is
+renamed. Leftovers of a killed run are recognised by their names, and cleared up by the next save.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Entry:
 
     @property
     def step(self) -> int:
-        """The step that its name tells."""
+        """The step in its name."""
         return step_of(self.path) or 0
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """Its manifest; None where that cannot be read."""
+        """Its manifest; None if that cannot be read."""
         try:
             return Manifest.read(self.path)
         except CheckpointError:
@@ -64,12 +64,12 @@ class Entry:
 
     @property
     def has_right_sizes(self) -> bool:
-        """Whether the manifest can be read and every file has its size: not all, but quickly told."""
+        """True if the manifest can be read and every file has its size: a quick check, without checksums."""
         return self.manifest is not None and not any(damage_in(self.path, self.manifest.files, reads=False))
 
     @property
     def order(self) -> tuple[float, int]:
-        """Sorts entries by when they were saved; those that do not tell come last."""
+        """A key that sorts entries by when they were saved; those without a manifest come last."""
         return (float("inf") if self.manifest is None else self.manifest.number, self.step)
 
 
@@ -86,7 +86,7 @@ def entries(folder: Path) -> list[Entry]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """What is half-written or half-deleted in `folder`, by a run that goes on or by one that was killed."""
+    """The half-written and half-deleted checkpoints in `folder`, of a run that goes on or of one that was killed."""
     complete = {entry.path for entry in entries(folder)}
     return [path for path in _inside(folder) if _LEFT.fullmatch(path.name) and path not in complete]
 
@@ -101,7 +101,7 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def partial_in(folder: Path, step: int, id: str) -> Path:
-    """Where the checkpoint of `step` is written before it is one."""
+    """The folder in which the checkpoint of `step` is written before it is renamed."""
     return folder / f"step-{step:09d}.partial-{id}"
 
 
@@ -111,13 +111,13 @@ def newest_number(folder: Path) -> int:
 
 
 def commit(partial: Path, manifest: Manifest, files: Mapping[str, StoredFile] | None = None) -> Path:
-    """Make `partial` a checkpoint of its folder: from now on it is there, wholly.
+    """Make `partial` a checkpoint of its folder, complete from now on; its path.
 
     Args:
         files: those that are there, if not all are meant to be.
 
     Raises:
-        CheckpointError: not all files are to be seen from here.
+        CheckpointError: not all files are visible from here.
     """
     missing = list(damage_in(partial, manifest.files if files is None else files, reads=False))
     if missing:
@@ -138,12 +138,12 @@ def commit(partial: Path, manifest: Manifest, files: Mapping[str, StoredFile] | 
 
 
 def discard(partial: Path) -> None:
-    """Remove what could not be finished, as far as that is possible."""
+    """Remove an unfinished folder, as far as that is possible."""
     shutil.rmtree(partial, ignore_errors=True)
 
 
 def clear_up(folder: Path) -> None:
-    """Remove from `folder` what killed runs have left half-written or half-deleted."""
+    """Remove from `folder` the half-written and half-deleted checkpoints of killed runs."""
     for path in _inside(folder):
         left = _LEFT.fullmatch(path.name)
         if left is None:
@@ -167,14 +167,14 @@ def keep_newest(folder: Path, count: int) -> None:
 
 
 def delete(entry: Entry) -> None:
-    """Delete a checkpoint: it is there wholly, or it is none."""
+    """Delete a checkpoint: at any moment it is complete, or does not count as one."""
     doomed = entry.path.with_name(f"step-{entry.step:09d}.deleted-{uuid.uuid4().hex}")
     entry.path.rename(doomed)
     discard(doomed)
 
 
 def write_synced(path: Path, data: bytes) -> StoredFile:
-    """Write a file; its contents are on the disk when this returns what was written."""
+    """Write a file, and sync its contents to the disk; its size and checksum."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -187,7 +187,7 @@ def _inside(folder: Path) -> Iterator[Path]:
 
 
 def sync(folder: Path) -> None:
-    """Let the names in `folder` be on the disk."""
+    """Sync the names in `folder` to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

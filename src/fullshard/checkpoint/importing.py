@@ -1,4 +1,4 @@
-"""Load weights from safetensors files: each rank reads the rows that are its own, straight into its shards."""
+"""Load weights from safetensors files: each rank reads its own rows straight into its shards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REMEDY = "Pass rename= to give tensors of the files other names, or strict=Fals
 
 @dataclass(frozen=True)
 class Unmatched:
-    """What files and model do not have in common: FQNs of the model, and renamed names of the files."""
+    """Names that files and model do not have in common: FQNs of the model, and renamed names of the files."""
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -49,23 +49,22 @@ def load_safetensors(
 ) -> Unmatched:
     """Load the weights of safetensors files into `model`, in place. Every rank of the default process group calls it.
 
-    Each rank reads the rows that are its own, one tensor after another: none holds more than its shards and its part
-    of one tensor. Values are cast to the dtype of the parameter. What is on the meta device gets memory first, unit by
-    unit. Files that `export_safetensors` has written are verified before anything is read; of others, nothing tells
-    whether a byte was changed.
+    Each rank reads its own rows, one tensor after another: none holds more than its shards and its shard of one tensor.
+    Values are cast to the dtype of the parameter. Parameters on the meta device get memory first, unit by unit. Files
+    that `export_safetensors` has written are verified before anything is read; other files have no checksums.
 
     Args:
         model: sharded or not, on the meta device too.
         path: a file, an index, or a folder with an index or with one file.
-        strict: whether the files must have just what the model's state dict has. A tied weight may be there once, by
-            any of its names; where it is there by several, the values must be alike.
-        dtype: what the floating-point parameters and buffers of the model are cast to first; None keeps their own.
+        strict: whether the files must have just the names of the model's state dict. A tied weight may be there once,
+            by any of its names; if it is there by several, the values must be alike.
+        dtype: the floating-point parameters and buffers of the model are cast to it first; None keeps their own.
         rename: gives the FQN for a name in the files, or None to leave it out.
         progress: called with the bytes that this rank has verified of its share, and all of that; then with those of
             its shards that it has read, and all that it will read.
 
     Returns:
-        what files and model do not have in common; nothing if `strict`.
+        names that files and model do not have in common; none if `strict`.
 
     Raises:
         CheckpointError: the files are missing or damaged, or do not fit; the same error on every rank. Nothing was
@@ -88,7 +87,7 @@ def load_safetensors(
 
 
 class _Taker:
-    """A model that is to take tensors of files, on this rank."""
+    """A model that loads tensors of files, on this rank."""
 
     def __init__(self, model: nn.Module, files: TensorFiles, rename: Callable[[str], str | None] | None) -> None:
         self._model = model
@@ -101,7 +100,7 @@ class _Taker:
         self._names: dict[str, str] = {}  # the tensor in the files for each tensor of the state
 
     def fit(self, strict: bool) -> Unmatched:
-        """What does not match, if it need not.
+        """The names that do not match, if that is allowed.
 
         Raises:
             CheckpointError: the files do not fit.
@@ -131,7 +130,7 @@ class _Taker:
         return unmatched
 
     def _compare(self, fqn: str, value: Tensor, names: Sequence[str], misfit: Misfit) -> None:
-        """Note what keeps `value` from taking one of the tensors `names`."""
+        """Note in `misfit` why `value` cannot be loaded from any of the tensors `names`."""
         there = self._files.tensors[names[0]]
         if isinstance(value, DTensor) and any(type(it) not in (Shard, Replicate) for it in value.placements):
             raise CheckpointError(
@@ -150,14 +149,14 @@ class _Taker:
         return self._stored.get(fqn) or self._aliases.get(fqn)
 
     def _are_alike(self, names: Sequence[str], value: Tensor) -> bool:
-        """Whether this rank's parts of several tensors for one that is tied have the same bits."""
+        """True if this rank's shards of several tensors for one tied weight have the same bits."""
         spans = _own_spans(value)
         parts = [part.reshape(-1).view(torch.uint8) for _, part in self._files.read({it: (it, spans) for it in names})]
         return all(torch.equal(part, parts[0]) for part in parts[1:])
 
     @torch.no_grad()
     def read(self, dtype: torch.dtype | None, progress: Progress | None) -> None:
-        """Give memory to what has none, and read everything."""
+        """Give memory to tensors on the meta device, and read everything."""
         if dtype is not None:
             self._model._apply(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
         allocate(self._model, device_of(self._model))
@@ -178,7 +177,7 @@ class _Taker:
 
 
 def _renamed(names: Mapping[str, Any], rename: Callable[[str], str | None] | None) -> dict[str, str]:
-    """Names in the files by what they are to be."""
+    """Names in the files by their new names."""
     found: dict[str, str] = {}
     for name in names:
         fqn = name if rename is None else rename(name)
@@ -194,7 +193,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _own_spans(tensor: Tensor) -> list[range] | None:
-    """Where this rank's part of `tensor` lies; None for all of it."""
+    """The positions of this rank's part of `tensor` along each dim; None for all of it."""
     if not isinstance(tensor, DTensor):
         return None
     return own_spans(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -1,4 +1,4 @@
-"""Whose memory a safety copy lies in, and who clears it up: a folder of files in memory, and a process that watches.
+"""The memory of safety copies: a folder of files in memory, and a process that removes it, the keeper.
 
 The ranks of a host are started anew when one is lost, so a copy must outlive them; it must not outlive the launcher
 that starts them. So the folder is named after the launcher, and a process of its own, the keeper, waits for the
@@ -26,15 +26,15 @@ _LOCK = "kept"  # the file that a keeper holds a lock on as long as it lives
 
 
 def keeps_folders(launcher: int, memory: Path = MEMORY) -> bool:
-    """Whether this system has what it takes."""
+    """True if this system has a folder in memory, and the means to watch `launcher`."""
     return memory.is_dir() and hasattr(os, "pidfd_open") and _started(launcher) is not None
 
 
 def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
     """A folder in the memory of this host that is there as long as the process `launcher` lives.
 
-    Whoever calls it again as long as that lives finds the same folder. What is left of launchers whose keepers were
-    killed with them is removed.
+    Another call finds the same folder as long as that process lives. Folders of launchers whose keepers were killed
+    with them are removed.
     """
     for left in memory.glob(f"fullshard-{os.getuid()}-*"):
         named = re.fullmatch(r"fullshard-\d+-(\d+)-(\d+)", left.name)
@@ -62,7 +62,7 @@ def kept_folder(launcher: int, memory: Path = MEMORY) -> Path:
 
 
 def _started(process: int) -> str | None:
-    """When a process was started, in the kernel's ticks; None if there is none of this number."""
+    """The start of a process, in the kernel's ticks; None if there is none of this number."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

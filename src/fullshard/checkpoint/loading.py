@@ -1,4 +1,4 @@
-"""Load a run: into any number of ranks, under any strategy, and wholly or not at all."""
+"""Load a run: into any number of ranks, under any strategy, all or nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["Restored", "latest", "load"]
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint tells beside what was put back. All but `path` is None where fullshard has not written it."""
+    """A loaded checkpoint's own data. All but `path` is None if fullshard has not written it."""
 
     path: Path
     step: int | None = None
@@ -109,8 +109,7 @@ def load(
 
 
 def _accounts(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `world` ranks saved alike, and what was saved for this rank alone; with another number of ranks, the first
-    one's in place of that.
+    """The values that the `world` ranks of the save shared, and this rank's own; the first's if now there are others.
 
     Raises:
         CheckpointError: the number is another, the data position is wanted, and ranks had different ones.
@@ -131,7 +130,7 @@ def _accounts(opened: Opened, world: int, wants_data: bool) -> tuple[dict[str, A
 
 
 class _Taker:
-    """What is to take a checkpoint, on this rank."""
+    """The objects that a checkpoint is loaded into, on this rank."""
 
     def __init__(
         self,
@@ -150,7 +149,7 @@ class _Taker:
 
     @property
     def template(self) -> StateTemplate | None:
-        """How the optimizer keeps states."""
+        """The form in which the optimizer keeps states."""
         return None if self.optimizer is None else StateTemplate(self.optimizer, self.params)
 
     def fit(self, opened: Opened, saved: Saved, own: Mapping[str, Any]) -> dict[str, str]:
@@ -170,7 +169,7 @@ class _Taker:
         return keys
 
     def targets(self, opened: Opened, saved: Saved, keys: Mapping[str, str]) -> dict[str, Tensor]:
-        """Where the tensors of the checkpoint belong, by key: in place, where there is one."""
+        """The tensors to load into, by key: the model's and the optimizer's own where possible."""
         allocate(self.model, device_of(self.model))
         self.state = model_state(self.model)
         sizes = opened.sizes()
@@ -190,7 +189,7 @@ class _Taker:
         targets: dict[str, Tensor] = {}
         for fqn, name, child in states:
             for key in keys_in(child):
-                targets[key] = template.room(fqn, name, sizes[key], opened.dtype(key))
+                targets[key] = template.destination(fqn, name, sizes[key], opened.dtype(key))
         for group in saved.groups or ():
             targets |= {key: torch.empty(sizes[key], dtype=opened.dtype(key)) for key in keys_in(group.options)}
         return targets
@@ -198,7 +197,7 @@ class _Taker:
     def put_back(
         self, saved: Saved, own: Mapping[str, Any], keys: Mapping[str, str], targets: dict[str, Tensor]
     ) -> None:
-        """Let everything have what was read."""
+        """Put the values that were read into model, optimizer, scheduler and data."""
         for key, value in own.get("plain", {}).items():
             if key in targets:
                 targets[key].copy_(value)
@@ -219,8 +218,8 @@ class _Taker:
             self.data.load_state_dict(own["data"])
 
     def _put_back_model(self, saved: Saved, keys: Mapping[str, str], targets: Mapping[str, Tensor]) -> None:
-        """Load what was read as a state dict, though most of it is in place already: modules may have hooks, and units
-        are to know that their shards have changed.
+        """Load the targets as a state dict, though most are in place already: modules may have hooks, and units must
+        notice that their shards have changed.
         """
         with state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
             values = {}

@@ -1,4 +1,4 @@
-"""What a complete checkpoint says about itself: step, origin, and size and checksum of every file."""
+"""The manifest of a complete checkpoint: step, origin, and size and checksum of every file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Manifest:
 
     id: str
     step: int
-    number: int  # counts what is saved to a folder: the newest has the highest, also where a run went back some steps
+    number: int  # counts the saves to a folder: the newest has the highest, even if a run went back some steps
     world: int
     strategy: str
     versions: Mapping[str, str]
@@ -50,7 +50,7 @@ class Manifest:
         return sum(stored.nbytes for stored in self.files.values())
 
     def dumps(self) -> str:
-        """The text of the manifest, with a checksum over all that it says."""
+        """The text of the manifest, with a checksum over its content."""
         content = {"format": FORMAT, **asdict(self)}
         return json.dumps({"checksum": _checksum(content), "content": content}, indent=1)
 
@@ -64,9 +64,9 @@ class Manifest:
         path = checkpoint / MANIFEST
         expected, found = "the manifest of a complete checkpoint", ""
         try:
-            told = json.loads(path.read_bytes())
-            content: dict[str, Any] = told["content"]
-            if told["checksum"] == _checksum(content):
+            document = json.loads(path.read_bytes())
+            content: dict[str, Any] = document["content"]
+            if document["checksum"] == _checksum(content):
                 step = step_of(checkpoint)
                 if content.pop("format") != FORMAT:
                     expected, found = f"a manifest of format {FORMAT}", "one of another version of fullshard"
@@ -76,7 +76,7 @@ class Manifest:
                     files = {name: StoredFile(**stored) for name, stored in content.pop("files").items()}
                     return cls(**content, files=files)
             else:
-                expected, found = f"the checksum {told['checksum']}", _checksum(content)
+                expected, found = f"the checksum {document['checksum']}", _checksum(content)
         except OSError as error:
             found = f"none ({error.strerror})"
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -85,7 +85,7 @@ class Manifest:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step that the name of a checkpoint's folder tells; None if it has a name of another kind."""
+    """The step in the name of a checkpoint's folder; None if it has a name of another kind."""
     match = re.match(r"step-(\d+)(\.|$)", checkpoint.name)
     return int(match[1]) if match else None
 
@@ -97,8 +97,7 @@ def _checksum(content: Any) -> str:
 def damage_in(
     checkpoint: Path, files: Mapping[str, StoredFile], *, reads: bool = True, progress: Progress | None = None
 ) -> Iterator[str]:
-    """What is wrong with `files` of `checkpoint`: for each file that is not as it was written, what was expected and
-    found.
+    """The damage in `files` of `checkpoint`: for each file that is not as it was written, what was expected and found.
 
     Args:
         reads: compare checksums, for which all is read once; else sizes only.

@@ -1,4 +1,4 @@
-"""Find a checkpoint, and make sure that it is what was written, before anything is read from it."""
+"""Find a checkpoint, and verify its files before anything is read from it."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that is whole, or one that somebody else's program has written."""
+    """An intact checkpoint of ours, or one that another program has written."""
 
     path: Path
-    manifest: Manifest | None  # somebody else's has none
+    manifest: Manifest | None  # another program's has none
     metadata: Metadata
     ranks: Ranks
 
     @property
     def doing(self) -> str:
-        """What an error says was being done."""
+        """The beginning of an error message."""
         return f"loading {self.path}"
 
     def sizes(self) -> dict[str, torch.Size]:
         """The shapes of all tensors, by key."""
-        told = self.metadata.state_dict_metadata.items()
-        return {key: it.size for key, it in told if isinstance(it, TensorStorageMetadata)}
+        entries = self.metadata.state_dict_metadata.items()
+        return {key: it.size for key, it in entries if isinstance(it, TensorStorageMetadata)}
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype of the tensor `key`."""
-        told = self.metadata.state_dict_metadata[key]
-        assert isinstance(told, TensorStorageMetadata)
-        return told.properties.dtype
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype
 
     def values(self, *keys: str) -> list[Any]:
-        """What is no tensor, by key."""
+        """The values of `keys`, which are no tensors."""
         targets: dict[str, Any] = dict.fromkeys(keys)
         self.read(targets)
         return [targets[key] for key in keys]
 
     def accounts(self, *keys: str) -> list[Any]:
-        """What was written as one value, by key: see `as_one_value`."""
+        """The values of `keys` that were written by `as_one_value`."""
         return [value for (value,) in self.values(*keys)]
 
     def read(self, targets: dict[str, Any], progress: Progress | None = None) -> None:
@@ -75,10 +75,10 @@ class Opened:
 def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None, *, verifies: bool = True) -> Opened:
     """The checkpoint `path`, or the newest intact one in the folder `path`, once all its files have been verified.
 
-    Each rank verifies some of the files. Which newer ones are damaged is logged.
+    Each rank verifies some of the files. Newer checkpoints that are damaged are logged.
 
     Args:
-        verifies: whether all files are read for that; if not, only what tells of the others.
+        verifies: whether all files are read for that; if not, only the manifest or the metadata.
 
     Raises:
         CheckpointError: there is none, or none is intact; the same error on every rank.
@@ -103,7 +103,7 @@ def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None, 
 
 
 def _found(path: Path) -> list[Path]:
-    """The checkpoints that are meant by `path`, the newest first."""
+    """The checkpoints that `path` stands for, the newest first."""
     if (path / MANIFEST).exists() or (path / container.METADATA).exists() or step_of(path) is not None:
         return [path]
     found = [entry.path for entry in entries(path)]
@@ -150,7 +150,7 @@ def verify(
 
 
 def _manifest(path: Path) -> Manifest | None:
-    """The manifest; None for a checkpoint of another program, which has none."""
+    """The manifest of a checkpoint; None for one of another program, which has none."""
     if not (path / MANIFEST).exists() and OURS not in container.read_metadata(path).state_dict_metadata:
         return None
     return Manifest.read(path)  # it may be missing, which this says

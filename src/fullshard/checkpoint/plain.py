@@ -1,4 +1,4 @@
-"""Plain values: what can be read back without executing anything."""
+"""Plain values: those that can be read back without executing anything."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ATOMS = (type(None), bool, int, float, str)
 
 
 def _copied(value: Any, what: str, path: str) -> Any:
-    """What plainly is readable is copied as it is; all else is written and read back, at many times the cost."""
+    """A copy of `value`. Plain types are copied directly; all else is written and read back, at many times the cost."""
     kind = type(value)
     if kind in _ATOMS:
         return value
@@ -48,7 +48,7 @@ def _copied(value: Any, what: str, path: str) -> Any:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What lies in lists, tuples and dicts, with where it lies."""
+    """The leaves of nested lists, tuples and dicts, each with its path."""
     if type(value) in (list, tuple):
         for index, item in enumerate(value):
             yield from _leaves(item, f"{path}[{index}]")
@@ -84,7 +84,7 @@ Outline = tuple[Any, ...]
 
 
 def outline(value: Any, path: Path, put: Callable[[Path, Any], str]) -> Outline:
-    """`value` in which `put(path, leaf)` takes every leaf away, and returns the key of each tensor.
+    """The structure of `value`, with a key for each tensor: `put(path, leaf)` stores a leaf, and returns its key.
 
     Dicts are followed, and of lists and tuples those with tensors in them.
     """
@@ -97,9 +97,9 @@ def outline(value: Any, path: Path, put: Callable[[Path, Any], str]) -> Outline:
     return ("tensor", key) if isinstance(value, Tensor) else ("value", value)
 
 
-def filled(told: Outline, tensor: Callable[[str], Any]) -> Any:
-    """The value that `outline` told, with `tensor(key)` in place of each tensor."""
-    kind, content = told
+def filled(outlined: Outline, tensor: Callable[[str], Any]) -> Any:
+    """The value of an outline, with `tensor(key)` in place of each tensor."""
+    kind, content = outlined
     if kind == "dict":
         return {key: filled(item, tensor) for key, item in content}
     if kind in ("list", "tuple"):
@@ -108,9 +108,9 @@ def filled(told: Outline, tensor: Callable[[str], Any]) -> Any:
     return tensor(content) if kind == "tensor" else content
 
 
-def keys_in(told: Outline) -> Iterator[str]:
-    """The keys of the tensors in what `outline` told."""
-    kind, content = told
+def keys_in(outlined: Outline) -> Iterator[str]:
+    """The keys of the tensors in an outline."""
+    kind, content = outlined
     if kind == "tensor":
         yield content
     elif kind != "value":
@@ -119,7 +119,7 @@ def keys_in(told: Outline) -> Iterator[str]:
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Whether two plain values are alike, tensors bit for bit."""
+    """True if two plain values are alike, tensors bit for bit."""
     mine, theirs = list(_leaves(one)), list(_leaves(other))
     return len(mine) == len(theirs) and all(
         path == place and (torch.equal(leaf, its) if isinstance(leaf, Tensor) else leaf == its)

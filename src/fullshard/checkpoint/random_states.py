@@ -26,7 +26,7 @@ def random_states() -> dict[str, Any]:
 
 
 def put_random_states(states: dict[str, Any]) -> None:
-    """Let this process draw next what it would have drawn when `random_states` gave `states`."""
+    """Put this process's generators into `states`, which `random_states` returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     numpys = states["numpy"]

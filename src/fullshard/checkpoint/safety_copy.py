@@ -1,14 +1,14 @@
 """Safety copies: a run as it is, in the memory of its hosts, where it outlives its ranks and the loss of any one host.
 
-A copy is a checkpoint whose files lie in a folder of memory on each host: those that the host's own ranks have
-written, and those of the host before it. So whichever host is lost, every file is there, and a run that goes on reads
-all of them as it reads any checkpoint: into any number of ranks. What becomes of the folder is told in keeper.py.
+A copy is a checkpoint whose files are in a folder in memory on each host: those that the host's own ranks have written,
+and those of the host before it. So whichever host is lost, every file is there, and a run that goes on reads all of
+them like any checkpoint, into any number of ranks. See keeper.py for the life of the folder.
 
 1. Every rank copies its state to host memory, and the training goes on.
-2. Behind it each rank writes its file to the folder of its host. The first rank of each host sends the host's files to
-   the next host, and takes those of the host before.
-3. Once all files are where they belong, the copy is committed on every host; once it is committed on every host, the
-   one before it is deleted. So there is always one that survives the loss of a host.
+2. Meanwhile each rank writes its file to the folder of its host. The first rank of each host sends the host's files to
+   the next host, and receives those of the host before.
+3. Once all files have arrived, the copy is committed on every host; once it is committed on every host, the one before
+   it is deleted. So there is always one that survives the loss of a host.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["SafetyCopies", "SafetyCopy"]
 
 @dataclass(frozen=True)
 class SafetyCopy:
-    """A copy of which every file is there, each on some host."""
+    """A complete copy: every file is on some host."""
 
     manifest: Manifest
     holders: Mapping[str, Sequence[int]]  # by file, the hosts that have it, of all hosts in the order of their ranks
@@ -87,7 +87,7 @@ class SafetyCopies:
 
     @property
     def _leads(self) -> bool:
-        """Whether this rank acts for its host."""
+        """True if this rank acts for its host."""
         return self._ranks.index in self._leaders
 
     def save(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any) -> PendingSave:
@@ -106,12 +106,12 @@ class SafetyCopies:
         """Wait for the copy that is being written, if there is one.
 
         Raises:
-            CheckpointError: it failed, and nobody has been told yet.
+            CheckpointError: it failed, and nobody has waited for it yet.
         """
         self._behind.wait()
 
     def newest(self) -> SafetyCopy | None:
-        """The newest copy of which every file is there."""
+        """The newest complete copy, if there is one."""
         doing = "looking for safety copies"
         by_rank = self._ranks.share(doing, lambda: list(self._found()) if self._leads else [])
         by_host = [by_rank[leader] for leader in self._leaders]
@@ -127,10 +127,10 @@ class SafetyCopies:
         return max(copies, key=lambda copy: copy.manifest.number, default=None)
 
     def fetch(self, copy: SafetyCopy) -> Path:
-        """Where `copy` is on this host, once every host has all of its files: a checkpoint that can be loaded.
+        """The path of `copy` on this host, once every host has all of its files: a checkpoint that can be loaded.
 
         Raises:
-            CheckpointError: some host cannot have them, or some are damaged.
+            CheckpointError: some host cannot get them, or some are damaged.
         """
         manifest = copy.manifest
         doing = f"fetching the safety copy of step {manifest.step}"
@@ -207,7 +207,7 @@ class SafetyCopies:
     # -- between hosts ------------------------------------------------------------------------------------------------
 
     def _exchange(self, folder: Path, transfers: Sequence[_Transfer], doing: str) -> None:
-        """Let each file come to its target, under its name once it is whole.
+        """Send each file to its target, where it gets its name once it is complete.
 
         Raises:
             CheckpointError: some did not; the same error on every rank.
@@ -232,7 +232,7 @@ class SafetyCopies:
 
 @dataclass(frozen=True)
 class _Exchange:
-    """What one host has to do with some transfers. A rank that does not act for a host does nothing."""
+    """One host's part in some transfers. A rank that does not act for a host does nothing."""
 
     folder: Path
     transfers: Sequence[_Transfer]
@@ -240,11 +240,11 @@ class _Exchange:
 
     @cached_property
     def coming(self) -> dict[str, StoredFile]:
-        """What this host is to get, by the names that the files have until they are whole."""
+        """The files that this host receives, by the names that they have until they are complete."""
         return {f"{it.name}.coming": it.stored for it in self.transfers if it.target == self.host}
 
     def lay_out(self) -> None:
-        """Take all the memory that will be needed: who writes to a file that is mapped gets no error, but a signal."""
+        """Allocate all memory now: a write to a mapped file without memory raises no error, but a signal."""
         for name, stored in self.coming.items():
             with (self.folder / name).open("wb") as file:
                 if stored.nbytes:
@@ -265,10 +265,10 @@ class _Exchange:
             work.wait()
 
     def take_in(self) -> None:
-        """Give what has come its names.
+        """Give the received files their names.
 
         Raises:
-            CheckpointError: something else has come than was sent.
+            CheckpointError: the received bytes are not those that were sent.
         """
         _check(self.folder, self.coming)
         for name in self.coming:

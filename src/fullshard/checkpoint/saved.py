@@ -1,4 +1,4 @@
-"""What an opened checkpoint has for a model and an optimizer, be it ours or that of a script of torch's own."""
+"""The contents of an opened checkpoint for a model and an optimizer: one of ours, or one of torch's own."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class SavedGroup:
 
 @dataclass(frozen=True)
 class Saved:
-    """Where everything is in a checkpoint."""
+    """The contents of a checkpoint, with the keys of its tensors."""
 
     tensors: Mapping[str, str]  # of the model: the key of each FQN
-    values: Mapping[str, Any] = field(default_factory=dict)  # of the model: what modules keep that is no tensor
+    values: Mapping[str, Any] = field(default_factory=dict)  # of the model: state of modules that is no tensor
     ties: Mapping[str, str] | None = None  # other names of a tensor, with the first; None where that is not known
     states: Mapping[str, Outline] = field(default_factory=dict)  # of the optimizer, by FQN
     groups: tuple[SavedGroup, ...] | None = None  # of the optimizer; None if it was not saved
@@ -43,7 +43,7 @@ class Saved:
 
 
 def saved_by_us(opened: Opened, ours: Mapping[str, Any]) -> Saved:
-    """What our own account of the checkpoint says."""
+    """The contents of a checkpoint of ours, as its own account says."""
     optimizer = ours.get("optimizer")
     return Saved(
         tensors=_under(f"{MODEL}.", opened.sizes()),
@@ -56,7 +56,7 @@ def saved_by_us(opened: Opened, ours: Mapping[str, Any]) -> Saved:
 
 
 def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Collection[str]) -> Saved:
-    """What a checkpoint of `torch.distributed.checkpoint` alone seems to have, in the sections where names are found.
+    """The contents of a checkpoint of `torch.distributed.checkpoint` alone, as far as names in it are recognised.
 
     Its optimizer may be as `get_state_dict` gives it, flattened or not.
 
@@ -82,7 +82,7 @@ def saved_by_others(opened: Opened, in_model: Collection[str], in_optimizer: Col
 
 
 def _under(prefix: str, keys: Iterable[str]) -> dict[str, str]:
-    """The keys that begin so, by what follows."""
+    """The keys that begin with `prefix`, by the rest of the key."""
     return {key.removeprefix(prefix): key for key in keys if key.startswith(prefix)}
 
 
@@ -101,7 +101,7 @@ def _most_frequent(prefixes: Iterable[str]) -> str:
 
 
 def _leaves(opened: Opened, prefix: str) -> dict[str, Outline]:
-    """What is under the keys that begin so, by what follows."""
+    """The values whose keys begin with `prefix`, by the rest of the key."""
     keys, sizes = _under(prefix, opened.metadata.state_dict_metadata), opened.sizes()
     names = [name for name, key in keys.items() if key not in sizes]
     values = dict(zip(names, opened.values(*(keys[name] for name in names)), strict=True))
@@ -109,7 +109,7 @@ def _leaves(opened: Opened, prefix: str) -> dict[str, Outline]:
 
 
 def _states(leaves: Mapping[str, Outline], fqns: Collection[str]) -> dict[str, Outline]:
-    """The states by FQN; what belongs to none that is known, by all but its last word."""
+    """The states by FQN; those of no known FQN, by all of the key but its last word."""
     found: dict[str, list[tuple[str, Outline]]] = {}
     for key, leaf in leaves.items():
         known = (fqn for before, fqn, name in _splits(key) if not before and fqn in fqns and name)

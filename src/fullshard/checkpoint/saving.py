@@ -1,4 +1,4 @@
-"""Save a run: all ranks together, each its own shards, and wholly or not at all."""
+"""Save a run: all ranks together, each its own shards; a checkpoint is complete, or does not exist."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def save(
 ) -> Path:
     """Save a run as `folder`/step-000000100; the path of that. Every rank of the default process group calls it.
 
-    Each rank writes the shards that it has. The files are those of `torch.distributed.checkpoint`, which can read them
-    too. Random states of every rank are saved besides. If anything is killed meanwhile, or a disk is full, what was in
-    `folder` before is still there, and nothing else counts.
+    Each rank writes its own shards. The files are those of `torch.distributed.checkpoint`, which can read them too.
+    Random states of every rank are saved besides. If anything is killed meanwhile, or a disk is full, the checkpoints
+    that were in `folder` before are still there, and unfinished files do not count.
 
     Args:
-        folder: where the checkpoints of the run are, on storage that all hosts share.
+        folder: the checkpoints of the run, on storage that all hosts share.
         model: sharded or not; its parameters, buffers and other state.
         step: names the checkpoint. One of the same step is replaced.
         optimizer: steps parameters of `model`.
         scheduler: anything with `state_dict()`. The first rank's is kept.
         data: the position in the data: anything with `state_dict()`. Each rank's own is kept.
-        extra: whatever else, in plain values and plain tensors. The first rank's is kept.
+        extra: anything else, in plain values and plain tensors. The first rank's is kept.
         keep: how many checkpoints to keep, this one included; older ones are deleted. All, if None.
         progress: called with the bytes of tensors that this rank has written so far, and all that it will write.
 
@@ -71,7 +71,7 @@ def save(
 def save_contents(
     folder: Path, step: int, collect_contents: Callable[[], Contents], progress: Progress | None = None
 ) -> Path:
-    """Save what `collect_contents` gives, as `save` does; the path of the checkpoint. For one process."""
+    """Save the contents from `collect_contents`, as `save` does; the path of the checkpoint. For one process."""
     order = _Order(folder, step, None)
     ranks = Ranks()
     return order.write(ranks.do(order.doing, collect_contents), ranks, progress)
@@ -89,10 +89,10 @@ def async_save(
     keep: int | None = None,
     progress: Progress | None = None,
 ) -> PendingSave:
-    """Start what `save` does, and return as soon as all that is saved has been copied to host memory.
+    """Start to `save`, and return as soon as everything has been copied to host memory.
 
-    The copy is written behind the training, by a thread. The next save, or the next load, waits for it first, and
-    raises what went wrong with it if nobody has called `wait()` before. The host memory is kept for the next copy.
+    A thread writes the copy while training goes on. The next save, or the next load, waits for it first, and raises its
+    error if nobody has called `wait()` before. The host memory is kept for the next copy.
 
     Args: as those of `save`; `progress` is called by the thread.
 
@@ -112,7 +112,7 @@ _memory = HostMemory()
 
 @dataclass(frozen=True)
 class _Order:
-    """Where something is to be saved."""
+    """The step to save, the folder for it, and the number of checkpoints to keep there."""
 
     folder: Path
     step: int
@@ -129,11 +129,11 @@ class _Order:
 
     @property
     def doing(self) -> str:
-        """What an error says was being done."""
+        """The beginning of an error message."""
         return f"saving step {self.step} to {self.folder}"
 
     def write(self, contents: Contents, ranks: Ranks, progress: Progress | None) -> Path:
-        """The path of the checkpoint, once it is there."""
+        """Write the checkpoint on all ranks together; its path."""
         partial = ranks.once(self.doing, lambda: begin(self.folder, self.step))
         try:
             by_rank = write_files(partial, contents, ranks, self.doing, progress)
@@ -149,7 +149,7 @@ class _Order:
         if self.keep is not None:
             try:
                 keep_newest(self.folder, self.keep)
-            except OSError as error:  # the new one is there, and that is what counts
+            except OSError as error:  # no reason to fail: the new one is there
                 logger.warning("could not delete old checkpoints in %s: %s", self.folder, error)
         return path
 
@@ -157,7 +157,7 @@ class _Order:
 def write_files(
     partial: Path, contents: Contents, ranks: Ranks, doing: str, progress: Progress | None = None
 ) -> list[dict[str, StoredFile]]:
-    """Write what every rank has to save into its folder `partial`; the files that each rank has written, in rank order.
+    """Write `contents`, each rank its own, into the folder `partial`; the files of each rank, in rank order.
 
     Raises:
         CheckpointError: some rank could not; the same error on every rank.
@@ -169,7 +169,7 @@ def write_files(
 
 
 def manifest_of(partial: Path, step: int, number: int, strategy: str, by_rank: list[dict[str, StoredFile]]) -> Manifest:
-    """The manifest of what has been written to `partial`."""
+    """The manifest of the files that have been written to `partial`."""
     return Manifest(
         id=partial.suffix.removeprefix(".partial-"),
         step=step,

@@ -1,4 +1,4 @@
-"""Host memory for what is written behind the training: taken once, and used by every save that follows."""
+"""Host memory for copies that are written while training goes on: allocated once, and used by every later save."""
 
 from __future__ import annotations
 

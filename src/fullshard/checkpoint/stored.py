@@ -1,4 +1,4 @@
-"""Tensors on the disk without a model that they belong to: those of a checkpoint, or of safetensors files."""
+"""Tensors on disk, without their model: those of a checkpoint, or of safetensors files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Stored", "holds_tensor_files", "open_stored"]
 
 @dataclass(frozen=True)
 class Stored:
-    """What is there, and how to read it."""
+    """The tensors that are there, and a function to read them."""
 
     path: Path
     weights: Mapping[str, Description]  # of the model, by FQN
@@ -28,7 +28,7 @@ class Stored:
     """Reads one tensor, by its name in `weights` or `others`."""
     ties: Mapping[str, str] = field(default_factory=dict)  # names in `weights`, with those that they are tied to
     others: Mapping[str, Description] = field(default_factory=dict)  # the optimizer's, by key
-    values: tuple[str, ...] = ()  # FQNs of what the model has that is no tensor
+    values: tuple[str, ...] = ()  # FQNs of the model's values that are no tensors
     manifest: Manifest | None = None
 
     @property
@@ -38,7 +38,7 @@ class Stored:
 
 
 def holds_tensor_files(path: Path) -> bool:
-    """Whether `path` is a safetensors file, an index of some, or a folder that has any."""
+    """True if `path` is a safetensors file, an index of some, or a folder that has any."""
     return path.name.endswith((".safetensors", INDEX_SUFFIX)) or any(path.glob("*.safetensors"))
 
 

@@ -1,6 +1,6 @@
-"""Safetensors files: laid out first and filled piece by piece; read by the rows that are wanted.
+"""Safetensors files: laid out first and written tensor by tensor; read by the rows that are wanted.
 
-Both so that nobody needs memory for more than one tensor. The format itself is the library's business.
+So no rank needs memory for more than one tensor. The format itself is left to the safetensors library.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Description:
 
 
 def _code_of(dtype: torch.dtype) -> str | None:
-    """What a safetensors file calls `dtype`; None where it cannot hold it."""
+    """The name of `dtype` in a safetensors file; None if it cannot hold it."""
     try:
         return TensorSpec(dtype=str(dtype).removeprefix("torch."), shape=[0], data_ptr=_ZERO, data_len=0).dtype
     except SafetensorError:
@@ -79,8 +79,8 @@ _DTYPES = {_code_of(dtype): dtype for dtype in vars(torch).values() if isinstanc
 class TensorFile:
     """A new file whose tensors are still to come: they are written in `order`, and then it is complete.
 
-    The library writes the file first, with zeros, so there is room on the disk for all that comes. The zeros are one
-    stretch of memory that nobody has touched, which takes none.
+    The library first writes the file full of zeros, so the disk has room for all that comes. The zeros are one mapping
+    that nobody has touched, and take no memory.
 
     Raises:
         CheckpointError: a tensor has a dtype that the format does not know.
@@ -111,13 +111,13 @@ class TensorFile:
         self._nbytes = path.stat().st_size
 
     def write(self, tensor: Tensor) -> None:
-        """Write the next tensor, which lies on the CPU."""
+        """Write the next tensor, which is on the CPU."""
         raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
         self._file.write(raw)
         self._checksum.update(raw)
 
     def close(self) -> StoredFile:
-        """Sync the file: what was written."""
+        """Sync the file; its size and checksum."""
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -125,7 +125,7 @@ class TensorFile:
 
 
 def dumps_checksums(files: Mapping[str, StoredFile]) -> str:
-    """What stands in `checksums.json` beside `files`."""
+    """The text of `checksums.json` beside `files`."""
     return json.dumps({name: vars(stored) for name, stored in files.items()}, indent=1)
 
 
@@ -144,12 +144,12 @@ class TensorFiles:
 
     @property
     def folder(self) -> Path:
-        """Where the files are."""
+        """The folder of the files."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @property
     def ties(self) -> dict[str, str]:
-        """Names that are no tensors, with those of the tensors whose values they have too."""
+        """Names that are no tensors, each with that of the tensor that has its values."""
         return {name: kept for name, kept in self.metadata.items() if kept in self.tensors and name not in self.tensors}
 
     def read(self, wanted: Mapping[str, tuple[str, Sequence[range] | None]]) -> Iterator[tuple[str, Tensor]]:
@@ -182,7 +182,7 @@ def open_tensor_files(path: Path) -> TensorFiles:
     """The tensors of `path`: a file, a folder with an index, or with one file.
 
     Raises:
-        CheckpointError: there is none, one is damaged, or they are not those that the index tells of.
+        CheckpointError: there is none, one is damaged, or they are not those of the index.
     """
     index = _index_of(path)
     weight_map = {} if index is None else _weight_map(index)
@@ -191,13 +191,13 @@ def open_tensor_files(path: Path) -> TensorFiles:
     places: dict[str, Path] = {}
     metadata: dict[str, str] = {}
     for file in files:
-        found, told = _described(file)
+        found, header = _described(file)
         twice = [name for name in found if name in tensors]
         if twice:
             raise CheckpointError(f"{file}: expected tensors that no other file has, found {twice[0]!r}. {_AGAIN}")
         tensors |= found
         places |= dict.fromkeys(found, file)
-        metadata |= told
+        metadata |= header
     lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in places or places[name].name != file]
     if lost:
         raise CheckpointError(f"{index}: expected {', '.join(lost[:5])}, found no such tensor there. {_AGAIN}")
@@ -209,7 +209,7 @@ _AGAIN = "Get the files again, or name another one."
 
 
 def _index_of(path: Path) -> Path | None:
-    """The index that is meant by `path`; None if that is a file or a folder without one."""
+    """The index that `path` stands for; None if that is a file or a folder without one."""
     if path.name.endswith(INDEX_SUFFIX):
         return path
     found = sorted(path.glob(f"*{INDEX_SUFFIX}"))
@@ -220,8 +220,8 @@ def _index_of(path: Path) -> Path | None:
 
 def _weight_map(index: Path) -> dict[str, str]:
     """The name of the file of each tensor, as the index says."""
-    told = _json(index, "an index of safetensors files")
-    weight_map = told.get("weight_map") if isinstance(told, dict) else None
+    content = _json(index, "an index of safetensors files")
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: expected an index of safetensors files, found no 'weight_map'. {_AGAIN}")
     odd = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
@@ -231,7 +231,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _only_file(path: Path) -> Path:
-    """The one safetensors file that is meant by `path`."""
+    """The one safetensors file that `path` stands for."""
     if not path.is_dir():
         return path
     found = [path / WEIGHTS] if (path / WEIGHTS).exists() else sorted(path.glob("*.safetensors"))
@@ -242,7 +242,7 @@ def _only_file(path: Path) -> Path:
 
 
 def _described(path: Path) -> tuple[dict[str, Description], dict[str, str]]:
-    """What a file holds, and its metadata."""
+    """The tensors of a file, without their values, and its metadata."""
     found: dict[str, Description] = {}
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118  # it is no dict
@@ -256,7 +256,7 @@ def _described(path: Path) -> tuple[dict[str, Description], dict[str, str]]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The file `path`, in a context whose errors name it. What is read of it is read from the disk, and not mapped."""
+    """The file `path`, in a context whose errors name it. Reads copy from the disk; nothing is mapped."""
     try:
         with safe_open(path, "pt", backend="pread") as file:
             yield file
@@ -272,9 +272,9 @@ def _checksums(folder: Path, names: Sequence[str]) -> dict[str, StoredFile] | No
     path = folder / CHECKSUMS
     if not path.exists():
         return None
-    told = _json(path, "checksums")
+    content = _json(path, "checksums")
     try:
-        return {name: StoredFile(**told[name]) for name in names}
+        return {name: StoredFile(**content[name]) for name in names}
     except (KeyError, TypeError) as error:
         raise CheckpointError(
             f"{path}: expected the checksums of {', '.join(names)}, found something else ({error}). If the files were "

@@ -1,4 +1,4 @@
-"""Ranks that save or load together: what fails on one of them fails on all, with the same words."""
+"""Ranks that save or load together: an action that fails on one of them fails on all, with the same message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Failed:
-    """An action that raised, as other ranks are told."""
+    """An action that raised, in the form sent to other ranks."""
 
     message: str
 
@@ -35,16 +35,16 @@ class Ranks:
 
     @property
     def world(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         return dist.get_world_size(self.group) if dist.is_initialized() else 1
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does what is done once for all."""
+        """True on the rank that does what is done once for all."""
         return self.index == 0
 
     def do(self, doing: str, action: Callable[[], T]) -> T:
-        """What `action()` returned on this rank, once it has succeeded on every rank.
+        """The result of `action()` on this rank, once it has succeeded on every rank.
 
         Args:
             doing: begins the message of an error.
@@ -57,7 +57,7 @@ class Ranks:
         return done[0]
 
     def once(self, doing: str, action: Callable[[], T]) -> T:
-        """What `action()` returned on the first rank, which alone calls it, on every rank.
+        """The first rank's result of `action()`, on every rank. Only the first rank calls it.
 
         Raises:
             CheckpointError: it raised there; the same error on every rank.
@@ -65,7 +65,7 @@ class Ranks:
         return self.share(doing, lambda: action() if self.leads else None)[0]  # type: ignore[return-value]  # 0 leads
 
     def share(self, doing: str, action: Callable[[], T]) -> list[T]:
-        """What `action()` returned on each rank, in rank order, on every rank.
+        """The results of `action()` on all ranks, in rank order, on every rank.
 
         Raises:
             CheckpointError: it raised on some rank; the same error on every rank.
@@ -90,7 +90,7 @@ def default_ranks() -> Ranks:
 
 
 def said_by(error: BaseException) -> str:
-    """What `error` tells other ranks."""
+    """The message of `error` for other ranks."""
     text = str(error).strip()
     return text if isinstance(error, CheckpointError) else f"{type(error).__name__}: {text}"
 
@@ -110,14 +110,14 @@ def failure_of_group(doing: str, error: BaseException) -> CheckpointError:
 
 
 def failure_of_some(doing: str, failed: Mapping[int, str], world: int) -> CheckpointError:
-    """The error on all ranks if some of them failed: without rank numbers where all said the same."""
+    """The error on all ranks if some of them failed: without rank numbers if all failed alike."""
     if len(failed) == world and len(set(failed.values())) == 1:
         return CheckpointError(f"{doing}: {failed[0]}")
     by_message: dict[str, list[int]] = {}
     for rank, message in failed.items():
         by_message.setdefault(message, []).append(rank)
-    told = "; ".join(f"{_named(ranks)}: {message}" for message, ranks in by_message.items())
-    return CheckpointError(f"{doing}: {told}")
+    failures = "; ".join(f"{_named(ranks)}: {message}" for message, ranks in by_message.items())
+    return CheckpointError(f"{doing}: {failures}")
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""The `fullshard` command: a subcommand for each thing it does."""
+"""The `fullshard` command and its subcommands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAILED, BAD_INPUT = 1, 2
 
 @dataclass(frozen=True)
 class Subcommand:
-    """What a subcommand does, and the module whose `run(argv) -> int` does it."""
+    """A subcommand: a line about it, and the module with its `run(argv) -> int`."""
 
     module: str
     does: str
@@ -38,8 +38,8 @@ SUBCOMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (`sys.argv` if None): the exit code, 2 for bad input and 1 for a checkpoint that is of
-    no use, which one line on stderr explains.
+    """Run the command line (`sys.argv` if None). The exit code is 2 for bad input and 1 for a checkpoint that is of
+    no use; one line on stderr explains it.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
@@ -72,7 +72,7 @@ def dispatch(argv: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """What the command can do."""
+    """The text of `fullshard --help`."""
     lines = [f"  {name:<12}{subcommand.does}" for name, subcommand in SUBCOMMANDS.items()]
     return "\n".join(
         ["usage: fullshard SUBCOMMAND [options]", "", *lines, "", "fullshard SUBCOMMAND --help explains its options."]

@@ -1,15 +1,15 @@
-"""Storages that are filled and emptied but never replaced, and memory that is used again.
+"""Storages that are allocated and freed but never replaced, and memory that is used again.
 
-[Note: storage is emptied and filled, never replaced]
-Autograd saves views of an unsharded parameter in forward and reads them in backward. Between the two a unit may give
-its memory back; before backward the *same* storage is filled again, so the saved views are true again. Values in
-another storage would leave those views looking at whatever lies in the old one, and nothing would say so.
+[Note: storage is freed and allocated, never replaced]
+Autograd saves views of an unsharded parameter in forward and reads them in backward. Between the two a unit may free
+the memory; before backward the *same* storage is allocated and gathered into again, so the saved views are true again.
+Values in another storage would leave those views looking at stale memory, and no error would be raised.
 
 [Note: units take turns on slots]
-On a GPU the caching allocator makes emptying and filling cheap. On a CPU, memory that was given back to the system is
+On a GPU the caching allocator makes freeing and allocating cheap. On a CPU, memory that was given back to the system is
 faulted in again page by page, at several times the cost of a copy. There, once the order of units is known, units that
-are never whole at the same time share long-lived storages, called slots. A unit moves to a slot only while nothing but
-the unit itself refers to its storage, which the storage's reference count tells exactly.
+are never unsharded at the same time share long-lived storages, called slots. A unit moves to a slot only while nothing
+but the unit itself refers to its storage, as the storage's reference count shows.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["MemoryKind", "Pool", "Slot", "scratch_of", "typed_view"]
 
 
 def typed_view(storage: torch.UntypedStorage, dtype: torch.dtype, byte_offset: int, shape: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor over a stretch of `storage` with a version counter of its own.
+    """A contiguous tensor of `shape` over a stretch of `storage`, with a version counter of its own.
 
-    Writing through another view does not disturb autograd's check of this one. It may be written to at any time, though
-    it was made in inference mode.
+    Writing through another view does not disturb autograd's check of this one. It may be written to at any time, even
+    if it was made in inference mode.
     """
     with torch.inference_mode(False), torch.no_grad():
         view = torch.empty(0, dtype=dtype, device=storage.device)
@@ -54,10 +54,9 @@ class Slot:
     """One storage that holds the unsharded parameters of one unit at a time.
 
     Args:
-        device: where it lies.
-        shared: units take turns on it: it keeps its memory when emptied. Otherwise its memory goes back to the
-            allocator.
-        common: memory that the ranks of a group have in common, large enough for every unit that lies in it.
+        device: the storage's.
+        shared: units take turns on it: it keeps its memory when freed. Otherwise its memory goes back to the allocator.
+        common: memory that the ranks of a group share, large enough for every unit that is gathered into it.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class Slot:
         self._own_references = 0
 
     def allocate(self, occupant: object, nbytes: int) -> None:
-        """Memory for `nbytes` of `occupant`, which must be free or already its own. Contents are undefined."""
+        """Allocate `nbytes` for `occupant`; the slot must be free or already its own. Contents are undefined."""
         assert self.occupant in (None, occupant), "two units in one slot"
         self.occupant = occupant
         if self.storage.nbytes() < nbytes:
@@ -95,7 +94,7 @@ class Slot:
 
     @property
     def is_referenced(self) -> bool:
-        """Whether anything beyond the units themselves, such as a graph waiting for its backward, has a view of it."""
+        """True if anything beyond the units themselves, such as a graph waiting for its backward, has a view of it."""
         return storage_references(self.storage) > self._own_references
 
 
@@ -114,12 +113,12 @@ class Pool:
         if self._device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=self._device)
         nbytes = numel * dtype.itemsize
-        fitting = [free for free in self._free if _room(free) >= nbytes]
+        fitting = [free for free in self._free if _capacity(free) >= nbytes]
         if not fitting:
             if self._free:  # grow rather than keep what is too small
-                self._remove(min(self._free, key=_room))
+                self._remove(min(self._free, key=_capacity))
             return typed_view(torch.UntypedStorage(nbytes, device=self._device), dtype, 0, (numel,))
-        found = min(fitting, key=_room)
+        found = min(fitting, key=_capacity)
         self._remove(found)
         if found.dtype == dtype and found.numel() == numel:
             return found
@@ -134,8 +133,8 @@ class Pool:
         self._free = [other for other in self._free if other is not tensor]
 
 
-def _room(tensor: Tensor) -> int:
-    """Bytes of the storage that `tensor` lies in."""
+def _capacity(tensor: Tensor) -> int:
+    """Bytes of the storage of `tensor`."""
     return tensor.untyped_storage().nbytes()
 
 

@@ -1,14 +1,14 @@
-"""Where each parameter of a group lies in the group's buffers: arithmetic on sizes, nothing else.
+"""The layout of a parameter group's buffers: arithmetic on sizes, nothing else.
 
-A section (the parameters of a unit that share a dtype) has two buffers, both counted in elements:
+A parameter group (the parameters of a unit that share a dtype) has two 1-D buffers, both counted in elements:
 
-    whole    [A, every row][B, every row]...[w, every element][b]...     what compute reads
-    shard    [A, my rows][B, my rows]...[w, b: my parts, packed]         what this rank keeps
+    unsharded    [A, every row][B, every row]...[w, every element][b]...     read by compute
+    shard        [A, my rows][B, my rows]...[w, b: my shards, packed]        kept by this rank
 
-A parameter *in place* (A, B) is cut on dim 0 into ceil(rows / world) rows a rank. Its region of the whole buffer has
-room for `world` such parts, so what rank r sends lands where it belongs and the first rows *are* the parameter.
-*Packed* parameters (w, b) are small, or cannot be cut so that every part starts on a 16-byte boundary. Their parts lie
-side by side at the end of the shard buffer and travel as one message, the pack, at the price of a copy.
+A parameter *in place* (A, B) is divided on dim 0 into ceil(rows / world) rows a rank. Its region of the unsharded
+buffer holds `world` such shards, so rank r's shard lands where it belongs and the first rows *are* the parameter.
+*Packed* parameters (w, b) are small, or cannot be divided so that every shard starts on a 16-byte boundary. Their
+shards lie side by side at the end of the shard buffer and travel as one message, the pack, at the price of a copy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNMENT_BYTES = 16
 """Every shard starts on such a boundary: NCCL moves packs of 16 bytes, and falls to single elements otherwise."""
 
 PACK_BELOW_BYTES = 16 * 1024
-"""A part smaller than this costs more as a message of its own than as a copy into the pack."""
+"""A shard smaller than this costs more as a message of its own than as a copy into the pack."""
 
 MAX_PADDING = 1 / 32
 """The share of a parameter that may be added as rows that exist on no rank, before the parameter is packed."""
@@ -34,7 +34,7 @@ MAX_PADDING = 1 / 32
 
 @dataclass(frozen=True)
 class ParamLayout:
-    """Where one parameter lies. Offsets count elements; `shard_offset` is the same on every rank."""
+    """The offsets of one parameter, in elements; `shard_offset` is the same on every rank."""
 
     spec: ShardSpec
     in_place: bool
@@ -43,7 +43,7 @@ class ParamLayout:
 
     @property
     def region(self) -> slice:
-        """The parameter's stretch of the whole buffer, with the padding rows of a parameter in place."""
+        """The parameter's stretch of the unsharded buffer, with the padding rows of a parameter in place."""
         return slice(self.unsharded_offset, self.unsharded_offset + region_numel(self.spec, self.in_place))
 
     @property
@@ -54,13 +54,13 @@ class ParamLayout:
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """Where the parameters of a section lie in its whole buffer and in every rank's shard buffer."""
+    """The layout of a group's unsharded buffer and of every rank's shard buffer, in elements."""
 
     world: int
     params: tuple[ParamLayout, ...]  # in the order of the parameters
     unsharded_numel: int
     shard_numel: int
-    pack_offset: int  # where in the shard buffer the pack begins, which travels as one message
+    pack_offset: int  # start of the pack, which travels as one message, in the shard buffer
 
     @property
     def pack_numel(self) -> int:
@@ -74,28 +74,28 @@ class GroupLayout:
 
     @cached_property
     def in_place(self) -> tuple[ParamLayout, ...]:
-        """The places that need no copy, in order."""
+        """The layouts of the parameters that need no copy, in order."""
         return tuple(param_layout for param_layout in self.params if param_layout.in_place)
 
     @cached_property
     def packed(self) -> tuple[int, ...]:
-        """The indices of the parameters that are packed, as they lie in the pack."""
+        """The indices of the packed parameters, in the order of the pack."""
         packed = [i for i, param_layout in enumerate(self.params) if not param_layout.in_place]
         return tuple(sorted(packed, key=lambda i: self.params[i].shard_offset))
 
     @property
     def wire_numel(self) -> int:
-        """Elements that all ranks' messages of one gather hold together, each rank's own part included."""
+        """Elements of all ranks' messages of one gather, each rank's own shard included."""
         return self.world * (sum(param_layout.spec.part_numel for param_layout in self.in_place) + self.pack_numel)
 
 
 def region_numel(spec: ShardSpec, in_place: bool) -> int:
-    """Elements that a parameter takes in the whole buffer."""
+    """Elements that a parameter takes in the unsharded buffer."""
     return spec.world * spec.part_numel if in_place else spec.numel
 
 
 def fits_in_place(spec: ShardSpec, itemsize: int) -> bool:
-    """Whether the ranks' parts, laid end to end, are the parameter, aligned and without padding worth a thought."""
+    """True if the shards, laid end to end, are the parameter: aligned, large enough, and with little padding."""
     part_bytes = spec.part_numel * itemsize
     return (
         spec.dim == 0
@@ -108,10 +108,10 @@ def fits_in_place(spec: ShardSpec, itemsize: int) -> bool:
 def lay_out(
     shapes: Sequence[Sequence[int]], world: int, itemsize: int, dims: Sequence[int | None] | None = None
 ) -> GroupLayout:
-    """Places for parameters of `shapes`, in order, when `itemsize` is the smallest item (bytes) that travels.
+    """The layout of parameters of `shapes`, in order, where `itemsize` is the smallest element (bytes) that travels.
 
     Args:
-        dims: along which dim each is cut, or None to leave it open.
+        dims: the dim that each is sharded along, or None to leave it open.
     """
     step = max(1, ALIGNMENT_BYTES // itemsize)
     chosen = dims or [None] * len(shapes)

@@ -9,7 +9,7 @@ __all__ = ["align", "aligned_offsets", "contiguous_strides"]
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """How far apart, in elements, neighbours along each dim of a contiguous tensor of `shape` lie."""
+    """The strides, in elements, of a contiguous tensor of `shape`."""
     sizes = [max(1, size) for size in shape]
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
@@ -20,7 +20,7 @@ def align(position: int, step: int) -> int:
 
 
 def aligned_offsets(sizes: Sequence[int], step: int) -> tuple[list[int], int]:
-    """Aligned starts for stretches of `sizes` laid end to end, and where the last one ends, aligned too."""
+    """Aligned starts for stretches of `sizes` laid end to end, and the end of the last one, aligned too."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)

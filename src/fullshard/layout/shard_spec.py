@@ -1,4 +1,4 @@
-"""Who owns which rows of one tensor, at one world size and between two."""
+"""Shard specs: the rows of one tensor that each rank owns, at one world size and between two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Overlap:
 
 
 def overlaps(mine: range, size: int, world: int) -> list[Overlap]:
-    """Which ranks of a `world` own the positions `mine`, in order: what a part must be read from after a resize."""
+    """The ranks of a `world` that own the positions `mine`, in order: the shards to read after a resize."""
     found = []
     for rank in range(world):
         theirs = owned(size, world, rank)
@@ -40,7 +40,7 @@ def overlaps(mine: range, size: int, world: int) -> list[Overlap]:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """How one tensor of `shape` is divided over `world` ranks: along `dim`, or not at all where `dim` is None.
+    """The division of one tensor of `shape` over `world` ranks: along `dim`, or not at all where `dim` is None.
 
     A tensor that is not divided (a scalar) is whole on every rank.
     """
@@ -89,7 +89,7 @@ class ShardSpec:
 
 
 def choose_spec(shape: Sequence[int], world: int, dim: int | None = None) -> ShardSpec:
-    """The cut along `dim`; if None, along dim 0, as `DTensor` users expect, unless it has fewer rows than ranks and
+    """The spec along `dim`. If None, along dim 0, as `DTensor` users expect, unless it has fewer rows than ranks and
     another dim divides better.
     """
     shape = tuple(shape)

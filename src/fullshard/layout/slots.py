@@ -1,4 +1,4 @@
-"""Which units share memory: those that are never unsharded at the same time. Pure rules over small integers."""
+"""Slots: memory shared by units that are never unsharded at the same time. Pure rules over small integers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Interval", "assign_slots"]
 
 @dataclass(frozen=True)
 class Interval:
-    """A unit is whole from event `start` up to, not including, event `end` of a microbatch."""
+    """A unit is unsharded from event `start` up to, not including, event `end` of a microbatch."""
 
     unit: int
     start: int
@@ -18,10 +18,10 @@ class Interval:
 
 
 def assign_slots(intervals: Iterable[Interval], nbytes: Mapping[int, int]) -> dict[int, int]:
-    """A slot for every unit, such that no two units that are ever whole at once have the same one.
+    """A slot for every unit, such that no two units that are ever unsharded at once have the same one.
 
     First fit, largest unit first: so the sum of the slots' sizes (each that of its largest unit) stays close to the
-    most bytes that are whole at once.
+    most bytes that are unsharded at once.
 
     Returns:
         The number of a slot by unit, for every unit that has an interval.

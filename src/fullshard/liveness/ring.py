@@ -25,10 +25,10 @@ class Ring:
     """This rank's place in the ring.
 
     Args:
-        store: where ranks find one another. Not used after `join()` has returned True.
+        store: used by ranks to find one another. Not used after `join()` has returned True.
         rank: this one.
-        world: how many there are.
-        silence_s: for so many seconds a host may leave every question unanswered; 127 at most.
+        world: the number of ranks.
+        silence_s: seconds that a host may answer nothing before it is taken for lost; 127 at most.
         way: host and port of something that all ranks reach; this host, if None.
     """
 
@@ -49,7 +49,7 @@ class Ring:
         store.set(_key(rank), address)
 
     def join(self) -> bool:
-        """Connect as far as is possible now; whether both neighbours are connected.
+        """Connect as far as is possible now; True once both neighbours are connected.
 
         Raises:
             OSError: a neighbour's address cannot be reached.
@@ -77,7 +77,7 @@ class Ring:
             connection.close()  # a stranger
 
     def lost_previous(self, timeout_s: float) -> bool:
-        """Whether the previous rank's process ended without a farewell; waits that long for it to do so."""
+        """True if the previous rank's process ended without a farewell; waits up to `timeout_s` seconds for that."""
         if self._from_previous is None:
             return False
         self._from_previous.settimeout(timeout_s)
@@ -94,7 +94,7 @@ class Ring:
 
     @property
     def watches(self) -> bool:
-        """Whether the previous rank is connected."""
+        """True if the previous rank is connected."""
         return self._from_previous is not None
 
     def leave(self, *, farewell: bool) -> None:
@@ -114,7 +114,7 @@ def _key(rank: int) -> str:
 
 
 def _own_address(way: tuple[str, int] | None) -> str:
-    """The address by which other ranks reach this host: where the way from here begins."""
+    """The address by which other ranks reach this host: the local end of a connection to `way`."""
     host, port = way or (socket.gethostname(), 9)
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

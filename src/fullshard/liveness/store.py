@@ -1,7 +1,7 @@
-"""A process group's store, asked with patience that ends.
+"""A process group's store, with calls that give up in time.
 
-A `TCPStore` whose host has fallen silent keeps most callers waiting until the system gives up, which takes a quarter of
-an hour: its time-out holds for keys that are missing, not for answers that do not come. So a thread asks, and is left
+A `TCPStore` whose host has fallen silent keeps most callers waiting until the system gives up, a quarter of an hour
+later: its time-out covers keys that are missing, not answers that do not come. So a thread makes the calls, and is left
 behind if it gets no answer.
 """
 
@@ -19,10 +19,10 @@ __all__ = ["PatientStore"]
 
 
 class PatientStore:
-    """The calls of `store` that are used here, each of which returns or raises within `patience_s` seconds.
+    """A few calls of `store`, each of which returns or raises within `patience_s` seconds.
 
-    Every call raises `RuntimeError`, as torch's errors of the store are, where the store is gone; and at once as long
-    as an earlier one has not been answered. For one thread at a time.
+    A call raises `RuntimeError`, as torch's own errors of the store are, if the store is gone; and raises at once while
+    an earlier one has not been answered. For one thread at a time.
     """
 
     def __init__(self, store: dist.Store, patience_s: float) -> None:
@@ -31,7 +31,7 @@ class PatientStore:
         self._last: Future[Any] = Future()
         self._last.set_result(None)
         self._asked: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...], Future[Any]] | None] = SimpleQueue()
-        # Started now, since a process that is about to end, and wants to tell how, cannot start a thread any more.
+        # Started now, since a process that is about to end, and wants to say how, cannot start a thread any more.
         Thread(target=self._ask, name="fullshard store", daemon=True).start()
 
     def set(self, key: str, value: str) -> None:
@@ -39,19 +39,19 @@ class PatientStore:
         self._answer(self._store.set, key, value)
 
     def get(self, key: str) -> bytes:
-        """What `key` was set to."""
+        """The value of `key`."""
         return bytes(self._answer(self._store.get, key))
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all of `keys` have been set."""
+        """True if all of `keys` have been set."""
         return bool(self._answer(self._store.check, keys))
 
     def add(self, key: str, amount: int) -> int:
-        """What `key` has come to with `amount` added."""
+        """Add `amount` to the number at `key`; the sum."""
         return int(self._answer(self._store.add, key, amount))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """What `key` is, after it was set to `value` if it was as `expected`."""
+        """Set `key` to `value` if it was `expected`; its value after that."""
         return bytes(self._answer(self._store.compare_set, key, expected, value))
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""A thread that tells where every rank is when a collective takes long, and ends the process if it would never end.
+"""A thread that reports where every rank is when a collective takes long, and ends a process that would hang for ever.
 
-Two things make ranks wait for ever: one of them is gone, or they do not come to the same collective. The first is told
-by the ring (`ring.py`) and, on gloo, by the connections of the collective itself; the second by the clock. What ranks
-have to say to one another then goes over the store, since the group is stuck.
+Two things make ranks wait for ever: one of them is gone, or they do not come to the same collective. The first is
+noticed by the ring (`ring.py`) and, on gloo, by the connections of the collective itself; the second by the clock.
+Ranks then exchange messages over the store, since the group is stuck.
 
-Who waits long puts a question on the board: where is everybody? Every rank answers; who asked collects the answers and
-writes them down. One question is like another, but that after some the ranks end.
+A rank that waits long puts a question on the board: where is everybody? Every rank answers; the rank that asked
+collects the answers and writes them down. A question that ends the job differs only in that ranks end once it is
+answered.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ from fullshard.policy.switches import switches
 
 __all__ = ["EXIT_CODE", "PeerGoneError", "lost", "set_collective_timeout", "watch"]
 
-EXIT_CODE = os.EX_TEMPFAIL  # 75: start it again, and it goes on
-"""Of a process that the watchdog ends: what could be done again may succeed then (`EX_TEMPFAIL`)."""
+EXIT_CODE = os.EX_TEMPFAIL  # 75: a temporary failure, worth another start
+"""The exit code of a process that the watchdog ends."""
 
 SILENCE_S = 30
 """Seconds that a host may be silent before it is taken for lost. Tests set less, before the first forward."""
 
-_LOOK_S = 1.0  # between two looks at the store; longer in large worlds, where it has many to answer
+_LOOK_S = 1.0  # between two looks at the store; longer in large worlds, where it has many ranks to answer
 _LOOKS_A_SECOND = 500
-_GRACE_S = 3.0  # for a rank that is told of a loss to raise an exception by itself
+_GRACE_S = 3.0  # for a rank that learns of a loss to raise an exception by itself
 _ANSWER_S = 4.0  # for the others to say where they are
 _STORE_S = 5.0  # for the store to answer
-_LEAD_S = 10.0  # to have the account before the process group gives up, whose error tells of one rank only
+_LEAD_S = 10.0  # to have the account before the process group gives up, whose error names one rank only
 
 _NO_WORD = "its process ended without a word (killed, out of memory, or crashed)"
 _NO_ANSWER = "its host does not answer (powered off, or the network is down)"
@@ -56,16 +57,16 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
     """End the job when a collective is waited for longer than this; None: never.
 
     Each rank then writes to the standard error stream where it is (step, microbatch, unit, phase, collective, for how
-    long), the first to notice where all ranks are, and the processes end with exit code 75. Without a call that happens
-    a few seconds before the default process group's own time-out (`init_process_group(timeout=...)`: 30 minutes on
-    gloo, 10 on NCCL), which is the limit also of what is set here: the group gives its collectives up by then.
+    long), the first to notice also where all ranks are, and the processes end with exit code 75. By default that
+    happens a few seconds before the default process group's own time-out (`init_process_group(timeout=...)`: 30 minutes
+    on gloo, 10 on NCCL). No longer time than that can be set here: the group gives its collectives up by then.
 
-    Earlier comes a report: the same account of all ranks, once for each stuck collective, as a warning of the logger
+    A report comes earlier: the same account of all ranks, once for each stuck collective, as a warning of the logger
     `fullshard.liveness.watchdog`. The job goes on: one rank may keep the others waiting, to evaluate or to save.
 
-    The first step of a root is not counted, nor what comes before it, since ranks compile for as long as each needs. A
-    collective that is started there is not reported, and ends the job after the process group's time or `seconds`,
-    whichever is longer. Of a model that never trains these are the collectives of its first forward.
+    Collectives of a root's first step and before it are not reported, since ranks compile for as long as each needs;
+    they end the job after the process group's time or `seconds`, whichever is longer. In a model that never trains
+    these are the collectives of its first forward.
 
     May be called at any time; the rank with the shortest time decides.
 
@@ -99,7 +100,7 @@ def watch() -> None:
 
 
 class PeerGoneError(Exception):
-    """The connection to `peer`, numbered as in its group, is broken. Not for users, who get what `lost` returns."""
+    """The connection to `peer`, numbered as in its group, is broken. Internal: users get the error of `lost`."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(peer)
@@ -107,7 +108,7 @@ class PeerGoneError(Exception):
 
 
 def lost(rank: int, where: str) -> RankLostError:
-    """The error of a rank whose connection to `rank` was broken while it was `where`; the others are told of it."""
+    """The error of a rank whose connection to `rank` was broken while it was `where`; also says so on the board."""
     account = None if _watchdog is None else _watchdog.account_for(rank)
     return RankLostError(_loss(account or _Loss(rank, "its process is gone"), where))
 
@@ -128,7 +129,7 @@ def _loss(loss: _Loss, where: str) -> str:
 
 
 class _Watchdog:
-    """What looks after one process group. Only `account_for` and `stop` are called by the main thread."""
+    """The watchdog of one process group. Only `account_for` and `stop` are called by the main thread."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -150,12 +151,12 @@ class _Watchdog:
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, *, failure: str = "") -> None:
-        """Look no longer. If this rank ends by a `failure`, those that miss it are told."""
-        self._board.tell_end(self._rank, failure or "its process ended, when others still waited for it")
+        """Stop the thread. If this rank ends by a `failure`, say so for those that miss it."""
+        self._board.publish_end(self._rank, failure or "its process ended, when others still waited for it")
         self._stopped.set()
         if self._ring is not None:
             self._ring.leave(farewell=not failure)
@@ -164,18 +165,18 @@ class _Watchdog:
             store.close()
 
     def forget(self) -> None:
-        """In a process forked from this one: close what it has inherited, or this one's end would not be noticed."""
+        """Close, in a process forked from this one, its inherited connections, or nobody notices this one's end."""
         if self._ring is not None:
             self._ring.leave(farewell=False)
 
     def account_for(self, rank: int) -> _Loss:
-        """Which rank was lost first, now that the connection to `rank` is broken, and how it ended."""
+        """The rank that was lost first, now that the connection to `rank` is broken, and how it ended."""
         loss = self._board.first_loss(_Loss(rank, self._board.end_of(rank, _NO_WORD)))
-        self._board.tell_end(self._rank, f"it missed rank {loss.rank} in its turn")
+        self._board.publish_end(self._rank, f"it missed rank {loss.rank} in its turn")
         return loss
 
     def _run(self) -> None:
-        """Look again and again, for as long as there is the group. What fails is logged, and tried again."""
+        """Look again and again until the group is gone. A failure is logged, and the next look tries again."""
         failed = ""
         while not self._stopped.is_set() and dist.group.WORLD is self.group:
             try:
@@ -204,7 +205,7 @@ class _Watchdog:
             self._end(_loss(loss, str(here)))
 
     def _ask(self, task: Task | None) -> _Question | None:
-        """The question to answer if `task` takes too long: this rank's, or what another one has asked just before."""
+        """The question to answer if `task` takes too long: this rank's, or that of one that asked just before."""
         if task is None:
             return None
         if task.waited_s > self._end_s(task):
@@ -214,7 +215,7 @@ class _Watchdog:
         return None
 
     def _end_s(self, task: Task | None) -> float:
-        """Seconds of waiting, for `task` or for another one, after which the job ends."""
+        """Seconds of waiting after which the job ends: for `task`, or for any other if None."""
         timeout_s = group_timeout_s(self.group)
         own_s = timeout_s - min(_LEAD_S, timeout_s / 2)
         if switches.end_after_s is None:
@@ -222,21 +223,21 @@ class _Watchdog:
         return max(switches.end_after_s, own_s) if task is not None and task.in_first_step else switches.end_after_s
 
     def _answer(self, question: _Question, task: Task | None) -> None:
-        """Say where this rank is; if it has asked, where all are; and end, if that was asked for."""
+        """Publish where this rank is; report where all are, if this rank has asked; end, if the question says so."""
         self._own_board.answer(question, self._rank, *here.now())
         if question.rank == self._rank:
             end_s = self._end_s(task)
-            said = self._collect(question, _too_long(end_s) if question.ends else _long(end_s))
+            report = self._collect(question, _too_long(end_s) if question.ends else _long(end_s))
             if not question.ends:
-                _log.warning(said)
+                _log.warning(report)
         else:
-            said = f"another rank waits too long for a collective. Rank {self._rank} is {here}"
+            report = f"another rank waits too long for a collective. Rank {self._rank} is {here}"
         if question.ends:
             self._own_board.await_account(question)
-            self._end(said)
+            self._end(report)
 
     def _join(self) -> bool:
-        """Whether there is nothing left to do to be in the ring."""
+        """Join the ring as far as is possible now; True if nothing is left to do, or it cannot be done."""
         try:
             self._ring = self._ring or Ring(
                 self._own_store, self._rank, self._world, silence_s=SILENCE_S, way=self._way
@@ -257,7 +258,7 @@ class _Watchdog:
         return _Loss(self._ring.previous, self._own_board.end_of(self._ring.previous, otherwise))
 
     def _collect(self, question: _Question, verdict: str) -> str:
-        """Where all ranks are, below what is said of it. They may end once this is known."""
+        """The account of all ranks, below a head that ends with `verdict`. Ranks may end once it is collected."""
         head = f"rank {self._rank} is {here}, {verdict}. Where all ranks are:"
         deadline = monotonic() + _ANSWER_S + self._look_s
         while monotonic() < deadline and not self._own_board.has_answers(question, self._world):
@@ -266,21 +267,21 @@ class _Watchdog:
         self._own_board.close_account(question)
         return "\n".join([head, *lines])
 
-    def _end(self, said: str) -> NoReturn:
-        self._own_board.tell_end(self._rank, "its watchdog ended it")
+    def _end(self, report: str) -> NoReturn:
+        self._own_board.publish_end(self._rank, "its watchdog ended it")
         with suppress(OSError, ValueError):  # nobody reads it any more
-            sys.stderr.write(f"[fullshard] {said}\n")
+            sys.stderr.write(f"[fullshard] {report}\n")
             sys.stderr.flush()
         os._exit(EXIT_CODE)
 
 
 def _long(end_s: float) -> str:
-    """What is said of a collective that is reported."""
+    """The verdict on a collective that is reported."""
     return "and the job goes on" + ("" if math.isinf(end_s) else f"; it ends if that takes {end_s:g} s")
 
 
 def _too_long(end_s: float) -> str:
-    """What is said of a collective that ends the job."""
+    """The verdict on a collective that ends the job."""
     more = "give init_process_group a longer timeout"
     if switches.end_after_s is not None:
         more = "call fullshard.set_collective_timeout(seconds)"
@@ -292,7 +293,7 @@ def _too_long(end_s: float) -> str:
 
 @dataclass(frozen=True)
 class _Question:
-    """Where is everybody?"""
+    """A rank's question where everybody is."""
 
     number: int
     rank: int  # that asks, and collects the answers
@@ -300,19 +301,19 @@ class _Question:
 
 
 class _Board:
-    """What ranks tell one another over the store. Where that is gone, nothing is told, and nothing known."""
+    """The messages of ranks to one another over the store. If that is gone, writes are lost and reads find nothing."""
 
     def __init__(self, store: PatientStore) -> None:
         self._store = store
         self._loss: _Loss | None = None
         self._question = ""  # the last one that was read
 
-    def tell_end(self, rank: int, how: str) -> None:
-        """Say how `rank` ends, unless that has been said."""
+    def publish_end(self, rank: int, how: str) -> None:
+        """Publish how `rank` ends, unless that has been said."""
         self._first(f"end/{rank}", how)
 
     def end_of(self, rank: int, otherwise: str) -> str:
-        """How `rank` said that it ends, or `otherwise`."""
+        """The published end of `rank`, or `otherwise`."""
         return self._read(f"end/{rank}") or otherwise
 
     def first_loss(self, loss: _Loss) -> _Loss:
@@ -322,8 +323,8 @@ class _Board:
 
     def known_loss(self) -> _Loss | None:
         """The loss that was noticed first, if there was any."""
-        told = "" if self._loss else self._read("loss")
-        return _Loss(**json.loads(told)) if told else self._loss
+        message = "" if self._loss else self._read("loss")
+        return _Loss(**json.loads(message)) if message else self._loss
 
     def ask(self, rank: int, *, ends: bool) -> _Question:
         """The question where all ranks are: `rank`'s, unless there is a new one."""
@@ -333,24 +334,24 @@ class _Board:
         return _Question(**json.loads(self._question))
 
     def last_question(self) -> _Question | None:
-        """What was asked last, if anything was."""
+        """The last question, if there was any."""
         self._question = self._read("question") or self._question
         return _question(self._question)
 
     def answer(self, question: _Question, rank: int, place: str, seconds: float) -> None:
-        """Say where `rank` is, and for how long."""
+        """Publish where `rank` is, and for how many seconds."""
         self._first(f"where/{question.number}/{rank}", json.dumps([place, seconds]))
         with suppress(RuntimeError):
             self._store.add(f"answers/{question.number}", 1)
 
     def has_answers(self, question: _Question, world: int) -> bool:
-        """Whether all ranks have said where they are."""
+        """True if all ranks have said where they are, or the store is gone."""
         with suppress(RuntimeError):
             return self._store.add(f"answers/{question.number}", 0) >= world
         return True
 
     def answers(self, question: _Question, world: int) -> list[str]:
-        """Which ranks are where, those at the same place together."""
+        """The answers in words, a line for all ranks at the same place."""
         ranks: dict[str, list[int]] = {}
         times: dict[str, list[float]] = {}
         for rank in range(world):
@@ -362,7 +363,7 @@ class _Board:
         return [f"{named_ranks(who)}: {place}{waited[place]}" for place, who in ranks.items()]
 
     def close_account(self, question: _Question) -> None:
-        """Say that all is known that will be: ranks may end, and the store with them."""
+        """Publish that the account is complete: ranks may end, and the store with them."""
         self._first(f"closed/{question.number}", "yes")
 
     def await_account(self, question: _Question) -> None:
@@ -372,11 +373,11 @@ class _Board:
             sleep(0.1)
 
     def _first(self, key: str, value: str) -> str:
-        """What `key` was first set to: `value`, if it had not been set."""
+        """Set `key` to `value` unless it has been set; its value after that."""
         return self._replace(key, "", value)
 
     def _replace(self, key: str, old: str, new: str) -> str:
-        """What `key` is: `new`, if it was `old`."""
+        """Set `key` to `new` if it was `old`; its value after that, or `new` if the store is gone."""
         with suppress(RuntimeError):
             return self._store.compare_set(key, old, new).decode()
         return new
@@ -395,7 +396,7 @@ _watchdog: _Watchdog | None = None
 
 
 def _stop_at_exit() -> None:
-    """Tell the others how this process ends; Python has kept the exception that it ends by."""
+    """Publish how this process ends; Python has kept the exception that it ends by."""
     error = getattr(sys, "last_value", None)
     if _watchdog is not None:
         _watchdog.stop(failure="" if error is None else f"it raised {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""What this rank is doing at the moment: kept by the engine, read by the watchdog when something goes wrong."""
+"""The present activity of this rank: kept by the engine, read by the watchdog when something goes wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Task", "Whereabouts", "here"]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A collective, and since when it is waited for (seconds of `time.monotonic`)."""
+    """A collective that is waited for, since a time in seconds of `time.monotonic`."""
 
     name: str
     origin: Origin
@@ -30,7 +30,7 @@ class Task:
 
     @property
     def waited_s(self) -> float:
-        """How long it has been waited for."""
+        """Seconds that it has been waited for."""
         return monotonic() - self.since
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Task:
 
 @dataclass
 class Whereabouts:
-    """Where this rank's main thread is. Written by that thread, read by another one."""
+    """The activity of this rank's main thread. Written by that thread, read by another one."""
 
     step: int = 0
     """Steps that the root which ran last has begun."""
@@ -77,12 +77,12 @@ class Whereabouts:
 
     @property
     def waited_s(self) -> float:
-        """How long the collective that is under way has been waited for; 0 if there is none."""
+        """Seconds that the collective under way has been waited for; 0 if there is none."""
         task = self.task
         return 0.0 if task is None else task.waited_s
 
     def now(self) -> tuple[str, float]:
-        """Where this rank is, in words, and for how many seconds it has been there."""
+        """This rank's activity, in words, and the seconds that it has lasted."""
         step = f", step {self.step}" if self.step else ""
         task = self.task
         if task is not None:
@@ -106,7 +106,7 @@ class Whereabouts:
         return Task(name, origin, monotonic(), self.step < 2 and self._is_first(name, origin), ended)
 
     def _is_first(self, name: str, origin: Origin) -> bool:
-        """Whether a collective belongs to the first step. A model that never trains has none, but first collectives."""
+        """True if a collective belongs to the first step; of a model that never trains, the first of each kind."""
         if self.step:
             return True
         collective = (name, origin.unit, origin.phase)

@@ -1,4 +1,4 @@
-"""Optimizers for sharded parameters, and what is done between backward and a step."""
+"""Optimizers for sharded parameters; clipping and loss scaling between backward and a step."""
 
 from fullshard.optim.muon import Muon
 

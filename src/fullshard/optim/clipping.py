@@ -1,4 +1,4 @@
-"""What is done to gradients between backward and the optimizer: the norm, clipping, and the scaling of fp16 losses."""
+"""Gradient norm, clipping, and the scaling of fp16 losses: between backward and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """The norm of all gradients together before clipping; gradients are scaled down so that it is at most `max_norm`.
+    """Scale gradients down so that the norm of all together is at most `max_norm`; the norm before that.
 
     Every rank gets the same number, and at one world size the same bits under every strategy: the norm is taken of each
-    rank's part of each gradient, whether the rank has more of it or not, and combined in rank order.
+    rank's shard of each gradient, even if the rank has the whole one, and combined in rank order.
 
     Args:
         parameters: sharded parameters, plain ones, or both. Every rank must pass the same.
         max_norm: the norm that may remain.
-        norm_type: which p-norm; `math.inf` for the largest magnitude.
+        norm_type: the p of the p-norm; `math.inf` for the largest magnitude.
         error_if_nonfinite: whether to raise if the norm is infinite or not a number.
 
     Returns:
@@ -89,7 +89,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def _norm(values: Tensor, norm_type: float) -> Tensor:
-    """The norm of `values`, 0 if there are none, in float32 or wider: squares of float16 soon overflow."""
+    """The norm of `values`, 0-dim, 0 if there are none, in float32 or wider: squares of float16 soon overflow."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     return (
         torch.linalg.vector_norm(values, norm_type, dtype=dtype)
@@ -99,9 +99,9 @@ def _norm(values: Tensor, norm_type: float) -> Tensor:
 
 
 def _own_part(grad: DTensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a gradient, and the axes of its mesh over which all parts are found.
+    """This rank's part of a gradient, and the axes of its mesh over which the parts differ.
 
-    On the last axis, which is the shard axis, it is the shard, or as much of a whole gradient as its shard would be.
+    On the last axis, which is the shard axis, it is the shard, cut out of the gradient if that is whole.
     """
     mesh, last = grad.device_mesh, grad.device_mesh.ndim - 1
     if any(placement.is_partial() for placement in grad.placements):  # of a parameter that no unit has
@@ -114,7 +114,7 @@ def _own_part(grad: DTensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
-    """What `rank` of `world` has of a gradient that is sharded."""
+    """The shard of the gradient `whole` on `rank` of `world`; empty for a scalar on all ranks but the first."""
     spec = choose_spec(whole.shape, world)
     if spec.dim is None:  # a scalar, which every rank has: it counts once
         return whole if rank == 0 else whole.new_empty(0)
@@ -125,7 +125,7 @@ def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
 
 
 def _combined(own: Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> Tensor:
-    """The norm over an axis of `mesh` of each of the norms in `own`, 1-D."""
+    """The norm over an axis of `mesh` of each of the norms in `own`: 1-D in, 1-D out, one element a gradient."""
     device = torch.device(mesh.device_type)
     gathered = collectives_for(mesh.get_group(axis), device).gather_rows(own.to(device), origin=_NORM)
     combined: Tensor = torch.linalg.vector_norm(gathered, norm_type, dim=0)

@@ -1,8 +1,8 @@
-"""Optimizers of torch's that treat each element by itself step the shards, and not the `DTensor`s around them.
+"""Elementwise optimizers of torch step the plain shards instead of the `DTensor`s around them.
 
 Every operation on a `DTensor` is looked up and wrapped in Python first, which takes as long as updating a small shard.
-So for the length of a step an optimizer has this rank's shards in the place of its parameters: the same operations on
-the same memory, and so the same bits. Before and after, its groups and its state are those of the `DTensor`s.
+So for the length of a step an optimizer has this rank's shards in place of its parameters: the same operations on the
+same memory, and so the same bits. Before and after, its groups and its state are those of the `DTensor`s.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MARK = "_fullshard_steps_shards"
 
 @cache
 def watch_optimizers() -> None:
-    """Look after every optimizer before it steps, from now on: it has the shards, and steps them as plain tensors."""
+    """From now on, have every optimizer point to the sharded parameters before a step, and step their plain shards."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -49,13 +49,13 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _step_shards(optimizer: Optimizer) -> None:
-    """Let `optimizer` step shards from its next step on, if it is one that may. Nothing happens if it does already."""
+    """Let `optimizer` step shards from its next step on, if it is elementwise and does not do so already."""
     if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer.step, _MARK):
         return
     if not any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
         return
     known: Any = optimizer.step
-    # No reference to the optimizer, which would be a cycle: a function of the class, or what a scheduler has put there.
+    # No reference to the optimizer, which would be a cycle: a function of the class, or a scheduler's replacement.
     inner = getattr(known, "__func__", None) or (lambda _, *args, **kwargs: known(*args, **kwargs))
     optimizer.step = _stepping_shards(optimizer, known, inner)  # type: ignore[method-assign]
 
@@ -71,7 +71,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
             return inner(optimizer)
 
     def step(*args: Any, **kwargs: Any) -> Any:
-        return step_of(owner(), *args, **kwargs)  # type: ignore[arg-type]  # who calls it has the optimizer
+        return step_of(owner(), *args, **kwargs)  # type: ignore[arg-type]  # the caller keeps the optimizer alive
 
     update_wrapper(step, known)
     del step.__wrapped__  # type: ignore[attr-defined]  # it is bound to the optimizer
@@ -82,7 +82,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
 
 @contextmanager
 def _having_shards(optimizer: Optimizer) -> Iterator[None]:
-    """A context in which `optimizer` has shards in the place of sharded parameters that have a gradient."""
+    """A context in which `optimizer` has plain shards in place of the sharded parameters that have a gradient."""
     state = optimizer.state
     given = [group["params"] for group in optimizer.param_groups]
     swapped: list[tuple[nn.Parameter, Tensor]] = []
@@ -114,7 +114,7 @@ def _shard_of(param: nn.Parameter, swapped: list[tuple[nn.Parameter, Tensor]]) -
         return param
     shard: Tensor = param._local_tensor
     if not shard.ndim:
-        return param  # its state could not be told from a count of steps
+        return param  # its state would have the shape of a count of steps
     shard.grad = grad._local_tensor
     swapped.append((param, shard))
     return shard
@@ -125,7 +125,7 @@ def _local(value: Any) -> Any:
 
 
 def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any) -> None:
-    """Put what a step has made of the state of the shard of `param` into `state`, that of `param`."""
+    """Put the state `stepped` of the shard of `param` into `state`, that of `param`."""
     for name, value in stepped.items():
         if _local(state.get(name)) is not value:
             state[name] = _placed_as(param, value)

@@ -6,18 +6,18 @@ around 1, which a Newton-Schulz iteration finds. The learning rate "match_rms_ad
 Scalable for LLM Training" (2025, arXiv:2502.16982). Numbers are those of `torch.optim.Muon`, operation by operation.
 
 [Note: how matrices travel]
-A momentum is updated where it lies, in shards. The iteration needs the whole matrix, and computes in bfloat16; so what
-travels is bfloat16, and no bit is lost. Each rank has one buffer, `mine`, with its parts of all matrices of a batch, by
-owner; and for the matrices that it owns itself, `received` with every rank's parts. With matrices A and B of rank 0
-and C of rank 1:
+Momenta are updated in shards. The iteration needs the whole matrix, and computes in bfloat16; so messages are bfloat16,
+and no bit is lost. Each rank has one buffer, `mine`, with its parts of all matrices of a batch, by owner; and receive
+buffers, `received`, with every rank's parts of the matrices that it owns itself. With matrices A and B owned by rank 0
+and C by rank 1:
 
               mine            received
-    rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own room is its own stretch of `mine`
+    rank 0    [A0 B0][C0]     [A0 B0][A1 B1]      its own buffer is its own stretch of `mine`
     rank 1    [A1 B1][C1]     [C0][C1]
 
-One all-to-all sends stretches of `mine` to the received of the owners. What these compute takes the place of what came,
-and a second all-to-all takes it back. Along a mesh axis whose ranks have the same parts there is nothing to collect;
-results are passed on along it in the end.
+One all-to-all sends stretches of `mine` to the receive buffers of the owners. These overwrite the parts with their
+results, and a second all-to-all takes them back. Along a mesh axis whose ranks have the same parts there is nothing to
+collect; results are passed on along it in the end.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 __all__ = ["Muon"]
 
 BATCH_NBYTES = 16 * 2**20
-"""How many bytes of whole matrices a rank orthogonalises in one batch; one matrix, if it is larger."""
+"""Bytes of whole matrices that a rank orthogonalises in one batch; one matrix, if it is larger."""
 
 _WIRE = torch.bfloat16
-_VARIANTS = 1024  # so many sets of matrices are told apart
+_VARIANTS = 1024  # the number of sets of matrices that the channel tells apart
 
 
 class Muon(torch.optim.Optimizer):
@@ -129,7 +129,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Change every parameter that has a gradient. Gives what `closure`, if there is one, gave before that.
+        """Update every parameter that has a gradient; the loss of `closure`, called before that, if there is one.
 
         Raises:
             ConfigError: a gradient is sparse.
@@ -167,7 +167,7 @@ class Muon(torch.optim.Optimizer):
         return found
 
     def _wrong_param(self) -> str | None:
-        """What is wrong with the parameters of the last group."""
+        """The fault of the last group's parameters, in words; None if Muon can step them all."""
         number = len(self.param_groups) - 1
         for name, _, param in (it for it in self._named() if it[1] is self.param_groups[-1]):
             if param.ndim != 2 or not param.is_floating_point():
@@ -201,7 +201,7 @@ def _wrong_option(options: Mapping[str, Any]) -> str | None:
 
 
 def _placements(param: Tensor) -> tuple[tuple[Any, ...], Any]:
-    """How `param` is placed on the outer mesh axes and on the last; a plain tensor is whole on a mesh of one rank."""
+    """The placements of `param` on the outer mesh axes, and on the last; `Replicate` for a plain tensor."""
     *outer, last = param.placements if isinstance(param, DTensor) else [Replicate()]
     return tuple(outer), last
 
@@ -211,7 +211,7 @@ def _placements(param: Tensor) -> tuple[tuple[Any, ...], Any]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter, and all that is done to it."""
+    """One parameter, and the operations on it."""
 
     name: str
     param: Tensor
@@ -226,12 +226,12 @@ class Matrix:
 
     @property
     def cost(self) -> float:
-        """Multiplications in its orthogonalisation, up to a factor that all matrices have in common."""
+        """Multiplications in its orthogonalisation, up to a factor common to all matrices."""
         short, long = sorted(self.spec.shape)
         return float(self.group["ns_steps"] * short * short * (2 * long + short))
 
     def update_momentum(self) -> Tensor:
-        """This rank's part of what is to be orthogonalised, once the gradient is in the momentum."""
+        """Add the gradient to the momentum; this rank's part of the matrix to orthogonalise."""
         state, momentum = self.states[self.param], self.group["momentum"]
         assert self.param.grad is not None
         if "momentum_buffer" not in state:
@@ -241,7 +241,7 @@ class Matrix:
         return grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer
 
     def orthogonalise(self, parts: Sequence[Tensor]) -> None:
-        """Put what comes of the whole matrix in the place of its `parts`, one a rank that has another."""
+        """Overwrite `parts`, the matrix cut along the sharded dim in rank order, with its orthogonalised form."""
         dim = self.spec.dim or 0
         coefficients, steps, eps = (self.group[name] for name in ("ns_coefficients", "ns_steps", "eps"))
         result = orthogonalised(torch.cat(list(parts), dim), coefficients, steps, eps)
@@ -249,12 +249,12 @@ class Matrix:
             part.copy_(piece)
 
     def subtract(self, update: Tensor) -> None:
-        """Change this rank's part of the parameter by its part of what was orthogonalised."""
+        """Step this rank's part of the parameter along `update`, its part of the orthogonalised matrix."""
         lr: Any = self.group["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
         own = _local(self.param)
         own.mul_(1 - lr * self.group["weight_decay"])
-        # A sum in bfloat16 rounds vectors in one way and their last elements in another: the cut would show.
+        # A sum in bfloat16 rounds vectors in one way and their last elements in another: shard boundaries would show.
         own.add_(update.to(own.device, torch.float32), alpha=-lr * self._lr_factor)
         if own is not self.param:
             torch.autograd.graph.increment_version(self.param)
@@ -291,11 +291,11 @@ def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, ep
 
 
 def divide(costs: Sequence[float], nbytes: Sequence[int], owners: int, limit: int) -> list[list[list[int]]]:
-    """The work in batches, one at least: `divide(...)[batch][owner]` are numbers of matrices.
+    """The work in batches, one at least: `divide(...)[batch][owner]` are indices of matrices.
 
-    The dearest comes first, and each goes to the owner who has least to do so far; so nobody has more than 4/3 of what
-    the busiest would have at best (Graham, 1969, "Bounds on multiprocessing timing anomalies"). A batch ends where an
-    owner would have more than `limit` bytes of it, unless that is one matrix.
+    The dearest comes first, and each goes to the owner who has least to do so far; so nobody has more than 4/3 of the
+    busiest one's work in the best division (Graham, 1969, "Bounds on multiprocessing timing anomalies"). A batch ends
+    where an owner would have more than `limit` bytes of it, unless that is one matrix.
     """
     batches: list[list[list[int]]] = [[[] for _ in range(owners)]]
     loads, held = [0.0] * owners, [0] * owners
@@ -314,7 +314,7 @@ def divide(costs: Sequence[float], nbytes: Sequence[int], owners: int, limit: in
 class Team:
     """The ranks of one mesh, who divide the work on its matrices.
 
-    They are numbered with the last axis running fastest. All results are taken back along the last axis first.
+    They are numbered with the last axis running fastest. Results are taken back along the last axis first.
 
     Args:
         wires: along each axis of the mesh. A plain tensor has none, and a team of one rank.
@@ -336,28 +336,28 @@ class Team:
         return cls(wires, isinstance(param.placements[-1], Shard), device)
 
     def spec(self, param: Tensor) -> ShardSpec:
-        """How `param` is divided over the ranks that have different parts."""
+        """The division of `param` over the ranks that have different parts."""
         _, last = _placements(param)
         return ShardSpec(tuple(param.shape), last.dim if self.is_sharded else None, self.parts)
 
     @property
     def parts(self) -> int:
-        """Into how many parts a matrix is cut."""
+        """The number of parts that a matrix is cut into."""
         return self.wires[-1].world if self.is_sharded else 1
 
     @property
     def part(self) -> int:
-        """Which of the parts is this rank's."""
+        """The index of this rank's part."""
         return self.wires[-1].rank if self.is_sharded else 0
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(wire.world for wire in self.wires)
 
     @property
     def number(self) -> int:
-        """This rank's."""
+        """This rank's number."""
         number = 0
         for wire in self.wires:
             number = number * wire.world + wire.rank
@@ -365,23 +365,23 @@ class Team:
 
     @property
     def partners(self) -> range:
-        """The owners to whom this rank sends its parts: those who have the others."""
+        """The owners to whom this rank sends its parts: the ranks with the other parts."""
         first = self.number - self.part
         return range(first, first + self.parts)
 
     def behind(self, axis: int, rank: int) -> range:
-        """The owners whose results `rank` of `axis` has, once they were taken back along the axes after it."""
+        """The owners whose results `rank` of `axis` has, once results were taken back along the axes after it."""
         each = math.prod(wire.world for wire in self.wires[axis + 1 :])
         every = each * self.wires[axis].world
         first = self.number // every * every + rank * each
         return range(first, first + each)
 
     def step(self, matrices: Sequence[Matrix], note: str) -> None:
-        """Step `matrices`, batch after batch: the next one travels to the owners and the last one back meanwhile.
+        """Step `matrices`, batch by batch: meanwhile the next one travels to the owners and the last one back.
 
         Args:
             matrices: the same on every rank, and each with a gradient.
-            note: what is not as usual about them.
+            note: what is unusual about them.
         """
         which = ", ".join(f"{matrix.name} {matrix.spec.shape}" for matrix in matrices)
         work = divide([it.cost for it in matrices], [it.nbytes for it in matrices], self.size, BATCH_NBYTES)
@@ -405,7 +405,7 @@ class Batch:
         by_owner: the matrices that each of them orthogonalises.
         parity: 0 and 1 in turn: two batches are under way at once.
         which: names and shapes of all the matrices, so that another rank's other ones do not arrive as these.
-        note: what is not as usual.
+        note: what is unusual about them.
     """
 
     def __init__(self, team: Team, by_owner: Sequence[Sequence[Matrix]], parity: int, which: str, note: str) -> None:
@@ -443,7 +443,7 @@ class Batch:
             self._exchange(team.wires[-1], self._received, sent, self._partners_nbytes, "there")
 
     def orthogonalise(self) -> None:
-        """Do this rank's part of the work, and begin to take it back."""
+        """Orthogonalise the matrices that this rank owns, and begin to take them back."""
         self._wait()
         mine = self._by_owner[self._team.number]
         parts = [_parts(buffer, mine, part) for part, buffer in enumerate(self._received)]
@@ -466,11 +466,11 @@ class Batch:
         if self._team.is_sharded and axis == len(self._team.wires) - 1:
             sent, common_nbytes = self._received, self._partners_nbytes
         else:
-            sent, common_nbytes = [received[wire.rank]] * wire.world, sum(room.nbytes for room in received)
+            sent, common_nbytes = [received[wire.rank]] * wire.world, sum(buffer.nbytes for buffer in received)
         self._exchange(wire, received, sent, common_nbytes, "back")
 
     def finish(self) -> None:
-        """Change the parameters, and give the memory back."""
+        """Update the parameters, and free the memory."""
         self._wait()
         for start, owned in zip(self._starts, self._by_owner, strict=True):
             for matrix, part in zip(owned, _parts(self._mine[start:], owned, self._team.part), strict=True):
@@ -502,7 +502,7 @@ class Batch:
 
 
 def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor]:
-    """The `part` of each of `matrices`, as they lie one after another in `buffer`."""
+    """The `part` of each of `matrices`, one after another in `buffer` (1-D)."""
     numels = [matrix.spec.shard_numel(part) for matrix in matrices]
     flat = buffer[: sum(numels)].split(numels)
     return [it.view(matrix.spec.shard_shape(part)) for it, matrix in zip(flat, matrices, strict=True)]

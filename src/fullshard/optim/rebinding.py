@@ -1,4 +1,4 @@
-"""Optimizers that were made before their model was sharded: they have parameters that nothing trains any more."""
+"""Rebinding of optimizers that were made before their model was sharded, and hold parameters that nothing trains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["point_to_shards"]
 
 
 def point_to_shards(optimizer: Optimizer) -> None:
-    """Let `optimizer` have, in place of each parameter that was sharded since it was made, the sharded parameter.
+    """Give `optimizer` the sharded parameter in place of each parameter that was sharded since it was made.
 
     Happens by itself before each `step()`.
 

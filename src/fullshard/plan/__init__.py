@@ -1,1 +1,1 @@
-"""What a model takes, known beforehand and measured."""
+"""The memory that a model needs, predicted and measured, and its explanation in words."""

@@ -1,4 +1,4 @@
-"""What was made of a model, in words and numbers: units, parameters, dtypes, placements, padding, bytes, order."""
+"""A sharded model in words and numbers: units, parameters, dtypes, placements, padding, bytes, order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["explain"]
 
 
 def explain(model: nn.Module) -> str:
-    """A text about `model`, which is sharded: what each unit has, how it is cut, and what that costs.
+    """A text about `model`, which is sharded: the parameters of each unit, how they are sharded, and the bytes.
 
     For each unit its parameters by FQN with shape, placement on each mesh axis, how they travel (in place, or packed
     with other small ones) and padding; the dtypes at rest, in compute and on the wire, and in the reduction; bytes on
@@ -73,7 +73,7 @@ def _placed(param: ShardedParam) -> str:
     if param.view.process_groups:  # axes that the units' mesh does not have
         placements = [f"{placed} on {name}" for placed, name in zip(placements, mesh.mesh_dim_names or (), strict=True)]
     local = tuple(param.local.shape)
-    return f"{', '.join(placements)}; here {local}, {'in param_layout' if param.layout.in_place else 'packed'}"
+    return f"{', '.join(placements)}; here {local}, {'in place' if param.layout.in_place else 'packed'}"
 
 
 def _padding(param_group: ParamGroup) -> float:
@@ -94,8 +94,8 @@ def _order(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> Iterator[st
         known = [names.get(runtime.units[n].module, runtime.units[n].name) for n in order]
         yield f"order of {name}: {' > '.join(known) or 'not known yet'}"
     ahead = sorted({unit.options.prefetch_depth for unit in units})
-    told = " or ".join(map(str, ahead))
-    yield f"while a unit computes, the next {told} in this order is gathered, if it is not whole already"
+    depth = " or ".join(map(str, ahead))
+    yield f"while a unit computes, the next {depth} in this order is gathered, if it is not whole already"
 
 
 def _bytes(model: nn.Module) -> Iterator[str]:

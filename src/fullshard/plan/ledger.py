@@ -1,15 +1,15 @@
 """Bytes a rank by state: by formula from shapes and placements, and measured where the engine runs.
 
-By formula, for the units of a model, with N ranks on the shard axis and the layouts of `fullshard.layout.sharding`:
+By formula, for the units of a model, with N ranks on the shard axis and the layouts of `layout/group_layout.py`:
 
-    parameters        what lies in memory between steps: shards, or the whole buffers that are kept
-    gradients         what the optimizer sees: shards, or whole gradients where the optimizer is whole; and the error
+    parameters        memory between steps: shards, or the unsharded buffers that are kept
+    gradients         those that the optimizer sees: shards, or whole ones where the optimizer is whole; and the error
                       feedback of encoded ones
     optimizer state   as many values as the optimizer keeps for each one it updates
-    gathered peak     whole buffers beyond those kept between steps: every unit where whole parameters stay until
-                      backward; else the root and the two neighbours that need most, one computing, one gathered ahead;
-                      and the secondary shards of all units up to these, where groups keep them until backward
-    activations       what forward leaves for backward: counted in a forward without memory, on fake tensors
+    gathered peak     unsharded buffers beyond those kept between steps: of every unit where parameters stay unsharded
+                      until backward; else of the root and the two neighbours that need most, one computing, one
+                      gathered ahead; and the secondary shards of all units up to these, where groups keep them
+    activations       tensors that forward saves for backward: counted in a forward on fake tensors, without memory
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCost:
-    """What an optimizer keeps for each parameter: `values` an element, of the parameter's dtype, and `extra_bytes`.
+    """The state of an optimizer for each parameter: `values` an element, of the parameter's dtype, and `extra_bytes`.
 
     The default is that of Adam and AdamW: two moments, and a step count in float32.
     """
@@ -88,8 +88,8 @@ def predict_ledger(
     Args:
         model: a module with units. Nothing is run, and no values are read.
         strategy: the one to predict for; the model's own, if None. The number of ranks on the shard axis stays.
-        optimizer: what the optimizer keeps; that of AdamW, if None.
-        activations: bytes that forward leaves for backward, such as `predict_activations` tells.
+        optimizer: the optimizer's state for each parameter; that of AdamW, if None.
+        activations: bytes that forward saves for backward, such as those of `predict_activations`.
 
     Raises:
         ConfigError: the model has no units.
@@ -109,7 +109,7 @@ def predict_ledger(
 
 
 def predict_error_feedback(model: nn.Module) -> int:
-    """Bytes, among those of gradients in this rank's ledger, of error feedback of encoded ones.
+    """Bytes of quantisation error feedback, included in the gradients of this rank's ledger.
 
     Raises:
         ConfigError: the model has no units.
@@ -120,7 +120,7 @@ def predict_error_feedback(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _GroupBytes:
-    """What follows from one parameter group's plan, in bytes."""
+    """Bytes of one parameter group's states, which follow from its plan."""
 
     plan: GroupPlan
     is_trained: bool
@@ -131,7 +131,7 @@ class _GroupBytes:
 
     @property
     def gradients(self) -> int:
-        """Of the gradients that the optimizer sees."""
+        """Bytes of the gradients that the optimizer sees, error feedback included."""
         if not self.is_trained:
             return 0
         plan, layout = self.plan, self.plan.layout
@@ -140,7 +140,7 @@ class _GroupBytes:
 
     @property
     def error_feedback(self) -> int:
-        """Of the quantisation error of encoded gradients, see `comm/encoded.py`."""
+        """Bytes of quantisation error feedback, in float32; see `comm/encoded.py`."""
         plan, layout, axes = self.plan, self.plan.layout, self.plan.axes
         wire = plan.contract.reduce_wire
         if wire is None or not codec_named(wire).keeps_error or not self.is_trained:
@@ -160,7 +160,7 @@ class _GroupBytes:
         return 4 * (kept + _feedback_of_wholes(whole, replicas))
 
     def optimizer(self, cost: OptimizerCost) -> int:
-        """Of the optimizer's state on this rank."""
+        """Bytes of the optimizer's state on this rank."""
         if not self.is_trained:
             return 0
         plan, specs = self.plan, [it.spec for it in self.plan.layout.params]
@@ -169,7 +169,7 @@ class _GroupBytes:
 
 
 def _feedback_of_wholes(numels: Sequence[int], world: int) -> int:
-    """Numbers that error feedback keeps of sums that all of `world` ranks have whole."""
+    """Elements of error feedback of tensors of `numels` elements, whose sums all of `world` ranks have whole."""
     parts = [len(owned(numel, world, 0)) for numel in numels]
     return error_feedback_numel(parts, world, whole=True) if world > 1 else 0
 
@@ -232,7 +232,7 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
 
 
 def predict_activations(make_model: Callable[[], nn.Module], forward: Callable[[nn.Module], Tensor]) -> int:
-    """Bytes that one forward leaves for backward: counted on tensors that have shapes but no memory.
+    """Bytes that one forward saves for backward: counted on tensors that have shapes but no memory.
 
     Args:
         make_model: makes the plain module, in the dtype that computes.
@@ -244,7 +244,7 @@ def predict_activations(make_model: Callable[[], nn.Module], forward: Callable[[
 
 
 def live_after(run: Callable[[], Any]) -> tuple[Any, int]:
-    """What `run()` returns, and the bytes of tensors that it made and that are still alive."""
+    """The result of `run()`, and the bytes of tensors that it made and that are still alive."""
     with storage_watch() as watch:
         result = run()
     gc.collect()
@@ -252,14 +252,14 @@ def live_after(run: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def peak_during(run: Callable[[], Any]) -> tuple[Any, int]:
-    """What `run()` returns, and the most bytes of tensors made in it that were alive at once."""
+    """The result of `run()`, and the most bytes of tensors made in it that were alive at once."""
     with storage_watch(every_operation=True) as watch:
         result = run()
     return result, watch.peak_bytes
 
 
 def storage_bytes(tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> int:
-    """Bytes of the memory that `tensors` and `storages` lie in, each stretch of it counted once."""
+    """Bytes of the storages of `tensors` and of `storages`, each counted once."""
     found = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor

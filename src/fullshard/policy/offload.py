@@ -1,4 +1,4 @@
-"""Where shards, their gradients and so the optimizer step live: on the device, or on the CPU."""
+"""Memory of the shards, their gradients and so of the optimizer step: the device's, or the CPU's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks of one unit, as one value that goes from the call down to the unit."""
+"""The options of one unit, as one frozen value that goes from the user's call down to the unit."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["ShardOptions"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOptions:
-    """How one unit is to be sharded.
+    """The options of one unit.
 
     Args:
         placements: where each state lives.
         precision: the dtypes.
         offload: where shards live.
-        reshard_after_forward: whether unsharded parameters are freed between forward and backward; what the placements
+        reshard_after_forward: whether unsharded parameters are freed between forward and backward; as the placements
             say, if None.
-        prefetches_forward: whether the gather of the unit that comes next starts in forward.
-        backward_prefetch: when it starts in backward: "pre", before this unit's backward; "post", after it; "", never.
+        prefetches_forward: whether forward starts the gather of the next unit early.
+        backward_prefetch: when backward does: "pre", before this unit's backward; "post", after it; "", never.
         prefetch_depth: how many units ahead.
-        casts_inputs_at_root: whether the inputs of a root are cast to the param dtype, though those of units are not.
+        casts_inputs_at_root: whether a root casts its inputs to the param dtype, though other units do not.
 
     Raises:
-        ConfigError: an encoding is asked for of what does not travel.
+        ConfigError: an encoding is asked for, but parameters are never gathered.
     """
 
     placements: Placements
@@ -70,17 +70,17 @@ class ShardOptions:
 
     @property
     def offloads(self) -> bool:
-        """Whether shards live on the CPU, wherever compute runs."""
+        """True if shards live on the CPU, wherever compute runs."""
         return isinstance(self.offload, CPUOffloadPolicy)
 
     @property
     def pins_memory(self) -> bool:
-        """Whether shards that live on the CPU are in page-locked memory, where copies to a device are faster so."""
+        """True if shards live in page-locked CPU memory, from where copies to a device are faster."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
 
     @property
     def keeps_unsharded(self) -> bool:
-        """Whether every rank has whole parameters between steps."""
+        """True if every rank keeps unsharded parameters between steps."""
         return self.placements.parameters is Placement.WHOLE
 
 

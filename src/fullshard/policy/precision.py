@@ -1,4 +1,4 @@
-"""Which dtype each number is stored, computed, sent and summed in: one contract a section, printable."""
+"""The dtypes that numbers are stored, computed, sent and summed in: one printable contract a parameter group."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
 ]
 
 GATHER_WIRES = ("int8", "fp8")
-"""How whole parameters may travel, other than as they are computed with."""
+"""Encodings of parameters in a gather, other than the dtype they compute in."""
 
 REDUCE_WIRES = ("bf16", "int8", "int4")
-"""How gradients may travel, other than as they are summed."""
+"""Encodings of gradients in a reduction, other than the dtype they are summed in."""
 
 
 def is_castable(dtype: torch.dtype) -> bool:
-    """Whether a dtype policy concerns what is of `dtype`: floating-point numbers, but for those of 8 bits.
+    """True if a dtype policy casts `dtype`: floating-point numbers, but for those of 8 bits.
 
     The latter are quantised weights, which mean something beside their scale only, as integers do.
     """
@@ -38,9 +38,9 @@ def is_castable(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeContract:
-    """The dtypes of one section: at rest, in compute and in the gather, in the gradient reduction.
+    """The dtypes of one parameter group: at rest, in compute and in the gather, in the gradient reduction.
 
-    Where `gather_wire` or `reduce_wire` names an encoding, that is what travels, and the dtype what comes of it.
+    Where `gather_wire` or `reduce_wire` names an encoding, messages are encoded so, and decoded into the dtype.
     """
 
     stored: torch.dtype
@@ -51,7 +51,7 @@ class DtypeContract:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of the smallest item that lies in any of the section's buffers."""
+        """Bytes of the smallest element in any of the group's buffers."""
         return min(self.stored.itemsize, self.compute.itemsize, self.reduce.itemsize)
 
     def __str__(self) -> str:
@@ -65,24 +65,24 @@ class DtypeContract:
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Which dtype computes, sums gradients and leaves a module. None keeps what is there.
+    """The dtypes of compute, of gradient sums and of a module's outputs. None keeps the dtype that is there.
 
     The parameters that the optimizer updates keep the dtype they came in; gathers already move `param_dtype`. Integers
     and floats of 8 bits, which hold quantised weights, are never cast.
 
-    What is encoded to travel in fewer bits is slower where it is fast to send, and numbers differ from those of full
-    precision: docs/networks.md says by how much. Parameters that compute in float64 are never encoded. Nor is anything
-    with one rank on an axis, or within a group of ranks where states are grouped.
+    Encoding into fewer bits costs time on fast links, and numbers differ from those of full precision: docs/networks.md
+    says by how much. Parameters that compute in float64 are never encoded. Nor is anything with one rank on an axis, or
+    within a group of ranks where states are grouped.
 
     Args:
         param_dtype: of the unsharded floating-point parameters, and so of the gather and of compute.
         reduce_dtype: gradients are summed over the ranks in it; `param_dtype` if None, or float32 with `reduce_wire`.
         output_dtype: floating-point outputs of a unit are cast to it.
         cast_forward_inputs: whether floating-point inputs of a unit are cast to `param_dtype`.
-        gather_wire: "int8" or "fp8": parameters travel as 8 bits each, and every rank computes with what comes of that.
+        gather_wire: "int8" or "fp8": parameters travel as 8 bits each, and every rank computes with the decoded values.
             The optimizer's parameters keep their full precision.
-        reduce_wire: "bf16", "int8" or "int4": gradients travel so, and are summed in float32. With the last two, what a
-            message lacks is added to the next one, for which every rank keeps as much memory as whole gradients take.
+        reduce_wire: "bf16", "int8" or "int4": gradients travel so, and are summed in float32. The last two keep the
+            quantisation error and add it to the next message (error feedback): memory of whole gradients on each rank.
 
     Raises:
         ConfigError: a dtype is not a floating-point one, a wire has another name, or `reduce_wire` is to be summed in
@@ -182,7 +182,7 @@ def _check_wire(policy: MixedPrecision | MixedPrecisionPolicy) -> None:
 
 
 def check_wires(policy: MixedPrecisionPolicy, placements: Placements) -> None:
-    """Refuse an encoding for what does not travel.
+    """Refuse an encoding for parameters that are never gathered.
 
     Raises:
         ConfigError: parameters are never gathered.

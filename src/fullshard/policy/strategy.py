@@ -1,4 +1,4 @@
-"""Where parameters, gradients and optimizer state live: a strategy is a value, and the engine reads only the value.
+"""Placements of parameters, gradients and optimizer state: a strategy is a value, and all that the engine reads.
 
 The algorithms are those of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) and of hybrid sharding (Zhao et al., 2023,
 arXiv:2304.11277).
@@ -15,7 +15,7 @@ __all__ = ["Placement", "Placements", "ShardingStrategy", "resolve_placements"]
 
 
 class Placement(Enum):
-    """What the ranks of the shard axis have of a state."""
+    """The share of a state that each rank of the shard axis has."""
 
     WHOLE = "whole"  # every rank has all of it
     GROUPED = "grouped"  # every group of neighbouring ranks has all of it; a rank has its part of the group's
@@ -29,7 +29,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Placements:
-    """Where each state lives on the shard axis. On a replicate axis, where there is one, every state is whole.
+    """The placement of each state on the shard axis. On a replicate axis, where there is one, every state is whole.
 
     Args:
         parameters: between steps.
@@ -72,7 +72,7 @@ class Placements:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether any state is grouped, so that the shard axis is used in two levels."""
+        """True if any state is grouped, so that the shard axis is used in two levels."""
         return Placement.GROUPED in (self.parameters, self.parameters_in_step, self.gradients)
 
     def without_groups(self, instead: Placement) -> Placements:
@@ -116,7 +116,7 @@ class ShardingStrategy(Enum):
 
     @property
     def placements(self) -> Placements:
-        """Where this strategy keeps each state."""
+        """The placements that this name stands for."""
         return _PLACEMENTS[self.value]
 
 

@@ -1,7 +1,6 @@
-"""The switches of this process, which concern all units and process groups in it.
+"""The switches of this process, each set by a function that users call, for all its units and process groups.
 
-Users turn them by the functions below, and by `set_collective_timeout` of `liveness/watchdog.py`. No other wish
-of theirs is kept outside of modules.
+Every other option belongs to a module.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ __all__ = [
 
 @dataclass
 class Switches:
-    """What is switched on and off at the moment."""
+    """The present setting of each switch."""
 
     compares_ranks: bool = True
     checks_finite: bool = False
@@ -35,7 +34,7 @@ switches = Switches()
 
 
 def compare_ranks(enabled: bool) -> None:
-    """Whether ranks compare what they do, collective by collective (they do).
+    """Switch the comparison of ranks, collective by collective, on or off. Default: on.
 
     Concerns collectives over gloo that start after this call; all ranks must agree on it. Without it, ranks that run
     their units in different orders wait for one another until the process group's time-out.
@@ -44,28 +43,28 @@ def compare_ranks(enabled: bool) -> None:
 
 
 def check_finite_gradients(enabled: bool) -> None:
-    """Whether each backward ends with a check that gradients hold no NaN and no infinity (it does not).
+    """Switch the check of gradients for NaN and infinity at the end of each backward on or off. Default: off.
 
-    Where one does, `backward()` raises `NonFiniteError` on every rank, once gradients are reduced: with the parameters,
-    their units, and the ranks whose own microbatches they come from. All ranks must agree on whether to check.
+    If a gradient holds one, `backward()` raises `NonFiniteError` on every rank, once gradients are reduced. It names
+    the parameters, their units, and the ranks whose microbatches they come from. All ranks must agree on the switch.
 
-    Costs two passes over the gradients, one number to all ranks a backward and, on a GPU, a wait of the host.
+    A check takes two passes over the gradients, an all-reduce of one number and, on a GPU, a wait of the host.
     """
     switches.checks_finite = enabled
 
 
 def share_memory_between_ranks(enabled: bool) -> None:
-    """Whether ranks on one host exchange data through memory that all of them see, instead of by gloo (they do).
+    """Switch the exchange of data through shared memory, between ranks on one host, on or off. Default: on.
 
-    Concerns process groups on CPUs whose first collective comes after this call. A group shares memory if all of its
-    ranks are on one Linux host, and none of them has this switched off, here or by `FULLSHARD_SHARED_MEMORY=0` in the
-    environment. The numbers are the same in any case.
+    Concerns process groups on CPUs whose first collective comes after this call; others use gloo's connections. A group
+    shares memory if all of its ranks are on one Linux host, and none of them has this switched off, here or by
+    `FULLSHARD_SHARED_MEMORY=0` in the environment. The numbers are the same in any case.
     """
     switches.shares_memory_between_ranks = enabled
 
 
 def share_memory_between_units(enabled: bool | None) -> None:
-    """Whether units that are never unsharded at the same time take turns on memory that stays. Unless set: on CPUs.
+    """Switch the sharing of memory, between units that are never unsharded at once, on or off. Default: on for CPUs.
 
     Concerns models whose first forward comes after this call. Without it every unit's memory goes back to the allocator
     when it is resharded. On a CPU that costs page faults in each gather. On a GPU it costs little and leaves the memory
@@ -73,6 +72,6 @@ def share_memory_between_units(enabled: bool | None) -> None:
     unit are at the same addresses from the second step on, as CUDA graphs of parts of a model need.
 
     Args:
-        enabled: None for what is usual on the device.
+        enabled: None for the device's default.
     """
     switches.shares_memory_between_units = enabled

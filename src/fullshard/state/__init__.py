@@ -1,1 +1,1 @@
-"""State dicts of models and optimizers, and whole parameters outside of steps."""
+"""State dicts of models and optimizers, and unsharded parameters outside of steps."""

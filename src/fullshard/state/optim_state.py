@@ -1,6 +1,6 @@
 """State dicts of optimizers: sharded or full, with the FQNs of the user's own module as keys.
 
-`optimizer.state_dict()` numbers its parameters, so it can only be loaded where they come in the same order. Here they
+`optimizer.state_dict()` numbers its parameters, so it can only be loaded if they come in the same order. Here they
 have names, and a full state dict can be loaded at any world size and under any strategy.
 """
 
@@ -94,15 +94,15 @@ def optim_state_dict_to_load(
     *,
     from_first_rank: bool | None = None,
 ) -> StateDict:
-    """What `optim.load_state_dict` takes, from what `optim_state_dict` gave: each rank cuts its own part.
+    """A state dict for `optim.load_state_dict`, from one of `optim_state_dict`: each rank takes its own shards.
 
     Args:
         model: has the parameters that `optim` steps.
-        optim: what to load into; it may divide the parameters into other groups than were saved.
-        optim_state_dict: full or sharded. Not changed, by later steps neither.
+        optim: the optimizer to load into; it may divide the parameters into other groups than were saved.
+        optim_state_dict: full or sharded. Never changed, not even by later steps.
         load_directly: whether to load it as well.
-        from_first_rank: whether only the first rank has `optim_state_dict`, and sends it to the others; what
-            `rank0_only` of `model`'s settings says, if None.
+        from_first_rank: whether only the first rank has `optim_state_dict`, and sends it to the others; as
+            `rank0_only` of `model`'s settings, if None.
 
     Raises:
         ConfigError: a parameter of `optim` is not in `model`, or the state dict is of other parameters than `optim`, or
@@ -158,7 +158,7 @@ def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[s
 
 
 def _mapped(named: StateDict, function: Callable[[Tensor], Any]) -> StateDict:
-    """`named` with `function` applied to every tensor of its state, be it in a list or a dict."""
+    """`named` with `function` applied to every tensor of its state, in lists and dicts too."""
     return {**named, "state": tree_map(lambda it: function(it) if isinstance(it, Tensor) else it, named["state"])}
 
 
@@ -176,7 +176,7 @@ def _gathered(named: StateDict, *, keep: bool, offload: bool) -> StateDict:
 
 
 def _copied(options: Mapping[str, Any]) -> StateDict:
-    """The options of a group; a learning rate that is a tensor, for one, in memory of its own."""
+    """The options of a group, tensors among them (such as a learning rate) in memory of their own."""
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in options.items()}
 
 
@@ -185,7 +185,7 @@ def _copied(options: Mapping[str, Any]) -> StateDict:
 
 @dataclass(frozen=True)
 class _Absent:
-    """A tensor that is still to come."""
+    """The shape and dtype of a tensor that is still to come."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -196,7 +196,7 @@ def _here(value: Any) -> Any:
 
 
 def _sent_by_first(state_dict: StateDict | None, model: nn.Module) -> tuple[StateDict, Callable[[Any], Any]]:
-    """The first rank's `state_dict` on every rank, its tensors still absent; and what fetches each of them, in order.
+    """The first rank's `state_dict` on every rank, its tensors still absent; and a function to fetch each, in order.
 
     So no other rank ever holds more than one of them whole.
     """
@@ -246,7 +246,7 @@ def _check_names(given: StateDict, params: Mapping[str, nn.Parameter]) -> None:
 
 
 def _some(fqns: Sequence[Any]) -> str:
-    """How many they are, and the first of them."""
+    """The number of `fqns`, and the first of them, in words."""
     return f"{len(fqns)} (such as {fqns[0]!r})" if fqns else "no"
 
 
@@ -255,10 +255,10 @@ def _is_scalar(value: Any) -> bool:
 
 
 class StateTemplate:
-    """How `optim` keeps the states of its parameters, which `params` has by FQN.
+    """The form in which `optim` keeps the states of its parameters, which `params` has by FQN.
 
-    As it keeps them now, if it has stepped. Else as it will: optimizers make states out of parameters, so they are
-    `DTensor`s too, sharded alike if they have the parameter's shape, whole otherwise. Counters they make of nothing.
+    The present form, if it has stepped. Else the form to come: optimizers make states like their parameters, so they
+    are `DTensor`s too, sharded alike if they have the parameter's shape, whole otherwise. Counters are plain tensors.
     """
 
     def __init__(self, optim: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> None:
@@ -272,11 +272,11 @@ class StateTemplate:
         return self._params.keys()
 
     def note_counters(self, scalars: Iterable[tuple[str, str]]) -> None:
-        """Learn from the FQNs and names of states without dimensions which of them count, as steps do."""
+        """Learn from the FQNs and names of 0-dim states which of them are counters, such as step counts."""
         self._counters |= {name for fqn, name in scalars if self._params[fqn].shape}
 
     def present(self, fqn: str, name: str) -> Tensor | None:
-        """The state as the optimizer has it now, if it is a tensor."""
+        """The optimizer's present state, if it is a tensor."""
         found = self._optim.state.get(self._params[fqn], {}).get(name)
         return found if isinstance(found, Tensor) else None
 
@@ -295,9 +295,9 @@ class StateTemplate:
             return full_copy(value) if isinstance(value, DTensor) else value.clone()
         return _distributed(value, like.device_mesh, _placements(like, value.shape), like.to_local().device)
 
-    def room(self, fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Where the state `name` of the parameter `fqn` belongs: the optimizer's own tensor if it has one like that,
-        else one that is placed as it will be, and has no values yet.
+    def destination(self, fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The tensor to load the state `name` of the parameter `fqn` into: the optimizer's own if it has one like that,
+        else a new one, placed as the state will be, with undefined contents.
         """
         like = self._like(fqn, name)
         if not isinstance(like, DTensor):
@@ -311,7 +311,7 @@ class StateTemplate:
         return make_dtensor(local, like.device_mesh, placements, tuple(shape))
 
     def numbered(self, named: StateDict) -> StateDict:
-        """What `optim.load_state_dict` takes, of a state dict with FQNs whose states are placed already."""
+        """A state dict for `optim.load_state_dict`, from one with FQNs whose states are placed already."""
         numbers = {fqn: number for number, fqn in enumerate(self._params)}
         state = {numbers[fqn]: values for fqn, values in named["state"].items()}
         return {"state": state, "param_groups": _groups(self._optim, named["param_groups"], list(self._params))}
@@ -325,13 +325,13 @@ class StateTemplate:
 
 
 def _placements(like: DTensor, shape: tuple[int, ...]) -> tuple[Placement, ...]:
-    """How a state of `shape` is placed beside `like`."""
+    """The placements of a state of `shape` that belongs to `like`: the same for the same shape, else replicated."""
     parts = like.shape == shape
     return tuple(it if parts and not it.is_partial() else Replicate() for it in like.placements)
 
 
 def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], device: torch.device) -> DTensor:
-    """`value`, whole or sharded in any way, placed so. Nothing is sent unless it is sharded in another way."""
+    """`value`, whole or sharded in any way, with these placements. Nothing is sent unless it is sharded otherwise."""
     if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (mesh, placements):
         local = value.to_local()
     else:
@@ -342,7 +342,7 @@ def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
 
 
 def _groups(optim: torch.optim.Optimizer, saved: list[StateDict], fqns: list[str]) -> list[StateDict]:
-    """The options of each group of `optim` as they were saved for its first parameter."""
+    """The groups of `optim`, each with the options that were saved for its first parameter."""
     return list(_each_group(optim, saved, iter(fqns)))
 
 

@@ -1,7 +1,7 @@
 """State dicts of sharded modules: sharded or full, always with the FQNs of the user's own module.
 
 Loading takes either form, for every module that has units: a plain tensor is the whole parameter, from which each rank
-takes its own part, without communication.
+takes its own shard, without communication.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ __all__ = [
 
 
 class StateDictType(Enum):
-    """What `state_dict()` of a `FullyShardedDataParallel` module holds."""
+    """The kinds of state dicts of a `FullyShardedDataParallel` module."""
 
     FULL_STATE_DICT = "full"  # whole tensors
     LOCAL_STATE_DICT = "local"  # not supported: it would hold flattened shards, which do not exist here
@@ -121,7 +121,7 @@ _settings: WeakKeyDictionary[nn.Module, StateDictSettings] = WeakKeyDictionary()
 
 
 def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-    """The settings of `module`: what was set, or full state dicts on every rank."""
+    """The settings of `module`; unless set, full state dicts on every rank."""
     return _settings.get(module) or StateDictSettings()
 
 
@@ -131,7 +131,7 @@ def set_state_dict_type(
     state_dict_config: StateDictConfig | None = None,
     optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set the kind of state dicts of `module` and of every module below; the settings that `module` had.
+    """Set the kind of state dicts of `module` and of every module below; returns the settings that `module` had.
 
     Raises:
         ConfigError: the kind is not supported, or a config belongs to another kind.
@@ -175,7 +175,7 @@ def state_dict_type(
 
 
 def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: str, settings: StateDictSettings) -> None:
-    """Turn the entries of `state` under `prefix` into what `settings` ask for: a collective, if full tensors.
+    """Turn the entries of `state` under `prefix` into the form that `settings` ask for: a collective, if full tensors.
 
     A full state dict is a snapshot: buffers, and parameters that no unit has, are copied too.
     """
@@ -195,12 +195,12 @@ def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: st
 
 
 def _memory(tensor: Tensor) -> int | None:
-    """Where the values of a plain tensor begin to lie."""
+    """The address of a plain tensor's storage."""
     return None if isinstance(tensor, DTensor) else tensor.untyped_storage().data_ptr()
 
 
 def is_first_rank(module: nn.Module) -> bool:
-    """Whether this is the first of the ranks that `module` is sharded over: the one that `rank0_only` means."""
+    """True on the first of the ranks that `module` is sharded over: the one that `rank0_only` means."""
     return all(dist.get_rank(group) == 0 for group in groups_of(module))
 
 
@@ -210,7 +210,7 @@ def groups_of(module: nn.Module) -> list[dist.ProcessGroup | None]:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device that `module` computes on, on which its groups carry messages."""
+    """The device that `module` computes on, and its groups send from."""
     units = units_in(module)
     return units[0].device if units else torch.device("cpu")
 
@@ -219,14 +219,14 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 class _Hooks:
-    """What happens around a state dict of the modules of one unit: of all of it, or of one module in it."""
+    """Hooks around state dicts of the modules of one unit: of all of it, or of one module in it."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._outermost: nn.Module | None = None  # whose loading takes the others in
+        self._outermost: nn.Module | None = None  # the module whose loading includes the others'
 
     def before(self, module: nn.Module, *_: Any) -> None:
-        """Have the shards in the modules, in their own dtype."""
+        """Put the shards, in their own dtype, into the modules."""
         if is_in_use(self._unit):
             raise StateError(
                 f"state dict within a forward or backward of {self._unit.name or 'the root'}: its parameters are "
@@ -245,7 +245,7 @@ class _Hooks:
         unexpected: list[str],
         errors: list[str],
     ) -> None:
-        """Cut whole tensors, so that what `module` takes is this rank's part."""
+        """Shard whole tensors, so that `module` loads this rank's shards."""
         self.before(module)
         self._outermost = self._outermost or module
         for name, param in module._parameters.items():
@@ -264,7 +264,7 @@ class _Hooks:
                 state[prefix + name] = shard_of(value, managed.unit, managed.param)
 
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
-        """Let the unit have what was assigned, and name what did not fit as the user does."""
+        """Let the unit adopt assigned tensors, and give keys that did not fit the user's names."""
         for keys in incompatible:
             keys[:] = [clean_fqn(key) for key in keys]
         if module is self._outermost:
@@ -274,9 +274,7 @@ class _Hooks:
 
 
 def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
-    """Let `state_dict()` of `modules`, which belong to `turn`'s unit, tell shards at any moment, and loading take whole
-    tensors.
-    """
+    """Let `state_dict()` of `modules`, all of `unit`, give shards at any moment, and loading take whole tensors."""
     hooks = _Hooks(unit)
     for module in set(modules):
         module.register_state_dict_pre_hook(hooks.before)
@@ -285,7 +283,7 @@ def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
 
 
 def shard_of(value: Tensor, unit: Unit, sharded: ShardedParam) -> Tensor:
-    """`value`, a whole parameter or a `DTensor`, as this rank's shard of `sharded`, on the device where it rests."""
+    """`value`, a whole parameter or a `DTensor`, as this rank's shard of `sharded`, on the shard's device."""
     target = sharded.dtensor
     device = unit.shard_device if sharded.local.is_meta else sharded.local.device
     if isinstance(value, DTensor):

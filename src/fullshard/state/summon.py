@@ -1,4 +1,4 @@
-"""Whole parameters for the user: to look at, to initialise, to change."""
+"""Unsharded parameters for the user: to look at, to initialise, to change."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["summon_full_params"]
 
 @dataclass(frozen=True)
 class _Wish:
-    """What the user asked for."""
+    """The options of the user's call."""
 
     writeback: bool
     offload: bool
     with_grads: bool
-    shows: bool  # whether this rank's modules have the whole parameters
+    shows: bool  # this rank's modules get the unsharded parameters
 
 
 @contextmanager
@@ -41,19 +41,19 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """A context in which the parameters of `module` are whole plain tensors, in the dtype they are stored in.
+    """A context in which the parameters of `module` are unsharded plain tensors, in the dtype they are stored in.
 
-    Every rank must enter. Parameters that are whole already, by a context further out, stay as they are. Not for use
-    within forward or backward, and neither can start within it: a change takes effect when the context ends, by an
-    exception too.
+    Every rank must enter. Parameters that a context further out has unsharded stay as they are. Not for use within
+    forward or backward, and neither can start within it: changes take effect when the context ends, even by an
+    exception.
 
     Args:
         module: a unit, or a module with units in it.
         recurse: whether the units below `module` are meant too, or only its own.
-        writeback: whether what is changed in them is kept; each rank keeps its own part.
+        writeback: whether changes to the parameters are kept; each rank keeps those of its own shard.
         rank0_only: other ranks keep their shards, and need no memory. Not with `writeback`.
-        offload_to_cpu: whether whole parameters are moved to the CPU.
-        with_grads: whether their gradients are whole too. Changes to gradients are kept with `writeback`.
+        offload_to_cpu: whether unsharded parameters are moved to the CPU.
+        with_grads: whether gradients are unsharded too. Changes to gradients are kept with `writeback`.
 
     Raises:
         ConfigError: `rank0_only` together with `writeback`.
@@ -77,14 +77,14 @@ def summon_full_params(
     with ExitStack() as stack:
         for unit in units:
             if not unit.state.is_summoned:
-                stack.enter_context(_whole(unit, wish))
+                stack.enter_context(_unsharded(unit, wish))
         yield
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    """The turns of the units that have parameters of `module`, or of the one unit that it is or only wraps.
+    """The units that have parameters of `module`; without `recurse`, the one unit that it is or only wraps.
 
-    Those of tied weights, and of a module that is a part of a unit, are found elsewhere than in `module`.
+    The units of tied weights, and of a module that is a part of a unit, are found elsewhere than in `module`.
     """
     inner = unwrapped(module)
     found = units_in(module) if recurse else units_in(inner)[:1] if is_unit(inner) else []
@@ -95,7 +95,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
 
 
 @contextmanager
-def _whole(unit: Unit, wish: _Wish) -> Iterator[None]:
+def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
     unit.reshard()
     device = torch.device("cpu") if wish.offload else unit.device
     found = ((param, _summoned(param, device, unit.device, wish)) for param in unit.params)
@@ -116,7 +116,7 @@ def _whole(unit: Unit, wish: _Wish) -> Iterator[None]:
 
 
 def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wish: _Wish) -> nn.Parameter | None:
-    """The parameter whole, in memory of its own on `device`; None on a rank that only helps others to have it."""
+    """The unsharded parameter, in memory of its own on `device`; None on a rank that only takes part in the gather."""
     value = _gathered(param, param.local, wire)
     grad = _gathered(param, param.grad, wire) if wish.with_grads and param.grad is not None else None
     if not wish.shows:

@@ -1,1 +1,1 @@
-"""What is recorded of a run, and the one recorder."""
+"""The record of a run, the one recorder, and the process's context."""

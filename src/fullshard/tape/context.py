@@ -1,9 +1,9 @@
-"""What this process keeps for its default process group, and drops with it.
+"""Values that this process keeps for its default process group, and drops with it.
 
     _meshes: Kept[Key, DeviceMesh] = Kept("default meshes")
 
 Groups, connections and memory that belong to a default process group must not be found again when another one has been
-made in its place: they would leak, and a group of the old world is of no use in the new one.
+made: they would leak, and a group of the old world is of no use in the new one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Kept(Generic[K, V]):
     """Values by key, each made once in the life of a default process group.
 
     Args:
-        what: of what, in words.
+        what: a name for the kind of value, in words.
         close: called with each value that is dropped.
     """
 
@@ -41,7 +41,7 @@ class Kept(Generic[K, V]):
         return len(self._values)
 
     def get_or_make(self, key: K, make: Callable[[], V]) -> V:
-        """What is kept for `key`, made by `make()` when it is first asked for."""
+        """The value for `key`, made by `make()` when it is first asked for."""
         drop_if_stale()
         of_world = dist.group.WORLD, key
         if of_world not in self._values:
@@ -54,12 +54,12 @@ class Kept(Generic[K, V]):
         self._values.clear()
         if self._close is not None:
             for value in values:
-                with suppress(Exception):  # what belonged to a group that is gone may not be there to be closed
+                with suppress(Exception):  # the group that it belonged to is gone, and it may be too
                     self._close(value)
 
 
 def drop_if_stale() -> None:
-    """Drop all that is kept, if it belongs to a default process group that is no longer the default one."""
+    """Drop every kept value if its default process group is no longer the default one."""
     global _group
     if dist.group.WORLD is not _group:
         for one in _all:
@@ -68,5 +68,5 @@ def drop_if_stale() -> None:
 
 
 def kept() -> dict[str, int]:
-    """How many things of each kind this process keeps for its default process group."""
+    """The number of values of each kind that this process keeps for its default process group."""
     return {one.what: len(one) for one in _all}

@@ -20,7 +20,7 @@ __all__ = ["Event", "Origin", "Phase", "Recorder", "active_recorder", "recording
 
 
 class Phase(Enum):
-    """What a unit is being used for."""
+    """The phases of a step in which a unit is used."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -34,7 +34,7 @@ class Phase(Enum):
 class Origin:
     """On whose behalf something happens: a unit (by FQN; the root's is empty), its phase, and the microbatch.
 
-    Microbatches of a step count from 1 on; 0 is before the first. `note` says what is not as usual.
+    Microbatches of a step count from 1 on; 0 is before the first. `note` says what is unusual about it.
     """
 
     unit: str
@@ -47,7 +47,7 @@ class Origin:
 class Event:
     """One thing the engine did.
 
-    `name` is a collective of tensors (one of `COLLECTIVES`) or of objects, "allocate" or "free" of a unit's unsharded
+        `name` is a collective of tensors (one of `COLLECTIVES`) or of objects, "allocate" or "free" of a unit's unsharded
     storage, or "orthogonalise" of a matrix. `sent_bytes` counts what this rank sends in `messages` to the others of
     `ranks`; through shared memory too, where a message says what was published for the other to read. `nbytes` are
     those of the storage or the matrix. Times are seconds of `time.perf_counter`; `end` is None while it is under way.
@@ -101,7 +101,7 @@ class Recorder:
         return sum(event.sent_bytes for event in self.collectives(name))
 
     def gathered_peak_bytes(self) -> int:
-        """The most bytes of whole parameters that were held at once, beyond what is whole between steps."""
+        """The most bytes of unsharded parameters at once, beyond those kept unsharded between steps."""
         held = peak = 0
         for event in self.events:
             held += {"allocate": event.nbytes, "free": -event.nbytes}.get(event.name, 0)
@@ -113,7 +113,7 @@ _active: Recorder | None = None  # not a context variable: backward may run on a
 
 
 def active_recorder() -> Recorder | None:
-    """The recorder that the engine tells what it does, if there is one."""
+    """The recorder that the engine records to, if there is one."""
     return _active
 
 

@@ -1,4 +1,4 @@
-"""Tools for testing distributed code on one machine: run a function on several ranks, compare what came back.
+"""Tools for testing distributed code on one machine: run a function on several ranks, and compare the results.
 
     from fullshard.testing import assert_same, run_ranks
 

@@ -1,4 +1,4 @@
-"""Run a function on several ranks of this machine: every other tool for testing stands on it."""
+"""Run a function on several ranks of this machine: the base of all other tools for testing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _TRACE_S = 2.0  # after a time-out, how long the ranks have to write down where 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank failed: what it raised, or how its process ended."""
+    """The failure of one rank: the exception that it raised, or the end of its process."""
 
     rank: int
     kind: str  # full name of the exception, such as "fullshard.errors.ConfigError"; "exit" if the process just ended
@@ -55,13 +55,13 @@ class RankFailure:
     traceback: str
 
 
-_Report = bytes | RankFailure  # what a rank returned, dumped; or how it failed
+_Report = bytes | RankFailure  # a rank's result, dumped; or its failure
 
 
 class RanksFailed(FullshardError):  # noqa: N818  # says what happened, as torch's ProcessRaisedException does
     """At least one rank raised, died or did not end in time; the message holds every traceback there is.
 
-    `failures` has what each failing rank reported, by rank, the likely cause first; `running` the ranks that had not
+    `failures` has the report of each failing rank, by rank, the likely cause first; `running` the ranks that had not
     ended and were stopped.
     """
 
@@ -74,7 +74,7 @@ class RanksFailed(FullshardError):  # noqa: N818  # says what happened, as torch
 def run_ranks(
     world: int, function: Callable[..., T], *args: Any, timeout: float = 60.0, backend: str = "gloo"
 ) -> list[T]:
-    """What `function(*args)` returned on each of `world` ranks, in rank order.
+    """The results of `function(*args)` on each of `world` ranks, in rank order.
 
     The ranks are fresh processes of this machine with an initialized default process group and one torch thread each.
     They have the environment variables and warning filters of the caller at this moment, along with torchrun's RANK,
@@ -82,7 +82,7 @@ def run_ranks(
 
     Arguments and results travel by value. Tensors come back on the CPU; a DTensor belongs to its ranks and cannot come
     back: return `.to_local()` or `.full_tensor()`. Numbers may depend on the number of threads, so run the plain
-    reference by `run_ranks(1, ...)` as well where bits are compared.
+    reference by `run_ranks(1, ...)` as well if bits are compared.
 
     Raises `RanksFailed` if a rank raises or dies (the others are stopped), and after `timeout` seconds (the message
     says where each unfinished rank was).
@@ -107,7 +107,7 @@ class Ranks:
         self._traces: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., T], *args: Any) -> list[T]:
-        """What `run_ranks` returns, or raises."""
+        """Call `function` as `run_ranks` does, with the same results and errors."""
         job = _Job.make(self._world, function, args, self._timeout, self._backend)
         try:
             if self._ranks:
@@ -152,7 +152,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class _Job:
-    """What all ranks are told."""
+    """A call that all ranks make, in the form sent to them."""
 
     world: int
     backend: str
@@ -173,8 +173,8 @@ class _Job:
 
 
 def _store(timeout: float) -> dist.TCPStore:
-    """Where the ranks find each other. It lives with the caller: its port is the system's choice at the moment of
-    listening, so nobody can take it in between, and no rank that ends early takes the store with it.
+    """The store in which ranks find each other. It lives with the caller: its port is the system's choice at the moment
+    of listening, so nobody can take it in between, and no rank that ends early takes the store with it.
 
     The socket is ours, of IPv4 alone: left to itself the store listens on IPv6 too, sees each rank come from
     ::ffff:127.0.0.1 and asks the name server who that is, which takes 5 s whenever the answer is lost.
@@ -208,7 +208,7 @@ class _Rank:
         return cls(rank, process, ours, trace)
 
     def call(self, job: _Job) -> None:
-        """Have it do another job; one whose process is gone is found when it should report."""
+        """Send it another job. A process that is gone is noticed when it should report."""
         with suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(job)
 
@@ -222,7 +222,7 @@ class _Rank:
         return report
 
     def end(self) -> None:
-        """Stop the process, whatever it does; what it had to say has been received."""
+        """Stop the process, whatever it does; its report has been received."""
         self.process.kill()
         self.process.join()
         self.process.close()
@@ -230,7 +230,7 @@ class _Rank:
 
 
 def _collect(ranks: Sequence[_Rank], timeout: float) -> dict[int, _Report]:
-    """The reports by rank, as they came in, until all are here, the time is up, or a failure is old enough to tell."""
+    """The reports by rank, in order of arrival, until all are here, the time is up, or a failure has had its grace."""
     waiting = {rank.connection: rank for rank in ranks}
     reports: dict[int, _Report] = {}
     deadline = time.monotonic() + timeout
@@ -249,8 +249,8 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> dict[int, _Report]:
 
 
 def _failures(reports: Mapping[int, _Report]) -> dict[int, RankFailure]:
-    """The failures, what is likely the cause first: a process that died breaks its peers' connections, and a peer may
-    tell of that before the death itself is seen here. Otherwise the first to come in.
+    """The failures, the likely cause first: a process that died breaks its peers' connections, and a peer may report
+    that before the death itself is seen here. Otherwise in order of arrival.
     """
     failures = [report for report in reports.values() if isinstance(report, RankFailure)]
     return {it.rank: it for it in sorted(failures, key=lambda it: it.kind != "exit")}
@@ -273,7 +273,7 @@ def _raise_on_failure(ranks: Sequence[_Rank], reports: Mapping[int, _Report], ti
 
 
 def _stacks(ranks: Sequence[_Rank]) -> dict[int, str]:
-    """Where the threads of each rank are now, by rank."""
+    """The present stacks of each rank's threads, by rank."""
     for rank in ranks:
         if rank.process.pid is not None:
             with suppress(ProcessLookupError):
@@ -310,8 +310,8 @@ def _exit_reason(code: int | None) -> str:
 
 def _rank_main(job: _Job, rank: int, port: int, trace: Path, connection: Connection) -> None:
     """The life of one rank: do each job and report, until the caller ends it."""
-    # What the fork server has imported stays: a collection need not look at it, which takes a fifth of a second each
-    # time and copies the pages it is on.
+    # The fork server's imports stay: a collection need not look at them, which takes a fifth of a second each time and
+    # copies their pages.
     gc.freeze()
     with trace.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

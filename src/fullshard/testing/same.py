@@ -1,4 +1,4 @@
-"""Whether two nestings of tensors are the same, bit for bit, and where they are not."""
+"""Comparison of two nestings of tensors, bit for bit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["assert_same", "differing", "gaps"]
 
 
 def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
-    """Nothing, if both are the same nesting of dicts, lists and tuples with the same tensors, bit for bit.
+    """Raise unless both are the same nesting of dicts, lists and tuples with the same tensors, bit for bit.
 
-    Otherwise raises `AssertionError`, which names the first place where they differ and, for tensors, how many
-    elements differ and by how much at most. Tensors must agree in dtype, shape and bits (`-0.0` is not `0.0`, and a
-    NaN is the same NaN), not in device, strides or `requires_grad`. Other values must be equal.
+    The `AssertionError` names the first place where they differ and, for tensors, how many elements differ and by how
+    much at most. Tensors must agree in dtype, shape and bits (`-0.0` is not `0.0`, and a NaN is the same NaN), not in
+    device, strides or `requires_grad`. Other values must be equal.
     """
     if isinstance(expected, Tensor):
         _assert_same_tensor(actual, expected, name or "the tensor")
@@ -60,7 +60,7 @@ def _assert_same_tensor(actual: Any, expected: Tensor, name: str) -> None:
 
 
 def differing(ours: Tensor, theirs: Tensor) -> Tensor:
-    """Which elements differ in any bit: the one comparison that tells -0.0 from 0.0 and equates NaNs."""
+    """A mask of the elements that differ in any bit: -0.0 is not 0.0, and a NaN is the same NaN."""
     return (_bytes(ours) != _bytes(theirs)).any(dim=-1).reshape(ours.shape)
 
 
@@ -69,7 +69,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def gaps(ours: Tensor, theirs: Tensor, differs: Tensor) -> Tensor:
-    """By how much elements differ, in float64: infinite where one of the two is not a number."""
+    """Absolute differences of the elements that differ, in float64: infinite where one of two is not a number."""
     wide = torch.complex128 if ours.is_complex() else torch.float64
     return (ours.to(wide) - theirs.to(wide)).abs().where(differs, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
 

@@ -1,4 +1,4 @@
-"""Bytes a rank by state: what was measured, what the formula says, and what `ddp` would need."""
+"""Bytes a rank by state: measured, by formula, and as `ddp` would need them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["RunLedgers", "bytes_table", "in_bytes"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunLedgers:
-    """The memory of one rank, seen in three ways."""
+    """The memory of one rank: measured, by formula, and by formula under `ddp`."""
 
     measured: Ledger
     formula: Ledger

@@ -1,4 +1,4 @@
-"""Everything that can be wrong with a run, found before any process group starts.
+"""Checks of a run before any process group starts.
 
 Each check raises `ConfigError` with one line: what was asked, what was found, what to do. All ranks come to the same
 answer, since they look at the same settings and files.
@@ -33,10 +33,10 @@ STRATEGIES = tuple(strategy.value for strategy in ShardingStrategy)
 
 
 def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
-    """The text that the run reads, once all is known to be sound for `world` ranks on `machines` machines.
+    """Check all settings for `world` ranks on `machines` machines; the text that the run reads.
 
     Raises:
-        ConfigError: at the first thing that is not.
+        ConfigError: at the first one that is not sound.
     """
     _check_parallelism(settings.parallelism, world, machines)
     _check_optimization(settings.optimization, world)
@@ -52,7 +52,7 @@ def check(settings: TrainSettings, world: int, machines: int = 1) -> TextSource:
 
 
 def check_ranks(asked: int | None, world: int) -> None:
-    """Refuse a `--ranks` that is not what torchrun has started."""
+    """Refuse a `--ranks` other than the number that torchrun has started."""
     if asked is not None and asked != world:
         raise ConfigError(f"--ranks {asked}: torchrun has started {world} ranks. Leave --ranks out under torchrun.")
 

@@ -23,7 +23,7 @@ from fullshard.train.stopping import PREEMPTED
 
 __all__ = ["run"]
 
-PATIENCE_S = 600  # how long ranks that were asked to stop may take to save
+PATIENCE_S = 600  # seconds for ranks that were asked to stop to save
 
 
 def run(argv: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""What the model has learned: bits per byte on held-back text, and text of its own."""
+"""Evaluation of the model: bits per byte on held-back text, and samples of its own."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def validation_loss(model: nn.Module, text: Text, settings: TrainSettings, rank:
 
 
 def sample(model: nn.Module, settings: TrainSettings, device: torch.device, seed: int) -> bytes:
-    """`sample_bytes` bytes that the model continues the prompt with.
+    """The model's continuation of the prompt, `sample_bytes` bytes long.
 
     Every rank calls it and draws the same bytes, since all see the same scores and draw from the same seed; the number
     of forwards is fixed, so ranks stay together even where their arithmetic differs.

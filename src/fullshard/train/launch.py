@@ -34,7 +34,7 @@ def launch(module: str, argv: Sequence[str], ranks: int, *, patience_s: int = 5)
         max_restarts=0,
         shutdown_timeout=patience_s,
     )
-    # The launcher logs every failing rank at length; a rank has already said what went wrong.
+    # The launcher logs every failing rank at length; the rank has already reported its error.
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""One training run, told from the first weights to the last."""
+"""One training run, from the first weights to the last."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """What one step leaves to know; no device has been waited for yet."""
+    """The numbers of one step, still on the device: nothing has waited for it yet."""
 
     losses: Tensor  # of this rank's rows in nats a byte, shape (accumulate, rows a rank)
     gradient_norm: Tensor
@@ -82,7 +82,7 @@ def train(settings: TrainSettings, source: TextSource, rank: Rank) -> int:
 class Trainer:
     """A run under way on this rank."""
 
-    settings: TrainSettings  # resolved: nothing that matters is left out
+    settings: TrainSettings  # resolved: see `resolved`
     rank: Rank
     text: Text
     model: ShardedGPT
@@ -97,7 +97,7 @@ class Trainer:
         self.optimizer = optimizer_of(self.model, self.settings.optimization)
 
     def run(self, stop: StopRequest | None) -> int:
-        """All steps that are not done yet, with what is due between them, then the end; the exit code."""
+        """All remaining steps, with saves, reports and evaluations between them, then the end; the exit code."""
         done = self.begin()
         for step in range(done + 1, self.settings.optimization.steps + 1):
             if stop is not None:
@@ -148,7 +148,7 @@ class Trainer:
         return losses.detach()
 
     def begin(self) -> int:
-        """Leave the settings behind, the header of the metrics, and a heading on the screen; the steps done already."""
+        """Write the settings and the header of the metrics, and show a heading; the steps done already."""
         heading = Heading(
             strategy=self.settings.parallelism.strategy,
             ranks=self.rank.world,
@@ -169,9 +169,7 @@ class Trainer:
         return 0 if resume in (None, AUTO) else self.load(Path(resume)).step or 0
 
     def restored(self) -> Restored | None:
-        """What the newest of its safety copies and checkpoints tells of this run, once that is loaded; None if it has
-        none.
-        """
+        """Load the newest of this run's safety copies and checkpoints; its data, or None if there is none."""
         newest = latest(self.folder.checkpoints)
         saved = agreed(-1 if newest is None else step_of(newest) or 0, self.rank)
         copy = None if self.copies is None else self.copies.newest()
@@ -183,7 +181,7 @@ class Trainer:
         return None if saved < 0 else self.load(self.folder.checkpoints)
 
     def go_on(self, restored: Restored) -> int:
-        """Be where the run in this folder was at what has been loaded; the steps done by then."""
+        """Put the run's folder back to the loaded checkpoint; the steps done by then."""
         was = restored.extra
         if was["training_bytes"] != self.text.training_bytes:
             raise ConfigError(
@@ -198,7 +196,7 @@ class Trainer:
         return restored.step or 0
 
     def load(self, source: Path) -> Restored:
-        """Take over what a checkpoint holds."""
+        """Load a checkpoint into model and optimizer."""
         with self.display.watching("loading a checkpoint") as progress:
             restored = load(source, model=self.model, optimizer=self.optimizer, progress=progress)
         steps = self.settings.optimization.steps
@@ -211,10 +209,10 @@ class Trainer:
         return restored
 
     def save_if_due(self, step: int, *, stops: bool) -> None:
-        """A checkpoint where one is due: every so many steps, after the last one, and before the run is stopped; else
-        a safety copy, where one is.
+        """Save a checkpoint if one is due: every so many steps, after the last one, and before the run is stopped; else
+        a safety copy, if one is due.
 
-        Both are written behind the steps that follow. If one could not be written, the run goes on and says so.
+        Both are written during the steps that follow. If one cannot be written, the run goes on and says so.
         """
         settings = self.settings.checkpoints
         due = is_due(step, settings.checkpoint_every, self.settings.optimization.steps)
@@ -232,14 +230,14 @@ class Trainer:
             self.copy(step, self.copies)
 
     def copy(self, step: int, copies: SafetyCopies) -> None:
-        """A safety copy, behind the steps that follow. If one fails, the run goes on and says so."""
+        """Save a safety copy, during the steps that follow. If it fails, the run goes on and says so."""
         try:
             copies.save(model=self.model, optimizer=self.optimizer, step=step, extra=self.where_it_is())
         except CheckpointError as error:
             self.display.show_problem(str(error))
 
     def where_it_is(self) -> dict[str, Any]:
-        """What a run that goes on has to know beside the state of its model."""
+        """The state of a run beside that of its model, for a run that goes on."""
         return {
             "sizes": self.folder.sizes(),
             "seconds": self.stopwatch.total_s,
@@ -247,7 +245,7 @@ class Trainer:
         }
 
     def settle(self) -> None:
-        """Wait for what is being written, and say if it could not be."""
+        """Wait for the save under way, and show its error if it failed."""
         for waiting in (self.pending, self.copies):
             try:
                 if waiting is not None:
@@ -267,7 +265,7 @@ class Trainer:
         return PREEMPTED
 
     def measure_memory(self) -> None:
-        """Learn what a rank holds; possible once the optimizer has its state."""
+        """Measure the memory of a rank; possible once the optimizer has its state."""
         self.ledgers = ledgers_of_run(self.model, self.optimizer, self.settings, self.rank)
         self.display.remember_memory(self.ledgers)
 
@@ -321,7 +319,7 @@ class Trainer:
         return content
 
     def finish(self) -> None:
-        """The last validation and sample, the weights, and what it all came to."""
+        """The last validation and sample, the weights, and the result."""
         steps = self.settings.optimization.steps
         bits_per_byte = self.validate(steps)
         content = self.write_sample(steps)
@@ -362,7 +360,7 @@ class Trainer:
 
 
 def resolved(settings: TrainSettings, rank: Rank) -> TrainSettings:
-    """The settings with what was left out and depends on the ranks or the size filled in: what is recorded and used."""
+    """The settings with defaults that depend on the ranks or the size filled in, as they are used and recorded."""
     optimization, parallelism = settings.optimization, settings.parallelism
     return replace(
         settings,
@@ -418,12 +416,12 @@ def mean_in_row_order(losses: Tensor, sequences: int, rank: Rank) -> float:
 
 
 def is_due(step: int, every: int, last: int | None = None) -> bool:
-    """Whether something that happens at every `every`-th step (0 for never), and at the last, happens at this one."""
+    """True at every `every`-th step (0 for never), and at the last."""
     return step == last or (every > 0 and step % every == 0)
 
 
 def header_of(settings: TrainSettings, heading: Heading) -> dict[str, Any]:
-    """The first line of the metrics: what ran, on what, with which versions."""
+    """The first line of the metrics: settings, machine and versions."""
     return {
         "settings": settings.as_options(),
         "versions": versions(),

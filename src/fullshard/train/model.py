@@ -1,8 +1,8 @@
-"""A byte-level GPT in plain PyTorch: what the trainer trains, and an example of a model that shards well.
+"""A byte-level GPT in plain PyTorch: the trainer's model, and an example of one that shards well.
 
-It is chosen for what it learns in a few minutes on a CPU: normalized queries and keys (Henry et al., 2020,
+It learns much in a few minutes on a CPU: normalized queries and keys (Henry et al., 2020,
 arXiv:2010.04245), rotary positions (Su et al., 2021, arXiv:2104.09864), and an embedding that also looks up the
-hashed last bytes, which tells the first block what came just before for almost no work (Pagnoni et al., 2024,
+hashed last bytes, which shows the first block the bytes just before for almost no work (Pagnoni et al., 2024,
 arXiv:2412.09871).
 """
 
@@ -77,7 +77,7 @@ class GPT(nn.Module):
 
     Args:
         shape: its dimensions.
-        checkpoint_blocks: keep only what enters a block for backward, and compute the rest again there.
+        checkpoint_blocks: keep only a block's inputs for backward, and recompute the rest there.
     """
 
     def __init__(self, shape: Shape, *, checkpoint_blocks: bool = False) -> None:
@@ -125,7 +125,7 @@ class ByteEmbedding(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block: attention, then an MLP, each added to what came in. One unit of sharding."""
+    """One transformer block: attention, then an MLP, each added to its input. One unit of sharding."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How the ranks of a run divide the sequences of a microbatch, and into replicas of the sharded model."""
+"""The division of a microbatch's sequences over the ranks of a run, and of the ranks into replicas."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ DEFAULT_ROWS = 16
 
 
 def replicas_of(settings: ParallelSettings, world: int, machines: int = 1) -> int | None:
-    """How many copies of the sharded model there are; None for a strategy without a replicate axis.
+    """The number of replicas of the sharded model; None for a strategy without a replicate axis.
 
-    Left to itself, a hybrid strategy keeps one copy on each machine; on a single machine two, or one where its ranks
-    cannot form two: a run goes on with what is left of its machines.
+    By default a hybrid strategy has one replica on each machine; on a single machine two, or one if its ranks cannot
+    form two: a run goes on with the machines that are left.
 
     Raises:
-        ConfigError: replicas for a strategy that has none, or as many as cannot divide the ranks.
+        ConfigError: replicas for a strategy that has none, or a number that does not divide the ranks.
     """
     if not resolve_placements(settings.strategy).replicated:
         if settings.replicas is not None:
@@ -80,7 +80,7 @@ def _sequences_in(settings: OptimizationSettings, batch: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank does in one microbatch of a step."""
+    """One rank's share of one microbatch of a step."""
 
     first: int  # number, within the step, of the first sequence that it computes
     rows: int  # sequences that it computes: as many on every rank, since ranks work together
@@ -112,8 +112,8 @@ def shared_by_any(settings: OptimizationSettings, world: int) -> OptimizationSet
 
 
 def _shared(settings: OptimizationSettings, world: int, sequences: int, most: int) -> OptimizationSettings:
-    """Microbatches of at most `most` sequences a rank: as few as that allows, or up to twice as many where less room is
-    left empty then. The last one may have room for more sequences than are left.
+    """Microbatches of at most `most` sequences a rank: as few as possible, or up to twice as many if that leaves fewer
+    places empty. The last one may have more places than sequences are left.
     """
     least = -(-sequences // (world * most))
     choices = [(-(-sequences // (world * count)), count) for count in range(least, 2 * least + 1)]

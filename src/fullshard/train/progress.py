@@ -1,4 +1,4 @@
-"""What a run shows while it goes and when it ends: a live line on a terminal, plain lines elsewhere."""
+"""The display of a run, while it goes and when it ends: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fullshard.train.run_folder import METRICS, SAMPLES, WEIGHTS
 __all__ = ["BarDisplay", "Display", "Heading", "LineDisplay", "Result", "StepReport", "display_for", "restore_terminal"]
 
 LINE_EVERY_S = 5.0  # without a terminal, the least time between two lines of loss
-Progress = Callable[[int, int], None]  # told what is done, and all that there is to do
-PATIENCE_S = 1.0  # what is done by then needs no word about how far it is
+Progress = Callable[[int, int], None]  # called with the amount done, and the amount in all
+PATIENCE_S = 1.0  # anything done by then is shown without its progress
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heading:
-    """What is known when a run starts."""
+    """The facts of a run at its start."""
 
     strategy: str
     ranks: int
@@ -39,7 +39,7 @@ class Heading:
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What is known after a step."""
+    """The figures of a step."""
 
     step: int  # steps done
     loss: float  # nats a byte
@@ -50,7 +50,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What is known when a run ends."""
+    """The figures of a run at its end."""
 
     bits_per_byte: float  # on validation text
     sample: bytes
@@ -61,7 +61,7 @@ class Result:
 
 
 class Display:
-    """Shows nothing: for every rank but the first. The other displays show what they are told."""
+    """A display that shows nothing: for every rank but the first. Subclasses show what they are called with."""
 
     def start(self, heading: Heading) -> None:
         """The run begins."""
@@ -92,7 +92,7 @@ class Display:
 
     @contextmanager
     def watching(self, what: str) -> Iterator[Progress | None]:
-        """A context for something that may take long; what it gives is to be called with what is done, and all."""
+        """A context for something that may take long; call its value with the amount done, and the amount in all."""
         yield None
 
     def close(self) -> None:
@@ -161,16 +161,16 @@ class LineDisplay(Display):
     def watching(self, what: str) -> Iterator[Progress | None]:
         shown_at = time.monotonic() - LINE_EVERY_S + PATIENCE_S
 
-        def tell(done: int, total: int) -> None:
+        def advance(done: int, total: int) -> None:
             nonlocal shown_at
             if time.monotonic() - shown_at >= LINE_EVERY_S and total:
                 shown_at = time.monotonic()
                 self.show_watched(f"{what}: {100 * done // total} %")
 
-        yield tell
+        yield advance
 
     def show_watched(self, line: str) -> None:
-        """How far something is that takes long."""
+        """Show the progress of something that takes long."""
         self.say(line)
 
     def numbers_of(self, report: StepReport) -> str:
@@ -233,7 +233,7 @@ def display_for(console: Console, *, shows: bool) -> Display:
 
 
 def restore_terminal(console: Console) -> None:
-    """Undo what a bar that was cut off has done to a terminal: show the cursor, and go on below the bar."""
+    """Restore a terminal after a bar that was cut off: show the cursor, and go on below the bar."""
     if console.is_terminal:
         console.show_cursor()
         console.print()
@@ -248,7 +248,7 @@ def printable(content: bytes) -> str:
 
 
 def indented(text: str) -> str:
-    """The text with a bar before each line, so that it stands apart from what the run says."""
+    """The text with a bar before each line, to set it apart from the run's own lines."""
     return "\n".join(f"    | {line}" for line in text.splitlines())
 
 

@@ -1,4 +1,4 @@
-"""Which rank this process is, on which device, and the process group it joins: read from torchrun's environment."""
+"""The rank of this process, its device and its process group, read from torchrun's environment."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class Rank:
     world: int
     local_index: int  # among the ranks of this machine
     local_world: int
-    machines: int = 1  # how many take part
+    machines: int = 1  # in all
     device: torch.device
 
     @property
     def leads(self) -> bool:
-        """Whether this is the rank that writes and shows."""
+        """True on the rank that writes and shows."""
         return self.index == 0
 
     @property
     def leads_machine(self) -> bool:
-        """Whether this is the rank that writes what every machine needs a copy of."""
+        """True on the rank that writes the files that every machine needs a copy of."""
         return self.local_index == 0
 
 
 def runs_under_torchrun() -> bool:
-    """Whether a launcher has started this process as one rank of several."""
+    """True if a launcher has started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -59,11 +59,11 @@ def rank_from_environment() -> Rank:
 
 
 def check_restarts(safety_copy_every: int = 0, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a launcher that is to start lost ranks anew, and could not.
+    """Refuse a launcher that could not restart lost ranks, though it is asked to.
 
     Raises:
-        ConfigError: ranks that are started anew would meet the addresses of those before them; or there are to be
-            safety copies, and no ranks will ever be started anew, or this system cannot keep any.
+        ConfigError: restarted ranks would meet the addresses of those before them; or safety copies are asked for, but
+            no ranks will ever be restarted, or this system cannot keep any.
     """
     restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
     if safety_copy_every and restarts == 0:
@@ -86,7 +86,7 @@ def check_restarts(safety_copy_every: int = 0, environ: Mapping[str, str] = os.e
 
 
 def ranks_of_machine() -> int:
-    """How many ranks suit this machine: one for each GPU, or for each core where there is none."""
+    """The number of ranks that suits this machine: one for each GPU, or for each core if there is none."""
     return torch.cuda.device_count() or cores_of_machine()
 
 

@@ -13,7 +13,7 @@ from fullshard.train.settings import OptimizationSettings, TrainSettings
 __all__ = ["AUTO", "going_on"]
 
 AUTO = "auto"
-# What decides the numbers of a run, beside what a step is made of.
+# Settings that decide a run's numbers, beside those of a step's size.
 _FIXED = (
     *("text", "seq", "size", "layers", "heads", "width", "mlp-ratio"),
     *("steps", "lr", "min-lr", "warmup", "weight-decay", "clip", "seed"),
@@ -23,7 +23,7 @@ _FIXED = (
 
 def going_on(settings: TrainSettings, world: int) -> TrainSettings:
     """The settings for `world` ranks: if the run in --out goes on, a step learns from the same sequences as before; if
-    it begins, any number of ranks can share a step, since fewer may be there than was meant.
+    it begins, any number of ranks can share a step, since fewer may be there than intended.
 
     Raises:
         ConfigError: --resume auto without --out, or the run that is there had other numbers.

@@ -63,13 +63,13 @@ def lines_of(out: Path) -> Iterator[dict[str, Any]]:
 
 
 def has_stopped(out: Path) -> bool:
-    """Whether the run in `out` was asked to stop, and has saved what it had done."""
+    """True if the run in `out` was asked to stop, and has saved its state."""
     *_, last = ({}, *lines_of(out))
     return last.get("kind") == STOPPED
 
 
 class RunFolder:
-    """Writes what a run leaves behind. A folder that does not write accepts every call and does nothing.
+    """Writes a run's files. A folder that does not write accepts every call and does nothing.
 
     Args:
         path: the folder; made when it is missing.
@@ -93,19 +93,19 @@ class RunFolder:
         return self.path / CHECKPOINTS
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of what is added to while the run goes on."""
+        """Bytes of each file that grows while the run goes on."""
         files = [self.path / name for name in (METRICS, SAMPLES)]
         return {file.name: file.stat().st_size if file.exists() else 0 for file in files}
 
     def cut_back(self, sizes: Mapping[str, int]) -> None:
-        """Let the run go on from when it had left so many bytes: what came after that comes again."""
+        """Cut the files back to `sizes` bytes each: the run goes on from there, and writes the rest again."""
         for name, nbytes in sizes.items():
             file = self.path / name
             if self._writes and file.exists() and file.stat().st_size > nbytes:
                 os.truncate(file, nbytes)
 
     def write_settings(self, settings: TrainSettings) -> None:
-        """Leave the settings in a file that `--config` reads: all but what another run may not share."""
+        """Write the settings to a file that `--config` reads: all but those that another run must not share."""
         if self._writes:
             options = {name: value for name, value in settings.as_options().items() if name not in ("out", "resume")}
             text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True)

@@ -1,4 +1,4 @@
-"""Everything a training run can be told, as frozen values in groups; `TrainSettings` is their sum."""
+"""The settings of a training run, as frozen values in groups; `TrainSettings` is their sum."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fullshard.command_line import MaybeFloat, MaybeInt, MaybePath, MaybeStr
 
 @dataclass(frozen=True, kw_only=True)
 class TextSettings:
-    """What the model reads and learns to continue, byte by byte."""
+    """The text that the model learns to continue, byte by byte."""
 
     text: MaybePath = None
     """A file, or a folder whose text files are read in sorted order. Left out: the Python sources of the standard
@@ -37,7 +37,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings:
-    """Who computes what, and where parameters, gradients and optimizer state live."""
+    """The ranks, and the strategy by which they share parameters, gradients and optimizer state."""
 
     strategy: str = "zero3"
     """One of ddp, zero1, zero2, zero3, hsdp, hsdp_zero2. They give the same numbers, and differ in memory and time."""
@@ -45,13 +45,13 @@ class ParallelSettings:
     """Processes to start on this machine. Left out: one for each GPU, or for each core where there is none. Under
     torchrun its own count holds."""
     replicas: MaybeInt = None
-    """For hsdp and hsdp_zero2: how many copies of the sharded model there are. It divides the ranks. Left out: one
-    for each machine; on a single machine two, or one where its ranks cannot form two."""
+    """For hsdp and hsdp_zero2: the number of replicas of the sharded model. It divides the ranks. Left out: one for
+    each machine; on a single machine two, or one if its ranks cannot form two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationSettings:
-    """How it learns: AdamW, linear warm-up, cosine decay."""
+    """The optimization: AdamW, linear warm-up, cosine decay."""
 
     batch: MaybeInt = None
     """Sequences in one microbatch, over all ranks together; a multiple of the ranks. Left out: 16, or the next number
@@ -66,7 +66,7 @@ class OptimizationSettings:
     lr: MaybeFloat = None
     """Peak learning rate. Left out: the one that suits the size."""
     min_lr: float = 0.05
-    """Where the cosine ends, as a part of the peak."""
+    """The last learning rate of the cosine, as a part of the peak."""
     warmup: int = 50
     """Steps in which the learning rate climbs to its peak."""
     weight_decay: float = 0.1
@@ -77,26 +77,26 @@ class OptimizationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """Precision, and what is kept or computed again."""
+    """Precision, encodings, and activations kept or recomputed."""
 
     dtype: MaybeStr = None
-    """What computes: float32 or bfloat16. Parameters at rest and optimizer state stay float32. Left out: bfloat16 on
-    GPUs, float32 on CPUs."""
+    """Dtype of compute: float32 or bfloat16. Parameters at rest and optimizer state stay float32. Left out: bfloat16
+    on GPUs, float32 on CPUs."""
     reduce_dtype: str = "float32"
-    """What gradients are summed in: float32 or bfloat16."""
+    """Dtype of gradient sums: float32 or bfloat16."""
     gather_wire: MaybeStr = None
-    """How parameters travel: int8 or fp8, a quarter of float32's bytes, for slow links. Numbers differ then from those
-    of full precision. Left out: in what computes."""
+    """Encoding of gathered parameters: int8 or fp8, a quarter of float32's bytes, for slow links. Numbers differ then
+    from those of full precision. Left out: none, the dtype of compute."""
     reduce_wire: MaybeStr = None
-    """How gradients travel: bf16, int8 or int4, to be summed in float32. What a message lacks is added to the next one,
-    but for bf16. Left out: in what they are summed in."""
+    """Encoding of gradients: bf16, int8 or int4, to be summed in float32. The quantisation error of int8 and int4 is
+    added to the next message. Left out: none, the dtype of gradient sums."""
     activation_checkpointing: bool = False
-    """Keep only what enters a block, and compute the block again in backward: less memory, about a third more time."""
+    """Keep only the inputs of a block, and recompute the block in backward: less memory, about a third more time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSettings:
-    """What is kept of a run that may be cut off, and where a run begins."""
+    """Checkpoints of a run that may be cut off, and the start of a run."""
 
     checkpoint_every: int = 0
     """Steps between two checkpoints in OUT/checkpoints; the last step has one too, and SIGTERM saves one before the
@@ -104,8 +104,8 @@ class CheckpointSettings:
     keep: int = 2
     """Checkpoints to keep: older ones are deleted once a newer one is there."""
     safety_copy_every: int = 0
-    """Steps between two copies of the run in the memory of its hosts, each host's part on the next one, too: what is
-    lost with ranks or a host is taken from there, if it is newer than the newest checkpoint. It takes torchrun
+    """Steps between two copies of the run in the memory of its hosts, each host's part on the next one, too: after a
+    loss of ranks or a host the run goes on from there, if that is newer than the newest checkpoint. It takes torchrun
     --max-restarts and --resume auto. 0 for none."""
     resume: MaybeStr = None
     """auto: go on from the newest intact checkpoint of the run in --out, or start it where there is none. Or a path:
@@ -114,7 +114,7 @@ class CheckpointSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """Where the run writes, what it shows, and when."""
+    """Output of the run, and when it comes."""
 
     seed: int = 0
     """Fixes the first weights, the order of the text and the samples."""
@@ -131,9 +131,9 @@ class RunSettings:
     sample_bytes: int = 192
     """Bytes in one sample."""
     temperature: float = 0.7
-    """How freely samples are drawn: near 0 the likeliest byte, 1 as the model believes."""
+    """Temperature of samples: near 0 the likeliest byte, 1 as the model believes."""
     prompt: MaybeStr = None
-    """What samples continue. Left out: a line break."""
+    """Text that samples continue. Left out: a line break."""
     config: MaybePath = None
     """A YAML or TOML file that holds options: names without dashes in front, and values. What stands on the command
     line wins over it."""

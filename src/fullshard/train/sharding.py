@@ -16,7 +16,7 @@ from fullshard.train.settings import MemorySettings, OptimizationSettings, Train
 
 
 class ShardedGPT(FSDPModule, GPT):
-    """What a `GPT` is once `fully_shard` was called on it; named here so that types can tell."""
+    """The class of a `GPT` after `fully_shard`, for type annotations."""
 
 
 def sharded_gpt(settings: TrainSettings, rank: Rank) -> ShardedGPT:
@@ -41,7 +41,7 @@ def mesh_of(settings: TrainSettings, rank: Rank) -> DeviceMesh:
 
 
 def precision_of(settings: MemorySettings, device: torch.device) -> MixedPrecisionPolicy:
-    """What computes, what sums gradients and how both travel; parameters at rest stay float32."""
+    """The dtypes of compute and of gradient sums, and the encodings; parameters at rest stay float32."""
     compute = dtype_of(settings, device)
     return MixedPrecisionPolicy(
         param_dtype=None if compute is torch.float32 else compute,
@@ -52,7 +52,7 @@ def precision_of(settings: MemorySettings, device: torch.device) -> MixedPrecisi
 
 
 def dtype_of(settings: MemorySettings, device: torch.device) -> torch.dtype:
-    """What computes: as asked, else bfloat16 on a GPU and float32 on a CPU."""
+    """The dtype of compute: as asked, else bfloat16 on a GPU and float32 on a CPU."""
     named = settings.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     dtype: torch.dtype = getattr(torch, named)
     return dtype

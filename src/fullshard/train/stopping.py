@@ -17,12 +17,12 @@ PREEMPTED = os.EX_TEMPFAIL  # exit code 75: start it again, and it goes on
 
 
 class StopRequest:
-    """Whether any rank has been asked to stop; all ranks learn of it after the same step."""
+    """A request to any rank to stop; all ranks learn of it after the same step."""
 
     def __init__(self) -> None:
         self._asked = False
         self._group = dist.new_group(backend="gloo")  # of its own: it is used while a step's messages are under way
-        self._told = torch.zeros(1, dtype=torch.int32)
+        self._any_asked = torch.zeros(1, dtype=torch.int32)
         self._work: dist.Work | None = None
 
     def note(self, signum: int, frame: FrameType | None) -> None:
@@ -30,16 +30,16 @@ class StopRequest:
         self._asked = True
 
     def tell(self) -> None:
-        """Begin to tell the other ranks; before each step."""
-        self._told.fill_(self._asked)
-        self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, self._group, async_op=True)
+        """Begin to exchange requests with the other ranks; before each step."""
+        self._any_asked.fill_(self._asked)
+        self._work = dist.all_reduce(self._any_asked, dist.ReduceOp.MAX, self._group, async_op=True)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any rank had been asked when the step began; after each step."""
+        """True if any rank had been asked when the step began; after each step."""
         assert self._work is not None, "tell() comes first"
         self._work.wait()
-        return bool(self._told)
+        return bool(self._any_asked)
 
 
 @contextmanager

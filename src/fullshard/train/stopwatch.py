@@ -1,4 +1,4 @@
-"""How long steps take, apart from what is done between them."""
+"""The time of steps, without the time between them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class SourceFile:
 
     @property
     def validates(self) -> bool:
-        """Whether this file is held back from training: decided by its name, so it is the same everywhere."""
+        """True if this file is held back from training: decided by its name, so it is the same everywhere."""
         return (
             int.from_bytes(sha256(self.name.encode("utf-8", "surrogateescape")).digest()[:8], "big") % VALIDATION_SHARE
             == 0
@@ -84,11 +84,11 @@ class Batch:
 
 
 def find_text(text: Path | None) -> TextSource:
-    """What there is to read at `text`, a file or a folder; the standard library's Python sources if None.
+    """The text at `text`, a file or a folder; the standard library's Python sources if None.
 
     Files of a folder are taken in sorted order; hidden ones, and those with a NUL byte early on, are no text and are
-    left out, and so is what earlier runs have left behind. About one file in twenty is held back for validation; of
-    a single file, or of a folder too small for that, the last twentieth.
+    left out, and so is the output of earlier runs. About one file in twenty is held back for validation; of a single
+    file, or of a folder too small for that, the last twentieth.
 
     Raises:
         ConfigError: there is nothing to read.
@@ -139,8 +139,8 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """The rows of one rank in each validation batch: `windows` windows spread evenly over the validation text.
 
-    Which windows depends on neither `rows` nor `world`. All ranks get equally many batches of `rows` windows over all
-    ranks; where the last one is not full, the last window stands in it again.
+    The windows depend on neither `rows` nor `world`. All ranks get equally many batches of `rows` windows over all
+    ranks; if the last one is not full, the last window is repeated in it.
     """
     room = text.validation_bytes - seq - 1
     share = rows // world
@@ -150,7 +150,7 @@ def validation_batches(
 
 
 def window_start(seed: int, index: int, total_bytes: int, seq: int) -> int:
-    """Where the `index`-th window of a run starts: each epoch visits every window of `seq` bytes once.
+    """The start, in bytes, of the `index`-th window of a run: each epoch visits every window of `seq` bytes once.
 
     An epoch cuts the text at a random phase into n windows and visits them in the order a * k + b modulo n, with `a`
     and `b` drawn from the seed and the epoch and `a` prime to n. Windows overlap by the one byte that is only a target.
@@ -223,7 +223,7 @@ def _contents(source: TextSource) -> Iterator[bytes]:
 
 
 def _write_whole(path: Path, parts: Iterator[bytes]) -> None:
-    """Write under another name and rename, so that whoever sees the file sees all of it."""
+    """Write under another name and rename, so that the file is never seen incomplete."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with unfinished.open("wb") as file:
         file.writelines(parts)

@@ -1,1 +1,1 @@
-"""`fullshard checkpoint`: what is in checkpoints and exports, whether it is intact, what differs; and imports."""
+"""`fullshard checkpoint`: list, inspect, verify and compare checkpoints and exports; export and import."""

@@ -31,7 +31,7 @@ _PROG = "fullshard checkpoint"
 class _Action:
     """A subcommand."""
 
-    words: tuple[str, ...]  # what is named without options
+    words: tuple[str, ...]  # arguments that are no options
     does: str
     run: Callable[..., int]
     settings: type[Any] = ShowSettings
@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     """Do what `argv` says; the exit code: 1 if something is damaged or different, 2 if nothing could be done.
 
     Raises:
-        ConfigError: something of what was asked for is not sound.
+        ConfigError: an argument or an option is not sound.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print_line(_usage())
@@ -124,7 +124,7 @@ def _listed(entry: Entry) -> dict[str, Any]:
 
 
 def _account(entry: Entry) -> tuple[Manifest | None, list[str]]:
-    """The manifest, or what is wrong with it."""
+    """The manifest, and the damage if there is any."""
     try:
         return Manifest.read(entry.path), []
     except CheckpointError as error:
@@ -163,7 +163,7 @@ def _inspect(path: Path, settings: ShowSettings) -> int:
 
 
 def _about(stored: Stored) -> dict[str, Any]:
-    """What a checkpoint says of the run."""
+    """A checkpoint's data about the run."""
     manifest = stored.manifest
     if manifest is None:
         return {}
@@ -182,12 +182,12 @@ def _tensors(section: str, tensors: Mapping[str, Description], ties: Mapping[str
         {
             "name": name,
             "section": section,
-            "shape": list(told.shape),
-            "dtype": told.dtype_name,
-            "bytes": 0 if name in ties else told.nbytes,
+            "shape": list(tensor.shape),
+            "dtype": tensor.dtype_name,
+            "bytes": 0 if name in ties else tensor.nbytes,
             "tied_to": ties.get(name),
         }
-        for name, told in tensors.items()
+        for name, tensor in tensors.items()
     ]
 
 
@@ -214,10 +214,10 @@ def _verify(path: Path, settings: ShowSettings) -> int:
 
 
 def _accounts(path: Path) -> list[tuple[Path, Mapping[str, StoredFile], list[str]]]:
-    """Folders with the files that they should have; and what is wrong already.
+    """Folders, each with the files that it should have, and the damage found already.
 
     Raises:
-        CheckpointError: there is nothing to verify, or nothing to verify it by.
+        CheckpointError: there is nothing to verify, or there are no checksums.
     """
     if holds_tensor_files(path):
         try:
@@ -297,8 +297,8 @@ def _diff(one: Path, other: Path, settings: ShowSettings) -> int:
 
 
 def _as_json(found: Difference) -> dict[str, Any]:
-    def side(told: Description | None) -> dict[str, Any] | None:
-        return None if told is None else {"shape": list(told.shape), "dtype": told.dtype_name}
+    def side(tensor: Description | None) -> dict[str, Any] | None:
+        return None if tensor is None else {"shape": list(tensor.shape), "dtype": tensor.dtype_name}
 
     largest = found.largest
     return {

@@ -1,4 +1,4 @@
-"""What two checkpoints, or exports, do not have in common, tensor by tensor."""
+"""Differences of two checkpoints, or exports, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Difference:
 
     @property
     def said(self) -> str:
-        """What differs, in a word or two."""
+        """The kind of difference, in a word or two."""
         if self.one is None or self.other is None:
             return "missing in the first" if self.one is None else "missing in the second"
         if self.one.shape != self.other.shape:
@@ -59,7 +59,7 @@ def differences(one: Stored, other: Stored, progress: Progress | None = None) ->
 
 
 def _compared(one: Tensor, other: Tensor) -> tuple[bool, float]:
-    """Whether two tensors of one shape have the same bits, and their largest difference (NaN where one has a NaN)."""
+    """True if two tensors of one shape have the same bits; and their largest difference (NaN if one has a NaN)."""
     bit_equal = one.dtype == other.dtype and torch.equal(_bytes(one), _bytes(other))
     if bit_equal:
         return True, 0.0

@@ -1,4 +1,4 @@
-"""What `fullshard checkpoint` shows: tables or JSON on stdout, a bar on stderr for what takes longer than a second."""
+"""The output of `fullshard checkpoint`: tables or JSON on stdout, a bar on stderr after the first second."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class SlowBar:
         self._stop()
 
     def telling(self, doing: str) -> Tell:
-        """What is to be called with the bytes done and the bytes to do; `doing` stands beside the bar."""
+        """A function to call with the bytes done and the bytes to do; `doing` is shown beside the bar."""
         self._stop()
 
         def tell(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Everything that the subcommands of `fullshard checkpoint` can be told."""
+"""The options of the subcommands of `fullshard checkpoint`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, kw_only=True)
 class OutputSettings:
-    """How it is shown."""
+    """The form of the output."""
 
     json: bool = False
     """Print JSON instead of tables."""
@@ -24,14 +24,14 @@ class OutputSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowSettings:
-    """What `ls`, `inspect`, `verify` and `diff` can be told."""
+    """The options of `ls`, `inspect`, `verify` and `diff`."""
 
     output: OutputSettings = field(default_factory=OutputSettings)
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileSettings:
-    """What is written."""
+    """The files to write."""
 
     max_shard_size: str = "5GB"
     """Bytes of tensors in one file, in words such as 500MB. A larger tensor has a file of its own."""
@@ -41,7 +41,7 @@ class FileSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """What `export` can be told."""
+    """The options of `export`."""
 
     files: FileSettings = field(default_factory=FileSettings)
     output: OutputSettings = field(default_factory=OutputSettings)

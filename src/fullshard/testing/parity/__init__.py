@@ -1,1 +1,1 @@
-"""Whether a model trains sharded as it trains plain: `check_parity`, and the command `fullshard parity`."""
+"""Parity of sharded with plain training: `check_parity`, and the command `fullshard parity`."""

@@ -1,4 +1,4 @@
-"""Which strategies are compared with the plain process, on how many ranks."""
+"""The strategies that are compared with the plain process, and the numbers of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Case:
 
     @property
     def has_two_axes(self) -> bool:
-        """Whether the strategy wants a replicate axis."""
+        """True if the strategy has a replicate axis."""
         return resolve_placements(self.strategy).replicated
 
     def __str__(self) -> str:

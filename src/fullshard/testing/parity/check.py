@@ -1,4 +1,4 @@
-"""`check_parity`: train plain and sharded, and tell what differs."""
+"""`check_parity`: train plain and sharded, and report the differences."""
 
 from __future__ import annotations
 
@@ -47,38 +47,38 @@ def check_parity(
     rtol: float = 0.0,
     timeout: float = 600.0,
 ) -> ParityReport:
-    """How training under each strategy differs from training in one plain process, on the same data.
+    """A report of how training under each strategy differs from one plain process, on the same data.
 
     Everything runs on this machine's CPU, in processes of its own: functions must stand at the top level of a file. The
-    plain process computes what all ranks compute, in rank order, by unsharded PyTorch. Not a bit may differ; that is
-    what the engine promises on gloo, at any number of ranks and in any dtype.
+    plain process does the work of all ranks, in rank order, by unsharded PyTorch. Not a bit may differ; the engine
+    promises that on gloo, at any number of ranks and in any dtype.
 
     Args:
         make_model: returns the model. Its random values are the same in each process, being drawn from the usual
             generators.
         make_batch: returns microbatch number 0, 1, 2, ...: always the same for the same number. Rank `r` of `N` takes
-            the microbatches of its own, plain training all of them. A dict is passed to the model as keyword arguments,
-            a tuple or list as positional ones, anything else as the only one.
-        loss: the loss of `loss(model, batch)`, one number; what the model returns, or its `.loss`, if None.
-        ranks: how many ranks there are, or several such numbers.
+            its own microbatches, plain training all of them. A dict is passed to the model as keyword arguments, a
+            tuple or list as positional ones, anything else as the only one.
+        loss: the loss of `loss(model, batch)`, one number; the model's output, or its `.loss`, if None.
+        ranks: the number of ranks, or several such numbers.
         strategies: their names; all that fit each number of ranks, if None.
-        replicas: for the hybrid strategies, how many ranks hold the same parts.
-        auto_wrap_policy: which submodules become units; those with a tenth of the parameters or more, if None.
+        replicas: for the hybrid strategies, the number of ranks that hold the same shards.
+        auto_wrap_policy: picks the submodules that become units; those with a tenth of the parameters, if None.
         steps: optimizer steps.
         accumulate: microbatches of a rank in a step.
         reduce_each: whether gradients are reduced after each microbatch, instead of after the last one of a step.
         optimizer: `"adamw"`, `"sgd"` (with momentum), or a function that makes an optimizer of the model.
         lr: its learning rate; one that suits it, if None.
         clip: largest norm of all gradients together; 0 for no clipping.
-        dtype: what computes and is gathered, while parameters keep theirs; that of the parameters, if None.
-        reduce_dtype: what gradients are summed in; float32 where `dtype` is given, if None.
+        dtype: of compute and of the gather, while parameters keep theirs; that of the parameters, if None.
+        reduce_dtype: of gradient sums; float32 where `dtype` is given, if None.
         seed: of all random numbers.
-        atol: by how much an element may differ.
-        rtol: the same as a part of the element.
+        atol: the difference that an element may have.
+        rtol: the same relative to the element.
         timeout: seconds that a strategy may take.
 
     Raises:
-        ConfigError: an argument cannot be honoured, or one of the functions returns what cannot be used.
+        ConfigError: an argument cannot be honoured, or one of the functions returns something that cannot be used.
         RanksFailed: plain training fails.
 
     Example:
@@ -111,7 +111,7 @@ def rows_of(recipe: Recipe, cases: Sequence[Case], tolerance: Tolerance, timeout
     """The rows of a report, each as soon as it is known. For the arguments see `check_parity`.
 
     Raises:
-        ConfigError: one of the user's functions returns what cannot be used.
+        ConfigError: one of the user's functions returns something that cannot be used.
         RanksFailed: plain training fails.
     """
     for (ranks, shards), group in groupby(cases, key=lambda case: (case.ranks, case.shards)):
@@ -138,6 +138,6 @@ def _train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace, timeout:
 
 
 def _cause(failed: RanksFailed) -> str:
-    """The likely cause of a failure; where there are only ranks that did not end, where each of them was."""
+    """The likely cause of a failure; if ranks merely did not end, the place where each of them was."""
     cause = next(iter(failed.failures.values()), None)
     return str(failed) if cause is None else f"{cause.kind}: {cause.message}\n{cause.traceback}".rstrip()

@@ -1,4 +1,4 @@
-"""`fullshard parity`: compare, show the table, and say by the exit code whether all is equal."""
+"""`fullshard parity`: compare, and show the table. The exit code is 0 if all is equal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(argv: Sequence[str]) -> int:
     """Compare as `argv` says; the exit code.
 
     Raises:
-        ConfigError: something of what was asked for is not sound.
+        ConfigError: an option is not sound.
     """
     settings = parse(ParitySettings, argv, prog="fullshard parity", description=_DESCRIPTION)
     recipe, cases, tolerance = settings.recipe(), settings.cases(), settings.tolerance()

@@ -1,4 +1,4 @@
-"""How far what a rank computed is from what the plain process computed."""
+"""Differences between the numbers of a rank and those of the plain process."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fullshard.testing.same import differing, gaps
 
 __all__ = ["NO_DIFFERENCE", "Compared", "Difference", "Finding", "Kind", "Tolerance"]
 
-_STRANGERS = inf  # how far apart two tensors are of which one is missing or has another shape or dtype
+_STRANGERS = inf  # the difference of two tensors if one is missing, or has another shape or dtype
 
 
 class Kind(Enum):
-    """What is compared in every step."""
+    """The kinds of numbers that are compared in every step."""
 
     LOSS = "loss"
     GRADIENT = "gradient"
@@ -27,13 +27,13 @@ class Kind(Enum):
 
     @property
     def is_named(self) -> bool:
-        """Whether there is one for each parameter."""
+        """True if there is one for each parameter."""
         return self in (Kind.GRADIENT, Kind.PARAMETER)
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What may differ: nothing, or each element by at most `atol + rtol * abs(expected)`."""
+    """The allowed difference: none, or at most `atol + rtol * abs(expected)` for each element."""
 
     atol: float = 0.0
     rtol: float = 0.0
@@ -45,13 +45,13 @@ class Tolerance:
 
     @property
     def is_bit_for_bit(self) -> bool:
-        """Whether nothing may differ, not even the sign of a zero."""
+        """True if nothing may differ, not even the sign of a zero."""
         return self.atol == self.rtol == 0
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far tensors are apart: nothing, at first."""
+    """The difference of tensors: none, at first."""
 
     largest: float = 0.0  # of an element; infinite where one of the two is no number, or is missing
     is_bit_for_bit: bool = True
@@ -59,7 +59,7 @@ class Difference:
 
     @classmethod
     def between(cls, actual: Tensor | None, expected: Tensor | None, tolerance: Tolerance) -> Difference:
-        """That of two tensors, either of which may be missing."""
+        """The difference of two tensors, either of which may be missing."""
         if actual is None and expected is None:
             return cls()
         if actual is None or expected is None or (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
@@ -106,7 +106,7 @@ class Finding:
 
     @property
     def _order(self) -> tuple[bool, bool, int, int, int]:
-        """What is not tolerated comes first, then what names a parameter; then what came first."""
+        """A sorting key: first what is not tolerated, then what names a parameter, then the earliest."""
         return (self.difference.is_tolerated, not self.kind.is_named, self.step, self.place, self.rank)
 
     def as_dict(self) -> dict[str, str | int]:

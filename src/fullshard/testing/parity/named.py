@@ -1,4 +1,4 @@
-"""What a command line names: functions of the user's, given as `package.module:function` or `file.py:function`."""
+"""The user's functions that a command line names, as `package.module:function` or `file.py:function`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plain process: unsharded PyTorch that plays all ranks in turn.
+"""The plain process: unsharded PyTorch that does the work of all ranks, one after another.
 
 Each rank's microbatches are computed by a plain copy of the model, so that what a rank keeps besides parameters (the
 running averages of its batch norms, say) stays its own. Nothing of the engine takes part: autograd, a loop that adds up
@@ -27,7 +27,7 @@ __all__ = ["train_plain"]
 
 
 def train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace) -> None:
-    """Train as `ranks` ranks do, `shards` of which hold different parts, and leave all of it in `trace`."""
+    """Train as `ranks` ranks do, `shards` of which are on the shard axis, and leave the numbers in `trace`."""
     plain = Plain(recipe, ranks, shards)
     trace.write(0, Step(plain.parameters))
     for number in range(1, recipe.steps + 1):
@@ -39,8 +39,8 @@ class Plain:
 
     Args:
         recipe: what is trained.
-        ranks: how many ranks are played.
-        shards: how many of them are on the shard axis.
+        ranks: the number of ranks.
+        shards: the number of ranks on the shard axis.
     """
 
     def __init__(self, recipe: Recipe, ranks: int, shards: int) -> None:
@@ -109,7 +109,7 @@ def summed(terms: Sequence[Tensor], shards: int) -> Tensor:
 
 
 def norm_in_parts(grads: Sequence[Tensor], shards: int) -> Tensor:
-    """The norm of all gradients together: of each rank's part of each, then of these over the ranks, then of all."""
+    """The norm of all gradients together: of each rank's shard of each, then of these over the ranks, then of all."""
     if not grads:
         return torch.tensor(0.0)
     parts = [[_norm(part_of_rank(grad, shards, rank)) for grad in grads] for rank in range(shards)]
@@ -128,7 +128,7 @@ def _added(total: Tensor | None, term: Tensor) -> Tensor:
 
 
 def _computing(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """`model` with parameters in the dtype that computes; modules that would be units cast what they are given."""
+    """`model` with parameters in the dtype of compute; modules that would be units cast their inputs."""
     units = [model, *wrapped_modules(model, recipe.policy(model))]
     dtype = recipe.precision.param_dtype
     if dtype is not None:

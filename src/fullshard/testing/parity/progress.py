@@ -1,4 +1,4 @@
-"""What a comparison shows while it goes: a bar on a terminal, a line for each row elsewhere."""
+"""The display of a comparison under way: a bar on a terminal, a line for each row elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained, and how: the same in the plain process and on every rank."""
+"""The model, its data and its training: the same in the plain process and on every rank."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Recipe:
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
-        """What computes, and what gradients are summed in."""
+        """The dtypes of compute and of gradient sums."""
         lowered = None if self.dtype is None else torch.float32
         return MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=self.reduce_dtype or lowered)
 
@@ -92,7 +92,7 @@ class Recipe:
         return model
 
     def policy(self, model: nn.Module) -> AutoWrapPolicy:
-        """Which submodules of `model` become units."""
+        """The policy that picks the submodules of `model` that become units."""
         if isinstance(self.auto_wrap_policy, ClassNames):
             self.auto_wrap_policy.check(model)
         if self.auto_wrap_policy is not None:
@@ -119,15 +119,15 @@ class Recipe:
         return optimizer
 
     def microbatches(self, step: int, rank: int, ranks: int) -> list[list[int]]:
-        """The numbers of `rank`'s microbatches in a step, the first being 1; a list for each reduction."""
+        """The numbers of `rank`'s microbatches in step `step`, which counts from 1; a list for each reduction."""
         first = ((step - 1) * ranks + rank) * self.accumulate
         numbers = list(range(first, first + self.accumulate))
         return [[number] for number in numbers] if self.reduce_each else [numbers]
 
     def backward(self, model: nn.Module, number: int) -> Tensor:
-        """The loss of a microbatch, after its share of the step's gradients was added to those of `model`.
+        """Add a microbatch's share of the step's gradients to those of `model`; its loss.
 
-        Random numbers are the same whoever computes the microbatch, and whatever it has computed before.
+        Random numbers depend on the microbatch alone, not on the process or on what it has computed before.
 
         Raises:
             ConfigError: the loss is not one number with a gradient.
@@ -181,7 +181,7 @@ def _seed(seed: int) -> None:
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Any:
-    """What `model` says its loss is."""
+    """The loss that `model` itself returns."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     elif isinstance(batch, tuple | list):

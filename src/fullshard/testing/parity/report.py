@@ -1,4 +1,4 @@
-"""What a comparison came to, as values, as a table and as JSON."""
+"""The result of a comparison, as values, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
 
 __all__ = ["WIDTH", "ParityReport", "ParityRow"]
 
-WIDTH = 120  # of the table, where it is not a terminal that shows it
+WIDTH = 120  # of the table, unless a terminal shows it
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParityRow:
-    """How a strategy on some ranks differs from the plain process: the largest difference of each kind."""
+    """The differences of a strategy on some ranks from the plain process: the largest of each kind."""
 
     strategy: str
     ranks: int
-    replicas: int  # how many of the ranks hold the same parts
+    replicas: int  # the number of ranks that hold the same shards
     loss: Difference = NO_DIFFERENCE
     gradient: Difference = NO_DIFFERENCE  # before clipping
     gradient_norm: Difference = NO_DIFFERENCE
     parameter: Difference = NO_DIFFERENCE
-    first: Finding | None = None  # what differs first: a parameter, where one does
-    failure: str = ""  # what the ranks said, if they could not train at all
+    first: Finding | None = None  # the first difference: of a parameter, if one differs
+    failure: str = ""  # the ranks' message, if they could not train at all
 
     @classmethod
     def of(cls, case: Case, ranks: Sequence[Compared]) -> ParityRow:
-        """The row of what all ranks have compared."""
+        """The row of all ranks' comparisons."""
         worst = dict.fromkeys(Kind, NO_DIFFERENCE)
         for compared in ranks:
             worst = {kind: worst[kind] | compared.differences[kind] for kind in Kind}
@@ -57,17 +57,17 @@ class ParityRow:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """That of each kind, in the order of `Kind`."""
+        """The differences in the order of `Kind`."""
         return (self.loss, self.gradient, self.gradient_norm, self.parameter)
 
     @property
     def is_bit_for_bit(self) -> bool:
-        """Whether not a bit differs."""
+        """True if not a bit differs."""
         return not self.failure and all(difference.is_bit_for_bit for difference in self.differences)
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing differs by more than the tolerance."""
+        """True if nothing differs by more than the tolerance."""
         return not self.failure and all(difference.is_tolerated for difference in self.differences)
 
     @property
@@ -80,7 +80,7 @@ class ParityRow:
 
     @property
     def title(self) -> str:
-        """What the row is about."""
+        """The name of the row: its strategy and ranks."""
         return str(Case(self.strategy, self.ranks, self.replicas))
 
     @property
@@ -123,16 +123,16 @@ class ParityReport:
 
     @property
     def is_equal(self) -> bool:
-        """Whether no row differs by more than the tolerance."""
+        """True if no row differs by more than the tolerance."""
         return all(row.is_equal for row in self.rows)
 
     @property
     def is_bit_for_bit(self) -> bool:
-        """Whether no row differs in a bit."""
+        """True if no row differs in a bit."""
         return all(row.is_bit_for_bit for row in self.rows)
 
     def raise_if_different(self) -> None:
-        """Nothing, if `is_equal`; otherwise raises `AssertionError` with the table."""
+        """Raise `AssertionError` with the table, unless `is_equal`."""
         if not self.is_equal:
             raise AssertionError(f"sharded training differs from plain training:\n{self}")
 
@@ -154,7 +154,7 @@ class ParityReport:
 
     @property
     def said(self) -> str:
-        """What ranks said that could not train, and the sum of it all in a line."""
+        """The messages of ranks that could not train, and the verdict in a line."""
         titles: dict[str, list[str]] = {}
         for row in self.rows:
             if row.failure:
@@ -173,7 +173,7 @@ class ParityReport:
         return f"All {len(self.rows)} agree with the plain process within {limits}."
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The whole report, for JSON."""
         return {
             "equal": self.is_equal,
             "bit_for_bit": self.is_bit_for_bit,

@@ -1,4 +1,4 @@
-"""Everything that `fullshard parity` can be told, and what follows from it."""
+"""The settings of `fullshard parity`, and the values that follow from them."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, kw_only=True)
 class SubjectSettings:
-    """What is trained. Functions are named as package.module:function or file.py:function."""
+    """The model and its data. Functions are named as package.module:function or file.py:function."""
 
     model: MaybeStr = None
     """A function without arguments that returns the model. Needed."""
     batch: MaybeStr = None
-    """A function that returns microbatch number 0, 1, 2, ...: a dict or tuple of what the model takes, or its only
+    """A function that returns microbatch number 0, 1, 2, ...: a dict or tuple of the model's arguments, or its only
     argument. Needed."""
     loss: MaybeStr = None
-    """A function loss(model, batch) that returns one number. Left out: what the model returns, or its .loss."""
+    """A function loss(model, batch) that returns one number. Left out: the model's output, or its .loss."""
     wrap: MaybeStr = None
-    """Which submodules become units: names of classes, such as Block,Head; or the least number of parameters that a
+    """Submodules that become units: names of classes, such as Block,Head; or the least number of parameters that a
     unit has; or a wrap policy, named like a function. Left out: units of a tenth of the parameters or more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSettings:
-    """What is compared with the plain process."""
+    """The ranks and strategies to compare with the plain process."""
 
     ranks: str = "2,3,4"
     """Numbers of ranks."""
     strategies: str = "all"
     """Names of strategies, such as zero2,zero3; all: those that fit the ranks."""
     replicas: int = 2
-    """For hsdp and hsdp_zero2: how many ranks hold the same parts."""
+    """For hsdp and hsdp_zero2: the number of ranks that hold the same shards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings:
-    """How it is trained."""
+    """Steps, optimizer and precision."""
 
     steps: int = 5
     """Optimizer steps."""
@@ -66,21 +66,21 @@ class TrainingSettings:
     clip: float = 1.0
     """Largest norm of the whole gradient; 0 turns clipping off."""
     dtype: MaybeStr = None
-    """What computes: float32, bfloat16 or float16. Left out: the dtype of each parameter."""
+    """Dtype of compute: float32, bfloat16 or float16. Left out: the dtype of each parameter."""
     reduce_dtype: MaybeStr = None
-    """What gradients are summed in. Left out: float32 where --dtype is given, else the dtype of each parameter."""
+    """Dtype of gradient sums. Left out: float32 where --dtype is given, else the dtype of each parameter."""
     seed: int = 0
     """Fixes all random numbers: first weights, batches, dropout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerdictSettings:
-    """What counts as equal, and where it is written."""
+    """Tolerance, time-out and output."""
 
     atol: float = 0.0
-    """By how much a number may differ. Both tolerances 0: not a bit may."""
+    """Difference that a number may have. Both tolerances 0: not a bit may differ."""
     rtol: float = 0.0
-    """By what part of itself a number may differ."""
+    """Difference that a number may have, relative to itself."""
     timeout: float = 600.0
     """Seconds that a strategy may take."""
     json: MaybePath = None
@@ -97,10 +97,10 @@ class ParitySettings:
     verdict: VerdictSettings = field(default_factory=VerdictSettings)
 
     def recipe(self) -> Recipe:
-        """What is trained and how, with the user's functions imported.
+        """The recipe, with the user's functions imported.
 
         Raises:
-            ConfigError: something of it is not sound.
+            ConfigError: an option is not sound.
         """
         subject, training = self.subject, self.training
         given = training.optimizer
@@ -121,7 +121,7 @@ class ParitySettings:
         )
 
     def cases(self) -> list[Case]:
-        """What is compared.
+        """The strategies and numbers of ranks to compare.
 
         Raises:
             ConfigError: a list cannot be read, or a strategy does not fit.
@@ -134,7 +134,7 @@ class ParitySettings:
         return cases_of(ranks, strategies, self.ranks.replicas)
 
     def tolerance(self) -> Tolerance:
-        """What may differ."""
+        """The allowed difference."""
         return Tolerance(self.verdict.atol, self.verdict.rtol)
 
 

@@ -1,4 +1,4 @@
-"""One rank: train sharded, and compare every step with that of the plain process."""
+"""One rank: train sharded, and compare every step with the plain process's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["train_sharded"]
 
 
 def train_sharded(recipe: Recipe, case: Case, trace: Trace, tolerance: Tolerance) -> Compared:
-    """Train on this rank under `case`, and tell how it differs from `trace`. Every rank looks at its own part."""
+    """Train on this rank under `case`, and compare with `trace`. Every rank compares its own shards."""
     model = recipe.model()
     fully_shard(
         model,
@@ -55,7 +55,7 @@ def _compare_parameters(compared: Compared, step: int, params: Mapping[str, Tens
 
 
 def _of_this_rank(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """What this rank has of a tensor, and what it should have."""
+    """This rank's part of a tensor, and the expected one."""
     if not isinstance(actual, DTensor):
         return actual, expected
     local = actual.to_local().detach()
@@ -75,7 +75,7 @@ def _mesh(case: Case) -> DeviceMesh:
 
 
 def _microbatches(recipe: Recipe, model: nn.Module, step: int) -> dict[int, Tensor]:
-    """Leave the gradients of a step, and return the losses of this rank's microbatches by number."""
+    """Compute the gradients of a step; the losses of this rank's microbatches, by number."""
     losses = {}
     for together in recipe.microbatches(step, dist.get_rank(), dist.get_world_size()):
         for number in together:

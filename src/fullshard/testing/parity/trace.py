@@ -1,4 +1,4 @@
-"""What the plain process computed, step by step, left in files so that every rank can read its own part of it."""
+"""The numbers of the plain process, step by step, in files from which every rank can read its own part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Step", "Trace"]
 
 @dataclass(frozen=True)
 class Step:
-    """What a step has left; step 0 is what was there before the first."""
+    """Parameters, gradients and losses after a step; step 0 is the state before the first."""
 
     parameters: dict[str, Tensor]
     gradients: dict[str, Tensor | None] = field(default_factory=dict)  # before clipping
@@ -28,11 +28,11 @@ class Trace:
     folder: Path
 
     def write(self, number: int, step: Step) -> None:
-        """Keep a step."""
+        """Write a step."""
         torch.save(asdict(step), self._file(number))
 
     def read(self, number: int) -> Step:
-        """A step that was written. Only what is looked at is read."""
+        """A step that was written. Tensors are read when they are used."""
         return Step(**torch.load(self._file(number), mmap=True, weights_only=True))
 
     def _file(self, number: int) -> Path:
