@@ -16,16 +16,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fullshard.tape.recorder import Event, Origin
 
-__all__ = ["Gathers", "Pending", "Sums", "TermName", "Wire", "then"]
+__all__ = ["Gathers", "PartSums", "Pending", "Sums", "TermName", "Wire", "then"]
 
 TermName = tuple[object, ...]
 """Of what a term of a sum is, and then all that it consists of: what error feedback goes by."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartSums:
+    """Sums over ranks of which each rank takes its part.
+
+    Rank r's part of a whole is `whole[r * n : (r + 1) * n]` for its `n` of `part_numels`: the last parts may be short
+    or empty. In the corresponding one of `sums` is then the sum over ranks of this rank's part, divided by `divisor`.
+    A wire with error feedback goes by `names`, one for each whole.
+    """
+
+    sums: Sequence[Tensor]
+    wholes: Sequence[Tensor]
+    part_numels: Sequence[int]
+    divisor: float
+    names: Sequence[TermName] = ()
 
 
 class Pending:
@@ -96,22 +113,8 @@ class Sums(ABC):
     keeps_error = False  # whether terms must be named, since what a message lacks is added to the next one
 
     @abstractmethod
-    def reduce_scatter(
-        self,
-        sums: Sequence[Tensor],
-        wholes: Sequence[Tensor],
-        part_numels: Sequence[int],
-        divisor: float,
-        *,
-        origin: Origin,
-        names: Sequence[TermName] = (),
-    ) -> Pending:
-        """The sum over ranks of this rank's part of each whole, divided by `divisor`, in the corresponding sum.
-
-        Rank r's part of a whole is `whole[r * n : (r + 1) * n]` for its `n` of `part_numels`: the last parts may be
-        short or empty. The wholes must stay unchanged until `wait()` returns. A wire with error feedback goes by
-        `names`, one for each whole.
-        """
+    def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
+        """Take the sums that `of` says over ranks. The wholes must stay unchanged until `wait()` returns."""
 
     @abstractmethod
     def all_reduce(

@@ -99,7 +99,6 @@ class TwoLevelGather(Gather):
         self._secondary_version = -1
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
-        """See `Gather.start`."""
         if self.secondary_nbytes and self._secondary_version == self.version:
             return self._two_level.gather_within(unsharded.receive, origin=origin)
         self._secondary_version = self.version
@@ -107,11 +106,9 @@ class TwoLevelGather(Gather):
 
     @property
     def secondary_nbytes(self) -> int:
-        """See `Gather.secondary_nbytes`."""
         return self._two_level.secondary_nbytes
 
     def release_secondary(self) -> None:
-        """See `Gather.release_secondary`."""
         self._two_level.release()
 
 
@@ -125,5 +122,4 @@ class LocalGather(Gather):
         return Pending()
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
-        """See `Gather.finish`."""
         self._gathered_version = self.version

@@ -110,7 +110,6 @@ class RowsOfUnsharded(ShardStorage):
             self.shards.append(flat[: prod(shape)].view(shape))
 
     def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
-        """See `ShardStorage.to_send`."""
         return [*self._rows, self.memory] if self.plan.layout.pack_numel else self._rows, None
 
 
