@@ -22,6 +22,7 @@ from torch import Tensor
 from fullshard import compare_ranks
 from fullshard.comm.pairwise import PairwiseCollectives
 from fullshard.comm.shared_memory import SharedMemoryCollectives
+from fullshard.comm.wire import PartSums
 from fullshard.device.memory import typed_view
 from fullshard.tape.recorder import Origin, Phase
 
@@ -48,7 +49,7 @@ def calls(options: argparse.Namespace) -> dict[str, dict[str, Call]]:
         gather, scatter = wire.channel(options.tensors), wire.channel(options.tensors)
         gathers[name] = lambda gather=gather: gather.all_gather(wholes, parts, origin=ORIGIN).wait()
         scatters[name] = lambda scatter=scatter: scatter.reduce_scatter(
-            parts, wholes, numels, world, origin=ORIGIN
+            PartSums(parts, wholes, numels, world), origin=ORIGIN
         ).wait()
         if isinstance(wire, SharedMemoryCollectives):
             gathers["in common"] = gather_in_common(wire, parts)

@@ -26,8 +26,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fullshard
+
 INTERFACE = "cable0"
-_SOURCE = Path(__file__).parent.parent / "src"
+SOURCE = Path(fullshard.__file__).parent.parent  # of the package that these tests are about
 _PORT = 29400  # of the rendezvous; free, since the hosts are new
 
 
@@ -158,7 +160,7 @@ def torchrun(
     """
     first = first or hosts[0]
     more = f",{rendezvous}" if rendezvous else ""
-    common = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(_SOURCE)}
+    common = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
     return [
         host.start(
             *(sys.executable, "-m", "torch.distributed.run"),

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fullshard.policy.switches import switches
 from fullshard.testing.ranks import Ranks
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ def as_if_alone(function: Callable[..., T], args: Sequence[Any]) -> tuple[T, lis
 def surroundings() -> dict[str, object]:
     """What is the process's and not a model's: settings of torch, switches of the package, and all of its code."""
     found: dict[str, object] = {
+        "switches": repr(switches),
         "group": dist.is_initialized(),
         "dtype": torch.get_default_dtype(),
         "grad": torch.is_grad_enabled(),
@@ -81,8 +83,14 @@ def surroundings() -> dict[str, object]:
         for name, value in vars(module).items():
             if value is None or isinstance(value, bool | int | float | str):
                 found[f"{module.__name__}.{name}"] = value
-            elif callable(value):
+            elif callable(value) or is_frozen(value):
                 found[f"{module.__name__}.{name}"] = id(value)
             if isinstance(value, type) and value.__module__ == module.__name__:
                 found |= {f"{module.__name__}.{name}.{it}": id(own) for it, own in vars(value).items() if callable(own)}
     return found
+
+
+def is_frozen(value: object) -> bool:
+    """Whether it is a value, of which another one is put in its place when it is to change."""
+    made = getattr(type(value), "__dataclass_params__", None)
+    return made is not None and bool(made.frozen)

@@ -11,7 +11,7 @@ from fullshard import share_memory_between_ranks
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.routes import collectives_for
 from fullshard.comm.shared_memory import SharedMemoryCollectives
-from fullshard.comm.wire import Pending
+from fullshard.comm.wire import PartSums, Pending
 from fullshard.layout.shard_spec import owned
 from fullshard.tape.recorder import Origin, Phase, Recorder, recording
 from fullshard.testing import assert_same, run_ranks
@@ -90,7 +90,7 @@ class Scatter:
 
     def start(self) -> Pending:
         channel = wires().channel(len(NUMELS))
-        return channel.reduce_scatter(self.sums, self.wholes, self.part_numels, self.divisor, origin=ORIGIN)
+        return channel.reduce_scatter(PartSums(self.sums, self.wholes, self.part_numels, self.divisor), origin=ORIGIN)
 
     def check(self) -> None:
         assert_same(self.sums, self.expected)

@@ -1,22 +1,28 @@
 """What the pages say is so: links lead somewhere, code runs, lists and formulas equal what they describe."""
 
+import ast
 import inspect
 import re
 import runpy
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
 from test_floors import PACKAGE, PUBLIC, ROOMS
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import ShardingStrategy, fully_shard, recording
 from fullshard.comm.codec import codec_named
 from fullshard.policy.strategy import resolve_placements
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -113,7 +119,9 @@ def test_the_readme_quotes_an_error_as_it_is():
 
 def test_bytes_on_the_wire_are_those_of_the_codecs():
     options, _ = section(page("docs/networks.md"), "Less on the wire").split("What it costs in loss", 1)
-    for word, _, told, _ in rows(options):
+    table = rows(options)
+    assert len(table) > 1
+    for word, _, told, _ in table:
         assert f"{codec_named(word).nbytes(1 << 20) / (1 << 20):.3g}" == told
 
 
@@ -209,3 +217,77 @@ def test_moving_over_covers_all_that_torch_has():
 
 def test_the_table_of_steps_says_what_was_measured():
     assert runpy.run_path(str(ROOT / "benchmarks/summary.py"))["table"]() in page("README.md")
+
+
+class TwoBlocks(nn.Module):
+    """The model of docs/one_step.md."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(128, 128)
+        self.blocks = nn.ModuleList(nn.Linear(128, 128) for _ in range(2))
+        self.head = nn.Linear(128, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = x + block(x).relu()
+        return self.head(x)
+
+
+def functions_called(phase: str, step: int) -> list[str]:
+    """The package's functions in the order in which `phase` of a step calls them, as "Class.name" or "name"."""
+    called: list[str] = []
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            called.append(frame.f_code.co_qualname)
+
+    def noted(name: str, number: int, function: Callable[[], T]) -> T:
+        if (name, number) != (phase, step):
+            return function()
+        sys.setprofile(note)
+        try:
+            return function()
+        finally:
+            sys.setprofile(None)
+
+    model = TwoBlocks()
+
+    def shard() -> torch.optim.Optimizer:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        return torch.optim.AdamW(model.parameters())
+
+    optimizer = noted("Before the first step: `fully_shard`", 0, shard)
+    for number in range(1, step + 1):
+        loss = noted("Forward", number, lambda: model(torch.randn(4, 128)).sum())
+        noted("Backward", number, loss.backward)
+        optimizer.step()
+        optimizer.zero_grad()
+    return called
+
+
+def functions_defined() -> set[str]:
+    """The package's functions and methods, as "name" and "Class.name"."""
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            within = node.body if isinstance(node, ast.ClassDef) else [node]
+            prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+            found |= {prefix + it.name for it in within if isinstance(it, ast.FunctionDef)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("heading", "step"), [("Before the first step: `fully_shard`", 0), ("Forward", 4), ("Backward", 4)]
+)
+def test_one_step_is_told_in_the_order_in_which_it_happens(heading, step):
+    """Every function that a section names is called in it, after the one named before."""
+    named = re.findall(r"`([\w.]+)`", section(page("docs/one_step.md"), heading))
+    told = [name for name in named if name in functions_defined()]
+    assert len(told) > 8
+    called = iter(run_ranks(2, functions_called, heading, step)[0])
+    missing = next((name for name in told if all(name != it for it in called)), None)
+    assert missing is None

@@ -58,11 +58,13 @@ from fullshard import (
 )
 from fullshard._compat import storage_info
 from fullshard.checkpoint import container, load, save
+from fullshard.comm import routes
 from fullshard.command_line import parse
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
-from fullshard.layout.shard_spec import Cut as LayoutCut
+from fullshard.layout.shard_spec import ShardSpec
 from fullshard.optim import Muon
+from fullshard.plan.ledger import predict_ledger
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
 from fullshard.testing.parity.command import run as run_parity
@@ -107,6 +109,30 @@ def sharded(**options: Any) -> Any:
 
 def wrapped(**options: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(linear(), **options)
+
+
+# -- process groups, and questions about models ----------------------------------------------------------------------
+
+
+@mistake(ConfigError, "process group with backend 'gloo' for cpu tensors: known are nccl", "register_backend")
+def a_backend_that_nobody_knows() -> Steps:
+    group = dist.new_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(routes._routes, "gloo")
+        yield
+        routes.collectives_for(group, torch.device("cpu"))
+
+
+@mistake(ConfigError, "Linear has no units, so there is nothing to explain", r"Call fully_shard first", ranks=0)
+def explain_a_plain_model() -> Steps:
+    yield
+    fullshard.explain(linear())
+
+
+@mistake(ConfigError, "Linear has no units, so there is nothing to count", r"Call fully_shard first", ranks=0)
+def count_the_bytes_of_a_plain_model() -> Steps:
+    yield
+    predict_ledger(linear())
 
 
 # -- fully_shard ------------------------------------------------------------------------------------------------------
@@ -288,7 +314,7 @@ def prefetch_what_is_no_unit() -> Steps:
 @mistake(LayoutError, r"cannot cut a tensor of shape \(3,\) along dim 1", "Choose a dim from 0 to 0", ranks=0)
 def cut_where_nothing_is() -> Steps:
     yield
-    LayoutCut((3,), 1, 2)
+    ShardSpec((3,), 1, 2)
 
 
 # -- meshes and placements --------------------------------------------------------------------------------------------

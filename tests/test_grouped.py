@@ -120,7 +120,7 @@ def sent_across(placements: Placements, accumulate: int) -> tuple[int, int]:
     rank = torch.distributed.get_rank()
     across = [event for event in record.collectives() if event.ranks == (rank % 2, rank % 2 + 2)]
     sections = [section for unit in units_in(model) for section in unit.param_groups]
-    shards = sum(section.layout.shard_numel for section in sections) * 4
+    shards = sum(section.plan.layout.shard_numel for section in sections) * 4
     gathers = sum(event.sent_bytes for event in across if event.name == "all_gather")
     reductions = sum(event.sent_bytes for event in across if event.name == "reduce_scatter")
     return gathers // shards, round(reductions / shards)

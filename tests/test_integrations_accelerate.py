@@ -300,7 +300,7 @@ def settings_by_every_way(config: str) -> dict[str, Any]:
     ignoring = Run(sharded(ignored_modules=r".*embed_tokens"))
     found["ignored"] = [name for name, it in ignoring.model.named_parameters() if type(it) is nn.Parameter]
     prefetching = units_in(Run(sharded(backward_prefetch="BACKWARD_POST", limit_all_gathers=False)).model)
-    found["prefetch"] = {(unit.state.prefetches_backward, unit.state.prefetch_depth) for unit in prefetching}
+    found["prefetch"] = {(unit.options.backward_prefetch, unit.options.prefetch_depth) for unit in prefetching}
     return found
 
 

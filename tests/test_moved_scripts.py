@@ -16,6 +16,7 @@ import lightning.pytorch  # noqa: F401  # the ranks are forked from a server tha
 import pytest
 import torch.distributed as dist
 
+import fullshard
 from fullshard.testing import run_ranks
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -85,7 +86,7 @@ def test_a_lightning_module_goes_on(tmp_path):
 def test_a_script_that_is_killed_goes_on(tmp_path, name, options, folder, last):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / name / "after.py"), *options, folder]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(fullshard.__file__).parent.parent)}
 
     def printed(where: str) -> list[str]:
         done = subprocess.run(

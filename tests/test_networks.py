@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import INTERFACE, Host, run_on_hosts, sent_bytes, torchrun, wait_for
+from hosts import INTERFACE, SOURCE, Host, run_on_hosts, sent_bytes, torchrun, wait_for
 from small_models import adamw, shard, small_gpt, train
 from test_docs import ROOT, page, rows, section
 from torch import nn
@@ -149,7 +149,7 @@ def test_the_train_command_gives_the_bits_of_one_host_and_needs_no_folder_that_h
         started = torchrun(hosts, "-m", *fullshard_train(text), ranks=RANKS, **options)
         assert wait_for(started, 120) == [0] * HOSTS
         alone = [sys.executable, "-m", *fullshard_train(text, "--ranks", str(HOSTS * RANKS), "--replicas", str(HOSTS))]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
         assert subprocess.run(alone, cwd=tmp_path, env=environ, timeout=120, check=False, **options).returncode == 0
     one, first, second = (folder / "run" for folder in (tmp_path, *(host.folder for host in hosts)))
     assert (first / "model.safetensors").read_bytes() == (one / "model.safetensors").read_bytes()
@@ -233,7 +233,7 @@ def test_a_short_silence_is_survived_and_after_a_long_one_every_rank_ends_and_sa
     """Also those that do not reach the store. Started without torchrun, whose agent on that host ends minutes later."""
     ranks = range(HOSTS * RANKS)
     trains, said = ([tmp_path / f"{what}{rank}" for rank in ranks] for what in ("trains", "said"))
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SOURCE)}
     rendezvous = {"WORLD_SIZE": str(len(ranks)), "MASTER_ADDR": hosts[0].address, "MASTER_PORT": "29500"}
     started = []
     for rank in ranks:

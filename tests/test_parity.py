@@ -150,7 +150,7 @@ def test_many_ranks_learn_what_one_process_learns_from_the_whole_batch(recipe, s
 
 
 def places_of_parameters() -> list[tuple[str, bool]]:
-    return [(p.fqn, p.place.in_place) for unit in units_in(shard(small_gpt())) for p in unit.params]
+    return [(p.fqn, p.layout.in_place) for unit in units_in(shard(small_gpt())) for p in unit.params]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, FOUR])

@@ -375,12 +375,13 @@ def test_a_tensor_does_not_differ_from_itself(values, atol):
 def test_what_is_within_the_tolerance_is_tolerated_and_nothing_else(value, gap):
     one = torch.tensor([0.0, value], dtype=torch.float64)
     other = one + torch.tensor([0.0, gap], dtype=torch.float64)
+    gap = (other - one)[1].item()  # what is left of it by rounding
     assert Difference.between(other, one, EXACT) == Difference(gap, False, False)
     assert Difference.between(other, one, Tolerance(atol=gap)).is_tolerated
     assert not Difference.between(other, one, Tolerance(atol=gap * 0.99)).is_tolerated
-    assert Difference.between(other, one, Tolerance(rtol=gap / max(abs(value), 1e-9) * 1.01)).is_tolerated == (
-        abs(value) >= 1e-9
-    )
+    relative = gap / abs(value) if value else 1e9  # of nothing, no part is enough
+    assert Difference.between(other, one, Tolerance(rtol=relative * 1.01)).is_tolerated == (value != 0)
+    assert not Difference.between(other, one, Tolerance(rtol=relative * 0.99)).is_tolerated
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from small_models import Chain, chain, initialise, inputs, sgd
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fullshard
 from fullshard import (
     MixedPrecisionPolicy,
     Placement,
@@ -584,7 +585,7 @@ def test_nothing_is_left_behind_when_a_rank_is_killed(how):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", SCRIPT, how],
-            env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": str(Path(__file__).parents[1])},
+            env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": str(Path(fullshard.__file__).parents[1])},
             stdout=subprocess.PIPE,
             text=True,
         )

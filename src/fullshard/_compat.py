@@ -119,7 +119,7 @@ def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.Proce
 def all_gather_rows(rows: Tensor, own: Tensor, group: dist.ProcessGroup) -> None:
     """Every rank's `own` as the rows of a matrix, in rank order. The host waits if the backend's host does."""
     gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(rows, own, group=group)
+    gather(rows.view(-1), own, group=group)
 
 
 def reduce_scatter_each(sums: list[Tensor], wholes: list[Tensor], group: dist.ProcessGroup) -> None:

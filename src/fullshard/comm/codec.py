@@ -1,4 +1,4 @@
-"""How numbers lie on the wire, where not as in memory: fewer bits for each, beside a scale for each block of them.
+"""Codecs: numbers in fewer bits on the wire, with a scale for each block of them.
 
 A tensor of n elements is cut into blocks of `BLOCK`. Its encoding is
 

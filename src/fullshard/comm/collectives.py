@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fullshard._compat import all_gather_rows
 from fullshard.comm.fingerprint import fingerprint, mismatch
-from fullshard.comm.wire import Pending, TermName, Wire
+from fullshard.comm.wire import PartSums, Pending, TermName, Wire
 from fullshard.errors import RankLostError, RankMismatchError
 from fullshard.liveness.watchdog import PeerGoneError, lost
 from fullshard.liveness.whereabouts import here
@@ -129,14 +129,14 @@ class Collectives(ABC):
         self._at_once(call, lambda: dist.all_reduce(tensor, op=how, group=self.group))
 
     def gather_objects(self, own: Any, *, origin: Origin) -> list[Any]:
-        """What every rank gave as `own`, pickled on the way, in rank order."""
+        """Every rank's `own`, pickled on the way, in rank order."""
         every: list[Any] = [None] * self.world
         call = Call("all_gather_object", origin, 1, 0, 0, self.world - 1)
         self._at_once(call, lambda: dist.all_gather_object(every, own, group=self.group))
         return every
 
     def broadcast_object(self, own: Any, source: int, *, origin: Origin) -> Any:
-        """What rank `source` (of this group) gave as `own`, pickled on the way."""
+        """The `own` of rank `source` (of this group), pickled on the way."""
         box = [own]
         call = Call("broadcast_object", origin, 1, 0, 0, self.world - 1 if self.rank == source else 0)
         self._at_once(call, lambda: dist.broadcast_object_list(box, group=self.group, group_src=source))
@@ -151,8 +151,11 @@ class Collectives(ABC):
 
     # -- for channels -------------------------------------------------------------------------------------------------
 
-    def start(self, call: Call, start: Callable[[], Callable[[], None]]) -> Pending:
-        """What `start()` has begun. It is waited for once all ranks agree on `call`; a peer that is gone is named."""
+    def start(self, call: Call, start: Callable[[], Callable[[], None]], tag: int | None = None) -> Pending:
+        """The collective that `start()` begins. Waiting compares `call` between ranks first, and names a lost peer.
+
+        With `tag`, its first, it tells without waiting whether all that it waits for has come, where that can be known.
+        """
         if self.broken is not None:
             raise self.broken
         try:
@@ -180,10 +183,11 @@ class Collectives(ABC):
             finally:
                 here.leave()
 
-        return Pending(agree_and_finish, event)
+        arrival = None if tag is None else self.arrival(tag)
+        return Pending(agree_and_finish, event, arrival or (lambda: False))
 
     def _compare(self, call: Call) -> Callable[[], None] | None:
-        """Tell the other ranks what is being started. What is returned waits for what they tell."""
+        """Send the other ranks the fingerprint of `call`. The function returned waits for theirs, and compares."""
         if self.world == 1 or not switches.compares_ranks:
             return None
         received = self._exchange_fingerprints(fingerprint(call.name, call.compared_origin, call.tensors, call.nbytes))
@@ -193,7 +197,7 @@ class Collectives(ABC):
         return partial(self._agree, received)
 
     def _agree(self, received: Callable[[], list[bytes]]) -> None:
-        """Compare claims up to `received`, oldest first: all ranks find the same difference, whatever they wait for."""
+        """Compare fingerprints up to `received`, oldest first, so that all ranks find the same difference."""
         while self.broken is None and received in self._uncompared:
             self.broken = mismatch(self._uncompared.popleft()(), self._ranks)
         if self.broken is not None:
@@ -212,7 +216,7 @@ class Collectives(ABC):
         return None
 
     def arrival(self, tag: int) -> Callable[[], bool] | None:
-        """What tells, without waiting, whether all has come that the collective started last waits for; if anything."""
+        """A test that does not wait: has all come that the collective started last waits for? None if there is none."""
         return None
 
     def _record(self, call: Call) -> Event | None:
@@ -234,9 +238,7 @@ class Collectives(ABC):
         """Begin what `Gathers.all_gather` says; what is returned waits for it. So for all below."""
 
     @abstractmethod
-    def reduce_scatter(
-        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
-    ) -> Callable[[], None]: ...
+    def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None]: ...
 
     @abstractmethod
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]: ...
@@ -281,7 +283,6 @@ class Channel(Wire):
     def all_gather(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
     ) -> Pending:
-        """See `Gathers.all_gather`."""
         collectives, others = self.collectives, self.world - 1
         how, begin = ("in common", collectives.gather_in_common) if in_common else ("", collectives.all_gather)
         call = Call(
@@ -289,30 +290,15 @@ class Channel(Wire):
         )
         return collectives.start(call, lambda: begin(receive, send, self._tag(origin)))
 
-    def reduce_scatter(
-        self,
-        sums: Sequence[Tensor],
-        wholes: Sequence[Tensor],
-        part_numels: Sequence[int],
-        divisor: float,
-        *,
-        origin: Origin,
-        names: Sequence[TermName] = (),
-    ) -> Pending:
-        """See `Sums.reduce_scatter`. Nothing is lost on the way, so that `names` do not matter."""
+    def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
         collectives, tag = self.collectives, self._tag(origin)
-        nbytes, messages = _nbytes(wholes), len(sums) * (self.world - 1)
-        pending = collectives.start(
-            Call("reduce_scatter", origin, len(wholes), nbytes, nbytes - _nbytes(sums), messages),
-            lambda: collectives.reduce_scatter(sums, wholes, part_numels, divisor, tag),
-        )
-        pending.has_come = collectives.arrival(tag) or pending.has_come
-        return pending
+        nbytes, messages = _nbytes(of.wholes), len(of.sums) * (self.world - 1)
+        call = Call("reduce_scatter", origin, len(of.wholes), nbytes, nbytes - _nbytes(of.sums), messages)
+        return collectives.start(call, lambda: collectives.reduce_scatter(of, tag), tag)
 
     def all_reduce(
         self, tensors: Sequence[Tensor], divisor: float, *, origin: Origin, names: Sequence[TermName] = ()
     ) -> Pending:
-        """See `Sums.all_reduce`."""
         collectives, tag = self.collectives, self._tag(origin)
         nbytes, others = _nbytes(tensors), self.world - 1
         sent_nbytes = nbytes * 2 * others // self.world
@@ -324,7 +310,6 @@ class Channel(Wire):
     def all_to_all(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, common_nbytes: int, origin: Origin
     ) -> Pending:
-        """See `Wire.all_to_all`."""
         collectives, rank, tag = self.collectives, self.rank, self._tag(origin)
         sent = [part for other, part in enumerate(send) if other != rank and part.numel()]
         keep_own([receive[rank]], [send[rank]])

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from fullshard.comm.codec import Codec, codec_named
-from fullshard.comm.wire import Gathers, Pending, Sums, TermName, Wire, then
+from fullshard.comm.collectives import divide
+from fullshard.comm.wire import Gathers, PartSums, Pending, Sums, TermName, Wire, then
 from fullshard.device.memory import Pool
 from fullshard.layout.shard_spec import owned
 from fullshard.tape.recorder import Origin
@@ -103,35 +104,27 @@ class EncodedSums(Sums):
         """Add nothing to the next messages."""
         self._errors.clear()
 
-    def reduce_scatter(
-        self,
-        sums: Sequence[Tensor],
-        wholes: Sequence[Tensor],
-        part_numels: Sequence[int],
-        divisor: float,
-        *,
-        origin: Origin,
-        names: Sequence[TermName] = (),
-    ) -> Pending:
+    def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
         """See `Sums.reduce_scatter`. One message to each other rank."""
         wire, codec = self._wire, self._codec
-        sizes = [codec.nbytes(n) for n in part_numels]
+        sizes = [codec.nbytes(n) for n in of.part_numels]
         others = wire.world - 1
         flat = self._scratch.take(2 * others * sum(sizes), torch.uint8)
         sent, received = flat.view(2, others, -1)
-        for name, whole, n, message in zip(names, wholes, part_numels, sent.split(sizes, 1), strict=True):
+        for name, whole, n, message in zip(of.names, of.wholes, of.part_numels, sent.split(sizes, 1), strict=True):
             self._encode(name, self._parts_of_others(whole, n), others, n, message)
         arrived = wire.all_to_all(
             self._by_rank(received), self._by_rank(sent), common_nbytes=wire.world * sum(sizes), origin=origin
         )
 
         def add() -> None:
-            for out, whole, n, message in zip(sums, wholes, part_numels, received.split(sizes, 1), strict=True):
+            for out, whole, n, message in zip(
+                of.sums, of.wholes, of.part_numels, received.split(sizes, 1), strict=True
+            ):
                 self._add(out, message[: wire.rank], n, adds=False)
                 _add(out, whole[wire.rank * n : (wire.rank + 1) * n], adds=wire.rank > 0)
                 self._add(out, message[wire.rank :], n, adds=True)
-            if divisor != 1:
-                torch._foreach_div_(list(sums), divisor)
+            divide(of.sums, of.divisor)
             self._scratch.give(flat)
 
         return then(wire, arrived, add)
@@ -144,7 +137,7 @@ class EncodedSums(Sums):
         part_numels = [len(owned(tensor.numel(), wire.world, 0)) for tensor in tensors]
         mine = [len(owned(tensor.numel(), wire.world, wire.rank)) for tensor in tensors]
         sums = [self._scratch.take(numel, torch.float32) for numel in mine]
-        added = self.reduce_scatter(sums, tensors, part_numels, divisor, origin=origin, names=names)
+        added = self.reduce_scatter(PartSums(sums, tensors, part_numels, divisor, names), origin=origin)
 
         def gather() -> None:
             self._gather_sums(tensors, sums, part_numels, origin, names)
@@ -194,7 +187,7 @@ class EncodedSums(Sums):
             self._scratch.give(flat)
 
     def _parts_of_others(self, whole: Tensor, n: int) -> list[tuple[int, Tensor]]:
-        """What of `whole` is for ranks before this one, and for those after it, and where it starts beside the rest."""
+        """The parts of `whole` for ranks before this one and after it, each with its start beside the rest."""
         start, end = self._wire.rank * n, (self._wire.rank + 1) * n
         return [(0, whole[:start]), (start, whole[end:])]
 

@@ -1,4 +1,4 @@
-"""Do all ranks start the same collective? What they tell one another about it, and the error where they differ.
+"""Fingerprints of collectives, by which ranks find that they do not start the same one.
 
 Ranks that take different branches of a model, or end a step after different numbers of microbatches, wait for messages
 that nobody sends. So with every collective each rank sends a *fingerprint*: 192 bytes that say what it has started.

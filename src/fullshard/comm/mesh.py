@@ -1,4 +1,4 @@
-"""Which mesh axis shards and which replicates, and the process groups along them."""
+"""The shard axis and the replicate axis of a mesh, and the process groups along them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Axes:
 
     mesh: DeviceMesh
     group_size: int | None = None
-    """How many neighbours on the shard axis are a group, where it is used in two levels."""
+    """Number of neighbouring ranks in a group, where the shard axis is used in two levels."""
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -60,7 +60,7 @@ class Axes:
 
     @property
     def shard_rank(self) -> int:
-        """Which part is this rank's."""
+        """The number of this rank's part."""
         return self.mesh.get_local_rank(self.mesh.ndim - 1)
 
     @property
@@ -195,7 +195,7 @@ _agreed: Kept[tuple[dist.ProcessGroup, int], bool] = Kept("comparisons of ranks 
 
 
 def _ranks_per_host(group: dist.ProcessGroup, asked: str, remedy: str) -> int:
-    """How many ranks of `group` share a host: what torchrun says, or the number of GPUs, or all of them.
+    """The number of ranks of `group` on a host: torchrun's, or the number of GPUs, or all of them.
 
     Raises:
         RankMismatchError: not every host has as many. The message says what was `asked`, and the `remedy`.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fullshard._compat import all_gather_each, all_reduce_each, reduce_scatter_each
 from fullshard.comm.collectives import Collectives, divide
+from fullshard.comm.wire import PartSums
 
 __all__ = ["NativeCollectives"]
 
@@ -23,17 +24,15 @@ class NativeCollectives(Collectives):
         all_gather_each([*wholes], [*parts], self.group)
         return _nothing
 
-    def reduce_scatter(
-        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
-    ) -> Callable[[], None]:
+    def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None]:
         # Rows missing in the last part are the one reason to copy a gradient: the backend wants equal parts.
-        equal = [_padded(whole, n * self.world) for whole, n in zip(wholes, part_numels, strict=True)]
-        room = [s if s.numel() == n else s.new_empty(n) for s, n in zip(sums, part_numels, strict=True)]
-        reduce_scatter_each(room, equal, self.group)
-        for out, total in zip(room, sums, strict=True):
+        equal = [_padded(whole, n * self.world) for whole, n in zip(of.wholes, of.part_numels, strict=True)]
+        receive = [s if s.numel() == n else s.new_empty(n) for s, n in zip(of.sums, of.part_numels, strict=True)]
+        reduce_scatter_each(receive, equal, self.group)
+        for out, total in zip(receive, of.sums, strict=True):
             if out is not total:
                 total.copy_(out[: total.numel()])
-        divide(sums, divisor)
+        divide(of.sums, of.divisor)
         return _nothing
 
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
@@ -50,7 +49,7 @@ class NativeCollectives(Collectives):
 
 
 def _nothing() -> None:
-    """What is left to do when the backend has done it all."""
+    """Nothing is left to do: the backend has done it all."""
 
 
 def _padded(whole: Tensor, numel: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Ranks on one host: memory that all of them see, and the small messages that say what lies in it.
 
-A rank puts what others are to read into a *block* of memory that it shares, and tells them. They read it where it lies
-and say so; from then on the block may be used again.
+A rank puts what others are to read into a *block* of memory that it shares, and publishes
+where it lies. They read it there and say so; from then on the block may be used again.
 
 [Note: what is left behind]
 Nothing, however a rank ends. Blocks are anonymous (memfd): no name in a file system can outlive the processes, and the
@@ -51,7 +51,7 @@ __all__ = [
     "nbytes_end_to_end",
 ]
 
-ADDRESS_NBYTES = 512  # of what ranks tell one another in order to meet
+ADDRESS_NBYTES = 512  # of what ranks exchange in order to meet
 _ALIGNMENT = 64  # bytes: a tensor starts on a cache line
 _CONNECT_S = 60.0  # ranks come at the same time, so that waiting longer is of no use
 _GREETING_S = 5.0  # for a stranger to say nothing
@@ -69,7 +69,7 @@ _BLOCK, _DROP, _PUBLISH, _READ, _SIGNAL = range(
 
 
 def nbytes_end_to_end(tensors: Sequence[Tensor]) -> int:
-    """How many bytes `tensors` take if they are laid one after another as `Memory.tensors_like` does."""
+    """Bytes of `tensors` laid one after another, as by `Memory.tensors_like`."""
     return sum(align(tensor.nbytes, _ALIGNMENT) for tensor in tensors)
 
 
@@ -103,7 +103,7 @@ class Memory:
 
 
 Key = tuple[int, int]
-"""What a message is about: the number of a collective of the group, and a tag."""
+"""The subject of a message: the number of a collective of the group, and a tag."""
 
 
 @dataclass(eq=False)
@@ -113,13 +113,13 @@ class Block:
     number: int
     memory: Memory
     readers: int = 0  # how many have not said that they have read it
-    about: Key | None = None  # what was told of it last
+    about: Key | None = None  # what was published of it last
     is_due: bool = False  # they have all they need to read it
 
 
 @dataclass(frozen=True)
 class Published:
-    """What a neighbour has told: its data lies from here on."""
+    """Data that a neighbour has published: where it lies."""
 
     rank: int
     block: int
@@ -169,7 +169,7 @@ class Neighbours:
 
     @property
     def blocks(self) -> list[Block]:
-        """What this rank has to put data in."""
+        """This rank's blocks."""
         return list(self._blocks.values())
 
     def take(self, nbytes: int, *, patiently: bool = False) -> Block:
@@ -220,7 +220,7 @@ class Neighbours:
         for other in self._others.values():
             self._send(other, _HEAD.pack(_DROP, block.number, 0, 0, 0))
 
-    # -- telling and being told ---------------------------------------------------------------------------------------
+    # -- publishing, and reading what is published --------------------------------------------------------------------
 
     def publish(
         self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
@@ -236,7 +236,7 @@ class Neighbours:
             self._send(other, _HEAD.pack(_PUBLISH, block.number, *key, byte_offset) + fingerprint)
 
     def published(self, key: Key) -> list[Published]:
-        """What every neighbour tells of `key`, once all have. Call `have_read` when it is not needed any more.
+        """The data that every neighbour has published under `key`, once all have. Call `have_read` when it was read.
 
         Raises:
             PeerGoneError: one has ended.
@@ -246,12 +246,12 @@ class Neighbours:
         return [other.published.pop(key) for other in self._others.values()]
 
     def have_all_published(self, key: Key) -> bool:
-        """Whether all neighbours have told of `key`, so that `told` does not wait."""
+        """True if all neighbours have published under `key`, so that `published` does not wait."""
         self._receive_all()
         return all(key in other.published for other in self._others.values())
 
     def have_read(self, published: Iterable[Published]) -> None:
-        """Let those who told know that their blocks are theirs again."""
+        """Let the publishers know that their blocks are free again."""
         for one in published:
             self._send(self._others[one.rank], _HEAD.pack(_READ, one.block, 0, 0, 0))
 
@@ -302,7 +302,7 @@ class Neighbours:
         return [first.blocks.pop(one.block) for one in published]
 
     def next_fingerprints(self) -> dict[int, bytes]:
-        """What came along with every neighbour's next `tell` that had a claim, by rank.
+        """Every neighbour's next fingerprint, by rank.
 
         Raises:
             PeerGoneError: one has ended.
@@ -458,7 +458,7 @@ def _refuse(obstacles: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class _Address:
-    """Where a rank listens, or why it does not."""
+    """The address at which a rank listens, or why it does not."""
 
     host: str = ""
     name: str = ""  # for all to see
@@ -466,7 +466,7 @@ class _Address:
     obstacle: str = ""
 
     def published(self) -> bytes:
-        """As others are told, in `ADDRESS_NBYTES`."""
+        """The bytes that others get, `ADDRESS_NBYTES` of them."""
         short = {**vars(self), "obstacle": self.obstacle.encode("ascii", "replace").decode()[:200]}
         return json.dumps(short).encode().ljust(ADDRESS_NBYTES)
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.comm.collectives import Collectives, divide, keep_own
+from fullshard.comm.wire import PartSums
 from fullshard.device.memory import Pool
 from fullshard.layout.shard_spec import owned
 from fullshard.liveness.watchdog import PeerGoneError
@@ -84,26 +85,24 @@ class PairwiseCollectives(Collectives):
         keep_own([place[self.rank] for place in places], parts)
         return lambda: _wait_all(works)
 
-    def reduce_scatter(
-        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
-    ) -> Callable[[], None]:
+    def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None]:
         works: _Works = []
         peers = self._peers()
         received: list[dict[int, Tensor]] = [
-            {peer: self._scratch.take(out.numel(), out.dtype) for peer in peers} for out in sums
+            {peer: self._scratch.take(out.numel(), out.dtype) for peer in peers} for out in of.sums
         ]
         for peer in peers:
             for i, room in enumerate(received):
                 works += self._receive(room[peer], peer, tag + i)
         for peer in peers:
-            for i, (whole, n) in enumerate(zip(wholes, part_numels, strict=True)):
+            for i, (whole, n) in enumerate(zip(of.wholes, of.part_numels, strict=True)):
                 works += self._send(whole[peer * n : (peer + 1) * n], peer, tag + i)
 
         def finish() -> None:
             _wait_all(works)
-            for out, whole, n, room in zip(sums, wholes, part_numels, received, strict=True):
+            for out, whole, n, room in zip(of.sums, of.wholes, of.part_numels, received, strict=True):
                 mine = whole[self.rank * n : (self.rank + 1) * n]
-                sum_in_rank_order(out, [room.get(rank, mine) for rank in range(self.world)], divisor)
+                sum_in_rank_order(out, [room.get(rank, mine) for rank in range(self.world)], of.divisor)
                 for scratch in room.values():
                     self._scratch.give(scratch)
 
@@ -113,7 +112,7 @@ class PairwiseCollectives(Collectives):
         part_numels = [len(owned(tensor.numel(), self.world, 0)) for tensor in tensors]
         mine = [part_of(tensor, n, self.rank) for tensor, n in zip(tensors, part_numels, strict=True)]
         sums = [self._scratch.take(part.numel(), part.dtype) for part in mine]
-        reduced = self.reduce_scatter(sums, tensors, part_numels, divisor, tag)
+        reduced = self.reduce_scatter(PartSums(sums, tensors, part_numels, divisor), tag)
 
         def finish() -> None:
             reduced()
@@ -153,7 +152,7 @@ def _raise_if_gone(peer: int, error: RuntimeError) -> None:
 
 
 def part_of(whole: Tensor, part_numel: int, rank: int) -> Tensor:
-    """What of a whole is `rank`'s; less than a part at the end."""
+    """The part of `whole` that is `rank`'s; shorter or empty at the end."""
     return whole[rank * part_numel : (rank + 1) * part_numel]
 
 

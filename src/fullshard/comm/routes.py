@@ -1,4 +1,4 @@
-"""Which collectives a process group has: by what its backend is called."""
+"""The collectives of each process group, by the name of its backend."""
 
 from __future__ import annotations
 

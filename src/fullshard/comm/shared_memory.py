@@ -16,6 +16,7 @@ from fullshard._compat import group_timeout_s
 from fullshard.comm.collectives import Call, keep_own
 from fullshard.comm.neighbours import Block, CannotShareError, Key, Neighbours, connect, nbytes_end_to_end
 from fullshard.comm.pairwise import PairwiseCollectives, part_of, sum_in_rank_order
+from fullshard.comm.wire import PartSums
 from fullshard.layout.shard_spec import owned
 from fullshard.liveness.watchdog import PeerGoneError
 from fullshard.liveness.whereabouts import here
@@ -134,19 +135,17 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
         return finish
 
-    def reduce_scatter(
-        self, sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], divisor: float, tag: int
-    ) -> Callable[[], None]:
+    def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None]:
         neighbours = self.neighbours
         if neighbours is None:
-            return super().reduce_scatter(sums, wholes, part_numels, divisor, tag)
+            return super().reduce_scatter(of, tag)
         key = self._next_key(tag)
-        parts = self._parts_by_rank(wholes, part_numels)
+        parts = self._parts_by_rank(of.wholes, of.part_numels)
         block = self._show(neighbours, key, parts, patiently=True)
 
         def finish() -> None:
-            self._sum(neighbours, key, sums, parts[self.rank], divisor)
-            # All have told, and whoever has not read it needs nothing more of this rank.
+            self._sum(neighbours, key, of.sums, parts[self.rank], of.divisor)
+            # All have published, and whoever has not read it needs nothing more of this rank.
             block.is_due = block.about == key
 
         return finish
@@ -235,7 +234,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
 
 def _nothing() -> None:
-    """What is left to do when nothing is."""
+    """Nothing is left to do."""
 
 
 def _copy_each(places: Sequence[Tensor], sent: Sequence[Tensor]) -> None:

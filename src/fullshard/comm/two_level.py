@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from fullshard.comm.wire import Gathers, Pending, Sums
+from fullshard.comm.wire import Gathers, PartSums, Pending, Sums
 from fullshard.device.memory import Pool
 from fullshard.tape.recorder import Origin
 
@@ -102,14 +102,14 @@ class TwoLevelSums:
                 sums.append(group_sum[group * n : group * n + owned])
                 terms.append(whole[group * size * n : (group + 1) * size * n])
                 numels.append(n)
-        return self._within.reduce_scatter(sums, terms, numels, 1, origin=origin)
+        return self._within.reduce_scatter(PartSums(sums, terms, numels, 1), origin=origin)
 
     def secondary_numel(self, numel: int, part_numel: int) -> int:
         """Elements of this place's secondary shard of a whole of `numel`, in parts of `part_numel`."""
         return sum(self._owned(numel, part_numel))
 
     def _owned(self, numel: int, part_numel: int) -> list[int]:
-        """How much of a whole the rank of this place in each group has."""
+        """Elements of a whole that belong to the rank of this place, for each group."""
         size, place = self._within.world, self._within.rank
         starts = ((group * size + place) * part_numel for group in range(self.across.world))
         return [max(0, min(part_numel, numel - start)) for start in starts]

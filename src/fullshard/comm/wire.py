@@ -16,16 +16,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fullshard.tape.recorder import Event, Origin
 
-__all__ = ["Gathers", "Pending", "Sums", "TermName", "Wire", "then"]
+__all__ = ["Gathers", "PartSums", "Pending", "Sums", "TermName", "Wire", "then"]
 
 TermName = tuple[object, ...]
 """Of what a term of a sum is, and then all that it consists of: what error feedback goes by."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartSums:
+    """Sums over ranks of which each rank takes its part.
+
+    Rank r's part of a whole is `whole[r * n : (r + 1) * n]` for its `n` of `part_numels`: the last parts may be short
+    or empty. In the corresponding one of `sums` is then the sum over ranks of this rank's part, divided by `divisor`.
+    A wire with error feedback goes by `names`, one for each whole.
+    """
+
+    sums: Sequence[Tensor]
+    wholes: Sequence[Tensor]
+    part_numels: Sequence[int]
+    divisor: float
+    names: Sequence[TermName] = ()
 
 
 class Pending:
@@ -63,7 +80,7 @@ class Pending:
 
 
 class Gathers(ABC):
-    """What gathers go over, between `world` ranks, of which this is `rank`.
+    """A wire for gathers between `world` ranks, of which this is `rank`.
 
     `is_queued` tells whether calls are carried out in order, with no need for the host to wait in between.
     """
@@ -88,7 +105,7 @@ class Gathers(ABC):
 
 
 class Sums(ABC):
-    """What sums over `world` ranks go over, of which this is `rank`."""
+    """A wire for sums over `world` ranks, of which this is `rank`."""
 
     world: int
     rank: int
@@ -96,22 +113,8 @@ class Sums(ABC):
     keeps_error = False  # whether terms must be named, since what a message lacks is added to the next one
 
     @abstractmethod
-    def reduce_scatter(
-        self,
-        sums: Sequence[Tensor],
-        wholes: Sequence[Tensor],
-        part_numels: Sequence[int],
-        divisor: float,
-        *,
-        origin: Origin,
-        names: Sequence[TermName] = (),
-    ) -> Pending:
-        """The sum over ranks of this rank's part of each whole, divided by `divisor`, in the corresponding sum.
-
-        Rank r's part of a whole is `whole[r * n : (r + 1) * n]` for its `n` of `part_numels`: the last parts may be
-        short or empty. The wholes must stay unchanged until `wait()` returns. A wire with error feedback goes by
-        `names`, one for each whole.
-        """
+    def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:
+        """Take the sums that `of` says over ranks. The wholes must stay unchanged until `wait()` returns."""
 
     @abstractmethod
     def all_reduce(
@@ -121,13 +124,13 @@ class Sums(ABC):
 
 
 class Wire(Gathers, Sums):
-    """The way between this rank and the others of some axis, for everything."""
+    """A wire for everything."""
 
     @abstractmethod
     def all_to_all(
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, common_nbytes: int, origin: Origin
     ) -> Pending:
-        """What every rank has for this one, in the corresponding receive buffer.
+        """Every rank's message for this one, in the corresponding receive buffer.
 
         Args:
             receive: one a rank, each as large as what that rank has for this one; that may be nothing.

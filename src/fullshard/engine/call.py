@@ -23,7 +23,7 @@ __all__ = ["Backward", "Call"]
 
 
 class Backward(Protocol):
-    """What a call tells of its backward; the runtime does it."""
+    """The runtime, as a call sees it during its backward."""
 
     def begin_backward(self) -> int:
         """The number of the backward that is executing."""
@@ -50,7 +50,7 @@ class Call:
         self._backward = -1  # the last one that came to it
 
     def watch_inputs(self, given: Any) -> Any:
-        """Be told when the gradient of anything in `given` is known. Returns it as the forward is to see it."""
+        """Hook the inputs, to know when the gradient of any is there. Returns them as the forward is to see them."""
         tensors = [tensor for tensor in tensors_in(given) if tensor.requires_grad]
         self._before = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
         watched = [tensor for tensor in tensors if self._is_in_order(tensor)]
@@ -71,7 +71,7 @@ class Call:
         self._before = []
 
     def _is_in_order(self, tensor: Tensor) -> bool:
-        """Whether the gradient of `tensor` is known when all that was made after it is done, and not before."""
+        """True if the gradient of `tensor` is known when all that was made after it is done, and not before."""
         return tensor.grad_fn is not None and tensor.device == self.unit.device
 
     def _before_output(self, is_in_order: bool, grad: Tensor) -> None:

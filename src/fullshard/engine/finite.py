@@ -24,7 +24,7 @@ Tally = tuple[str, str, Tensor]
 
 
 def tally(unit: Unit) -> list[Tally]:
-    """What is not finite in the whole gradients that `unit` has of this rank's microbatches."""
+    """The counts of values that are not finite in the whole gradients of `unit` on this rank."""
     found = []
     for param in reversed(unit.params):
         grad = param.unsharded.grad

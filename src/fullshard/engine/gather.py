@@ -41,7 +41,7 @@ class Gather:
 
     @property
     def is_current(self) -> bool:
-        """Whether the unsharded buffer, having been kept, still has every rank's present values."""
+        """True if the unsharded buffer was kept, and still has every rank's present values."""
         return self._gathered_version >= 0 and self._gathered_version == self.version
 
     def invalidate(self) -> None:
@@ -99,7 +99,6 @@ class TwoLevelGather(Gather):
         self._secondary_version = -1
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
-        """See `Gather.start`."""
         if self.secondary_nbytes and self._secondary_version == self.version:
             return self._two_level.gather_within(unsharded.receive, origin=origin)
         self._secondary_version = self.version
@@ -107,16 +106,14 @@ class TwoLevelGather(Gather):
 
     @property
     def secondary_nbytes(self) -> int:
-        """See `Gather.secondary_nbytes`."""
         return self._two_level.secondary_nbytes
 
     def release_secondary(self) -> None:
-        """See `Gather.release_secondary`."""
         self._two_level.release()
 
 
 class LocalGather(Gather):
-    """Where every rank steps whole parameters: at most a cast."""
+    """No gather, where every rank steps whole parameters: at most a cast."""
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
         """See `Gather.start`. Nothing is sent."""
@@ -125,5 +122,4 @@ class LocalGather(Gather):
         return Pending()
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
-        """See `Gather.finish`."""
         self._gathered_version = self.version

@@ -26,7 +26,7 @@ __all__ = ["Gradients", "Withheld"]
 
 @dataclass
 class Withheld:
-    """What waits for a later microbatch, by index of the parameter."""
+    """Gradients and sums that wait for a later microbatch, by index of the parameter."""
 
     whole: dict[int, Tensor] = field(default_factory=dict)  # gradients that were not reduced, in the reduce dtype
     first_sums: dict[int, Tensor] = field(default_factory=dict)  # sums that miss the second level
@@ -157,7 +157,7 @@ class Gradients:
             self._written_by_graphs.append(self.flat)
 
     def may_have_stepped(self) -> bool:
-        """Whether an optimizer may have stepped since this was asked last: there were gradients.
+        """True if an optimizer may have stepped since this was asked last: there were gradients.
 
         Fused ones leave versions as they are. Asked again, it is only so if there are gradients still.
         """
@@ -168,5 +168,5 @@ class Gradients:
 
     @property
     def are_waiting(self) -> bool:
-        """Whether there are gradients that an optimizer can still step with, or sums that miss the second level."""
+        """True if there are gradients that an optimizer can still step with, or sums that miss the second level."""
         return self._may_have_stepped or bool(self.withheld.first_sums)

@@ -58,7 +58,7 @@ class UnshardedBuffer:
 
 
 class ShardStorage(ABC):
-    """Where a group's parameters rest on this rank.
+    """The memory in which a group's shards rest on this rank.
 
     `shards` has this rank's values of each, in their shape; `memory` is what they take beyond the unsharded buffer.
     """
@@ -110,7 +110,6 @@ class RowsOfUnsharded(ShardStorage):
             self.shards.append(flat[: prod(shape)].view(shape))
 
     def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
-        """See `ShardStorage.to_send`."""
         return [*self._rows, self.memory] if self.plan.layout.pack_numel else self._rows, None
 
 

@@ -1,4 +1,4 @@
-"""What follows for a parameter group from its shapes, its dtypes and the user's options, before it has any memory."""
+"""A parameter group before it has any memory: what follows from its shapes, its dtypes and the user's options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["GroupPlan"]
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """How a parameter group is to be sharded.
+    """The sharding of one parameter group.
 
     Args:
         layout: where its parameters lie.
@@ -68,43 +68,43 @@ class GroupPlan:
 
     @cached_property
     def rank(self) -> int:
-        """Which part is this rank's."""
+        """The number of this rank's part."""
         return self.axes.shard_rank
 
     @cached_property
     def shards_optimizer(self) -> bool:
-        """Whether a rank steps its own part only."""
+        """True if a rank steps its own part only."""
         return self.options.placements.optimizer is Placement.SHARDED
 
     @cached_property
     def encodes_gathers(self) -> bool:
-        """Whether unsharded parameters are what comes of encoded ones, this rank's own among them."""
+        """True if unsharded parameters are decoded from the wire, this rank's own part among them."""
         return self.contract.gather_wire is not None and self.shards_optimizer and self.layout.world > 1
 
     @cached_property
     def casts(self) -> bool:
-        """Whether compute sees other numbers than rest: of another dtype, or as they come from the wire."""
+        """True if compute sees other numbers than are stored: of another dtype, or decoded from the wire."""
         return self.contract.stored != self.contract.compute or self.encodes_gathers
 
     @cached_property
     def lives_in_unsharded(self) -> bool:
-        """Whether the unsharded buffer itself is where parameters rest."""
+        """True if parameters rest in the unsharded buffer itself."""
         return self.options.keeps_unsharded and not self.casts and self.memory.device == self.device
 
     @cached_property
     def gathers_in_two_levels(self) -> bool:
-        """Whether groups of neighbouring ranks keep parameters together at some time, each its secondary shard."""
+        """True if groups of neighbouring ranks keep parameters together at some time, each rank its secondary shard."""
         placements = self.options.placements
         return self.shards_optimizer and Placement.GROUPED in (placements.parameters, placements.parameters_in_step)
 
     @property
     def gathers_from_all(self) -> bool:
-        """Whether a gather fills the unsharded buffer with every rank's part in one go, and as it is."""
+        """True if one all-gather fills the unsharded buffer with every rank's part as it is."""
         return self.shards_optimizer and not (self.gathers_in_two_levels or self.encodes_gathers)
 
     @cached_property
     def sums_in_two_levels(self) -> bool:
-        """Whether gradients are summed within groups of neighbouring ranks first."""
+        """True if gradients are summed within groups of neighbouring ranks first."""
         return self.options.placements.gradients is Placement.GROUPED
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a parameter group sends over: made once, and bound to its channels."""
+"""The wires of a unit and of its parameter groups, bound to their channels when they are made."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class UnitWires:
 
     @property
     def is_broken(self) -> bool:
-        """Whether ranks were found to do different things, or one was lost, so that nothing can be sent any more."""
+        """True if ranks were found to do different things, or one was lost: nothing can be sent any more."""
         return any(it is not None and it.broken is not None for it in (self.shard, self.replicate))
 
 
 @dataclass(frozen=True)
 class GroupWires:
-    """What one parameter group's values and gradients go over."""
+    """The wires of one parameter group."""
 
     gathers: Gathers
     sums: Sums  # over the shard axis; within it, the second level is `two_level_sums`' if there is one

@@ -39,7 +39,7 @@ def install(unit: Unit) -> None:
 
 
 def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What `function(*args, **kwargs)` returns, with `module`'s unit unsharded meanwhile, as in its forward."""
+    """Call `function(*args, **kwargs)` with `module`'s unit unsharded meanwhile, as in its forward."""
     args, kwargs = _before_forward(module, args, kwargs)
     output = None
     try:
@@ -80,7 +80,7 @@ def runtime_of(module: nn.Module) -> Runtime:
 
 
 def is_in_use(unit: Unit) -> bool:
-    """Whether a forward or backward that is under way needs `unit`. What a failed one has left is cleared up."""
+    """True if a forward or backward that is under way needs `unit`. What a failed one has left is cleared up."""
     runtime = runtime_or_none(unit)
     if runtime is not None and runtime.is_interrupted:
         runtime.recover()

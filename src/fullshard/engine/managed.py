@@ -1,4 +1,4 @@
-"""Which unit has a parameter: found by any form of it, since weights can be tied across units."""
+"""The unit that has a parameter: found by any form of it, since weights can be tied across units."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _by_id: weakref.WeakValueDictionary[int, Managed] = weakref.WeakValueDictionary(
 
 
 def managed_by(param: nn.Parameter) -> Managed | None:
-    """What has `param` already, in any of its forms or as it was before it was sharded."""
+    """The entry of `param`, in any of its forms or as it was before it was sharded; None if no unit has it."""
     managed = _by_id.get(id(param))
     if managed is None or all(form is not param for form in managed.forms):
         return None

@@ -29,7 +29,7 @@ __all__ = ["Found", "allocate", "broadcast_from_first", "find_parameters", "init
 
 @dataclass(frozen=True)
 class Found:
-    """What a new unit is made of."""
+    """The parameters of a new unit."""
 
     sources: list[Source]  # parameters that no unit has yet
     borrowed: list[Unit]  # units that have a parameter tied to one of these modules'

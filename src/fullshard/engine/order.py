@@ -44,5 +44,5 @@ class OrderTracker:
 
     @property
     def agrees(self) -> bool:
-        """Whether what was seen is what was expected."""
+        """True if the order seen is the one expected."""
         return tuple(self.seen) == self.expected

@@ -16,7 +16,7 @@ from fullshard.engine.group_buffers import ShardStorage, Stretch, UnshardedBuffe
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.pack import Pack
-from fullshard.engine.reduction import Reduction, start_reduction
+from fullshard.engine.reduction import Reduction, ReductionOf, start_reduction
 from fullshard.engine.sharded_param import ShardedParam, Source
 from fullshard.tape.recorder import Origin
 
@@ -116,12 +116,12 @@ class ParamGroup:
 
     @property
     def holds_its_shards(self) -> bool:
-        """Whether every sharded parameter still holds its shard where it was put."""
+        """True if every sharded parameter still holds its shard where it was put."""
         return [param.local.data_ptr() for param in self.params] == self._addresses
 
     @property
     def is_trained(self) -> bool:
-        """Whether its parameters are trained. Users may thaw and freeze single ones."""
+        """True if its parameters are trained. Users may thaw and freeze single ones later."""
         return self.params[0].sharded.requires_grad
 
     def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
@@ -142,10 +142,8 @@ class ParamGroup:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def start_reduction(self, grads: dict[int, Tensor], *, divisor: float, finishes: bool, origin: Origin) -> Reduction:
-        """Begin to sum `grads`, what `gradients.take()` gave, over the ranks. See `reduction.start_reduction`."""
-        return start_reduction(
-            self.gradients, self.wires, self._pack, grads, divisor=divisor, finishes=finishes, origin=origin
-        )
+        """Begin to sum `grads`, what `gradients.take()` gave, over the ranks. Arguments as of `ReductionOf`."""
+        return start_reduction(ReductionOf(grads, self.gradients, self.wires, self._pack, divisor, finishes, origin))
 
     @property
     def error_feedback_nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""What modules see of a parameter, and what the engine moves of it.
+"""The tensor that modules see of a parameter, and the one in it that the engine moves.
 
 Of a plain parameter both are one tensor. A parameter that tensor parallelism has placed is a `DTensor`, and modules
 rely on that. The engine moves the local tensor in it, which is cut, gathered and reduced as a plain parameter of that
@@ -27,7 +27,7 @@ __all__ = ["ParamView", "TensorParallelView", "view_of"]
 
 
 class ParamView:
-    """How modules see what the engine moves: as it is, of a plain parameter."""
+    """A plain parameter: modules see the tensor that the engine moves."""
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
@@ -39,7 +39,7 @@ class ParamView:
         return make_dtensor(shard, axes.mesh, axes.tensor_placements(spec, sharded=sharded), spec.shape)
 
     def make_unsharded(self, whole: Tensor) -> Tensor:
-        """What modules see of `whole`."""
+        """The tensor that modules see, around `whole`."""
         return whole
 
     def point_to(self, seen: Tensor, whole: Tensor) -> None:
@@ -47,12 +47,12 @@ class ParamView:
         seen.data = whole
 
     def local_grad(self, grad: Tensor) -> Tensor:
-        """What the engine moves of the gradient of what modules see."""
+        """The tensor that the engine reduces, of the gradient that autograd has left."""
         return grad
 
 
 class TensorParallelView(ParamView):
-    """How modules see the local tensor of `param`: as a `DTensor` placed as `param` is.
+    """A parameter of tensor parallelism: modules see a `DTensor` placed as `param` is, the engine moves the local one.
 
     Args:
         fqn: the parameter's name, for errors.
@@ -106,5 +106,5 @@ class TensorParallelView(ParamView):
 
 
 def view_of(fqn: str, param: Tensor, axes: Axes) -> ParamView:
-    """How modules see `param`."""
+    """The view of `param`."""
     return TensorParallelView(fqn, param, axes) if isinstance(param, DTensor) else ParamView()

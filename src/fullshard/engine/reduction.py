@@ -9,14 +9,14 @@ Reduction
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from fullshard._compat import grad_hooks, shares_memory
 from fullshard.comm.two_level import TwoLevelSums
-from fullshard.comm.wire import Pending, Sums, TermName
+from fullshard.comm.wire import PartSums, Pending, Sums, TermName
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.pack import Pack
@@ -26,32 +26,36 @@ from fullshard.tape.recorder import Origin
 __all__ = ["Reduction", "start_reduction"]
 
 
-def start_reduction(
-    gradients: Gradients,
-    wires: GroupWires,
-    pack: Pack,
-    grads: dict[int, Tensor],
-    *,
-    divisor: float,
-    finishes: bool,
-    origin: Origin,
-) -> Reduction:
-    """Begin to sum `grads` over the ranks.
+@dataclass(frozen=True)
+class ReductionOf:
+    """The whole gradients of one parameter group, and how they are to be summed.
 
     Args:
+        grads: by index of the parameter, in the reduce dtype and contiguous.
         gradients: of the group.
         wires: what they go over.
         pack: for the small ones.
-        grads: the whole gradients by index of the parameter, in the reduce dtype and contiguous.
         divisor: what the sum over all ranks is divided by.
         finishes: whether to take the second sum too, where there is one, or to withhold the first for a later one.
         origin: on whose behalf.
     """
-    if not gradients.plan.shards_optimizer:
-        return WholeReduction(gradients, wires, grads, divisor, finishes, origin)
-    if wires.two_level_sums is not None:
-        return GroupReduction(gradients, wires, pack, grads, divisor, finishes, origin, wires.two_level_sums)
-    return ShardReduction(gradients, wires, pack, grads, divisor, finishes, origin)
+
+    grads: dict[int, Tensor]
+    gradients: Gradients
+    wires: GroupWires
+    pack: Pack
+    divisor: float
+    finishes: bool
+    origin: Origin
+
+
+def start_reduction(of: ReductionOf) -> Reduction:
+    """Begin to sum whole gradients over the ranks, by the kind of reduction that the placements ask for."""
+    if not of.gradients.plan.shards_optimizer:
+        return WholeReduction(of)
+    if of.wires.two_level_sums is not None:
+        return TwoLevelReduction(of, of.wires.two_level_sums)
+    return OneLevelReduction(of)
 
 
 class Reduction(ABC):
@@ -59,35 +63,26 @@ class Reduction(ABC):
 
     _pending: Pending  # the first sums; every subclass starts them at the end of its making
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        wires: GroupWires,
-        grads: dict[int, Tensor],
-        divisor: float,
-        finishes: bool,
-        origin: Origin,
-        has_second_level: bool,
-    ) -> None:
-        note = gradients.missing(grads)
-        self._plan = gradients.plan
-        self._gradients = gradients
-        self._wires = wires
-        self._grads = grads
-        self._divisor = divisor
-        self._origin = replace(origin, note=note) if note else origin
+    def __init__(self, of: ReductionOf, *, has_second_level: bool) -> None:
+        note = of.gradients.missing(of.grads)
+        self._plan = of.gradients.plan
+        self._gradients = of.gradients
+        self._wires = of.wires
+        self._grads = of.grads
+        self._divisor = of.divisor
+        self._origin = replace(of.origin, note=note) if note else of.origin
         self._has_second_level = has_second_level
-        self._finishes = finishes or not has_second_level
+        self._finishes = of.finishes or not has_second_level
         self._scratch: list[Tensor] = []
-        self._first_sums = gradients.withheld.first_sums
+        self._first_sums = of.gradients.withheld.first_sums
         if self._finishes:
-            for i in self._first_sums.keys() - grads.keys():
-                grads[i] = gradients.zeros(i)
-        self._summed = list(grads)
+            for i in self._first_sums.keys() - of.grads.keys():
+                of.grads[i] = of.gradients.zeros(i)
+        self._summed = list(of.grads)
 
     @property
     def has_come(self) -> bool:
-        """Whether `complete()` is sure not to wait for other ranks."""
+        """True if `complete()` is sure not to wait for other ranks."""
         return not self._has_second_level and self._pending.has_come()
 
     def complete(self) -> None:
@@ -142,47 +137,27 @@ class Reduction(ABC):
 
 
 class ShardReduction(Reduction):
-    """Sums over the shard axis of which each rank gets its part, and then over the replicate axis if there is one."""
+    """Sums of which each rank gets its part. Subclasses take the first ones."""
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        wires: GroupWires,
-        pack: Pack,
-        grads: dict[int, Tensor],
-        divisor: float,
-        finishes: bool,
-        origin: Origin,
-        *,
-        has_second_level: bool | None = None,
-    ) -> None:
-        second = wires.replicas is not None if has_second_level is None else has_second_level
-        super().__init__(gradients, wires, grads, divisor, finishes, origin, second)
+    def __init__(self, of: ReductionOf, *, has_second_level: bool) -> None:
+        super().__init__(of, has_second_level=has_second_level)
         plan, layout = self._plan, self._plan.layout
-        self._in_place = [i for i in grads if layout.params[i].in_place]
-        self._has_pack = layout.pack_numel > 0 and len(self._in_place) < len(grads)
-        self._pack = pack
-        accumulates = any(gradients.params[i].has_grad for i in grads)
+        self._in_place = [i for i in of.grads if layout.params[i].in_place]
+        self._has_pack = layout.pack_numel > 0 and len(self._in_place) < len(of.grads)
+        self._pack = of.pack
+        accumulates = any(of.gradients.params[i].has_grad for i in of.grads)
         direct = (
             plan.contract.reduce == plan.contract.stored
             and plan.memory.device == plan.device
             and self._finishes
             and not accumulates
         )
-        self._shards = gradients.new_shards() if direct else self._take(layout.shard_numel)
-        if len(grads) < len(gradients.params):
+        self._shards = of.gradients.new_shards() if direct else self._take(layout.shard_numel)
+        if len(of.grads) < len(of.gradients.params):
             self._shards.zero_()
-        if has_second_level is None:
-            self._pending = self._scatter(wires.sums, 1 if second else divisor)
-
-    def _scatter(self, over: Sums, divisor: float) -> Pending:
-        wholes, part_numels = self._terms()
-        return over.reduce_scatter(
-            self._sums(), wholes, part_numels, divisor, origin=self._origin, names=self._names(over)
-        )
 
     def _terms(self) -> tuple[list[Tensor], list[int]]:
-        """What is sent, gradients in place and the pack, and how many elements of each are one rank's."""
+        """The send buffers (gradients in place, and the pack), and how many elements of each are one rank's."""
         layout = self._plan.layout
         wholes = [self._grads[i].view(-1) for i in self._in_place]
         part_numels = [layout.params[i].spec.part_numel for i in self._in_place]
@@ -194,29 +169,19 @@ class ShardReduction(Reduction):
         return wholes, part_numels
 
     def _names(self, over: Sums) -> list[TermName]:
-        """What each of the terms is of."""
+        """The names of the terms, for error feedback."""
         if not over.keeps_error:
             return []
         pack: TermName = ("pack", *(i for i in self._plan.layout.packed if i in self._summed))
         return [*((i,) for i in self._in_place), *([pack] if self._has_pack else [])]
 
     def _sums(self) -> list[Tensor]:
-        """Where this rank's sums go, of each of the terms."""
+        """The receive buffers: this rank's part of each term's sum."""
         sums = [self._gradients.stretch_of(i, self._shards) for i in self._in_place]
         return [*sums, self._shards[self._plan.layout.pack]] if self._has_pack else sums
 
     def free_whole_grads(self) -> None:
-        """See `Reduction.free_whole_grads`."""
         self._grads.clear()
-
-    def _first_sum(self, i: int) -> Tensor:
-        return self._gradients.stretch_of(i, self._shards)
-
-    def _take_second_sums(self) -> None:
-        replicas = self._wires.replicas
-        assert replicas is not None
-        names: list[TermName] = [("shards", *sorted(self._summed))]
-        replicas.all_reduce([self._shards], self._divisor, origin=self._origin, names=names).wait()
 
     def _deliver(self) -> None:
         gradients, shards = self._gradients, self._shards
@@ -239,32 +204,42 @@ class ShardReduction(Reduction):
                 _add_grad(param, shard)
 
 
-class GroupReduction(ShardReduction):
+class OneLevelReduction(ShardReduction):
+    """Sums over the shard axis, and then over the replicate axis if there is one."""
+
+    def __init__(self, of: ReductionOf) -> None:
+        super().__init__(of, has_second_level=of.wires.replicas is not None)
+        wholes, part_numels = self._terms()
+        divisor = 1 if self._has_second_level else of.divisor
+        terms = PartSums(self._sums(), wholes, part_numels, divisor, self._names(of.wires.sums))
+        self._pending = of.wires.sums.reduce_scatter(terms, origin=self._origin)
+
+    def _first_sum(self, i: int) -> Tensor:
+        return self._gradients.stretch_of(i, self._shards)
+
+    def _take_second_sums(self) -> None:
+        replicas = self._wires.replicas
+        assert replicas is not None
+        names: list[TermName] = [("shards", *sorted(self._summed))]
+        replicas.all_reduce([self._shards], self._divisor, origin=self._origin, names=names).wait()
+
+
+class TwoLevelReduction(ShardReduction):
     """Sums within the group of neighbouring ranks, and then across groups."""
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        wires: GroupWires,
-        pack: Pack,
-        grads: dict[int, Tensor],
-        divisor: float,
-        finishes: bool,
-        origin: Origin,
-        two_level: TwoLevelSums,
-    ) -> None:
-        super().__init__(gradients, wires, pack, grads, divisor, finishes, origin, has_second_level=True)
+    def __init__(self, of: ReductionOf, two_level: TwoLevelSums) -> None:
+        super().__init__(of, has_second_level=True)
         self._two_level = two_level
         self._secondary = self._take(two_level.across.world * self._plan.layout.shard_numel)
-        if len(grads) < len(gradients.params):
+        if len(of.grads) < len(of.gradients.params):
             self._secondary.zero_()
-        wholes, part_numels = self._terms()
+        wholes, self._part_numels = self._terms()
         self._numels = [whole.numel() for whole in wholes]
-        self._part_numels = part_numels
-        self._pending = two_level.reduce_within(self._secondary_sums(), wholes, part_numels, origin=self._origin)
+        sums = self._secondary_sums()
+        self._pending = two_level.reduce_within(sums, wholes, self._part_numels, origin=self._origin)
 
     def _secondary_sums(self) -> list[Tensor]:
-        """Where the sums within the group go, of each of the terms: as secondary shards lie."""
+        """The receive buffers of the sums within the group, laid out as secondary shards."""
         layout = self._plan.layout
         sums = [self._secondary_part(layout.params[i].part) for i in self._in_place]
         return [*sums, self._secondary_part(layout.pack)] if self._has_pack else sums
@@ -278,9 +253,8 @@ class GroupReduction(ShardReduction):
         across = self._two_level.across
         owned = [self._two_level.secondary_numel(*it) for it in zip(self._numels, self._part_numels, strict=True)]
         terms = [term[:numel] for term, numel in zip(self._secondary_sums(), owned, strict=True)]
-        across.reduce_scatter(
-            self._sums(), terms, self._part_numels, self._divisor, origin=self._origin, names=self._names(across)
-        ).wait()
+        sums = PartSums(self._sums(), terms, self._part_numels, self._divisor, self._names(across))
+        across.reduce_scatter(sums, origin=self._origin).wait()
 
     def _first_sum(self, i: int) -> Tensor:
         layout, param_layout = self._plan.layout, self._plan.layout.params[i]
@@ -294,16 +268,9 @@ class GroupReduction(ShardReduction):
 class WholeReduction(Reduction):
     """Sums over the shard axis that every rank gets whole, and then over the replicate axis if there is one."""
 
-    def __init__(
-        self,
-        gradients: Gradients,
-        wires: GroupWires,
-        grads: dict[int, Tensor],
-        divisor: float,
-        finishes: bool,
-        origin: Origin,
-    ) -> None:
-        super().__init__(gradients, wires, grads, divisor, finishes, origin, wires.replicas is not None)
+    def __init__(self, of: ReductionOf) -> None:
+        super().__init__(of, has_second_level=of.wires.replicas is not None)
+        grads = of.grads
         layout = self._plan.layout
         self._packed = packed = [i for i in grads if not layout.params[i].in_place]
         flat: list[Tensor] = []
@@ -315,11 +282,11 @@ class WholeReduction(Reduction):
             if shares_memory(self._grads[i]):  # autograd may hand it on, and sums are written to it meanwhile
                 self._grads[i] = self._grads[i].clone()
         self._wholes = [*(grad.view(-1) for i, grad in self._grads.items() if i not in packed), *flat]
-        divisor = 1 if self._has_second_level else divisor
-        self._pending = wires.sums.all_reduce(self._wholes, divisor, origin=self._origin, names=self._names(wires.sums))
+        divisor, sums = 1 if self._has_second_level else of.divisor, of.wires.sums
+        self._pending = sums.all_reduce(self._wholes, divisor, origin=self._origin, names=self._names(sums))
 
     def _names(self, over: Sums) -> list[TermName]:
-        """What each of the whole tensors is of."""
+        """The names of the whole tensors, for error feedback."""
         if not over.keeps_error:
             return []
         names: list[TermName] = [(i,) for i in self._grads if i not in self._packed]

@@ -1,4 +1,4 @@
-"""Which unit a module belongs to, and under which names."""
+"""From modules to their units and their names."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def register(unit: Unit) -> None:
 
 
 def unit_of(module: nn.Module) -> Unit:
-    """The unit that `module` makes whole in its forward.
+    """The unit that the forward of `module` unshards.
 
     Raises:
         StateError: the module is not sharded.
@@ -60,7 +60,7 @@ def process_groups_along(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether `module` makes a unit whole in its forward."""
+    """True if `module` is a unit: its forward unshards one."""
     return _unit_or_none(module) is not None
 
 

@@ -298,7 +298,7 @@ class Runtime:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a forward or backward was begun, and is over without having come to its end."""
+        """True if a forward or backward was begun, and was left by an exception."""
         return self.phase is not Phase.IDLE and not self._stack and not in_backward()
 
     def recover(self) -> None:
@@ -321,7 +321,7 @@ class Runtime:
             self._reshard(unit, Phase.IDLE)
         self.phase = Phase.IDLE
 
-    # -- unshard and reshard -----------------------------------------------------------------------------------------
+    # -- unshard and reshard ------------------------------------------------------------------------------------------
 
     def _hold(self, unit: Unit) -> None:
         for held in (unit, *unit.borrowed):

@@ -1,4 +1,4 @@
-"""One parameter and its two forms: a `DTensor` at rest, a plain tensor in compute (but see `param_view.py`)."""
+"""One parameter and its two forms: a sharded `DTensor` at rest, an unsharded tensor in compute."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Source:
 
     @property
     def local(self) -> Tensor:
-        """What is to be cut of it: its values on this rank."""
+        """Its values on this rank, which are to be sharded."""
         return self.param._local_tensor if isinstance(self.param, DTensor) else self.param.detach()
 
 
@@ -110,7 +110,7 @@ class ShardedParam:
 
     @property
     def has_grad(self) -> bool:
-        """Whether the optimizer will see a gradient."""
+        """True if the optimizer will see a gradient."""
         return self.sharded.grad is not None
 
     def take_own(self, whole: Tensor) -> Tensor:

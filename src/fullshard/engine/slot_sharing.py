@@ -1,4 +1,4 @@
-"""Which units of a root take turns on memory: observed in the first backward that runs in a known order, and kept."""
+"""Units that take turns on memory: chosen once, after the first backward that runs in a known order."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ def _common_storages(units: Sequence[Unit], sizes: Sequence[int], plan: str) -> 
 
 
 def _writes_to_parameters(module: nn.Module) -> bool:
-    """Whether a forward within `module` is known to change unsharded parameters: other ranks must not see it."""
+    """True if a forward within `module` is known to change unsharded parameters: other ranks must not see it."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
     return any(isinstance(inner, kinds) and inner.max_norm is not None for inner in module.modules())

@@ -35,7 +35,7 @@ _STORAGE_STEP = 64  # bytes: a parameter group starts on a cache line
 
 
 class Form(Enum):
-    """What a unit's modules have at the moment."""
+    """The form of a unit's parameters at the moment."""
 
     SHARDED = "sharded"  # shards; the unsharded storage is free, unless it is kept to be used again
     GATHERING = "gathering"  # shards; the unsharded storage is being filled
@@ -72,6 +72,7 @@ class Unit:
         self.device = device
         self.state = UnitState(options.reshard_after_forward, axes.world)
         self.form = Form.SHARDED
+        self.keeps_unsharded = options.keeps_unsharded  # between steps
         self.microbatch = 0  # of the step, from 1 on
         self.trainable = 0  # how many parameters a backward should bring gradients for
         self._withholds = False  # whole gradients wait for a later microbatch's reduction
@@ -102,6 +103,7 @@ class Unit:
             for kind, plan, stretch in zip(by_kind, plans, stretches, strict=True)
         ]
         self.slot.count_references()
+        self.unsharded_nbytes, self.is_meta = _nbytes(plans), _on_meta(plans)
         self.params = tuple(param for param_group in self.param_groups for param in param_group.params)
         ordered = (source for kind in by_kind for source in kind)
         self._managed = [
@@ -117,36 +119,21 @@ class Unit:
     # -- what it has --------------------------------------------------------------------------------------------------
 
     @property
-    def keeps_unsharded(self) -> bool:
-        """Whether unsharded parameters stay between steps."""
-        return self.options.keeps_unsharded
-
-    @property
     def reshards_after_forward(self) -> bool:
-        """What the user chose, or what the strategy says; a root is needed again at once."""
+        """The user's choice, else the strategy's. A root is not resharded: its backward comes next."""
         choice = self.state.reshard_after_forward
         if choice is not None:
             return choice
         return self.options.placements.parameters_in_step is not Placement.WHOLE and not self.state.is_root
 
     @property
-    def unsharded_nbytes(self) -> int:
-        """Bytes of the storage that holds the unsharded parameters."""
-        return sum(align(param_group.plan.unsharded_nbytes, _STORAGE_STEP) for param_group in self.param_groups)
-
-    @property
     def is_trained(self) -> bool:
-        """Whether any parameter is trained."""
+        """True if any parameter is trained."""
         return any(param.sharded.requires_grad for param in self.params)
 
     @property
-    def is_meta(self) -> bool:
-        """Whether any shard is still without memory."""
-        return any(param_group.plan.memory.device.type == "meta" for param_group in self.param_groups)
-
-    @property
     def shard_device(self) -> torch.device:
-        """Where shards live, or will once they have memory."""
+        """The device on which shards live, or will once they have memory."""
         return self._memory.device
 
     @property
@@ -157,7 +144,7 @@ class Unit:
 
     @property
     def description(self) -> str:
-        """What ranks must have in common: the name, and every parameter's FQN, shape and dtypes."""
+        """A text that is the same on all ranks: the name, and every parameter's FQN, shape and dtypes."""
         params = (
             f"{param.fqn} {tuple(param.layout.spec.shape)} {param_group.plan.contract}"
             + ("" if param.sharded.requires_grad else ", frozen")
@@ -177,16 +164,16 @@ class Unit:
         """This unit in `phase`, for the record."""
         return Origin(self.name, phase, self.microbatch)
 
-    # -- whole and sharded --------------------------------------------------------------------------------------------
+    # -- unshard and reshard ------------------------------------------------------------------------------------------
 
     @property
     def can_occupy_slot(self) -> bool:
-        """Whether no other unit lies in this one's slot."""
+        """True if no other unit occupies this one's slot."""
         return self.slot.occupant in (None, self)
 
     @property
     def occupies_slot(self) -> bool:
-        """Whether this unit lies in its slot, be it that modules have its whole parameters or that they are kept."""
+        """True if this unit occupies its slot: its unsharded parameters are in use, or are kept."""
         return self.slot.occupant is self
 
     def notice_step(self) -> None:
@@ -196,11 +183,11 @@ class Unit:
 
     @property
     def has_grads_waiting(self) -> bool:
-        """Whether there are gradients that an optimizer can still step with, or that wait for a reduction."""
+        """True if there are gradients that an optimizer can still step with, or that wait for a reduction."""
         return self._withholds or any(param_group.gradients.are_waiting for param_group in self.param_groups)
 
     def start_unshard(self, lane: Lane, phase: Phase) -> None:
-        """Begin to gather the whole parameters. Nothing happens if they are there or on their way."""
+        """Start the all-gather of the unsharded parameters. Nothing happens if they are there or on their way."""
         if self.form is not Form.SHARDED:
             return
         for param in self.params:
@@ -224,7 +211,7 @@ class Unit:
         self.form = Form.GATHERING
 
     def wait_unshard(self) -> None:
-        """Let the modules have the whole parameters, once they are there."""
+        """Wait for the all-gather, and show the modules the unsharded parameters."""
         if self.form is not Form.GATHERING:
             return
         for pending in self._pending:
@@ -239,11 +226,11 @@ class Unit:
             param.show(param.unsharded)
 
     def reshard(self, phase: Phase = Phase.IDLE, *, keep: bool = False) -> None:
-        """Let the modules have the shards, and give the whole parameters' memory back.
+        """Show the modules the sharded parameters, and free the unsharded ones.
 
         Args:
             phase: for the record.
-            keep: leave the whole parameters in memory: they are gathered again only if they have changed meanwhile.
+            keep: leave the unsharded parameters in memory: they are gathered again only if shards have changed.
         """
         if self.form is Form.GATHERING:
             self.wait_unshard()
@@ -310,7 +297,7 @@ class Unit:
                 "param_init_fn."
             )
 
-    # -- where whole parameters lie -----------------------------------------------------------------------------------
+    # -- where unsharded parameters lie -------------------------------------------------------------------------------
 
     def move(self, slot: Slot) -> None:
         """Lie in `slot` from now on. Only for a unit that is sharded, and that no waiting graph has a view of.
@@ -337,18 +324,18 @@ class Unit:
             param_group.gather.invalidate()
 
     def _occupies_lastingly(self, slot: Slot) -> bool:
-        """Whether `slot` has memory that stays. If not, views of it are made when it gets some first.
+        """True if `slot` has memory that stays. If not, views of it are made when it gets some first.
 
         Making them takes memory for the whole unit, which a rank that just builds its shards may not have.
         """
         return self.keeps_unsharded or slot.shared
 
     def _occupy(self, slot: Slot, plans: Sequence[GroupPlan]) -> Sequence[Stretch | None]:
-        """Where in `slot` the groups lie; nowhere yet, unless it has memory that stays."""
+        """The groups' stretches of `slot`; none yet, unless it has memory that stays."""
         if not self._occupies_lastingly(slot):
             return [None] * len(plans)
         occupant, slot.occupant = slot.occupant, None
-        slot.allocate(self, sum(align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans))
+        slot.allocate(self, _nbytes(plans))
         slot.occupant = occupant if slot.shared else self
         return _stretches(slot, plans)
 
@@ -389,6 +376,7 @@ class Unit:
             self.param_groups[i] = param_group.moved(plan, bound, stretch)
         self.slot, self._is_bound = slot, self._occupies_lastingly(slot)
         slot.count_references()
+        self.unsharded_nbytes, self.is_meta = _nbytes(plans), _on_meta(plans)
         for managed in self._managed:
             managed.register()
         self._show_sharded()
@@ -412,24 +400,24 @@ class Unit:
 
     @property
     def finishes_sums(self) -> bool:
-        """Whether a reduction now takes the second sum too: over the replicate axis, or across groups."""
+        """True if a reduction now takes the second sum too: over the replicate axis, or across groups."""
         return self.state.syncs_gradients and self.state.syncs_replicas
 
     @property
     def awaits_second_sum(self) -> bool:
-        """Whether sums that were kept from the second level are now to be taken over it."""
+        """True if sums that were withheld from the second level are now to be taken."""
         return self.finishes_sums and any(
             param_group.gradients.withheld.first_sums for param_group in self.param_groups
         )
 
     @property
     def holds_grads_back(self) -> bool:
-        """Whether whole gradients wait until a later microbatch is synced, instead of being reduced now."""
+        """True if whole gradients wait until a later microbatch is synced, instead of being reduced now."""
         return not self.state.syncs_gradients and self.options.placements.gradients is not Placement.GROUPED
 
     @property
     def has_whole_grads(self) -> bool:
-        """Whether whole gradients wait for a reduction."""
+        """True if whole gradients wait for a reduction."""
         return any(p.unsharded.grad is not None for p in self.params) or any(
             it.gradients.withheld.whole for it in self.param_groups
         )
@@ -447,7 +435,7 @@ class Unit:
             param_group.gradients.drop()
 
     def start_reduce(self, lane: Lane, phase: Phase) -> UnitReduction:
-        """Begin to turn whole gradients into what the optimizer sees."""
+        """Start the reduction of whole gradients to what the optimizer sees."""
         self._withholds = False
         with torch.no_grad():
             return UnitReduction(self, lane, phase)
@@ -510,6 +498,16 @@ class UnitReduction:
             reduction.complete()
 
 
+def _nbytes(plans: Sequence[GroupPlan]) -> int:
+    """Bytes of the storage that holds the unsharded parameters of groups."""
+    return sum(align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans)
+
+
+def _on_meta(plans: Sequence[GroupPlan]) -> bool:
+    """True if any shards are still without memory."""
+    return any(plan.memory.device.type == "meta" for plan in plans)
+
+
 def _stretches(slot: Slot, plans: Sequence[GroupPlan]) -> list[Stretch]:
     """The unsharded buffers of groups, one after another in `slot`."""
     sizes = [align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans]
@@ -517,7 +515,7 @@ def _stretches(slot: Slot, plans: Sequence[GroupPlan]) -> list[Stretch]:
 
 
 def _device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
-    """Where whole parameters lie: on `device`, or nowhere while the sources are on the meta device.
+    """The device of unsharded parameters: `device`, or meta while the sources are there.
 
     Raises:
         ConfigError: only some of them are.

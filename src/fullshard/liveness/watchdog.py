@@ -30,6 +30,7 @@ from fullshard.errors import ConfigError, RankLostError, named_ranks
 from fullshard.liveness.ring import Ring
 from fullshard.liveness.store import PatientStore
 from fullshard.liveness.whereabouts import Task, here
+from fullshard.policy.switches import switches
 
 __all__ = ["EXIT_CODE", "PeerGoneError", "lost", "set_collective_timeout", "watch"]
 
@@ -50,17 +51,6 @@ _NO_WORD = "its process ended without a word (killed, out of memory, or crashed)
 _NO_ANSWER = "its host does not answer (powered off, or the network is down)"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Limits:
-    """Seconds that a collective may be waited for."""
-
-    end_s: float | None = None  # until the job ends; None: as long as the process group gives it
-    report_s: float = 120.0  # until a report
-
-
-_limits = _Limits()
 
 
 def set_collective_timeout(seconds: float | None, *, report_after: float | None = 120.0) -> None:
@@ -87,15 +77,12 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
     Raises:
         ConfigError: not a positive number.
     """
-    global _limits
     for name, value in (("", seconds), ("report_after=", report_after)):
         if value is not None and not value > 0:
             asked = f"set_collective_timeout({name}{value})"
             raise ConfigError(f"{asked}: a positive number of seconds, or None, is needed.")
-    _limits = _Limits(
-        end_s=math.inf if seconds is None else seconds,
-        report_s=math.inf if report_after is None else report_after,
-    )
+    switches.end_after_s = math.inf if seconds is None else seconds
+    switches.report_after_s = math.inf if report_after is None else report_after
 
 
 def watch() -> None:
@@ -210,8 +197,8 @@ class _Watchdog:
         task = here.task
         question = self._ask(task) or self._own_board.last_question()
         if question is not None and question != self._answered:
-            self._answered, self._reported = question, task
             self._answer(question, task)
+            self._answered, self._reported = question, task
         loss = self._own_board.known_loss()
         self._missed_since = min(self._missed_since, monotonic()) if loss else math.inf
         if loss and min(monotonic() - self._missed_since, here.waited_s) > _GRACE_S:
@@ -223,7 +210,7 @@ class _Watchdog:
             return None
         if task.waited_s > self._end_s(task):
             return self._own_board.ask(self._rank, ends=True)
-        if task.waited_s > _limits.report_s and not task.in_first_step and task is not self._reported:
+        if task.waited_s > switches.report_after_s and not task.in_first_step and task is not self._reported:
             return self._own_board.ask(self._rank, ends=False)
         return None
 
@@ -231,9 +218,9 @@ class _Watchdog:
         """Seconds of waiting after which the job ends: for `task`, or for any other if None."""
         timeout_s = group_timeout_s(self.group)
         own_s = timeout_s - min(_LEAD_S, timeout_s / 2)
-        if _limits.end_s is None:
+        if switches.end_after_s is None:
             return own_s
-        return max(_limits.end_s, own_s) if task is not None and task.in_first_step else _limits.end_s
+        return max(switches.end_after_s, own_s) if task is not None and task.in_first_step else switches.end_after_s
 
     def _answer(self, question: _Question, task: Task | None) -> None:
         """Publish where this rank is; report where all are, if this rank has asked; end, if the question says so."""
@@ -275,7 +262,7 @@ class _Watchdog:
         head = f"rank {self._rank} is {here}, {verdict}. Where all ranks are:"
         deadline = monotonic() + _ANSWER_S + self._look_s
         while monotonic() < deadline and not self._own_board.has_answers(question, self._world):
-            self._stopped.wait(0.1)
+            sleep(0.1)
         lines = [f"  {line}" for line in self._own_board.answers(question, self._world)]
         self._own_board.close_account(question)
         return "\n".join([head, *lines])
@@ -296,7 +283,7 @@ def _long(end_s: float) -> str:
 def _too_long(end_s: float) -> str:
     """The verdict on a collective that ends the job."""
     more = "give init_process_group a longer timeout"
-    if _limits.end_s is not None:
+    if switches.end_after_s is not None:
         more = "call fullshard.set_collective_timeout(seconds)"
     return (
         f"longer than the {end_s:g} s that a collective may take, so all ranks end now. If one merely needs more time, "

@@ -26,6 +26,8 @@ class Switches:
     checks_finite: bool = False
     shares_memory_between_ranks: bool = os.environ.get("FULLSHARD_SHARED_MEMORY") != "0"
     shares_memory_between_units: bool | None = None  # None: on a CPU
+    report_after_s: float = 120.0  # of waiting for a collective
+    end_after_s: float | None = None  # None: what the process group gives a collective
 
 
 switches = Switches()

@@ -47,10 +47,10 @@ class Origin:
 class Event:
     """One thing the engine did.
 
-    `name` is a collective (one of `COLLECTIVES`), "allocate" or "free" of unsharded storage, or "orthogonalise"
-    of a matrix. `sent_bytes` are the bytes that this rank sends in `messages` to the others of `ranks`, or publishes
-    for them in shared memory, each signal being a message. `nbytes` are those of the storage or the matrix. Times are
-    seconds of `time.perf_counter`; `end` is None while it is under way.
+    `name` is a collective of tensors (one of `COLLECTIVES`) or of objects, "allocate" or "free" of a unit's unsharded
+    storage, or "orthogonalise" of a matrix. `sent_bytes` counts what this rank sends in `messages` to the others of
+    `ranks`; through shared memory too, where a message says what was published for the other to read. `nbytes` are
+    those of the storage or the matrix. Times are seconds of `time.perf_counter`; `end` is None while it is under way.
     """
 
     name: str
@@ -74,8 +74,6 @@ COLLECTIVES = (
     "all_reduce",
     "all_to_all",
     "broadcast",
-    "all_gather_object",
-    "broadcast_object",
 )
 
 
