@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -269,6 +270,7 @@ def functions_called(phase: str, step: int) -> list[str]:
     return called
 
 
+@cache
 def functions_defined() -> set[str]:
     """The package's functions and methods, as "name" and "Class.name"."""
     found = set()
