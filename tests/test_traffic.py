@@ -27,9 +27,9 @@ from fullshard import (
 )
 from fullshard.device.lanes import Lane
 from fullshard.engine.param_group import ParamGroup
-from fullshard.engine.reduction import Reduction
+from fullshard.engine.reduction import Reduction, UnitReduction
 from fullshard.engine.registry import units_in
-from fullshard.engine.unit import UnitReduction
+from fullshard.engine.unit import Unit
 from fullshard.tape.recorder import Phase, Recorder
 from fullshard.testing import assert_same
 from fullshard.testing import run_ranks as run_fresh_ranks
@@ -357,16 +357,17 @@ def test_what_a_user_does_to_a_gradient_does_not_outlive_it(change):
 def whole_gradients_by_moment() -> list[tuple[int, int, int]]:
     """How many whole gradients reductions began with, and how many were there when they were queued, and finished."""
     found, alive = [], []
-    make, queue, finish = ParamGroup.start_reduction, UnitReduction.__init__, UnitReduction.finish
+    make, queue, finish = ParamGroup.start_reduction, Unit.start_reduce, UnitReduction.finish
 
     def note(param_group: ParamGroup, grads: dict[int, Tensor], **options: Any) -> Reduction:
         alive[-1] += [weakref.ref(grad) for grad in grads.values()]
         return make(param_group, grads, **options)
 
-    def note_queued(reduction: UnitReduction, *args: Any) -> None:
+    def note_queued(unit: Unit, *args: Any) -> UnitReduction:
         alive.append([])
-        queue(reduction, *args)
+        reduction = queue(unit, *args)
         found.append([len(alive[-1]), sum(ref() is not None for ref in alive[-1])])
+        return reduction
 
     def note_finished(reduction: UnitReduction) -> None:
         finish(reduction)
@@ -375,7 +376,7 @@ def whole_gradients_by_moment() -> list[tuple[int, int, int]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lane, "is_stream", True)
         patch.setattr(ParamGroup, "start_reduction", note)
-        patch.setattr(UnitReduction, "__init__", note_queued)
+        patch.setattr(Unit, "start_reduce", note_queued)
         patch.setattr(UnitReduction, "finish", note_finished)
         model = chain(fully_shard)
         step(model, sgd(model), 0)

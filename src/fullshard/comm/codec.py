@@ -127,10 +127,10 @@ class _Blockwise(Codec):
                 values[:, full * BLOCK :] = last[:, 0, :rest]
 
     def _encode_blocks(self, blocks: Tensor, scales: Tensor, codes: Tensor, scratch: Pool, keep_error: bool) -> None:
-        room = _room(blocks, scratch)
+        work = _work_memory(blocks, scratch)
         for rows, columns in _pieces(blocks):
             piece, scale, code = blocks[rows, columns], scales[rows, columns], codes[rows, columns]
-            steps = room[: piece.numel()].view(piece.shape)
+            steps = work[: piece.numel()].view(piece.shape)
             steps.copy_(piece).abs_()
             scale.copy_(steps.amax(-1).div_(self.largest).clamp_(min=_LEAST_SCALE))
             scale.add_(scale * 0)  # infinity becomes NaN, as what it scales must
@@ -139,7 +139,7 @@ class _Blockwise(Codec):
             if keep_error:
                 self._read(code, steps)
                 piece.sub_(steps.mul_(scale.unsqueeze(-1))).nan_to_num_(0, 0, 0)
-        scratch.give(room)
+        scratch.give(work)
 
     def decode(self, wire: Tensor, numel: int, out: Tensor, scratch: Pool, *, adds: bool = False) -> None:
         scales, codes = self._fields(wire, numel)
@@ -156,17 +156,17 @@ class _Blockwise(Codec):
             place.copy_(place + numbers if adds else numbers)
 
     def _decode_blocks(self, scales: Tensor, codes: Tensor, blocks: Tensor, scratch: Pool, adds: bool) -> None:
-        room = _room(blocks, scratch)
+        work = _work_memory(blocks, scratch)
         for rows, columns in _pieces(blocks):
             place = blocks[rows, columns]
-            steps = room[: place.numel()].view(place.shape)
+            steps = work[: place.numel()].view(place.shape)
             self._read(codes[rows, columns], steps)
             steps.mul_(scales[rows, columns].unsqueeze(-1))
             if adds:
                 place.add_(steps)
             else:
                 place.copy_(steps)
-        scratch.give(room)
+        scratch.give(work)
 
     def _fields(self, wire: Tensor, numel: int) -> tuple[Tensor, Tensor]:
         """Scales, of shape (rows, blocks), and codes, of shape (rows, blocks, bytes), in `wire`."""
@@ -235,7 +235,7 @@ def _piece_numel(blocks: Tensor) -> int:
     return _CPU_PIECE if blocks.device.type == "cpu" else _PIECE
 
 
-def _room(blocks: Tensor, scratch: Pool) -> Tensor:
+def _work_memory(blocks: Tensor, scratch: Pool) -> Tensor:
     return scratch.take(min(blocks.numel(), _piece_numel(blocks)), torch.float32)
 
 

@@ -5,8 +5,8 @@
     │   └── SharedMemoryCollectives      through memory that all ranks see, where they are on one host
     └── NativeCollectives                the backend's own, coalesced: NCCL, and the fake backend
 
-`Collectives` counts and records every call, has ranks compare it, and names a rank that is lost meanwhile. All that
-this package sends over a process group goes through one.
+`Collectives` counts and records every call; of those through a channel ranks compare fingerprints, and a rank that is
+lost meanwhile is named. All that this package sends over a process group goes through one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Collectives(ABC):
 
         Args:
             tensors: the most that a call moves.
-            variants: how many sets of messages of other sizes are told apart, see `Channel.variant`.
+            variants: how many sets of messages of other sizes are kept apart, see `Channel.variant`.
         """
         return Channel(self, self._reserve_tags(2 * tensors * variants), 2 * tensors, variants)
 
@@ -128,10 +128,10 @@ class Collectives(ABC):
         call = Call("all_reduce", origin, 1, tensor.nbytes, nbytes, 2 * (self.world - 1))
         self._at_once(call, lambda: dist.all_reduce(tensor, op=how, group=self.group))
 
-    def gather_objects(self, own: Any, *, origin: Origin) -> list[Any]:
+    def gather_objects(self, own: Any, *, origin: Origin, name: str = "all_gather_object") -> list[Any]:
         """Every rank's `own`, pickled on the way, in rank order."""
         every: list[Any] = [None] * self.world
-        call = Call("all_gather_object", origin, 1, 0, 0, self.world - 1)
+        call = Call(name, origin, 1, 0, 0, self.world - 1)
         self._at_once(call, lambda: dist.all_gather_object(every, own, group=self.group))
         return every
 
@@ -143,7 +143,7 @@ class Collectives(ABC):
         return box[0]
 
     def _at_once(self, call: Call, send: Callable[[], object]) -> None:
-        event = self._record(call)
+        event = self._event(call)
         with here.waiting(call.name, call.origin):
             send()
         if event is not None:
@@ -209,7 +209,7 @@ class Collectives(ABC):
         return self.broken
 
     def _exchange_fingerprints(self, mine: bytes) -> Callable[[], list[bytes]] | None:
-        """Send this rank's claim to all. What is returned waits for those of all ranks, and gives them in rank order.
+        """Send this rank's fingerprint to all. The function returned waits for all ranks', and gives them in rank order.
 
         None where the backend has no way to do so: a mismatch is then for a time-out to find.
         """
@@ -220,6 +220,9 @@ class Collectives(ABC):
         return None
 
     def _record(self, call: Call) -> Event | None:
+        return self._event(call)
+
+    def _event(self, call: Call) -> Event | None:
         recorder = active_recorder()
         if recorder is None:
             return None
@@ -254,7 +257,7 @@ class Channel(Wire):
         collectives: of the process group.
         first_tag: of the channel's own, of which a variant has `tags`.
         tags: of one variant, two a tensor: an all-reduce sends twice.
-        variants: how many sets of messages of other sizes are told apart.
+        variants: how many sets of messages of other sizes are kept apart.
     """
 
     def __init__(self, collectives: Collectives, first_tag: int, tags: int, variants: int = 1) -> None:

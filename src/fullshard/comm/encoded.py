@@ -86,7 +86,7 @@ class EncodedSums(Sums):
         scratch: memory to work in.
     """
 
-    keeps_error = True
+    names_terms = True
 
     def __init__(self, wire: Wire, codec: Codec, scratch: Pool) -> None:
         self.world, self.rank, self.is_queued = wire.world, wire.rank, wire.is_queued

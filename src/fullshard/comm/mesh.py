@@ -50,8 +50,8 @@ class Axes:
         """
         assert self.group_size is not None, "the shard axis has one level"
         ranks = dist.get_process_group_ranks(self.shard_group)
-        group, param_layout = divmod(self.shard_rank, self.group_size)
-        return ranks[group * self.group_size :][: self.group_size], ranks[param_layout :: self.group_size]
+        group, place = divmod(self.shard_rank, self.group_size)
+        return ranks[group * self.group_size :][: self.group_size], ranks[place :: self.group_size]
 
     @property
     def shard_world(self) -> int:

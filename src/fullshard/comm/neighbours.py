@@ -228,7 +228,7 @@ class Neighbours:
         """Let every neighbour know that what `key` stands for lies in `block`, at its own of `byte_offsets` if given.
 
         Args:
-            claim: goes along; the others take it with `next_claims`.
+            fingerprint: goes along; the others take it with `next_fingerprints`.
         """
         block.about = key
         for other in self._others.values():
@@ -259,7 +259,7 @@ class Neighbours:
         """Let every neighbour know that this rank is as far as `key` stands for.
 
         Args:
-            claim: goes along; the others take it with `next_claims`.
+            fingerprint: goes along; the others take it with `next_fingerprints`.
         """
         for other in self._others.values():
             self._send(other, _HEAD.pack(_SIGNAL, 0, *key, 0) + fingerprint)

@@ -46,14 +46,14 @@ class PairwiseCollectives(Collectives):
     def _exchange(self, mine: bytes, tag: int) -> Callable[[], list[bytes]]:
         """Send `mine`, of the same size on all ranks, to all. What is returned waits for those of all ranks."""
         published = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        rooms = list(torch.empty(self.world, len(mine), dtype=torch.uint8))
-        rooms[self.rank] = published
-        works: _Works = [work for peer in self._peers() for work in self._receive(rooms[peer], peer, tag)]
+        received_bytes = list(torch.empty(self.world, len(mine), dtype=torch.uint8))
+        received_bytes[self.rank] = published
+        works: _Works = [work for peer in self._peers() for work in self._receive(received_bytes[peer], peer, tag)]
         works += [work for peer in self._peers() for work in self._send(published, peer, tag)]
 
         def received() -> list[bytes]:
             _wait_all(works)
-            return [room.numpy().tobytes() for room in rooms]
+            return [one.numpy().tobytes() for one in received_bytes]
 
         return received
 
@@ -92,18 +92,18 @@ class PairwiseCollectives(Collectives):
             {peer: self._scratch.take(out.numel(), out.dtype) for peer in peers} for out in of.sums
         ]
         for peer in peers:
-            for i, room in enumerate(received):
-                works += self._receive(room[peer], peer, tag + i)
+            for i, by_peer in enumerate(received):
+                works += self._receive(by_peer[peer], peer, tag + i)
         for peer in peers:
             for i, (whole, n) in enumerate(zip(of.wholes, of.part_numels, strict=True)):
                 works += self._send(whole[peer * n : (peer + 1) * n], peer, tag + i)
 
         def finish() -> None:
             _wait_all(works)
-            for out, whole, n, room in zip(of.sums, of.wholes, of.part_numels, received, strict=True):
+            for out, whole, n, by_peer in zip(of.sums, of.wholes, of.part_numels, received, strict=True):
                 mine = whole[self.rank * n : (self.rank + 1) * n]
-                sum_in_rank_order(out, [room.get(rank, mine) for rank in range(self.world)], of.divisor)
-                for scratch in room.values():
+                sum_in_rank_order(out, [by_peer.get(rank, mine) for rank in range(self.world)], of.divisor)
+                for scratch in by_peer.values():
                     self._scratch.give(scratch)
 
         return finish

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class SharedMemoryCollectives(PairwiseCollectives):
-    """Every rank puts what others need where they see it, and they take it from there; claims go along.
+    """Every rank puts what others need where they see it, and they take it from there; fingerprints go along.
 
     If not all ranks are on one host, it is pairwise after all. This turns out in the first collective, since only there
     all ranks of the group are sure to meet.
@@ -116,7 +116,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         return received
 
     def _record(self, call: Call) -> Event | None:
-        if self.neighbours is not None and call.name != "broadcast":
+        if self.neighbours is not None:
             messages = (2 if call.name == "all_reduce" or call.how else 1) * (self.world - 1)
             call = replace(call, messages=messages)
         return super()._record(call)
@@ -180,7 +180,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
             return super().all_to_all(receive, send, tag)
         key = self._next_key(tag)
         self._show(neighbours, key, {rank: [part] for rank, part in enumerate(send)})
-        return lambda: self._take(neighbours, key, {rank: [room] for rank, room in enumerate(receive)})
+        return lambda: self._take(neighbours, key, {rank: [buffer] for rank, buffer in enumerate(receive)})
 
     def _next_key(self, tag: int) -> Key:
         self._started += 1
@@ -194,7 +194,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
     def _show(
         self, neighbours: Neighbours, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
     ) -> Block:
-        """Put every other rank's `parts` where it can take them from, and tell. The same for several lie there once."""
+        """Put every other rank's `parts` where it can take them from, and publish. The same for several lie there once."""
         starts: dict[int, int] = {}
         shown: dict[tuple[int, ...], tuple[int, Sequence[Tensor]]] = {}
         end = 0
@@ -215,11 +215,11 @@ class SharedMemoryCollectives(PairwiseCollectives):
         fingerprint, self._fingerprint = self._fingerprint, b""
         return fingerprint
 
-    def _take(self, neighbours: Neighbours, key: Key, rooms: Mapping[int, Sequence[Tensor]]) -> None:
-        """Wait for what the others show of `key`, and copy it to their `rooms`."""
+    def _take(self, neighbours: Neighbours, key: Key, receive: Mapping[int, Sequence[Tensor]]) -> None:
+        """Wait for what the others show of `key`, and copy it to their `receive`."""
         published = neighbours.published(key)
         for one in published:
-            _copy_each(rooms[one.rank], one.tensors_like(rooms[one.rank]))
+            _copy_each(receive[one.rank], one.tensors_like(receive[one.rank]))
         neighbours.have_read(published)
 
     def _sum(

@@ -56,6 +56,8 @@ class TwoLevelGathers(Gathers):
         self, receive: Sequence[Tensor], send: Sequence[Tensor], *, origin: Origin, in_common: bool = False
     ) -> Pending:
         """See `Gathers.all_gather`. Secondary shards are filled on the way, and kept until `release`."""
+        if not receive:  # of parameters without elements
+            return Pending()
         if self._flat is None:
             sizes = [whole.numel() // self._within.world for whole in receive]
             self._flat = self._scratch.take(sum(sizes), receive[0].dtype)

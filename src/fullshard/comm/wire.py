@@ -110,7 +110,7 @@ class Sums(ABC):
     world: int
     rank: int
     is_queued: bool
-    keeps_error = False  # whether terms must be named, since what a message lacks is added to the next one
+    names_terms = False  # whether terms must be named, since the error of a message is added to the next one
 
     @abstractmethod
     def reduce_scatter(self, of: PartSums, *, origin: Origin) -> Pending:

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from fullshard.engine.nested import map_tensors, tensors_in
 from fullshard.engine.unit import Unit
 
-__all__ = ["Backward", "Call"]
+__all__ = ["Backward", "ForwardCall"]
 
 
 class Backward(Protocol):
@@ -31,14 +31,14 @@ class Backward(Protocol):
     def end_calls_since(self, time: int) -> None:
         """Note that the backward of every call that began after `time` is over."""
 
-    def before_backward(self, call: Call) -> None:
+    def before_backward(self, call: ForwardCall) -> None:
         """Have the unit of `call` unsharded again."""
 
-    def after_backward(self, call: Call) -> None:
+    def after_backward(self, call: ForwardCall) -> None:
         """Note that the backward of `call` is over."""
 
 
-class Call:
+class ForwardCall:
     """One forward of a unit, as its backward will see it."""
 
     def __init__(self, runtime: Backward, unit: Unit, start: int) -> None:
@@ -47,7 +47,7 @@ class Call:
         self.start = start
         self._end = start
         self._before: list[Node] = []  # nodes that had made the inputs
-        self._backward = -1  # the last one that came to it
+        self._serial = -1  # the last one that came to it
 
     def watch_inputs(self, given: Any) -> Any:
         """Hook the inputs, to know when the gradient of any is there. Returns them as the forward is to see them."""
@@ -78,8 +78,8 @@ class Call:
         serial = self._runtime.begin_backward()
         if is_in_order:
             self._runtime.end_calls_since(self._end)
-        if self._backward != serial:
-            self._backward = serial
+        if self._serial != serial:
+            self._serial = serial
             self._runtime.before_backward(self)
 
     def _after_input(self, grad: Tensor) -> None:

@@ -21,7 +21,9 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
     for group in (axes.shard_group, axes.replicate_group):
         if group is None or dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake":
             continue
-        theirs = collectives_for(group, units[0].device).gather_objects(mine, origin=Origin("", Phase.FORWARD))
+        theirs = collectives_for(group, units[0].device).gather_objects(
+            mine, origin=Origin("", Phase.FORWARD), name="comparison of models"
+        )
         odd = next((rank for rank, other in enumerate(theirs) if other != theirs[0]), None)
         if odd is not None:
             first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, odd)

@@ -50,24 +50,24 @@ def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessG
         return
     rank = dist.get_rank()
     findings: list[Any] = [
-        (param_layout, fqn, unit, rank, *counts.tolist())
-        for param_layout, (fqn, unit, counts) in enumerate(tallies)
+        (number, fqn, unit, rank, *counts.tolist())
+        for number, (fqn, unit, counts) in enumerate(tallies)
         if counts.any()
     ]
     for group in groups:
         parts = collectives_for(group, device).gather_objects(findings, origin=_ORIGIN)
         findings = [finding for part in parts for finding in part]
-    raise NonFiniteError(_told(sorted(set(findings))))
+    raise NonFiniteError(_account(sorted(set(findings))))
 
 
-def _told(findings: Iterable[tuple[int, str, str, int, int, int]]) -> str:
+def _account(findings: Iterable[tuple[int, str, str, int, int, int]]) -> str:
     """The findings, the same ones of several ranks together; parameters in the order in which their units reduced."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for _, fqn, unit, rank, nans, infinities in findings:
         counts = " and ".join(f"{n} {what}" for n, what in ((nans, "NaN"), (infinities, "infinite")) if n)
         ranks.setdefault((fqn, unit), []).append(f"{counts} on {named_ranks([rank])}")
-    told = [f"{fqn} (unit {unit or 'the root'}): {', '.join(where)}" for (fqn, unit), where in ranks.items()]
-    shown = told[:_SHOWN] + ([f"and {len(told) - _SHOWN} more parameters"] if len(told) > _SHOWN else [])
+    lines = [f"{fqn} (unit {unit or 'the root'}): {', '.join(where)}" for (fqn, unit), where in ranks.items()]
+    shown = lines[:_SHOWN] + ([f"and {len(lines) - _SHOWN} more parameters"] if len(lines) > _SHOWN else [])
     return (
         f"gradients are not finite. {'; '.join(shown)}. Backward came through these units from first to last: look at "
         "the first one, and at the batch of its rank. The gradients have been reduced as they are: call "

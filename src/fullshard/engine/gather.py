@@ -48,7 +48,7 @@ class Gather:
         """Gather anew when unsharded parameters are needed next: their memory was given back."""
         self._gathered_version = -1
 
-    def shards_changed(self) -> None:
+    def note_changed_shards(self) -> None:
         """Gather anew when unsharded parameters are needed next: a rank's shards are others, whatever versions say."""
         self.invalidate()
 
@@ -93,9 +93,9 @@ class TwoLevelGather(Gather):
         self._two_level = wire
         self._secondary_version = -1
 
-    def shards_changed(self) -> None:
-        """See `Gather.shards_changed`. Secondary shards are no longer true either."""
-        super().shards_changed()
+    def note_changed_shards(self) -> None:
+        """See `Gather.note_changed_shards`. Secondary shards are no longer true either."""
+        super().note_changed_shards()
         self._secondary_version = -1
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:

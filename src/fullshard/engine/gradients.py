@@ -21,15 +21,18 @@ from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.layout.offsets import contiguous_strides
 
-__all__ = ["Gradients", "Withheld"]
+__all__ = ["GradientState", "Gradients"]
 
 
 @dataclass
-class Withheld:
-    """Gradients and sums that wait for a later microbatch, by index of the parameter."""
+class GradientState:
+    """What earlier microbatches have left, and what stays when a group moves to other memory."""
 
-    whole: dict[int, Tensor] = field(default_factory=dict)  # gradients that were not reduced, in the reduce dtype
-    first_sums: dict[int, Tensor] = field(default_factory=dict)  # sums that miss the second level
+    whole: dict[int, Tensor] = field(default_factory=dict)  # not reduced yet, in the reduce dtype, by parameter
+    first_sums: dict[int, Tensor] = field(default_factory=dict)  # sums that miss the second level, by parameter
+    may_have_stepped: bool = False
+    is_replayed: bool = False  # a CUDA graph has gradients of it: steps are taken without this library's code
+    written_by_graphs: list[Tensor | None] = field(default_factory=list)  # at any replay, so nobody else may have it
 
 
 class Gradients:
@@ -38,13 +41,13 @@ class Gradients:
     Args:
         plan: the group's.
         params: its parameters.
-        withheld: what microbatches before have left.
+        state: what earlier microbatches have left.
     """
 
-    def __init__(self, plan: GroupPlan, params: Sequence[ShardedParam], withheld: Withheld) -> None:
+    def __init__(self, plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> None:
         self.plan = plan
         self.params = params
-        self.withheld = withheld
+        self.state = state
         self.flat: Tensor | None = None  # the optimizer's gradients, one after another as the shards are
         self._shards: list[DTensor] = []  # as the optimizer sees them, one a parameter
         self._holders: list[Any] = []  # what `holders` says of each while nobody else has it
@@ -53,9 +56,6 @@ class Gradients:
         starts = [param_layout.shard_offset for param_layout in plan.layout.params]
         self._stretches = [slice(start, start + prod(shape)) for start, shape in zip(starts, shapes, strict=True)]
         self._strided = [(it, contiguous_strides(it), start) for it, start in zip(shapes, starts, strict=True)]
-        self._may_have_stepped = False
-        self._is_replayed = False  # a CUDA graph has gradients of it: steps are taken that nothing here hears of
-        self._written_by_graphs: list[Tensor | None] = []  # whenever they are replayed, so that nobody else may have it
 
     # -- whole gradients ----------------------------------------------------------------------------------------------
 
@@ -67,7 +67,7 @@ class Gradients:
         grads, reduce = {}, self.plan.contract.reduce
         for i, param in enumerate(self.params):
             grad = param.take_grad()
-            held = self.withheld.whole.pop(i, None)
+            held = self.state.whole.pop(i, None)
             if grad is not None:
                 if grad.layout is not torch.strided:
                     grad = grad.to_dense()
@@ -85,11 +85,11 @@ class Gradients:
         """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""
         if self.plan.contract.reduce == self.plan.contract.compute:
             return  # autograd goes on adding to them where they are
-        self.withheld.whole.update(self.take())
+        self.state.whole.update(self.take())
 
     def drop(self) -> None:
         """Forget the whole gradients that no reduction has taken."""
-        self.withheld.whole.clear()
+        self.state.whole.clear()
         for param in self.params:
             param.unsharded.grad = None
 
@@ -151,22 +151,22 @@ class Gradients:
 
     def expect_step(self) -> None:
         """Note that the optimizer has gradients to step with."""
-        self._may_have_stepped = True
+        self.state.may_have_stepped = True
         if is_capturing(self.plan.device):
-            self._is_replayed = True
-            self._written_by_graphs.append(self.flat)
+            self.state.is_replayed = True
+            self.state.written_by_graphs.append(self.flat)
 
-    def may_have_stepped(self) -> bool:
+    def take_step_notice(self) -> bool:
         """True if an optimizer may have stepped since this was asked last: there were gradients.
 
         Fused ones leave versions as they are. Asked again, it is only so if there are gradients still.
         """
-        stepped = self._may_have_stepped or self._is_replayed or is_capturing(self.plan.device)
+        stepped = self.state.may_have_stepped or self.state.is_replayed or is_capturing(self.plan.device)
         if stepped:
-            self._may_have_stepped = any(param.has_grad for param in self.params)
+            self.state.may_have_stepped = any(param.has_grad for param in self.params)
         return stepped
 
     @property
     def are_waiting(self) -> bool:
         """True if there are gradients that an optimizer can still step with, or sums that miss the second level."""
-        return self._may_have_stepped or bool(self.withheld.first_sums)
+        return self.state.may_have_stepped or bool(self.state.first_sums)

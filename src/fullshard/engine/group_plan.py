@@ -66,6 +66,12 @@ class GroupPlan:
             precision = replace(precision, gather_wire=None)  # nothing is gathered
         return replace(self, axes=axes, options=replace(self.options, placements=placements, precision=precision))
 
+    def needs_wires_of(self, other: GroupPlan) -> bool:
+        """True if the same wires serve both: as many messages, and the same encodings."""
+        mine, theirs = self.contract, other.contract
+        wires = (mine.gather_wire, mine.reduce_wire) == (theirs.gather_wire, theirs.reduce_wire)
+        return wires and self.layout == other.layout
+
     @cached_property
     def rank(self) -> int:
         """The number of this rank's part."""

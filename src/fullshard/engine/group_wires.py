@@ -15,13 +15,14 @@ from fullshard.comm.wire import Gathers, Sums
 from fullshard.device.memory import Pool, scratch_of
 from fullshard.engine.group_plan import GroupPlan
 
-__all__ = ["GroupWires", "UnitWires"]
+__all__ = ["GroupWires", "UnitCollectives"]
 
-_VARIANTS = 1024  # so many ways to lack gradients are told apart
+_VARIANTS = 1024  # so many ways to lack gradients have messages of their own
+_FEW_VARIANTS = 64  # where a call has as many messages as there are groups of ranks
 
 
 @dataclass(frozen=True)
-class UnitWires:
+class UnitCollectives:
     """The collectives along a unit's axes, and the scratch memory that they may use."""
 
     shard: Collectives
@@ -31,7 +32,7 @@ class UnitWires:
     scratch: Pool
 
     @classmethod
-    def along(cls, axes: Axes, device: torch.device) -> UnitWires:
+    def along(cls, axes: Axes, device: torch.device) -> UnitCollectives:
         """Those along `axes` for tensors on `device`."""
         replicas, across, within = axes.replicate_group, None, None
         if axes.group_size is not None:
@@ -47,7 +48,9 @@ class UnitWires:
     @property
     def is_broken(self) -> bool:
         """True if ranks were found to do different things, or one was lost: nothing can be sent any more."""
-        return any(it is not None and it.broken is not None for it in (self.shard, self.replicate))
+        return any(
+            it is not None and it.broken is not None for it in (self.shard, self.replicate, self.across, self.within)
+        )
 
 
 @dataclass(frozen=True)
@@ -55,38 +58,38 @@ class GroupWires:
     """The wires of one parameter group."""
 
     gathers: Gathers
-    sums: Sums  # over the shard axis; within it, the second level is `two_level_sums`' if there is one
+    sums: Sums  # over the shard axis in one level
     replicas: Sums | None  # over the replicate axis
-    two_level_sums: TwoLevelSums | None
+    two_level_sums: TwoLevelSums | None  # instead, where gradients are grouped
     scratch: Pool
 
     @classmethod
-    def bind(cls, plan: GroupPlan, wires: UnitWires) -> GroupWires:
+    def bind(cls, plan: GroupPlan, collectives: UnitCollectives) -> GroupWires:
         """New channels for a group: ranks must make their groups in the same order."""
         messages = len(plan.layout.in_place) + 1
         gather_wire = plan.contract.gather_wire if plan.shards_optimizer else None
-        reduce_wire, scratch = plan.contract.reduce_wire, wires.scratch
+        reduce_wire, scratch = plan.contract.reduce_wire, collectives.scratch
         gathers: Gathers
         if plan.gathers_in_two_levels:
-            assert wires.across is not None and wires.within is not None
-            across = gathers_encoded_as(gather_wire, wires.across.channel(messages), scratch)
-            within = wires.within.channel(messages * wires.across.world)
+            assert collectives.across is not None and collectives.within is not None
+            across = gathers_encoded_as(gather_wire, collectives.across.channel(messages), scratch)
+            within = collectives.within.channel(messages * collectives.across.world)
             gathers = TwoLevelGathers(across, within, scratch)
         else:
-            gathers = gathers_encoded_as(gather_wire, wires.shard.channel(messages), scratch)
+            gathers = gathers_encoded_as(gather_wire, collectives.shard.channel(messages), scratch)
         two_level_sums = None
         if plan.sums_in_two_levels:
-            assert wires.across is not None and wires.within is not None
+            assert collectives.across is not None and collectives.within is not None
             two_level_sums = TwoLevelSums(
-                sums_encoded_as(reduce_wire, wires.across.channel(messages), scratch),
-                wires.within.channel(messages * wires.across.world),
+                sums_encoded_as(reduce_wire, collectives.across.channel(messages, variants=_FEW_VARIANTS), scratch),
+                collectives.within.channel(messages * collectives.across.world, variants=_FEW_VARIANTS),
             )
         return cls(
             gathers,
-            sums_encoded_as(reduce_wire, wires.shard.channel(messages, variants=_VARIANTS), scratch),
+            sums_encoded_as(reduce_wire, collectives.shard.channel(messages, variants=_VARIANTS), scratch),
             None
-            if wires.replicate is None
-            else sums_encoded_as(reduce_wire, wires.replicate.channel(messages), scratch),
+            if collectives.replicate is None
+            else sums_encoded_as(reduce_wire, collectives.replicate.channel(messages, variants=_VARIANTS), scratch),
             two_level_sums,
             scratch,
         )

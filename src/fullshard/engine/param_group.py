@@ -11,7 +11,7 @@ from fullshard.comm.mesh import own_part
 from fullshard.comm.two_level import TwoLevelGathers
 from fullshard.comm.wire import Pending
 from fullshard.engine.gather import Gather, LocalGather, TwoLevelGather
-from fullshard.engine.gradients import Gradients, Withheld
+from fullshard.engine.gradients import Gradients, GradientState
 from fullshard.engine.group_buffers import ShardStorage, Stretch, UnshardedBuffer, shard_storage_for
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_wires import GroupWires
@@ -33,7 +33,7 @@ class ParamGroup:
         storage: where these rest.
         unsharded: where the unsharded ones lie, once there is memory for them.
         wires: what values and gradients go over.
-        withheld: gradients that wait for a later microbatch.
+        state: what earlier microbatches have left of gradients.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class ParamGroup:
         storage: ShardStorage,
         unsharded: UnshardedBuffer | None,
         wires: GroupWires,
-        withheld: Withheld,
+        state: GradientState,
     ) -> None:
         self.plan = plan
         self.params = list(params)
         self._pack = pack
         self.wires = wires
-        self.gradients = Gradients(plan, self.params, withheld)
+        self.gradients = Gradients(plan, self.params, state)
         if not plan.shards_optimizer:
             self.gather: Gather = LocalGather(self.params, storage, wires.gathers, wires.scratch)
         elif isinstance(wires.gathers, TwoLevelGathers):
@@ -58,8 +58,9 @@ class ParamGroup:
         else:
             self.gather = Gather(self.params, storage, wires.gathers, wires.scratch)
         self._addresses = [param.local.data_ptr() for param in self.params]
+        self._without_rows = [param for param in self.params if not param.local.numel()]  # have no address
         self._unsharded = unsharded
-        self._show(unsharded)
+        self._point_to(unsharded)
 
     @classmethod
     def of(cls, sources: Sequence[Source], plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> ParamGroup:
@@ -80,7 +81,7 @@ class ParamGroup:
             if not source.param.is_meta:
                 placements = plan.axes.tensor_placements(param_layout.spec, sharded=plan.shards_optimizer)
                 local.copy_(own_part(source.local, plan.axes.mesh, placements))
-        return cls(plan, pack, params, storage, unsharded, wires, Withheld())
+        return cls(plan, pack, params, storage, unsharded, wires, GradientState())
 
     def moved(self, plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> ParamGroup:
         """A group of the same parameters in other memory, after `Module.to` and its like. This one is of no more use.
@@ -97,15 +98,15 @@ class ParamGroup:
         for param, param_layout, shard in zip(self.params, plan.layout.params, storage.shards, strict=True):
             shard.copy_(param.local)
             param.local, param.layout = shard, param_layout
-        return ParamGroup(plan, pack, self.params, storage, unsharded, wires, self.gradients.withheld)
+        return ParamGroup(plan, pack, self.params, storage, unsharded, wires, self.gradients.state)
 
     # -- where unsharded parameters lie -------------------------------------------------------------------------------
 
-    def bind(self, stretch: Stretch | None) -> None:
+    def lie_in(self, stretch: Stretch | None) -> None:
         """Let the unsharded parameters lie in `stretch` from now on; nowhere, if None."""
-        self._show(stretch and UnshardedBuffer(self.plan, self._pack, stretch))
+        self._point_to(stretch and UnshardedBuffer(self.plan, self._pack, stretch))
 
-    def _show(self, unsharded: UnshardedBuffer | None) -> None:
+    def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
         self._unsharded = unsharded
         nothing = torch.empty(0, dtype=self.plan.contract.compute, device=self.plan.device)
         wholes = [nothing] * len(self.params) if unsharded is None else unsharded.params
@@ -117,6 +118,9 @@ class ParamGroup:
     @property
     def holds_its_shards(self) -> bool:
         """True if every sharded parameter still holds its shard where it was put."""
+        stored, device = self.plan.contract.stored, self.plan.memory.device
+        if any(param.local.dtype != stored or param.local.device != device for param in self._without_rows):
+            return False
         return [param.local.data_ptr() for param in self.params] == self._addresses
 
     @property
@@ -136,14 +140,24 @@ class ParamGroup:
 
     def notice_step(self) -> None:
         """Gather anew if an optimizer may have stepped."""
-        if self.gradients.may_have_stepped():
-            self.gather.shards_changed()
+        if self.gradients.take_step_notice():
+            self.gather.note_changed_shards()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def start_reduction(self, grads: dict[int, Tensor], *, divisor: float, finishes: bool, origin: Origin) -> Reduction:
         """Begin to sum `grads`, what `gradients.take()` gave, over the ranks. Arguments as of `ReductionOf`."""
         return start_reduction(ReductionOf(grads, self.gradients, self.wires, self._pack, divisor, finishes, origin))
+
+    @property
+    def holds_whole_grads(self) -> bool:
+        """True if whole gradients wait for a reduction."""
+        return bool(self.gradients.state.whole) or any(p.unsharded.grad is not None for p in self.params)
+
+    @property
+    def awaits_second_sum(self) -> bool:
+        """True if sums are withheld that miss the second level."""
+        return bool(self.gradients.state.first_sums)
 
     @property
     def error_feedback_nbytes(self) -> int:

@@ -9,6 +9,7 @@ Reduction
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,13 +18,14 @@ from torch import Tensor
 from fullshard._compat import grad_hooks, shares_memory
 from fullshard.comm.two_level import TwoLevelSums
 from fullshard.comm.wire import PartSums, Pending, Sums, TermName
+from fullshard.device.lanes import Lane
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.pack import Pack
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.tape.recorder import Origin
 
-__all__ = ["Reduction", "start_reduction"]
+__all__ = ["Reduction", "ReductionOf", "UnitReduction", "start_reduction"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class Reduction(ABC):
         self._has_second_level = has_second_level
         self._finishes = of.finishes or not has_second_level
         self._scratch: list[Tensor] = []
-        self._first_sums = of.gradients.withheld.first_sums
+        self._first_sums = of.gradients.state.first_sums
         if self._finishes:
             for i in self._first_sums.keys() - of.grads.keys():
                 of.grads[i] = of.gradients.zeros(i)
@@ -170,7 +172,7 @@ class ShardReduction(Reduction):
 
     def _names(self, over: Sums) -> list[TermName]:
         """The names of the terms, for error feedback."""
-        if not over.keeps_error:
+        if not over.names_terms:
             return []
         pack: TermName = ("pack", *(i for i in self._plan.layout.packed if i in self._summed))
         return [*((i,) for i in self._in_place), *([pack] if self._has_pack else [])]
@@ -287,7 +289,7 @@ class WholeReduction(Reduction):
 
     def _names(self, over: Sums) -> list[TermName]:
         """The names of the whole tensors, for error feedback."""
-        if not over.keeps_error:
+        if not over.names_terms:
             return []
         names: list[TermName] = [(i,) for i in self._grads if i not in self._packed]
         return [*names, ("pack", *self._packed)] if self._packed else names
@@ -304,6 +306,54 @@ class WholeReduction(Reduction):
         for i, grad in self._grads.items():
             param = self._gradients.params[i]
             _add_grad(param, grad.view(param.layout.spec.shape).to(self._plan.contract.stored))
+
+
+class UnitReduction:
+    """The reductions of a unit's parameter groups, started together. `finish()` gives the optimizer its gradients.
+
+    Args:
+        reductions: one for each group that has gradients.
+        lane: on which they were started.
+    """
+
+    def __init__(self, reductions: Sequence[Reduction], lane: Lane) -> None:
+        self._reductions = list(reductions)
+        self.is_complete = lane.is_stream  # nothing is left to wait for
+        if self.is_complete:
+            self._complete_all()
+        self._ended = lane.mark()
+
+    def complete_if_come(self) -> None:
+        """Free the whole gradients already, if nobody need wait for other ranks. Not for a lane that is a stream."""
+        if all(reduction.has_come for reduction in self._reductions):
+            with torch.no_grad():
+                self._complete_all()
+            for reduction in self._reductions:
+                reduction.free_whole_grads()
+            self.is_complete = True
+
+    def finish(self) -> None:
+        """Let the sharded parameters have their gradients. The compute lane waits for them."""
+        with torch.no_grad():
+            if not self.is_complete:
+                self._complete_all()
+            Lane.hold_compute(self._ended)
+            for reduction in self._reductions:
+                reduction.deliver()
+        delivered, self._reductions = self._reductions, []
+        for reduction in delivered:
+            reduction.call_hooks()
+
+    def abandon(self) -> None:
+        """Let what is under way arrive, and forget it: a message that nobody takes would be taken for a later one."""
+        with torch.no_grad():
+            if not self.is_complete:
+                self._complete_all()
+        self._reductions = []
+
+    def _complete_all(self) -> None:
+        for reduction in self._reductions:
+            reduction.complete()
 
 
 def _add_grad(param: ShardedParam, shard: Tensor) -> None:

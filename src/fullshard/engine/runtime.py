@@ -23,15 +23,16 @@ from torch import Tensor, nn
 
 from fullshard._compat import in_backward, on_backward_end
 from fullshard.device.lanes import Lane, is_capturing
-from fullshard.engine.call import Call
+from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import check_ranks_agree
 from fullshard.engine.finite import Tally, raise_on_every_rank, tally
 from fullshard.engine.nested import map_tensors
 from fullshard.engine.order import OrderTracker
+from fullshard.engine.reduction import UnitReduction
 from fullshard.engine.registry import name_units, process_groups_along
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.slot_sharing import SlotSharing
-from fullshard.engine.unit import Form, Unit, UnitReduction
+from fullshard.engine.unit import Form, Unit
 from fullshard.errors import StateError
 from fullshard.liveness.watchdog import watch
 from fullshard.liveness.whereabouts import here
@@ -61,15 +62,15 @@ class Runtime:
         self.after_optimizer: torch.Event | torch.cuda.Event | None = None  # the next forward waits for it
         self._gather_lane = Lane("gather", self._device)
         self._reduce_lane = Lane("reduce", self._device)
-        self._stack: list[tuple[Unit, Call | None]] = []
-        self._calls: list[Call] = []  # those in whose backward we are
+        self._stack: list[tuple[Unit, ForwardCall | None]] = []
+        self._calls: list[ForwardCall] = []  # those in whose backward we are
         self._recomputed: list[Unit] = []  # by a checkpoint's forward within backward, and unsharded still
         self._orders: dict[int, tuple[int, ...]] = {}  # the forward order by the number of the outermost unit
         self.forward_order: Sequence[int] = ()  # the numbers of units, as the last forward came to them
         self.backward_order: tuple[int, ...] = ()
-        self._forwards: tuple[int, ...] = ()  # what forwards had left before that backward
-        self._forward = OrderTracker()
-        self._backward = OrderTracker()
+        self._forwards_before: tuple[int, ...] = ()  # what forwards had left before that backward
+        self._forward_tracker = OrderTracker()
+        self._backward_tracker = OrderTracker()
         self._since_backward: list[int] = []  # what forwards since the last backward left, in order
         self._reductions: list[UnitReduction] = []
         self._reduced: set[Unit] = set()  # in this backward, of those that reduce what is unused here, too
@@ -78,7 +79,7 @@ class Runtime:
         self._postponed: list[Unit] = []
         self._slots = SlotSharing(self.units, self._device)
         name_units(root, units)
-        drop_if_stale()
+        drop_if_stale()  # what belongs to an earlier default process group
         watch()
         check_ranks_agree(units)
         for number, unit in enumerate(units):
@@ -94,7 +95,7 @@ class Runtime:
         if not self._stack and not recomputing:
             self._begin_forward(unit)
         args, kwargs = self._prepare_inputs(unit, args, kwargs)
-        call = Call(self, unit, self._tick()) if torch.is_grad_enabled() else None
+        call = ForwardCall(self, unit, self._tick()) if torch.is_grad_enabled() else None
         self._stack.append((unit, call))
         if recomputing and unit.state.users == 0:
             self._free_recomputed(unit)
@@ -110,7 +111,7 @@ class Runtime:
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so. Its output as the caller is to see it."""
-        if unit.wires.is_broken or all(entered is not unit for entered, _ in self._stack):
+        if unit.collectives.is_broken or all(entered is not unit for entered, _ in self._stack):
             return output  # it could not be unsharded
         while self._stack[-1][0] is not unit:
             self._leave(self._stack[-1][0])  # an exception passed through a forward within
@@ -135,7 +136,7 @@ class Runtime:
         self.phase = Phase.FORWARD
         self._gather_lane.hold_compute_until(self.after_optimizer)
         self.after_optimizer = None
-        self._forward = OrderTracker(self._orders.get(top.state.number, ()))
+        self._forward_tracker = OrderTracker(self._orders.get(top.state.number, ()))
         if is_capturing(self._device):
             for unit in [unit for unit in self.units if unit.state.users == 0]:
                 self._reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph's
@@ -153,8 +154,8 @@ class Runtime:
             unit.microbatch = self._microbatch
 
     def _end_forward(self, top: Unit) -> None:
-        self._orders[top.state.number] = tuple(self._forward.seen)
-        self.forward_order = self._forward.seen
+        self._orders[top.state.number] = tuple(self._forward_tracker.seen)
+        self.forward_order = self._forward_tracker.seen
         for unit in self.units:
             unit.state.finished_modules.clear()
             over = not torch.is_grad_enabled() and unit.state.reshard_after_forward is not False
@@ -201,13 +202,14 @@ class Runtime:
         if self.phase is not Phase.BACKWARD:
             self.phase = Phase.BACKWARD
             self.serial += 1
-            before, self._forwards = self._forwards, tuple(self._since_backward)
+            before, self._forwards_before = self._forwards_before, tuple(self._since_backward)
             self._since_backward = []
-            self._backward = OrderTracker(self.backward_order if before == self._forwards else self._forwards[::-1])
+            known = self.backward_order if before == self._forwards_before else self._forwards_before[::-1]
+            self._backward_tracker = OrderTracker(known)
             on_backward_end(self.finish_backward)
         return self.serial
 
-    def before_backward(self, call: Call) -> None:
+    def before_backward(self, call: ForwardCall) -> None:
         """Have the unit of `call` unsharded again, and start the gather of the one that comes next."""
         unit = call.unit
         self._complete_arrived()
@@ -231,7 +233,7 @@ class Runtime:
         for call in [call for call in self._calls if call.start > time]:
             self.after_backward(call)
 
-    def after_backward(self, call: Call) -> None:
+    def after_backward(self, call: ForwardCall) -> None:
         """Free the unit of `call`, whose backward is over. Nothing happens if that was noted already."""
         if call not in self._calls:
             return
@@ -262,8 +264,8 @@ class Runtime:
             self._reshard(unit, Phase.POST_BACKWARD, keep=keep)
         if self._device.type != "cpu" and any(unit.options.offloads for unit in self.units):
             torch.cuda.current_stream().synchronize()  # offloaded gradients must be there before the optimizer reads
-        agreed = self._backward.agrees
-        self.backward_order = tuple(self._backward.seen)
+        agreed = self._backward_tracker.agrees
+        self.backward_order = tuple(self._backward_tracker.seen)
         self.phase = Phase.IDLE
         self._slots.end_microbatch(is_typical=agreed)
         tallies, self._tallies = self._tallies, []
@@ -369,13 +371,15 @@ class Runtime:
         return self._clock
 
     def _prefetch_forward(self, unit: Unit) -> None:
-        ahead = self._ahead(unit, self._forward, unit.state.next_forward)
+        ahead = self._ahead(unit, self._forward_tracker, unit.state.next_forward)
         if unit.options.prefetches_forward or unit.state.next_forward is not None:
             self._prefetch(ahead, Phase.FORWARD)
 
     def _prefetch_backward(self, unit: Unit) -> None:
         ahead = [
-            it for it in self._ahead(unit, self._backward, unit.state.next_backward) if it.state.unshards_in_backward
+            it
+            for it in self._ahead(unit, self._backward_tracker, unit.state.next_backward)
+            if it.state.unshards_in_backward
         ]
         if unit.options.backward_prefetch == "pre":
             self._prefetch(ahead, Phase.BACKWARD)

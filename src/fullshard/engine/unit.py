@@ -17,10 +17,10 @@ from fullshard.device.lanes import Lane
 from fullshard.device.memory import MemoryKind, Slot
 from fullshard.engine.group_buffers import Stretch
 from fullshard.engine.group_plan import GroupPlan
-from fullshard.engine.group_wires import GroupWires, UnitWires
+from fullshard.engine.group_wires import GroupWires, UnitCollectives
 from fullshard.engine.managed import Managed
 from fullshard.engine.param_group import ParamGroup
-from fullshard.engine.reduction import Reduction
+from fullshard.engine.reduction import UnitReduction
 from fullshard.engine.sharded_param import ShardedParam, Source
 from fullshard.engine.unit_state import UnitState
 from fullshard.errors import ConfigError, StateError
@@ -29,7 +29,7 @@ from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
-__all__ = ["Form", "Unit", "UnitReduction"]
+__all__ = ["Form", "Unit"]
 
 _STORAGE_STEP = 64  # bytes: a parameter group starts on a cache line
 
@@ -95,11 +95,11 @@ class Unit:
             for kind in by_kind
         ]
         self.slot = Slot(where)
-        self.wires = UnitWires.along(axes, device)
-        self._is_bound = self._occupies_lastingly(self.slot)  # whether views of the slot are there
+        self.collectives = UnitCollectives.along(axes, device)
+        self._has_views = self._occupies_lastingly(self.slot)  # whether views of the slot are there
         stretches = self._occupy(self.slot, plans)
         self.param_groups = [
-            ParamGroup.of(kind, plan, GroupWires.bind(plan, self.wires), stretch)
+            ParamGroup.of(kind, plan, GroupWires.bind(plan, self.collectives), stretch)
             for kind, plan, stretch in zip(by_kind, plans, stretches, strict=True)
         ]
         self.slot.count_references()
@@ -267,11 +267,9 @@ class Unit:
     def _allocate(self, phase: Phase) -> None:
         if self.keeps_unsharded or self.occupies_slot:
             return
-        if not self.can_occupy_slot:
-            self.move(Slot(self.device))
         self.slot.allocate(self, self.unsharded_nbytes)
-        if not self._is_bound:
-            self._bind()
+        if not self._has_views:
+            self._give_views()
         self._note("allocate", phase, self.unsharded_nbytes)
 
     def _note(self, name: str, phase: Phase, nbytes: int) -> None:
@@ -314,11 +312,11 @@ class Unit:
             )
         with self.slot.dropping_views():
             for param_group in self.param_groups:
-                param_group.bind(None)
-        self.slot, self._is_bound = slot, False
+                param_group.lie_in(None)
+        self.slot, self._has_views = slot, False
         if self._occupies_lastingly(slot):
             self._occupy(slot, [param_group.plan for param_group in self.param_groups])
-            self._bind()
+            self._give_views()
         slot.count_references()
         for param_group in self.param_groups:
             param_group.gather.invalidate()
@@ -339,13 +337,15 @@ class Unit:
         slot.occupant = occupant if slot.shared else self
         return _stretches(slot, plans)
 
-    def _bind(self) -> None:
+    def _give_views(self) -> None:
         stretches = _stretches(self.slot, [param_group.plan for param_group in self.param_groups])
         for param_group, stretch in zip(self.param_groups, stretches, strict=True):
-            param_group.bind(stretch)
-        self._is_bound = True
+            param_group.lie_in(stretch)
+        self._has_views = True
         self.slot.count_references()
 
+    @torch.inference_mode(False)  # what is made stays, whatever mode finds it
+    @torch.no_grad()
     def adopt(self) -> None:
         """Take over what `Module.to`, `to_empty`, `load_state_dict(assign=True)` and their like left in the modules.
 
@@ -360,21 +360,21 @@ class Unit:
         if len({param.local.is_meta for param in self.params}) > 1:
             return  # some have been given values; this is called again when others are
         plans = [self._plan_as_found(param_group) for param_group in self.param_groups]
-        wires = self.wires
+        collectives = self.collectives
         if plans and plans[0].memory.device.type != "meta":
             self.device = plans[0].device
-            self.wires = UnitWires.along(self.axes, self.device)
+            self.collectives = UnitCollectives.along(self.axes, self.device)
         with self.slot.dropping_views():
             for param_group in self.param_groups:
-                param_group.bind(None)
+                param_group.lie_in(None)
         slot = Slot(plans[0].device if plans else self.device)
         stretches = self._occupy(slot, plans)
         for i, (param_group, plan, stretch) in enumerate(zip(self.param_groups, plans, stretches, strict=True)):
-            is_same = plan.layout == param_group.plan.layout and self.wires == wires
-            bound = param_group.wires if is_same else GroupWires.bind(plan, self.wires)
+            is_same = self.collectives == collectives and plan.needs_wires_of(param_group.plan)
+            bound = param_group.wires if is_same else GroupWires.bind(plan, self.collectives)
             bound.forget_errors()
             self.param_groups[i] = param_group.moved(plan, bound, stretch)
-        self.slot, self._is_bound = slot, self._occupies_lastingly(slot)
+        self.slot, self._has_views = slot, self._occupies_lastingly(slot)
         slot.count_references()
         self.unsharded_nbytes, self.is_meta = _nbytes(plans), _on_meta(plans)
         for managed in self._managed:
@@ -406,9 +406,7 @@ class Unit:
     @property
     def awaits_second_sum(self) -> bool:
         """True if sums that were withheld from the second level are now to be taken."""
-        return self.finishes_sums and any(
-            param_group.gradients.withheld.first_sums for param_group in self.param_groups
-        )
+        return self.finishes_sums and any(param_group.awaits_second_sum for param_group in self.param_groups)
 
     @property
     def holds_grads_back(self) -> bool:
@@ -418,9 +416,7 @@ class Unit:
     @property
     def has_whole_grads(self) -> bool:
         """True if whole gradients wait for a reduction."""
-        return any(p.unsharded.grad is not None for p in self.params) or any(
-            it.gradients.withheld.whole for it in self.param_groups
-        )
+        return any(param_group.holds_whole_grads for param_group in self.param_groups)
 
     def hold_grads(self) -> None:
         """Keep whole gradients for a later reduction."""
@@ -437,65 +433,18 @@ class Unit:
     def start_reduce(self, lane: Lane, phase: Phase) -> UnitReduction:
         """Start the reduction of whole gradients to what the optimizer sees."""
         self._withholds = False
-        with torch.no_grad():
-            return UnitReduction(self, lane, phase)
-
-
-class UnitReduction:
-    """The reductions of a unit's parameter groups, started together. `finish()` gives the optimizer its gradients."""
-
-    def __init__(self, unit: Unit, lane: Lane, phase: Phase) -> None:
-        self._lane = lane
-        self._reductions: list[Reduction] = []
-        taken = [(param_group, param_group.gradients.take()) for param_group in unit.param_groups]
-        with lane.after_compute():
+        finishes, origin, divisor = self.finishes_sums, self.origin(phase), self.state.gradient_divisor
+        taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
+        with torch.no_grad(), lane.after_compute():
+            reductions = []
             for param_group, grads in taken:
-                if unit.state.reduces_unused:
+                if self.state.reduces_unused:
                     param_group.gradients.fill_missing(grads)
-                if grads or (unit.finishes_sums and param_group.gradients.withheld.first_sums):
-                    reduction = param_group.start_reduction(
-                        grads,
-                        divisor=unit.state.gradient_divisor,
-                        finishes=unit.finishes_sums,
-                        origin=unit.origin(phase),
+                if grads or (finishes and param_group.awaits_second_sum):
+                    reductions.append(
+                        param_group.start_reduction(grads, divisor=divisor, finishes=finishes, origin=origin)
                     )
-                    self._reductions.append(reduction)
-            self.is_complete = lane.is_stream  # whether nothing is left to wait for
-            if self.is_complete:
-                self._complete_all()
-            self._ended = lane.mark()
-
-    def complete_if_come(self) -> None:
-        """Free the whole gradients already, if nobody need wait for other ranks. Not for a lane that is a stream."""
-        if all(reduction.has_come for reduction in self._reductions):
-            with torch.no_grad():
-                self._complete_all()
-            for reduction in self._reductions:
-                reduction.free_whole_grads()
-            self.is_complete = True
-
-    def finish(self) -> None:
-        """Let the sharded parameters have their gradients. The compute lane waits for them."""
-        with torch.no_grad():
-            if not self.is_complete:
-                self._complete_all()
-            Lane.hold_compute(self._ended)
-            for reduction in self._reductions:
-                reduction.deliver()
-        delivered, self._reductions = self._reductions, []
-        for reduction in delivered:
-            reduction.call_hooks()
-
-    def abandon(self) -> None:
-        """Let what is under way arrive, and forget it: a message that nobody takes would be taken for a later one."""
-        with torch.no_grad():
-            if not self.is_complete:
-                self._complete_all()
-        self._reductions = []
-
-    def _complete_all(self) -> None:
-        for reduction in self._reductions:
-            reduction.complete()
+            return UnitReduction(reductions, lane)
 
 
 def _nbytes(plans: Sequence[GroupPlan]) -> int:

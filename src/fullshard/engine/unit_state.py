@@ -10,7 +10,7 @@ __all__ = ["UnitState"]
 
 @dataclass(eq=False)
 class UnitState:
-    """All of a unit that changes with time, but for the form of its parameters.
+    """The switches of a unit, and who uses it.
 
     The first fields are the user's: `FSDPModule` has a method for each. The others are the runtime's.
     """
