@@ -28,7 +28,7 @@ class Saved:
 
     tensors: Mapping[str, str]  # of the model: the key of each FQN
     values: Mapping[str, Any] = field(default_factory=dict)  # of the model: state of modules that is no tensor
-    ties: Mapping[str, str] | None = None  # other names of a tensor, with the first; None where that is not known
+    ties: Mapping[str, str] | None = None  # other names of a tensor, with the first; None if unknown
     states: Mapping[str, Outline] = field(default_factory=dict)  # of the optimizer, by FQN
     groups: tuple[SavedGroup, ...] | None = None  # of the optimizer; None if it was not saved
     rest: Mapping[str, Any] = field(default_factory=dict)  # scheduler, extra

@@ -56,7 +56,7 @@ _WHOLE_ON_FIRST_RANK = StateDictSettings(
     StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
 )
 _EXCLUDED = ("deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin", "parallelism_config")
-_FOLDER = "fullshard"  # in what save_state writes: model and optimizer, as fullshard.checkpoint saves them
+_FOLDER = "fullshard"  # in save_state's folder: model and optimizer, as fullshard.checkpoint saves them
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no types, so it may be anything
@@ -149,7 +149,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
 
-    # -- what others read ---------------------------------------------------------------------------------------------
+    # -- weights for others -------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole weights of `model` in host memory on rank 0, and an empty dict elsewhere. Every rank calls it."""
@@ -222,8 +222,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         return complete[-1]
 
     # -- private to accelerate ----------------------------------------------------------------------------------------
-    # All that is used of what accelerate does not document. tests/test_integrations_accelerate.py says with which
-    # version it was checked, and fails where one of these is gone.
+    # Undocumented parts of accelerate are used here only. tests/test_integrations_accelerate.py names the version that
+    # they were checked with, and fails if one of them is gone.
 
     def _with_optimizers(self) -> Iterator[tuple[nn.Module, Optimizer | None]]:
         """Each prepared model, and the optimizer that steps its parameters.

@@ -401,7 +401,7 @@ def _offloads(plugin: Any) -> bool:
     return bool(getattr(offload, "offload_params", type(offload).__name__ == "CPUOffloadPolicy"))
 
 
-# How a field of the plugin is read, by the key that it is; None where it says nothing.
+# By key, a function that reads the field from accelerate's plugin; None if that leaves it open.
 _PLUGIN: dict[str, Callable[[Any], Any]] = {
     "version": lambda it: it.fsdp_version,
     "sharding_strategy": lambda it: it.sharding_strategy,

@@ -77,7 +77,7 @@ def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype 
         register_fsdp_forward_method(model, "generate")
 
 
-# ----------------------------------------------------------------------------------------------------- what is a unit
+# -------------------------------------------------------------------------------------------------------------- units
 
 
 def _units(model: nn.Module, plugin: ShardingPlugin, ignored: Iterable[nn.Module]) -> list[nn.Module]:

@@ -110,8 +110,8 @@ class _Sharding(transformers.Trainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     # -- private to transformers --------------------------------------------------------------------------------------
-    # All that is used of what transformers does not document. tests/test_integrations_transformers.py says with which
-    # version it was checked, and fails where one of these is gone or has other parameters.
+    # Undocumented parts of transformers are used only here and below. tests/test_integrations_transformers.py names the
+    # version that they were checked with, and fails if one of them is gone or has other parameters.
 
     @contextmanager
     def _making(self, plugin: ShardingPlugin) -> Iterator[None]:

@@ -14,7 +14,7 @@ from fullshard.errors import ConfigError
 
 __all__ = ["is_waiting", "read_waiting", "wait_for"]
 
-_WAITING = "_fullshard_waiting"  # the attribute by which a model remembers where its weights are
+_WAITING = "_fullshard_waiting"  # the attribute of a model that holds the place of its weights
 
 
 @dataclass(frozen=True)

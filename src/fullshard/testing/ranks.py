@@ -41,8 +41,8 @@ _LOOPBACK = "127.0.0.1"
 # takes most of a second). The second group costs time too, and is common in tests.
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "fullshard", "fullshard.testing")
 _PRELOAD_IF_USED = ("numpy", "pytest", "hypothesis", "sklearn", "transformers.modeling_utils", "lightning.pytorch")
-_GRACE_S = 0.5  # after the first failure, how long the other ranks have to report theirs
-_TRACE_S = 2.0  # after a time-out, how long the ranks have to write down where they are
+_GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
+_TRACE_S = 2.0  # after a time-out, for the ranks to write their stacks
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class _Rank:
     rank: int
     process: ForkServerProcess
     connection: Connection
-    trace: Path  # where the rank writes its stacks when it gets SIGUSR1
+    trace: Path  # the rank writes its stacks to it when it gets SIGUSR1
 
     @classmethod
     def start(cls, job: _Job, rank: int, port: int, folder: Path) -> _Rank:
