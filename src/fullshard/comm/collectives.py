@@ -209,7 +209,7 @@ class Collectives(ABC):
         return self.broken
 
     def _exchange_fingerprints(self, mine: bytes) -> Callable[[], list[bytes]] | None:
-        """Send this rank's fingerprint to all. The function returned waits for all ranks', and gives them in rank order.
+        """Send this rank's fingerprint to all. The function returned waits for all of them, in rank order.
 
         None where the backend has no way to do so: a mismatch is then for a time-out to find.
         """

@@ -194,7 +194,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
     def _show(
         self, neighbours: Neighbours, key: Key, parts: Mapping[int, Sequence[Tensor]], *, patiently: bool = False
     ) -> Block:
-        """Put every other rank's `parts` where it can take them from, and publish. The same for several lie there once."""
+        """Put every other rank's `parts` where it can take them from, and publish. The same tensors lie there once."""
         starts: dict[int, int] = {}
         shown: dict[tuple[int, ...], tuple[int, Sequence[Tensor]]] = {}
         end = 0
