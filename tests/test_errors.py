@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fullshard
@@ -109,6 +110,23 @@ def sharded(**options: Any) -> Any:
 
 def wrapped(**options: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(linear(), **options)
+
+
+@mistake(
+    ConfigError, "0.weight is a TwoTensor, a tensor subclass that holds other tensors", "before its parameters are"
+)
+def a_tensor_subclass() -> Steps:
+    model = nn.Sequential(nn.Linear(8, 6, bias=False))
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(6, 8), torch.ones(6, 8)))
+    yield
+    fully_shard(model)
+
+
+@mistake(ConfigError, "weight of Linear belongs to the unit of FSDPSequential around it", "inner modules first")
+def the_root_before_its_layers() -> Steps:
+    model = fully_shard(nn.Sequential(linear(), nn.ReLU()))
+    yield
+    fully_shard(model[0])
 
 
 # -- process groups, and questions about models ----------------------------------------------------------------------

@@ -35,12 +35,14 @@ __all__ = [
     "all_gather_each",
     "all_gather_rows",
     "all_reduce_each",
+    "at_start",
     "default_store",
     "dtensor_like",
     "fake_tensors",
     "grad_hooks",
     "group_timeout_s",
     "holders",
+    "holds_tensors",
     "in_backward",
     "joined_mesh",
     "make_dtensor",
@@ -195,7 +197,9 @@ def make_dtensor(local: Tensor, mesh: DeviceMesh, placements: tuple[Placement, .
     """
     tensor_meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), local.dtype)
     spec = DTensorSpec(mesh, placements, tensor_meta=tensor_meta)
-    return DTensor(local, spec, requires_grad=False)
+    tensor = DTensor(at_start(local), spec, requires_grad=False)
+    tensor._local_tensor = local
+    return tensor
 
 
 def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
@@ -203,7 +207,23 @@ def dtensor_like(local: Tensor, other: DTensor) -> DTensor:
 
     Made without its `__init__`, which only keeps the compiler away, and costs more than the rest.
     """
-    return DTensor.__new__(DTensor, local, other._spec, requires_grad=False)
+    tensor = DTensor.__new__(DTensor, at_start(local), other._spec, requires_grad=False)
+    tensor._local_tensor = local
+    return tensor
+
+
+def at_start(local: Tensor) -> Tensor:
+    """A tensor like `local`, which may be itself, that starts its storage: what a `DTensor` is to be made of.
+
+    A `DTensor` has the storage offset of the tensor that it is made of, and no storage. torch's pickling and copying
+    take one with an offset for a tensor with memory, which they then do not find.
+    """
+    return local if local.storage_offset() == 0 else local.new_empty(1).expand(local.shape)
+
+
+def holds_tensors(tensor: Tensor) -> bool:
+    """True if `tensor` is of a subclass that wraps other tensors, such as quantised values and their scales."""
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:

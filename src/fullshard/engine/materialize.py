@@ -72,6 +72,7 @@ def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter
             managed = managed_by(param)
             if managed is not None:
                 unit, sharded = managed.unit, managed.param
+                _check_inner_first(module, name, unit)
                 if owner not in sharded.owners:
                     sharded.owners.append(owner)
                 sharded.show(sharded.sharded)
@@ -85,6 +86,23 @@ def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter
             if owner not in source.owners:
                 source.owners.append(owner)
     return Found(list(new.values()), borrowed)
+
+
+def _check_inner_first(module: nn.Module, name: str, unit: Unit) -> None:
+    """Refuse to make a unit of a module whose parameters the unit around it has already.
+
+    Raises:
+        ConfigError: `unit`, which has parameter `name` of `module`, is around `module`.
+    """
+    outer = next(
+        (it for it in unit.modules if it is not module and any(module is inner for inner in it.modules())), None
+    )
+    if outer is not None:
+        raise ConfigError(
+            f"{name} of {type(module).__name__} belongs to the unit of {type(outer).__name__} around it, which was "
+            "sharded first, so that there is nothing left to shard here. Call fully_shard on inner modules first, on "
+            "the outermost last."
+        )
 
 
 def initialise(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fullshard._compat import make_dtensor, set_local_tensor, waited
+from fullshard._compat import holds_tensors, make_dtensor, set_local_tensor, waited
 from fullshard.comm.mesh import Axes, join
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import ShardSpec
@@ -107,4 +107,11 @@ class TensorParallelView(ParamView):
 
 def view_of(fqn: str, param: Tensor, axes: Axes) -> ParamView:
     """The view of `param`."""
-    return TensorParallelView(fqn, param, axes) if isinstance(param, DTensor) else ParamView()
+    if isinstance(param, DTensor):
+        return TensorParallelView(fqn, param, axes)
+    if holds_tensors(param):
+        raise ConfigError(
+            f"{fqn} is a {type(param).__name__}, a tensor subclass that holds other tensors: sharded, it would be a "
+            "plain tensor. Shard the model before its parameters are converted, or list it in ignored_params."
+        )
+    return ParamView()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard._compat import dtensor_like, make_dtensor, set_local_tensor
+from fullshard._compat import at_start, dtensor_like, make_dtensor, set_local_tensor
 from fullshard.comm.mesh import own_part
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_view import ParamView
@@ -65,8 +65,9 @@ class ShardedParam:
         self.layout = param_layout
         self.view = source.view
         requires_grad = source.param.requires_grad
-        at_rest = self.view.make_sharded(local, plan.axes, param_layout.spec, sharded=plan.shards_optimizer)
+        at_rest = self.view.make_sharded(at_start(local), plan.axes, param_layout.spec, sharded=plan.shards_optimizer)
         self.sharded = nn.Parameter(at_rest, requires_grad=requires_grad)
+        self.local = local
         nothing = torch.empty(0, dtype=plan.contract.compute, device=plan.device)
         self.unsharded = nn.Parameter(self.view.make_unsharded(nothing), requires_grad=requires_grad)
         self._on_grad: Callable[[ShardedParam], None] | None = None

@@ -113,27 +113,40 @@ def _shard_of(param: nn.Parameter, swapped: list[tuple[nn.Parameter, Tensor]]) -
     if not isinstance(grad, DTensor) or not isinstance(param, DTensor) or managed_by(param) is None:
         return param
     shard: Tensor = param._local_tensor
-    if not shard.ndim:
-        return param  # its state would have the shape of a count of steps
-    shard.grad = grad._local_tensor
+    if not shard.ndim:  # with one dim, or its state would have the shape of a count of steps
+        shard, local_grad = shard.view(1), grad._local_tensor.view(1)
+    else:
+        local_grad = grad._local_tensor
+    shard.grad = local_grad
     swapped.append((param, shard))
     return shard
 
 
 def _local(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        return value
+    return value._local_tensor if value.ndim else value._local_tensor.view(1)
 
 
 def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any) -> None:
     """Put the state `stepped` of the shard of `param` into `state`, that of `param`."""
     for name, value in stepped.items():
-        if _local(state.get(name)) is not value:
+        if not _is_local_of(state.get(name), value):
             state[name] = _placed_as(param, value)
+
+
+def _is_local_of(known: Any, value: Any) -> bool:
+    """True if `value` is what `_local` gave of `known`."""
+    if isinstance(known, DTensor) and not known.ndim:
+        return isinstance(value, Tensor) and value.data_ptr() == known._local_tensor.data_ptr()
+    return _local(known) is value
 
 
 def _placed_as(param: DTensor, value: Any) -> Any:
     """`value` as a `DTensor`, if it has an element for each of the shard's."""
-    if not isinstance(value, Tensor) or value.shape != param._local_tensor.shape:
+    if not param.ndim and isinstance(value, Tensor) and value.shape == (1,):
+        value = value.view(())
+    elif not isinstance(value, Tensor) or not param.ndim or value.shape != param._local_tensor.shape:
         return value
     if value.dtype == param.dtype:
         return dtensor_like(value, param)

@@ -273,11 +273,20 @@ class _Hooks:
                 self._unit.adopt()
 
 
+def _let_copy(module: nn.Module, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
+    """Let `torch.save` and `copy.deepcopy` take the values of a state dict, see `at_start`."""
+    for name in module._parameters:
+        value = state.get(prefix + name)
+        if isinstance(value, DTensor) and value.storage_offset():
+            state[prefix + name] = dtensor_like(value._local_tensor, value)
+
+
 def register_hooks(modules: Iterable[nn.Module], unit: Unit) -> None:
     """Let `state_dict()` of `modules`, all of `unit`, give shards at any moment, and loading take whole tensors."""
     hooks = _Hooks(unit)
     for module in set(modules):
         module.register_state_dict_pre_hook(hooks.before)
+        module.register_state_dict_post_hook(_let_copy)
         module.register_load_state_dict_pre_hook(hooks.before_load)
         module.register_load_state_dict_post_hook(hooks.after_load)
 

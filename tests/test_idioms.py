@@ -1,0 +1,126 @@
+"""What scripts do everywhere, with sharded modules as with plain ones."""
+
+import copy
+import io
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from small_models import chain, inputs
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+from fullshard import FullyShardedDataParallel, StateDictType, fully_shard
+from fullshard.testing import assert_same
+
+
+def locals_of(state: dict[str, Any]) -> list[Tensor]:
+    return [value.to_local().clone() for value in state.values()]
+
+
+def keep_the_best_weights(strategy: str) -> None:
+    """By a deep copy, by a file, and by `get_model_state_dict`."""
+    for get in (nn.Module.state_dict, get_model_state_dict):
+        model = chain(partial(fully_shard, strategy=strategy))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        best = copy.deepcopy(get(model))
+        expected = locals_of(best)
+        file = io.BytesIO()
+        torch.save(get(model), file)
+        for step in range(2):
+            model(inputs(step)).square().mean().backward()
+            gradient = next(iter(model.parameters())).grad
+            assert_same(copy.deepcopy(gradient).to_local(), gradient.to_local())
+            optimizer.step()
+            optimizer.zero_grad()
+        copy.deepcopy(optimizer.state_dict())
+        torch.save(optimizer.state_dict(), io.BytesIO())
+        assert any(not torch.equal(a, b) for a, b in zip(locals_of(get(model)), expected, strict=True))
+        assert_same(locals_of(best), expected)  # a copy, and not the shards
+        model.load_state_dict(best)
+        assert_same(locals_of(get(model)), expected)
+        [copy.deepcopy(param) for param in model.parameters()]
+    sharded = FullyShardedDataParallel(nn.Linear(64, 64))
+    with FullyShardedDataParallel.state_dict_type(sharded, StateDictType.SHARDED_STATE_DICT):
+        assert_same(locals_of(copy.deepcopy(sharded.state_dict())), locals_of(sharded.state_dict()))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+def test_state_dicts_are_copied_and_saved_like_those_of_plain_modules(strategy):
+    run_ranks(2, keep_the_best_weights, strategy)
+
+
+class Scaled(nn.Module):
+    """A model with a scalar among its parameters, such as the temperature of a contrastive loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        for param in self.first.parameters():
+            nn.init.normal_(param, generator=generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(x) * self.scale.exp()
+
+
+def learn_scale(make: Any, sharded: bool) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+    model = Scaled()
+    if sharded:
+        fully_shard(model)
+    optimizer = make(model.parameters())
+    for step in range(4):
+        torch.manual_seed(step)
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = [param.full_tensor() if sharded else param.detach() for param in model.parameters()]
+    state = optimizer.state[model.scale]
+    return values, [tuple(value.shape) for value in state.values() if isinstance(value, Tensor)]
+
+
+OPTIMIZERS = [
+    partial(torch.optim.AdamW, lr=0.1, foreach=True),
+    partial(torch.optim.AdamW, lr=0.1, fused=True),
+    partial(torch.optim.AdamW, lr=0.1),
+    partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    partial(torch.optim.RMSprop, lr=0.1, foreach=True),
+]
+
+
+def learn_scales() -> None:
+    for make in OPTIMIZERS:
+        (ours, our_shapes), (plain, shapes) = learn_scale(make, True), learn_scale(make, False)
+        if make.keywords.get("fused"):  # fused kernels round by where a value lies
+            torch.testing.assert_close(ours, plain)
+        else:
+            assert_same(ours, plain)
+        assert our_shapes == shapes
+
+
+def test_scalars_are_stepped_by_every_kind_of_optimizer():
+    run_ranks(1, learn_scales)
+    run_ranks(2, learn_scales)
+
+
+def materialize_few_rows() -> None:
+    for shape in ((1, 1), (1, 8), (8, 1)):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(*shape), nn.Linear(shape[1], 2))
+        for layer in model:
+            fully_shard(layer)
+        fully_shard(model)
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            nn.init.ones_(param)
+        model(torch.ones(2, shape[0])).sum().backward()
+        assert not any(param.is_meta or param.grad is None for param in model.parameters())
+    dist.barrier()
+
+
+def test_units_of_which_a_rank_has_no_rows_leave_the_meta_device():
+    run_ranks(2, materialize_few_rows)
