@@ -129,6 +129,14 @@ def the_root_before_its_layers() -> Steps:
     fully_shard(model[0])
 
 
+@mistake(ConfigError, "group of 1 ranks: none that the model is sharded over", "Leave group out")
+def a_group_that_the_model_is_not_sharded_over() -> Steps:
+    model = wrapped()
+    group = dist.new_subgroups(1)[0]
+    yield
+    FullyShardedDataParallel.optim_state_dict(model, torch.optim.SGD(model.parameters()), group=group)
+
+
 # -- process groups, and questions about models ----------------------------------------------------------------------
 
 
@@ -1288,6 +1296,13 @@ def load_from_nowhere() -> Steps:
     model = sharded()
     yield
     load("/nowhere", model=model)
+
+
+@mistake(CheckpointError, "test_errors.py is a file, and a checkpoint is a folder", "torch.load", sends=True)
+def load_a_single_file() -> Steps:
+    model = sharded()
+    yield
+    load(__file__, model=model)
 
 
 @mistake(CheckpointError, "manifest.json: expected the manifest of a complete checkpoint, found none", ranks=0)

@@ -1,6 +1,7 @@
 """What scripts do everywhere, with sharded modules as with plain ones."""
 
 import copy
+import inspect
 import io
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from shared_ranks import run_ranks
 from small_models import chain, inputs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from fullshard import FullyShardedDataParallel, StateDictType, fully_shard
 from fullshard.testing import assert_same
@@ -124,3 +126,60 @@ def materialize_few_rows() -> None:
 
 def test_units_of_which_a_rank_has_no_rows_leave_the_meta_device():
     run_ranks(2, materialize_few_rows)
+
+
+def scatter_without_an_optimizer() -> None:
+    """As in PyTorch's T5 example: the first rank has the full state, and no optimizer is named."""
+    model = FullyShardedDataParallel(chain(lambda module: module))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(inputs()).square().mean().backward()
+    optimizer.step()
+    full = FullyShardedDataParallel.full_optim_state_dict(model, optimizer)
+    every = FullyShardedDataParallel.full_optim_state_dict(model, optimizer, rank0_only=False)
+    states = [
+        FullyShardedDataParallel.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model),
+        FullyShardedDataParallel.shard_full_optim_state_dict(every, model),
+        FullyShardedDataParallel.shard_full_optim_state_dict(every, model, model.parameters()),
+    ]
+    for state in states:
+        fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+        fresh.load_state_dict(state)
+        assert fresh.param_groups[0]["lr"] == 0.1
+        for param in model.parameters():
+            for name, value in optimizer.state[param].items():
+                assert_same(local(fresh.state[param][name]), local(value))
+
+
+def local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def test_optimizer_state_is_scattered_without_naming_the_optimizer():
+    run_ranks(2, scatter_without_an_optimizer)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="torch's signatures are those of 2.13")
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "FSDPModule"])
+def test_methods_are_called_as_torch_s_are(name):
+    """Every argument that torch's method has, at the same position, and left out where torch lets it be."""
+    from torch.distributed import fsdp as theirs
+
+    import fullshard as ours
+
+    checked = 0
+    for method in vars(getattr(theirs, name)):
+        mine = getattr(getattr(ours, name), method, None)
+        if method.startswith("_") or mine is None or not callable(getattr(getattr(theirs, name), method)):
+            continue  # docs/moving_over.md names what is missing, and tests/test_docs.py holds that
+        wanted = inspect.signature(getattr(getattr(theirs, name), method)).parameters
+        has = inspect.signature(mine).parameters
+        if any(it.kind is it.VAR_KEYWORD for it in has.values()):
+            continue
+        for position, (argument, parameter) in enumerate(wanted.items()):
+            assert argument in has, f"{method}({argument})"
+            assert (has[argument].default is inspect.Parameter.empty) == (parameter.default is inspect.Parameter.empty)
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                assert list(has)[position] == argument, f"{method}({argument})"
+                assert has[argument].kind is not inspect.Parameter.KEYWORD_ONLY, f"{method}({argument})"
+        checked += 1
+    assert checked > 10

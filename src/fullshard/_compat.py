@@ -218,7 +218,7 @@ def at_start(local: Tensor) -> Tensor:
     A `DTensor` has the storage offset of the tensor that it is made of, and no storage. torch's pickling and copying
     take one with an offset for a tensor with memory, which they then do not find.
     """
-    return local if local.storage_offset() == 0 else local.new_empty(1).expand(local.shape)
+    return local if local.storage_offset() == 0 else local.new_empty([1] * local.ndim).expand(local.shape)
 
 
 def holds_tensors(tensor: Tensor) -> bool:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import default_mesh
 from fullshard.engine.hooks import changing_shards, refuse_copy, refuse_pickle, runtime_of
-from fullshard.engine.registry import clean_fqn, is_unit, unit_of, units_in
+from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, unit_of, units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.fully_shard import default_device, mesh_device, shard_unit
@@ -317,9 +317,13 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, optim_state_dict: dict[str, Any] | None = None
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """The optimizer's state by FQN, in the form that `model` is set to give: see `set_state_dict_type`."""
+        _check_group(group, model)
         return optim_state.optim_state_dict(model, optim, optim_state_dict)
 
     @staticmethod
@@ -329,12 +333,14 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict: dict[str, Any] | None,
         is_named_optimizer: bool = False,
         load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """A state dict for `optim.load_state_dict`, from one of `optim_state_dict`; loaded already if `load_directly`.
 
         Raises:
             ConfigError: `is_named_optimizer` is set, or the state dict is not of the optimizer's parameters.
         """
+        _check_group(group, model)
         if is_named_optimizer:
             raise ConfigError(
                 "optim_state_dict_to_load(is_named_optimizer=True): what torch.optim's load_state_dict takes numbers "
@@ -344,28 +350,50 @@ class FullyShardedDataParallel(nn.Module):
 
     @staticmethod
     def full_optim_state_dict(
-        model: nn.Module, optim: torch.optim.Optimizer, *, rank0_only: bool = True
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: Iterable[Any] | None = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
         """The optimizer's state by FQN, whole and on the CPU; empty on other ranks than the first if `rank0_only`."""
+        _check_group(group, model)
         return optim_state.full_optim_state_dict(model, optim, rank0_only=rank0_only)
 
     @staticmethod
-    def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
         """The optimizer's state by FQN, sharded."""
+        _check_group(group, model)
         return optim_state.sharded_optim_state_dict(model, optim)
 
     @staticmethod
     def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any], model: nn.Module, *, optim: torch.optim.Optimizer
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: Iterable[Any] | None = None,
+        optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """A state dict for `optim.load_state_dict`, from a full one that every rank has."""
+        """A state dict for `optim.load_state_dict`, from a full one that every rank has. As torch's older name for it,
+        it may be asked without an optimizer: then for one that has the groups that were saved.
+        """
+        optim = optim or _optimizer_of(optim_input)
         return optim_state.optim_state_dict_to_load(model, optim, full_optim_state_dict, from_first_rank=False)
 
     @staticmethod
     def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None, model: nn.Module, *, optim: torch.optim.Optimizer
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: Iterable[Any] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """A state dict for `optim.load_state_dict`, from a full one that the first rank has."""
+        """A state dict for `optim.load_state_dict`, from a full one that the first rank has; see
+        `shard_full_optim_state_dict`.
+        """
+        _check_group(group, model)
+        optim = optim or _optimizer_of(optim_input)
         return optim_state.optim_state_dict_to_load(model, optim, full_optim_state_dict, from_first_rank=True)
 
     @staticmethod
@@ -377,6 +405,21 @@ class FullyShardedDataParallel(nn.Module):
 
 
 _state_dict_type = state_dict_type
+
+
+def _check_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
+    """Refuse a group that is none of `model`'s: states are sharded, gathered and sent over these."""
+    known = [*process_groups_along(units_in(model)), dist.group.WORLD]
+    if group is not None and group not in known:
+        raise ConfigError(
+            f"group of {dist.get_world_size(group)} ranks: none that the model is sharded over, so that its optimizer "
+            "state cannot be exchanged there. Leave group out."
+        )
+
+
+def _optimizer_of(optim_input: Iterable[Any] | None) -> torch.optim.Optimizer | None:
+    """An optimizer of what was passed to an optimizer, which steps nothing."""
+    return None if optim_input is None else torch.optim.Optimizer(list(optim_input), {})
 
 
 def _give_configured(

@@ -106,6 +106,11 @@ def _found(path: Path) -> list[Path]:
     """The checkpoints that `path` stands for, the newest first."""
     if (path / MANIFEST).exists() or (path / container.METADATA).exists() or step_of(path) is not None:
         return [path]
+    if path.is_file():
+        raise CheckpointError(
+            f"{path.name} is a file, and a checkpoint is a folder. Weights that torch.save has written are read by "
+            "model.load_state_dict(torch.load(path)), and safetensors by fullshard.checkpoint.load_safetensors."
+        )
     found = [entry.path for entry in entries(path)]
     if not found:
         raise CheckpointError(

@@ -88,7 +88,7 @@ def sharded_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer) -> 
 
 def optim_state_dict_to_load(
     model: nn.Module,
-    optim: torch.optim.Optimizer,
+    optim: torch.optim.Optimizer | None,
     optim_state_dict: StateDict | None,
     load_directly: bool = False,
     *,
@@ -98,7 +98,8 @@ def optim_state_dict_to_load(
 
     Args:
         model: has the parameters that `optim` steps.
-        optim: the optimizer to load into; it may divide the parameters into other groups than were saved.
+        optim: the optimizer to load into; it may divide the parameters into other groups than were saved. If None, one
+            that has not stepped yet and has the groups that were saved.
         optim_state_dict: full or sharded. Never changed, not even by later steps.
         load_directly: whether to load it as well.
         from_first_rank: whether only the first rank has `optim_state_dict`, and sends it to the others; as
@@ -111,8 +112,9 @@ def optim_state_dict_to_load(
     config = get_state_dict_type(model).optim_state_dict_config
     if from_first_rank is None:
         from_first_rank = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-    params = params_by_fqn(model, optim)
     given, fetch = _sent_by_first(optim_state_dict, model) if from_first_rank else (optim_state_dict or {}, _here)
+    optim = optim or _as_saved(model, given)
+    params = params_by_fqn(model, optim)
     _check_names(given, params)
     template = StateTemplate(optim, params)
     template.note_counters(
@@ -130,6 +132,13 @@ def optim_state_dict_to_load(
     if load_directly:
         optim.load_state_dict(loadable)
     return loadable
+
+
+def _as_saved(model: nn.Module, named: StateDict) -> torch.optim.Optimizer:
+    """An optimizer of `model` that has the parameters and groups of `named`, and steps nothing."""
+    params = {clean_fqn(name): param for name, param in model.named_parameters()}
+    groups = [[params[fqn] for fqn in group["params"] if fqn in params] for group in named["param_groups"]]
+    return torch.optim.Optimizer([{"params": group} for group in groups], {})
 
 
 def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
