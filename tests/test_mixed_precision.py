@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard, recording
 from fullshard.testing import assert_same
@@ -74,6 +75,24 @@ def agree_with_by_hand(compute: torch.dtype, reduce: torch.dtype) -> None:
 @pytest.mark.parametrize(("compute", "reduce"), [(BF16, FP32), (BF16, BF16), (FP16, FP32), (FP32, BF16)])
 def test_every_strategy_has_the_bits_of_masters_cast_by_hand(compute, reduce):
     run_ranks(2, agree_with_by_hand, compute, reduce)
+
+
+def mean_of_large(size: int | None) -> None:
+    """40000 is a number in float16, and twice that is not."""
+    replicas, large = dist.get_world_size() // (size or 1), 40000.0
+    mesh = init_device_mesh("cpu", (replicas, size), mesh_dim_names=("replicate", "shard")) if size else None
+    for strategy in ("hsdp", "hsdp_zero2") if size else ONE_AXIS:
+        for policy in (MixedPrecisionPolicy(FP16), MixedPrecisionPolicy(reduce_dtype=FP16)):
+            model = fully_shard(nn.Linear(4, 4, bias=False), strategy=strategy, mesh=mesh, mp_policy=policy)
+            for microbatch in range(2):
+                model.set_requires_gradient_sync(microbatch == 1)
+                model(torch.full((1, 4), large / 2)).sum().backward()
+            assert_same(whole_grads(model)["weight"], torch.full((4, 4), large), name=strategy)
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, None), (3, None), (4, 2)])
+def test_a_mean_that_float16_can_hold_is_computed_in_float16(ranks, size):
+    run_ranks(ranks, mean_of_large, size)
 
 
 class Looking(nn.Module):

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
+from time import sleep
 from typing import Any
 
 import pytest
@@ -171,7 +172,11 @@ def summon_on_the_first_rank() -> list[bool]:
                     found["norm.weight"].zero_()  # not kept
             else:
                 assert all(isinstance(param, DTensor) for param in found.values())
-                assert watch.live_bytes() == 0
+                for _ in range(200):  # the process group's thread may still hold what it has sent
+                    if not watch.live_bytes():
+                        break
+                    sleep(0.01)
+                assert watch.live_bytes() == 0, way
         assert_same(wholes(model), dict(plain().state_dict()), name=str(way))
     return seen
 

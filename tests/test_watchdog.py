@@ -19,7 +19,7 @@ import fullshard
 from fullshard import ConfigError, set_collective_timeout
 from fullshard.liveness.ring import Ring, _find_silence
 from fullshard.liveness.store import PatientStore
-from fullshard.liveness.watchdog import EXIT_CODE, _Board
+from fullshard.liveness.watchdog import EXIT_CODE, _Board, _Question
 from fullshard.liveness.whereabouts import Whereabouts
 from fullshard.tape.recorder import Origin, Phase
 
@@ -338,3 +338,17 @@ def test_the_system_asks_a_silent_host_for_as_long_as_it_is_given(silence_s):
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     assert interval_s * probes == silence_s
     assert probes > 1  # one that is lost on its way is nothing
+
+
+def test_nobody_waits_for_an_account_in_a_store_that_is_gone():
+    """The rank that collects it is gone, too, and whoever waits on fails by its collective first."""
+    asked = 0
+
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            nonlocal asked
+            asked += 1
+            raise dist.DistNetworkError("connection reset")
+
+    _Board(PatientStore(Gone(), 5)).await_account(_Question(1, rank=0, ends=True))
+    assert asked == 1

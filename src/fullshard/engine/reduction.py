@@ -3,7 +3,8 @@
 Reduction
 ├── WholeReduction       optimizer whole: all-reduce, over the shard axis and then over the replicate axis
 └── ShardReduction       optimizer sharded: reduce-scatter, and then an all-reduce of shards over the replicate axis
-    └── GroupReduction   the same in two levels of the shard axis: within groups of ranks, and then across them
+    ├── OneLevelReduction
+    └── TwoLevelReduction   the reduce-scatter within groups of neighbouring ranks, and then across them
 """
 
 from __future__ import annotations
@@ -53,11 +54,27 @@ class ReductionOf:
 
 def start_reduction(of: ReductionOf) -> Reduction:
     """Begin to sum whole gradients over the ranks, by the kind of reduction that the placements ask for."""
+    if of.gradients.plan.contract.reduce == torch.float16:
+        of = _scaled_down(of)
     if not of.gradients.plan.shards_optimizer:
         return WholeReduction(of)
     if of.wires.two_level_sums is not None:
         return TwoLevelReduction(of, of.wires.two_level_sums)
     return OneLevelReduction(of)
+
+
+def _scaled_down(of: ReductionOf) -> ReductionOf:
+    """The same mean of terms that are too small for their sum to overflow where the mean would not.
+
+    They are divided by a power of two, which rounds nothing but subnormal numbers.
+    """
+    replicas = of.wires.replicas
+    ranks = of.gradients.plan.layout.world * (1 if replicas is None else replicas.world)
+    scale = 0.5 ** (ranks - 1).bit_length()
+    grads = of.grads
+    for i, grad in grads.items():
+        grads[i] = grad.mul(scale) if shares_memory(grad) else grad.mul_(scale)
+    return replace(of, divisor=of.divisor * scale)
 
 
 class Reduction(ABC):

@@ -3,14 +3,15 @@
 Each rank's microbatches are computed by a plain copy of the model, so that what a rank keeps besides parameters (the
 running averages of its batch norms, say) stays its own. Nothing of the engine takes part: autograd, a loop that adds up
 gradients, an optimizer of torch. Only the order of additions is taken over from the engine, since every order rounds
-in its own way: gradients are added in rank order, on a mesh of two axes within each replica first, and divided once; a
-norm is taken of the parts that ranks have, and of those norms.
+in its own way: gradients are added in rank order, on a mesh of two axes within each replica first, and divided once
+(float16 is halved as often as it must be first); a norm is taken of the parts that ranks have, and of those norms.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from math import ceil, log2
 from typing import Any
 
 import torch
@@ -98,8 +99,14 @@ class Plain:
             found = [grad for grad in of_ranks if grad is not None]
             if found:
                 whole = [torch.zeros_like(found[0]) if grad is None else grad for grad in of_ranks]
-                mean = summed(whole, self._shards) / len(whole)
+                mean = mean_of(whole, self._shards)
                 param.grad = _added(param.grad, mean.to(param.dtype))
+
+
+def mean_of(terms: Sequence[Tensor], shards: int) -> Tensor:
+    """The mean, of which no sum on the way overflows in float16 unless it does itself."""
+    scale = 0.5 ** ceil(log2(len(terms))) if terms[0].dtype == torch.float16 else 1.0
+    return summed([term * scale for term in terms], shards) / (len(terms) * scale)
 
 
 def summed(terms: Sequence[Tensor], shards: int) -> Tensor:
