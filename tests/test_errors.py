@@ -32,6 +32,7 @@ from small_models import Chain, Layer, chain, inputs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 from torch.testing._internal.two_tensor import TwoTensor
@@ -135,6 +136,25 @@ def a_group_that_the_model_is_not_sharded_over() -> Steps:
     group = dist.new_subgroups(1)[0]
     yield
     FullyShardedDataParallel.optim_state_dict(model, torch.optim.SGD(model.parameters()), group=group)
+
+
+@mistake(
+    StateError, "Linear was called while its weight .0.weight of the root. is sharded", "register_fsdp_forward_method"
+)
+def a_layer_called_beside_its_unit() -> Steps:
+    model = fully_shard(nn.Sequential(linear(), nn.ReLU()))
+    model(torch.ones(2, 8)).sum().backward()
+    yield
+    model[0](torch.ones(2, 8))
+
+
+@mistake(StateError, "came to the root, which is trained, and not to its parameters", "Schedule1F1B", sends=True)
+def a_backward_of_a_pipeline_s_stage_in_two_parts() -> Steps:
+    group = dist.new_subgroups(1)[0]
+    stage = PipelineStage(sharded(), 0, 1, torch.device("cpu"), group=group)
+    x = inputs().requires_grad_()
+    yield
+    torch.autograd.grad(stage.forward_one_chunk(0, (x,)).sum(), x)
 
 
 # -- process groups, and questions about models ----------------------------------------------------------------------

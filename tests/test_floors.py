@@ -49,6 +49,7 @@ ROOMS: dict[str, list[str] | None] = {
         "reduction",
         "param_group",
         "managed",
+        "at_rest",
         "unit_state",
         "unit",
         "registry",

@@ -128,6 +128,35 @@ def test_units_of_which_a_rank_has_no_rows_leave_the_meta_device():
     run_ranks(2, materialize_few_rows)
 
 
+def read_between_forward_and_backward(strategy: str, reshard_after_forward: bool | None) -> None:
+    """A loss that takes weights again after forward, with gradients forgotten in between."""
+    shard = partial(fully_shard, strategy=strategy, reshard_after_forward=reshard_after_forward)
+    plain, model = chain(lambda module: module), chain(shard)
+    for step in range(3):
+        values = [param.full_tensor() for param in model.parameters()]
+        for it in (plain, model):
+            y = it(inputs(step))
+            it.zero_grad(set_to_none=step == 1)
+            whole = [param for param in it.parameters() if not isinstance(param, DTensor)]
+            assert_same(whole, values)
+            (y.square().mean() + sum(param.square().sum() for param in whole)).backward()
+            assert len(whole) == len(values)
+        wanted = [param.grad for param in plain.parameters()]
+        assert_same([param.grad.full_tensor() for param in model.parameters()], wanted)
+        with torch.no_grad():
+            for param in (*plain.parameters(), *model.parameters()):
+                param.sub_(param.grad, alpha=0.1)
+    with torch.no_grad():
+        model(inputs())
+    if reshard_after_forward is None:
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@pytest.mark.parametrize(("strategy", "reshard"), [("zero3", False), ("zero2", None), ("zero1", None), ("ddp", None)])
+def test_parameters_that_are_kept_are_whole_until_backward(strategy, reshard):
+    run_ranks(2, read_between_forward_and_backward, strategy, reshard)
+
+
 def scatter_without_an_optimizer() -> None:
     """As in PyTorch's T5 example: the first rank has the full state, and no optimizer is named."""
     model = FullyShardedDataParallel(chain(lambda module: module))

@@ -44,6 +44,7 @@ __all__ = [
     "holders",
     "holds_tensors",
     "in_backward",
+    "in_pipeline_stage",
     "joined_mesh",
     "make_dtensor",
     "on_backward_end",
@@ -69,6 +70,19 @@ R = TypeVar("R")
 def in_backward() -> bool:
     """True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_pipeline_stage() -> bool:
+    """True if a stage of `torch.distributed.pipelining`, computing a microbatch, is among the callers.
+
+    A stage that tries out shapes is not: it asks for gradients of its inputs only, and for no others later.
+    """
+    stage = sys.modules.get("torch.distributed.pipelining.stage")
+    code = None if stage is None else stage._PipelineStageBase.forward_one_chunk.__code__
+    frame = None if stage is None else sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

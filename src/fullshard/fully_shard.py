@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard.comm.mesh import resolve_axes, resolve_groups
-from fullshard.engine.hooks import changing_shards, install, is_in_use, run_as_forward, runtime_of
+from fullshard.engine.hooks import changing_shards, install, is_in_use, run_as_forward, runtime_of, zero_shard_grads
 from fullshard.engine.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
 from fullshard.engine.registry import is_unit, unit_of, units_in
 from fullshard.engine.sharded_param import Source
@@ -353,6 +353,11 @@ class FSDPModule:
     def _units(self, recurse: bool) -> list[Unit]:
         module = _module(self)
         return units_in(module) if recurse else [unit_of(module)]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `nn.Module.zero_grad`. It reaches shards also while modules show unsharded parameters."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]  # as below
+        zero_shard_grads(_module(self), set_to_none)
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Apply `nn.Module.to` and its like to the shards, which then move into the group's buffers again."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import default_mesh
-from fullshard.engine.hooks import changing_shards, refuse_copy, refuse_pickle, runtime_of
+from fullshard.engine.hooks import changing_shards, refuse_copy, refuse_pickle, runtime_of, zero_shard_grads
 from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, unit_of, units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
@@ -222,6 +222,11 @@ class FullyShardedDataParallel(nn.Module):
             StateError: always.
         """
         refuse_pickle(self, protocol)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See `nn.Module.zero_grad`. It reaches shards also while modules show unsharded parameters."""
+        super().zero_grad(set_to_none)
+        zero_shard_grads(self, set_to_none)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
         with changing_shards(unit_of(self.module)):

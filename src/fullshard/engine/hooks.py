@@ -24,6 +24,7 @@ __all__ = [
     "refuse_pickle",
     "run_as_forward",
     "runtime_of",
+    "zero_shard_grads",
 ]
 
 
@@ -85,6 +86,19 @@ def is_in_use(unit: Unit) -> bool:
     if runtime is not None and runtime.is_interrupted:
         runtime.recover()
     return unit.state.users > 0
+
+
+def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
+    """Forget the gradients that the optimizer would see, of all units below `module`; or make them zeros.
+
+    From forward to backward `Module.zero_grad` comes to other tensors wherever a unit is kept unsharded.
+    """
+    for unit in units_in(module):
+        for param in unit.params:
+            if set_to_none:
+                param.sharded.grad = None
+            elif param.sharded.grad is not None:
+                param.sharded.grad.zero_()
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fullshard._compat import in_backward, on_backward_end
+from fullshard._compat import in_backward, in_pipeline_stage, on_backward_end
 from fullshard.device.lanes import Lane, is_capturing
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import check_ranks_agree
@@ -57,6 +57,7 @@ class Runtime:
         self.phase = Phase.IDLE
         self.serial = 0
         self._microbatch = 0  # of the step, from 1 on
+        self._is_in_pipeline = False  # the last forward was: a stage may take its backward in two parts
         self._step = 0
         self._device = units[0].device
         self.after_optimizer: torch.Event | torch.cuda.Event | None = None  # the next forward waits for it
@@ -73,6 +74,8 @@ class Runtime:
         self._backward_tracker = OrderTracker()
         self._since_backward: list[int] = []  # what forwards since the last backward left, in order
         self._reductions: list[UnitReduction] = []
+        self._reached: set[Unit] = set()  # in this backward of a pipeline, those with trained parameters
+        self._received: set[Unit] = set()  # and those of them whose parameters got gradients
         self._reduced: set[Unit] = set()  # in this backward, of those that reduce what is unused here, too
         self._tallies: list[Tally] = []
         self._clock = 0
@@ -134,6 +137,10 @@ class Runtime:
         if self.phase is not Phase.IDLE:
             self.recover()
         self.phase = Phase.FORWARD
+        self._is_in_pipeline = in_pipeline_stage()
+        for unit in self.units:
+            if unit.state.users == 0 and not unit.state.is_unsharded_by_hand:
+                unit.reshard(Phase.FORWARD, keep=True)  # shown since the last forward; shards may have changed
         self._gather_lane.hold_compute_until(self.after_optimizer)
         self.after_optimizer = None
         self._forward_tracker = OrderTracker(self._orders.get(top.state.number, ()))
@@ -159,9 +166,8 @@ class Runtime:
         for unit in self.units:
             unit.state.finished_modules.clear()
             over = not torch.is_grad_enabled() and unit.state.reshard_after_forward is not False
-            if unit.state.users == 0:
-                keep = not (over or unit.form is Form.GATHERING or unit.reshards_after_forward)
-                self._reshard(unit, Phase.FORWARD, keep=keep)
+            if unit.state.users == 0 and (over or unit.form is Form.GATHERING or unit.reshards_after_forward):
+                self._reshard(unit, Phase.FORWARD)
                 if over:
                     unit.release_secondary(Phase.FORWARD)
         self.phase = Phase.IDLE
@@ -218,6 +224,8 @@ class Runtime:
         self._hold(unit)
         if unit.state.unshards_in_backward:
             self._unshard(unit, Phase.PRE_BACKWARD)
+        if self._is_in_pipeline and unit.trainable:
+            self._reached.add(unit)
         self._prefetch_backward(unit)
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
@@ -225,6 +233,8 @@ class Runtime:
         self.begin_backward()
         self._complete_arrived()
         unit.state.arrived_grads.add(id(param))
+        if self._is_in_pipeline:
+            self._received.add(unit)
         if len(unit.state.arrived_grads) == unit.trainable and not unit.state.reduces_unused:
             self._start_reduce(unit)
 
@@ -271,6 +281,26 @@ class Runtime:
         tallies, self._tallies = self._tallies, []
         if switches.checks_finite:
             raise_on_every_rank(tallies, process_groups_along(self.units), self._device)
+        if self._is_in_pipeline:
+            self._check_whole()
+
+    def _check_whole(self) -> None:
+        """Refuse a backward of a pipeline's stage that went for the gradients of its inputs alone.
+
+        Raises:
+            StateError: those of the parameters would be taken later, past the hooks that have them reduced.
+        """
+        missed = self._reached - self._received
+        self._reached.clear()
+        self._received.clear()
+        if missed:
+            name = min(unit.name for unit in missed)
+            raise StateError(
+                f"the backward of a pipeline's stage came to {name or 'the root'}, which is trained, and not to its "
+                "parameters: a zero-bubble schedule (such as ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
+                "ScheduleDualPipeV) takes gradients of inputs first, and those of parameters later, when they would "
+                "not be reduced. Use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B."
+            )
 
     def _start_reduce(self, unit: Unit) -> None:
         unit.state.arrived_grads.clear()
@@ -312,6 +342,8 @@ class Runtime:
             reduction.abandon()
         self._reductions.clear()
         self._reduced.clear()
+        self._reached.clear()
+        self._received.clear()
         self._tallies.clear()
         self._since_backward = []
         for unit in self.units:

@@ -15,6 +15,7 @@ from fullshard.comm.mesh import Axes
 from fullshard.comm.wire import Pending
 from fullshard.device.lanes import Lane
 from fullshard.device.memory import MemoryKind, Slot
+from fullshard.engine.at_rest import accept_calls, refuse_calls
 from fullshard.engine.group_buffers import Stretch
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_wires import GroupWires, UnitCollectives
@@ -111,6 +112,7 @@ class Unit:
         ]
         for managed in self._managed:
             managed.register()
+        self._leaves = _leaves_beside(self.modules, self.params)
         self._show_sharded()
 
     def __repr__(self) -> str:
@@ -224,6 +226,7 @@ class Unit:
         self.trainable = sum(param.follow_requires_grad() for param in self.params)
         for param in self.params:
             param.show(param.unsharded)
+        accept_calls(self._leaves)
 
     def reshard(self, phase: Phase = Phase.IDLE, *, keep: bool = False) -> None:
         """Show the modules the sharded parameters, and free the unsharded ones.
@@ -280,6 +283,7 @@ class Unit:
     def _show_sharded(self) -> None:
         for param in self.params:
             param.show(param.sharded)
+        refuse_calls(self._leaves)
 
     def check_materialized(self) -> None:
         """Raise if any parameter has no values yet.
@@ -488,6 +492,12 @@ def _check_one_dtype(param_group: ParamGroup) -> None:
             "were of one dtype when their module was sharded, and lie in one buffer. Change the dtype of all of them, "
             "or do it before sharding."
         )
+
+
+def _leaves_beside(modules: Sequence[nn.Module], params: Sequence[ShardedParam]) -> list[nn.Module]:
+    """The modules without submodules that have any of `params`, and are none of `modules`: a call of one needs them."""
+    owners = dict.fromkeys(owner.module for param in params for owner in param.owners)
+    return [owner for owner in owners if not owner._modules and all(owner is not module for module in modules)]
 
 
 def _by_kind(sources: Sequence[Source]) -> list[list[Source]]:
