@@ -62,7 +62,7 @@ ROOMS: dict[str, list[str] | None] = {
         "materialize",
     ],
     "state": ["state_dict", "optim_state", "summon"],
-    "optim": ["rebinding", "local_steps", "clipping", "muon"],
+    "optim": ["rebinding", "outside", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "plan": None,
     "wrap": None,

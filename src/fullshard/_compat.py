@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
 from torch._compile import _disable_dynamo
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -41,6 +41,7 @@ __all__ = [
     "fake_tensors",
     "grad_hooks",
     "group_timeout_s",
+    "has_values",
     "holders",
     "holds_tensors",
     "in_backward",
@@ -238,6 +239,11 @@ def at_start(local: Tensor) -> Tensor:
 def holds_tensors(tensor: Tensor) -> bool:
     """True if `tensor` is of a subclass that wraps other tensors, such as quantised values and their scales."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def has_values(tensor: Tensor) -> bool:
+    """True if `tensor` has memory: it is neither on the meta device nor a fake."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:

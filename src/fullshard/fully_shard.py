@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard.comm.mesh import resolve_axes, resolve_groups
 from fullshard.engine.hooks import changing_shards, install, is_in_use, run_as_forward, runtime_of, zero_shard_grads
+from fullshard.engine.managed import mark_ignored
 from fullshard.engine.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
 from fullshard.engine.registry import is_unit, unit_of, units_in
 from fullshard.engine.sharded_param import Source
@@ -161,6 +162,7 @@ def shard_unit(
     axes, placements = resolve_groups(resolve_axes(mesh, options.placements, device.type), options.placements)
     options = replace(options, placements=placements)
     ignored = list(ignored_params or ())
+    mark_ignored(ignored)
     if materialize:
         initialise(modules, device, ignored, param_init_fn)
     found = find_parameters(modules, ignored, axes)

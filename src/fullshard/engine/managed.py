@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,9 @@ from torch import nn
 
 from fullshard.engine.sharded_param import ShardedParam
 
-__all__ = ["Managed", "managed_by"]
+__all__ = ["Managed", "is_ignored", "managed_by", "mark_ignored"]
+
+_IGNORED = "_fullshard_ignored"
 
 
 @dataclass(eq=False, frozen=True)
@@ -30,6 +33,17 @@ class Managed:
     def register(self) -> None:
         """Let `managed_by` find it by every form that it has now."""
         _by_id.update((id(form), self) for form in self.forms)
+
+
+def mark_ignored(params: Iterable[nn.Parameter]) -> None:
+    """Note that the user has said of `params` that no unit is to have them."""
+    for param in params:
+        setattr(param, _IGNORED, True)
+
+
+def is_ignored(param: nn.Parameter) -> bool:
+    """True if the user has said so."""
+    return hasattr(param, _IGNORED)
 
 
 # By id, since torch refuses to move a parameter that anything has a weak reference to.

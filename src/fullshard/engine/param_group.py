@@ -81,6 +81,7 @@ class ParamGroup:
             if not source.param.is_meta:
                 placements = plan.axes.tensor_placements(param_layout.spec, sharded=plan.shards_optimizer)
                 local.copy_(own_part(source.local, plan.axes.mesh, placements))
+                params[-1].note_made_of(source.local)
         return cls(plan, pack, params, storage, unsharded, wires, GradientState())
 
     def moved(self, plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> ParamGroup:

@@ -15,6 +15,7 @@ When the backward of a unit is over, `call.py` knows.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from fullshard._compat import in_backward, in_pipeline_stage, on_backward_end
 from fullshard.device.lanes import Lane, is_capturing
 from fullshard.engine.call import ForwardCall
-from fullshard.engine.comparison import check_ranks_agree
+from fullshard.engine.comparison import are_alike, check_ranks_agree
 from fullshard.engine.finite import Tally, raise_on_every_rank, tally
 from fullshard.engine.nested import map_tensors
 from fullshard.engine.order import OrderTracker
@@ -43,6 +44,10 @@ from fullshard.tape.recorder import Phase
 
 __all__ = ["Runtime", "check_not_summoned", "runtime_or_none"]
 
+_log = logging.getLogger(__name__)
+
+_LAST_COMPARISON = 64  # the step after which what no unit has is taken for looked after
+
 
 class Runtime:
     """The units below one root, and where they are in a microbatch.
@@ -57,6 +62,7 @@ class Runtime:
         self.phase = Phase.IDLE
         self.serial = 0
         self._microbatch = 0  # of the step, from 1 on
+        self.outside: list[nn.Parameter] = []  # trained beside the units', and not compared between ranks yet
         self._is_in_pipeline = False  # the last forward was: a stage may take its backward in two parts
         self._step = 0
         self._device = units[0].device
@@ -138,9 +144,6 @@ class Runtime:
             self.recover()
         self.phase = Phase.FORWARD
         self._is_in_pipeline = in_pipeline_stage()
-        for unit in self.units:
-            if unit.state.users == 0 and not unit.state.is_unsharded_by_hand:
-                unit.reshard(Phase.FORWARD, keep=True)  # shown since the last forward; shards may have changed
         self._gather_lane.hold_compute_until(self.after_optimizer)
         self.after_optimizer = None
         self._forward_tracker = OrderTracker(self._orders.get(top.state.number, ()))
@@ -159,6 +162,24 @@ class Runtime:
         here.step = self._step
         for unit in self.units:
             unit.microbatch = self._microbatch
+        if (
+            self.outside and self._microbatch == 1 and self._step.bit_count() == 1
+        ):  # the first may train with a rate of 0
+            self._compare_outside()
+
+    def _compare_outside(self) -> None:
+        unit, params = self.units[0], self.outside
+        if not are_alike(params, unit):
+            self.outside = []
+            if unit.axes.shard_rank == 0:
+                _log.warning(
+                    "%d parameters that no unit has, the first of shape %s, are trained by each rank for itself: after "
+                    "%d steps ranks have different values. Call fully_shard on the outermost module too, which takes "
+                    "what is left; or average their gradients yourself, and list them in ignored_params.",
+                    *(len(params), tuple(params[0].shape), self._step - 1),
+                )
+        elif self._step >= _LAST_COMPARISON:
+            self.outside = []
 
     def _end_forward(self, top: Unit) -> None:
         self._orders[top.state.number] = tuple(self._forward_tracker.seen)
@@ -166,8 +187,9 @@ class Runtime:
         for unit in self.units:
             unit.state.finished_modules.clear()
             over = not torch.is_grad_enabled() and unit.state.reshard_after_forward is not False
-            if unit.state.users == 0 and (over or unit.form is Form.GATHERING or unit.reshards_after_forward):
-                self._reshard(unit, Phase.FORWARD)
+            if unit.state.users == 0:
+                keep = not (over or unit.form is Form.GATHERING or unit.reshards_after_forward)
+                self._reshard(unit, Phase.FORWARD, keep=keep)
                 if over:
                     unit.release_secondary(Phase.FORWARD)
         self.phase = Phase.IDLE

@@ -6,19 +6,22 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard._compat import at_start, dtensor_like, make_dtensor, set_local_tensor
+from fullshard._compat import at_start, dtensor_like, has_values, make_dtensor, set_local_tensor
 from fullshard.comm.mesh import own_part
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_view import ParamView
 from fullshard.errors import StateError
 from fullshard.layout.group_layout import ParamLayout
 
-__all__ = ["Owner", "ShardedParam", "Source", "full_copy"]
+__all__ = ["Owner", "ShardedParam", "Source", "digest", "full_copy"]
+
+_SAMPLES = 16  # values that a digest looks at
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class ShardedParam:
         self.unsharded = nn.Parameter(self.view.make_unsharded(nothing), requires_grad=requires_grad)
         self._on_grad: Callable[[ShardedParam], None] | None = None
         self._watched = False
+        self._made_of: tuple[int | None, int | None] = None, None
         for attribute, value in vars(source.param).items():  # marks that users leave on their parameters
             setattr(self.sharded, attribute, value)
             setattr(self.unsharded, attribute, value)
@@ -89,6 +93,16 @@ class ShardedParam:
     @local.setter
     def local(self, shard: Tensor) -> None:
         set_local_tensor(self.dtensor, shard)
+
+    def note_made_of(self, whole: Tensor) -> None:
+        """Note that this rank's shard, which has its values by now, was cut from `whole`."""
+        self._made_of = digest(whole), digest(self.local)
+
+    @property
+    def made_of(self) -> int | None:
+        """A digest of the whole values that it was made of on this rank; None if it has others now, or had none."""
+        whole, shard = self._made_of
+        return whole if shard is not None and digest(self.local) == shard else None
 
     def write(self, whole: Tensor) -> None:
         """Make this rank's part of `whole` the parameter's value."""
@@ -200,6 +214,19 @@ class ShardedParam:
 def _dtensor(tensor: Tensor) -> DTensor:
     assert isinstance(tensor, DTensor)
     return tensor
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> int | None:
+    """A number that hardly differs unless values do: of some, spread evenly. None for a tensor without memory."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if not has_values(local):
+        return None
+    local = local.view(torch.uint8) if local.dtype.itemsize == 1 else local
+    numel = local.numel()
+    positions = torch.arange(min(numel, _SAMPLES), device=local.device) * numel // max(1, min(numel, _SAMPLES))
+    sample = local[torch.unravel_index(positions, local.shape)] if local.ndim else local
+    return crc32(bytes(sample.reshape(-1).view(torch.uint8).tolist()))
 
 
 @torch.no_grad()

@@ -156,6 +156,11 @@ class Unit:
         return f"{self.name or 'the root'} ({'; '.join(params)})"
 
     @property
+    def digests(self) -> list[int | None]:
+        """Of the values that each parameter was made of on this rank; None where they are not known, or others now."""
+        return [param.made_of for param in self.params]
+
+    @property
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The groups that its parameters are spread over: the engine's, then those that were there before."""
         axes = self.axes

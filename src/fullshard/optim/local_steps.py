@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fullshard._compat import dtensor_like, has_step_hooks, make_dtensor
 from fullshard.engine.managed import managed_by
+from fullshard.optim.outside import note_outside
 from fullshard.optim.rebinding import point_to_shards
 
 __all__ = ["watch_optimizers"]
@@ -45,6 +46,7 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _stepping:
         point_to_shards(optimizer)
+        note_outside(optimizer)
         _step_shards(optimizer)
 
 
