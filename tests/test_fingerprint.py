@@ -1,6 +1,7 @@
 """Ranks that do different things get the same error, in the first collective that differs, and nobody hangs."""
 
 import os
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,8 +14,18 @@ from hypothesis import strategies as st
 from small_models import Chain, Layer, chain, inputs, leave, sgd, whole_grads
 from torch import Tensor, nn
 
-from fullshard import Placement, Placements, RankMismatchError, compare_ranks, fully_shard
+from fullshard import (
+    FullyShardedDataParallel,
+    Placement,
+    Placements,
+    RankMismatchError,
+    compare_ranks,
+    fully_shard,
+    summon_full_params,
+)
+from fullshard.checkpoint import export_safetensors, save
 from fullshard.comm.fingerprint import FINGERPRINT_NBYTES, fingerprint, mismatch
+from fullshard.state.optim_state import full_optim_state_dict
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing import assert_same, run_ranks
 
@@ -186,6 +197,41 @@ def go_on_after_a_mismatch() -> None:
 
 def test_after_a_mismatch_every_call_says_the_same():
     run_ranks(2, go_on_after_a_mismatch)
+
+
+def first_rank_alone(call: str) -> str:
+    """The first rank calls what every rank must, and the other goes on training."""
+    model = chain(fully_shard) if call != "state_dict" else FullyShardedDataParallel(chain(lambda module: module))
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(model, 1)
+    calls: dict[str, Callable[[], Any]] = {
+        "state_dict": model.state_dict,
+        "optim_state_dict": lambda: full_optim_state_dict(model, optimizer),
+        "summon": lambda: summon_full_params(model).__enter__(),
+        "save": lambda: save(tempfile.mkdtemp(), model=model, step=1),
+        "export": lambda: export_safetensors(model, tempfile.mkdtemp()),
+    }
+    with pytest.raises(RankMismatchError) as raised:
+        calls[call]() if dist.get_rank() == 0 else model(inputs())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        ("state_dict", "state_dict() of whole tensors"),
+        ("optim_state_dict", "full_optim_state_dict()"),
+        ("summon", "summon_full_params"),
+        ("save", "saving "),
+        ("export", "exporting "),
+    ],
+)
+def test_what_one_rank_calls_alone_is_told_to_all_at_once(call, name):
+    messages = run_ranks(2, first_rank_alone, call)
+    assert messages[0] == messages[1]
+    assert f"rank 0 started {name}" in messages[0]
+    assert "rank 1 started all_gather of" in messages[0]
+    assert "every rank, and not the first alone, must save, load, export" in messages[0]
 
 
 def losses(compares: bool) -> list[Tensor]:

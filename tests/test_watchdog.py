@@ -14,6 +14,8 @@ from time import monotonic
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fullshard
 from fullshard import ConfigError, set_collective_timeout
@@ -221,19 +223,42 @@ def test_a_time_that_is_none_is_refused(seconds):
 def test_of_several_questions_at_once_one_is_asked_and_the_next_one_later():
     store = PatientStore(dist.HashStore(), 5)
     first, second = _Board(store), _Board(store)
-    asked = first.ask(0, ends=False)
-    assert second.ask(1, ends=True) == asked == second.last_question()
+    asked = first.ask(0, "report")
+    assert second.ask(1, "end") == asked == second.last_question()
     for rank in (0, 1):
-        second.answer(asked, rank, "in step 1", rank)
+        second.answer(asked, rank, "in step 1", rank, is_waiting=True)
     assert first.has_answers(asked, 2)
     assert not first.has_answers(asked, 3)
     assert first.answers(asked, 3) == ["ranks 0, 1: in step 1, for 1 s", "rank 2: gives no answer (stopped, or gone)"]
-    last = second.ask(1, ends=True)
+    last = second.ask(1, "end")
     assert last.rank == 1
-    assert last.ends
+    assert last.purpose == "end"
     assert first.last_question() == last
     assert not first.has_answers(last, 1)
     store.close()
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from([1.0, 5.0]), st.booleans()), min_size=1, max_size=4))
+def test_ranks_that_all_wait_for_long_and_not_for_the_same_are_split(answers):
+    store = PatientStore(dist.HashStore(), 5)
+    board = _Board(store)
+    asked = board.ask(0, "early")
+    for rank, (place, seconds, is_waiting) in enumerate(answers):
+        board.answer(asked, rank, place, seconds, is_waiting=is_waiting)
+    stuck = all(seconds > 2 and is_waiting for _, seconds, is_waiting in answers)
+    assert board.is_split(asked, len(answers)) == (stuck and len({place for place, _, _ in answers}) > 1)
+    assert not board.is_split(asked, len(answers) + 1)  # no answer is none
+    store.close()
+
+
+def test_a_barrier_that_others_do_not_come_to_is_told_early():
+    """Such as after uneven numbers of batches."""
+    alone = "import threading; threading.Timer(5.5, lambda: os._exit(9)).start(); dist.barrier()"
+    ends = run(alone, "import fullshard.liveness.watchdog as it; it._EARLY_S = 2.2")
+    reports = "".join(end.said for end in ends)
+    assert reports.count("and no rank does anything but wait, though not all for the same: every rank must") == 1
+    assert "ranks 0, 2: in all_gather of 0 in forward, microbatch 1, step 6, for" in reports
+    assert "rank 1: in torch.distributed.barrier, step 5, at " in reports
 
 
 class SlowStore:
@@ -350,5 +375,5 @@ def test_nobody_waits_for_an_account_in_a_store_that_is_gone():
             asked += 1
             raise dist.DistNetworkError("connection reset")
 
-    _Board(PatientStore(Gone(), 5)).await_account(_Question(1, rank=0, ends=True))
+    _Board(PatientStore(Gone(), 5)).await_account(_Question(1, rank=0, purpose="end"))
     assert asked == 1

@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from fullshard.errors import CheckpointError
+from fullshard.comm.routes import collectives_of
+from fullshard.errors import CheckpointError, RankMismatchError
+from fullshard.tape.recorder import Origin, Phase
 
 __all__ = ["Ranks", "default_ranks", "failure_of_group", "failure_of_some", "said_by"]
 
@@ -69,13 +71,22 @@ class Ranks:
 
         Raises:
             CheckpointError: it raised on some rank; the same error on every rank.
+            RankMismatchError: some rank does something else meanwhile.
         """
         outcome, cause = _outcome(action)
         outcomes: list[Any] = [outcome]
         if self.world > 1:
             outcomes *= self.world
             try:
-                dist.all_gather_object(outcomes, outcome, group=self.group)
+                if (
+                    self.group is not None and self.group is dist.group.WORLD
+                ):  # of the main thread, where ranks may have come to something else
+                    origin = Origin("", Phase.IDLE)
+                    outcomes = collectives_of(self.group).gather_objects(outcome, origin=origin, name=doing)
+                else:
+                    dist.all_gather_object(outcomes, outcome, group=self.group)
+            except RankMismatchError:
+                raise
             except RuntimeError as error:
                 raise failure_of_group(doing, error) from error
         failed = {rank: it.message for rank, it in enumerate(outcomes) if isinstance(it, _Failed)}

@@ -131,21 +131,39 @@ class Collectives(ABC):
     def gather_objects(self, own: Any, *, origin: Origin, name: str = "all_gather_object") -> list[Any]:
         """Every rank's `own`, pickled on the way, in rank order."""
         every: list[Any] = [None] * self.world
-        call = Call(name, origin, 1, 0, 0, self.world - 1)
+        call = Call(name, origin, 0, 0, 0, self.world - 1)
         self._at_once(call, lambda: dist.all_gather_object(every, own, group=self.group))
         return every
 
     def broadcast_object(self, own: Any, source: int, *, origin: Origin) -> Any:
         """The `own` of rank `source` (of this group), pickled on the way."""
         box = [own]
-        call = Call("broadcast_object", origin, 1, 0, 0, self.world - 1 if self.rank == source else 0)
+        call = Call("broadcast_object", origin, 0, 0, 0, self.world - 1 if self.rank == source else 0)
         self._at_once(call, lambda: dist.broadcast_object_list(box, group=self.group, group_src=source))
         return box[0]
 
-    def _at_once(self, call: Call, send: Callable[[], object]) -> None:
-        event = self._event(call)
-        with here.waiting(call.name, call.origin):
-            send()
+    def meet(self, name: str, *, origin: Origin) -> None:
+        """Return once all ranks have come to `name`, which is about to send by other ways than this.
+
+        Where the backend can compare fingerprints; elsewhere at once.
+
+        Raises:
+            RankMismatchError: some rank has come to something else.
+        """
+        self._at_once(Call(name, origin, 0, 0, 0, 0), lambda: None, records=False)
+
+    def _at_once(self, call: Call, send: Callable[[], object], *, records: bool = True) -> None:
+        if self.broken is not None:
+            raise self.broken
+        event = self._event(call) if records else None
+        try:
+            agree = self._compare(call, alone=True)
+            with here.waiting(call.name, call.origin):
+                if agree is not None:
+                    agree()
+                send()
+        except PeerGoneError as gone:
+            raise self._lost(gone, call) from gone
         if event is not None:
             event.finish()
 
@@ -186,11 +204,12 @@ class Collectives(ABC):
         arrival = None if tag is None else self.arrival(tag)
         return Pending(agree_and_finish, event, arrival or (lambda: False))
 
-    def _compare(self, call: Call) -> Callable[[], None] | None:
+    def _compare(self, call: Call, *, alone: bool = False) -> Callable[[], None] | None:
         """Send the other ranks the fingerprint of `call`. The function returned waits for theirs, and compares."""
         if self.world == 1 or not switches.compares_ranks:
             return None
-        received = self._exchange_fingerprints(fingerprint(call.name, call.compared_origin, call.tensors, call.nbytes))
+        mine = fingerprint(call.name, call.compared_origin, call.tensors, call.nbytes)
+        received = self._exchange_fingerprints(mine, alone=alone)
         if received is None:
             return None
         self._uncompared.append(received)
@@ -208,8 +227,12 @@ class Collectives(ABC):
             self.broken = lost(self._ranks[gone.peer], here.now()[0])
         return self.broken
 
-    def _exchange_fingerprints(self, mine: bytes) -> Callable[[], list[bytes]] | None:
+    def _exchange_fingerprints(self, mine: bytes, *, alone: bool) -> Callable[[], list[bytes]] | None:
         """Send this rank's fingerprint to all. The function returned waits for all of them, in rank order.
+
+        Args:
+            mine: this rank's.
+            alone: no message of a channel follows, with which it could go.
 
         None where the backend has no way to do so: a mismatch is then for a time-out to find.
         """

@@ -1,8 +1,9 @@
 """Fingerprints of collectives, by which ranks find that they do not start the same one.
 
-Ranks that take different branches of a model, or end a step after different numbers of microbatches, wait for messages
-that nobody sends. So with every collective each rank sends a *fingerprint*: 192 bytes that say what it has started.
-They are numbered in the order of the collectives and not by what they are about, so they arrive whatever the others do.
+Ranks that take different branches of a model, or end a step after different numbers of microbatches, or of which one
+saves alone, wait for messages that nobody sends. So with every collective each rank sends a *fingerprint*: 192 bytes
+that say what it has started. They are numbered in the order of the collectives and not by what they are about, so they
+arrive whatever the others do.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ __all__ = ["FINGERPRINT_NBYTES", "fingerprint", "mismatch"]
 
 FINGERPRINT_NBYTES = 192
 _HEAD = struct.Struct("<IIQ4I")  # microbatch, tensors, their bytes, lengths of the four texts that follow
-_NOTE_NBYTES = 64
+_NAME_NBYTES, _NOTE_NBYTES = 72, 64
 
 
 @lru_cache(maxsize=4096)
 def fingerprint(collective: str, origin: Origin, tensors: int, nbytes: int) -> bytes:
-    """The fingerprint of a `collective` of so many tensors and bytes on behalf of `origin`."""
-    texts = [collective.encode(), origin.phase.value.encode(), origin.note.encode()[:_NOTE_NBYTES]]
+    """The fingerprint of a `collective` of so many tensors and bytes on behalf of `origin`; 0 of both for objects."""
+    texts = [collective.encode()[:_NAME_NBYTES], origin.phase.value.encode(), origin.note.encode()[:_NOTE_NBYTES]]
     room = FINGERPRINT_NBYTES - _HEAD.size - sum(map(len, texts))
     texts.append(origin.unit.encode()[-room:])  # the end of a long name tells more than its beginning
     head = _HEAD.pack(origin.microbatch, tensors, nbytes, *map(len, texts))
@@ -41,7 +42,8 @@ def mismatch(fingerprints: Sequence[bytes], ranks: Sequence[int]) -> RankMismatc
     said = "; ".join(f"{named_ranks(who)} started {what}" for what, who in sides.items())
     return RankMismatchError(
         f"ranks do not do the same: {said}. Every rank must call the same modules in the same order, in as many "
-        "microbatches of a step, and get gradients for the same parameters. If only some ranks use some parameters, "
+        "microbatches of a step, and get gradients for the same parameters; every rank, and not the first alone, must "
+        "save, load, export, and ask for whole state dicts and parameters. If only some ranks use some parameters, "
         "call set_reduce_scatter_unused_params(True) on the model. The process group cannot be used any more: end the "
         "processes and start again."
     )
@@ -54,5 +56,7 @@ def _read(one: bytes) -> str:
         texts.append(one[start : start + length].decode(errors="replace"))
         start += length
     collective, phase, note, unit = texts
+    if not tensors:
+        return collective
     details = [f"{tensors} tensor{'s' if tensors > 1 else ''}", f"{nbytes} bytes", *([note] if note else [])]
     return f"{collective} of {unit or 'the root'} ({', '.join(details)}) in {phase} of microbatch {microbatch}"

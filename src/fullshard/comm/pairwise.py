@@ -38,7 +38,7 @@ class PairwiseCollectives(Collectives):
         """The other ranks, nearest above first, so that not all ranks send to the same one at once."""
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
-    def _exchange_fingerprints(self, mine: bytes) -> Callable[[], list[bytes]]:
+    def _exchange_fingerprints(self, mine: bytes, *, alone: bool) -> Callable[[], list[bytes]]:
         tag = self._fingerprint_tag + self._fingerprints % _FINGERPRINT_TAGS
         self._fingerprints += 1
         return self._exchange(mine, tag)

@@ -103,11 +103,16 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
         return finish
 
-    def _exchange_fingerprints(self, mine: bytes) -> Callable[[], list[bytes]]:
+    def _exchange_fingerprints(self, mine: bytes, *, alone: bool) -> Callable[[], list[bytes]]:
         neighbours = self.neighbours
         if neighbours is None:
-            return super()._exchange_fingerprints(mine)
-        self._fingerprint = mine
+            return super()._exchange_fingerprints(mine, alone=alone)
+        if alone:
+            key = self._next_key(self._fingerprint_tag)
+            neighbours.signal(key, mine)
+            neighbours.when_signalled(key, _nothing)
+        else:
+            self._fingerprint = mine
 
         def received() -> list[bytes]:
             fingerprints = {**neighbours.next_fingerprints(), self.rank: mine}

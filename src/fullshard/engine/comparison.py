@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm.routes import collectives_for
+from fullshard.engine.registry import process_groups_along
 from fullshard.engine.sharded_param import digest
 from fullshard.engine.unit import Unit
 from fullshard.errors import RankMismatchError
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["are_alike", "check_ranks_agree"]
+__all__ = ["are_alike", "check_ranks_agree", "meet"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +43,18 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
             first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, odd)
             raise RankMismatchError(_difference(first, descriptions[0], second, descriptions[odd]))
         _compare_values(units, group, [digests for _, digests in theirs])
+
+
+def meet(units: Sequence[Unit], name: str) -> None:
+    """Return once every rank that `units` are sharded over has come to `name`, by which they gather what is whole.
+
+    Raises:
+        RankMismatchError: some rank has come to something else: it does not take part (where ranks can compare that).
+    """
+    sharded = [unit for unit in units if unit.options.placements.optimizer is Placement.SHARDED]
+    for group in process_groups_along(sharded):
+        if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
+            collectives_for(group, units[0].device).meet(name, origin=Origin("", Phase.IDLE))
 
 
 def _groups(unit: Unit) -> list[dist.ProcessGroup]:

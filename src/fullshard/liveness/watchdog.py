@@ -6,7 +6,7 @@ Ranks then exchange messages over the store, since the group is stuck.
 
 A rank that waits long puts a question on the board: where is everybody? Every rank answers; the rank that asked
 collects the answers and writes them down. A question that ends the job differs only in that ranks end once it is
-answered.
+answered; one that is asked early, in that nothing is written unless all ranks wait, and not for the same.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ _LOOKS_A_SECOND = 500
 _GRACE_S = 3.0  # for a rank that learns of a loss to raise an exception by itself
 _ANSWER_S = 4.0  # for the others to say where they are
 _STORE_S = 5.0  # for the store to answer
+_EARLY_S = 10.0  # of waiting: if all ranks wait, and not for the same, hardly any of them will ever go on
+_SETTLED_S = 2.0  # of waiting: whoever has just come may be about to do what the others wait for
 _LEAD_S = 10.0  # to have the account before the process group gives up, whose error names one rank only
 
 _NO_WORD = "its process ended without a word (killed, out of memory, or crashed)"
@@ -148,6 +150,7 @@ class _Watchdog:
         self._missed_since = math.inf
         self._answered: _Question | None = None
         self._reported: Task | None = None
+        self._asked_early: Task | None = None
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
@@ -198,7 +201,9 @@ class _Watchdog:
         question = self._ask(task) or self._own_board.last_question()
         if question is not None and question != self._answered:
             self._answer(question, task)
-            self._answered, self._reported = question, task
+            self._answered, self._asked_early = question, task
+            if question.purpose != "early":
+                self._reported = task
         loss = self._own_board.known_loss()
         self._missed_since = min(self._missed_since, monotonic()) if loss else math.inf
         if loss and min(monotonic() - self._missed_since, here.waited_s) > _GRACE_S:
@@ -209,9 +214,11 @@ class _Watchdog:
         if task is None:
             return None
         if task.waited_s > self._end_s(task):
-            return self._own_board.ask(self._rank, ends=True)
+            return self._own_board.ask(self._rank, "end")
         if task.waited_s > switches.report_after_s and not task.in_first_step and task is not self._reported:
-            return self._own_board.ask(self._rank, ends=False)
+            return self._own_board.ask(self._rank, "report")
+        if here.is_waiting and task.waited_s > _EARLY_S and task is not self._asked_early:
+            return self._own_board.ask(self._rank, "early")
         return None
 
     def _end_s(self, task: Task | None) -> float:
@@ -224,15 +231,17 @@ class _Watchdog:
 
     def _answer(self, question: _Question, task: Task | None) -> None:
         """Publish where this rank is; report where all are, if this rank has asked; end, if the question says so."""
-        self._own_board.answer(question, self._rank, *here.now())
+        ends = question.purpose == "end"
+        self._own_board.answer(question, self._rank, *here.now(), is_waiting=here.is_waiting)
         if question.rank == self._rank:
             end_s = self._end_s(task)
-            report = self._collect(question, _too_long(end_s) if question.ends else _long(end_s))
-            if not question.ends:
+            verdict = _too_long(end_s) if ends else _apart(end_s) if question.purpose == "early" else _long(end_s)
+            report = self._collect(question, verdict)
+            if question.purpose == "report" or (not ends and self._own_board.is_split(question, self._world)):
                 _log.warning(report)
         else:
             report = f"another rank waits too long for a collective. Rank {self._rank} is {here}"
-        if question.ends:
+        if ends:
             self._own_board.await_account(question)
             self._end(report)
 
@@ -280,6 +289,14 @@ def _long(end_s: float) -> str:
     return "and the job goes on" + ("" if math.isinf(end_s) else f"; it ends if that takes {end_s:g} s")
 
 
+def _apart(end_s: float) -> str:
+    """The verdict on ranks that all wait, and not for the same."""
+    return (
+        "and no rank does anything but wait, though not all for the same: every rank must make the same calls, saving, "
+        f"state dicts and barriers among them, after as many batches; {_long(end_s).removeprefix('and ')}"
+    )
+
+
 def _too_long(end_s: float) -> str:
     """The verdict on a collective that ends the job."""
     more = "give init_process_group a longer timeout"
@@ -297,7 +314,7 @@ class _Question:
 
     number: int
     rank: int  # that asks, and collects the answers
-    ends: bool  # whether ranks end when they have answered
+    purpose: str  # "early", "report" or "end": ranks end when they have answered
 
 
 class _Board:
@@ -326,10 +343,10 @@ class _Board:
         message = "" if self._loss else self._read("loss")
         return _Loss(**json.loads(message)) if message else self._loss
 
-    def ask(self, rank: int, *, ends: bool) -> _Question:
+    def ask(self, rank: int, purpose: str) -> _Question:
         """The question where all ranks are: `rank`'s, unless there is a new one."""
         last = _question(self._question)
-        mine = json.dumps(asdict(_Question(last.number + 1 if last else 0, rank, ends)))
+        mine = json.dumps(asdict(_Question(last.number + 1 if last else 0, rank, purpose)))
         self._question = self._replace("question", self._question, mine)
         return _Question(**json.loads(self._question))
 
@@ -338,9 +355,9 @@ class _Board:
         self._question = self._read("question") or self._question
         return _question(self._question)
 
-    def answer(self, question: _Question, rank: int, place: str, seconds: float) -> None:
+    def answer(self, question: _Question, rank: int, place: str, seconds: float, *, is_waiting: bool) -> None:
         """Publish where `rank` is, and for how many seconds."""
-        self._first(f"where/{question.number}/{rank}", json.dumps([place, seconds]))
+        self._first(f"where/{question.number}/{rank}", json.dumps([place, seconds, is_waiting]))
         with suppress(RuntimeError):
             self._store.add(f"answers/{question.number}", 1)
 
@@ -355,12 +372,24 @@ class _Board:
         ranks: dict[str, list[int]] = {}
         times: dict[str, list[float]] = {}
         for rank in range(world):
-            answer = self._read(f"where/{question.number}/{rank}")
-            place, seconds = json.loads(answer) if answer else ("gives no answer (stopped, or gone)", 0.0)
+            place, seconds, _ = self._answer_of(question, rank)
             ranks.setdefault(place, []).append(rank)
             times.setdefault(place, []).append(seconds)
         waited = {place: f", for {max(of_all):.0f} s" if max(of_all) else "" for place, of_all in times.items()}
         return [f"{named_ranks(who)}: {place}{waited[place]}" for place, who in ranks.items()]
+
+    def is_split(self, question: _Question, world: int) -> bool:
+        """True if all ranks have been waiting for a while, and not for the same."""
+        answers = [self._answer_of(question, rank) for rank in range(world)]
+        settled = all(is_waiting and seconds > _SETTLED_S for _, seconds, is_waiting in answers)
+        return settled and len({place for place, _, _ in answers}) > 1
+
+    def _answer_of(self, question: _Question, rank: int) -> tuple[str, float, bool]:
+        answer = self._read(f"where/{question.number}/{rank}")
+        if not answer:
+            return "gives no answer (stopped, or gone)", 0.0, False
+        place, seconds, is_waiting = json.loads(answer)
+        return place, seconds, is_waiting
 
     def close_account(self, question: _Question) -> None:
         """Publish that the account is complete: ranks may end, and the store with them."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic
+from types import FrameType
 
 import torch
 
@@ -87,8 +88,18 @@ class Whereabouts:
         task = self.task
         if task is not None:
             return f"in {task}{step}", task.waited_s
+        call = _call_of_main_thread()
+        if call:
+            return f"in {call}{step}, {_line_of_main_thread()}", monotonic() - self._left
         last = f"the last was {self._last}{step}" if self._last is not None else "there has been none"
         return f"in no collective ({last}), {_line_of_main_thread()}", monotonic() - self._left
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if the host waits, in a collective of this package's or in one of torch's: of what a GPU has been given,
+        nobody knows whether it computes or waits.
+        """
+        return self._waiting is not None or bool(_call_of_main_thread())
 
     def __str__(self) -> str:
         place, seconds = self.now()
@@ -120,9 +131,26 @@ here = Whereabouts()
 _LIBRARIES = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
 
 
+_COLLECTIVES = str(Path(torch.__file__).parent / "distributed" / "distributed_c10d.py")
+
+
+def _frame_of_main_thread() -> FrameType | None:
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _call_of_main_thread() -> str:
+    """The collective of torch's that the main thread is in, by the name it was called by; empty if it is in none."""
+    frame, found = _frame_of_main_thread(), ""
+    while frame is not None:
+        if frame.f_code.co_filename == _COLLECTIVES:
+            found = f"torch.distributed.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return found
+
+
 def _line_of_main_thread() -> str:
     """The line that the main thread is at, in the user's own code where there is any on the stack."""
-    innermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    innermost = frame = _frame_of_main_thread()
     while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
         frame = frame.f_back
     frame = frame or innermost

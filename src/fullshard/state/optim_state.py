@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from fullshard._compat import make_dtensor, tree_map
 from fullshard.comm.mesh import own_part
 from fullshard.comm.routes import collectives_for
-from fullshard.engine.registry import clean_fqn
+from fullshard.engine.comparison import meet
+from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError
 from fullshard.state.state_dict import (
@@ -72,12 +73,14 @@ def optim_state_dict(
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
         return _mapped(named, lambda value: value.cpu()) if config.offload_to_cpu else named
     assert isinstance(config, FullOptimStateDictConfig)
+    meet(units_in(model), "optim_state_dict() of whole tensors")
     return _gathered(named, keep=not config.rank0_only or is_first_rank(model), offload=config.offload_to_cpu)
 
 
 def full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, *, rank0_only: bool = True) -> StateDict:
     """The state of `optim` by FQN with whole tensors on the CPU, whatever `model` is set to give."""
     named = _named(model, optim, optim.state_dict())
+    meet(units_in(model), "full_optim_state_dict()")
     return _gathered(named, keep=not rank0_only or is_first_rank(model), offload=True)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like
+from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import clean_fqn, process_groups_along, units_in
@@ -182,6 +183,8 @@ def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: st
     full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     config = settings.state_dict_config
     drops = full and getattr(config, "rank0_only", False) and not is_first_rank(module)
+    if full:
+        meet(units_in(module), "state_dict() of whole tensors")
     live = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())} if full else set()
     for key in [key for key in state if key.startswith(prefix)]:
         value = state[key]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard._compat import dtensor_like
+from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import is_unit, units_in, unwrapped
@@ -73,6 +74,7 @@ def summon_full_params(
                 "are in use. Call it between steps."
             )
         unit.check_materialized()
+    meet(units, "summon_full_params")
     wish = _Wish(writeback, offload_to_cpu, with_grads, shows=not rank0_only or is_first_rank(module))
     with ExitStack() as stack:
         for unit in units:
