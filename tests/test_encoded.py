@@ -341,7 +341,7 @@ class Queue(PairwiseCollectives):
 
     is_queued = True
 
-    def _compare(self, call: Any) -> None:
+    def _compare(self, call: Any, **_: Any) -> None:
         return None
 
     def all_gather(self, *args: Any) -> Any:

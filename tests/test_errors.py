@@ -299,7 +299,7 @@ def distributed(mesh: DeviceMesh, placement: Any) -> nn.Linear:
 
 @mistake(
     ConfigError,
-    r"weight is already a DTensor placed \(Replicate\(\),\) on mesh .*tp=2.*To be sharded over .*shard=2",
+    r"weight is already a DTensor placed \(Replicate\(\),\) on mesh .*tp=2.*To be sharded over DeviceMesh\(\(2,\)",
     r"both must be axes of one mesh.* fully_shard\(module, mesh=mesh\['dp'\]\), or list it in ignored_params",
 )
 def shard_over_the_ranks_of_tensor_parallelism() -> Steps:

@@ -222,8 +222,8 @@ def first_rank_alone(call: str) -> str:
         ("state_dict", "state_dict() of whole tensors"),
         ("optim_state_dict", "full_optim_state_dict()"),
         ("summon", "summon_full_params"),
-        ("save", "saving "),
-        ("export", "exporting "),
+        ("save", "saving;"),
+        ("export", "exporting;"),
     ],
 )
 def test_what_one_rank_calls_alone_is_told_to_all_at_once(call, name):

@@ -13,7 +13,8 @@ from shared_ranks import run_ranks
 from small_models import chain, inputs
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fullshard import FSDPModule, FullyShardedDataParallel, StateDictType, fully_shard
 from fullshard.testing import assert_same
@@ -157,6 +158,19 @@ def read_between_forward_and_backward(strategy: str, reshard_after_forward: bool
 )
 def test_parameters_can_be_read_between_forward_and_backward(strategy, reshard):
     run_ranks(2, read_between_forward_and_backward, strategy, reshard)
+
+
+def add_tensors_of_an_equal_mesh() -> None:
+    """The mesh that scripts make beside torch's FSDP, which has no names either."""
+    model = fully_shard(nn.Linear(8, 8, bias=False))
+    ours = distribute_tensor(torch.ones(8, 8), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with torch.no_grad():
+        model.weight.copy_(ours)
+        assert_same((model.weight + ours).full_tensor(), torch.full((8, 8), 2.0))
+
+
+def test_parameters_mix_with_tensors_on_an_equal_mesh():
+    run_ranks(2, add_tensors_of_an_equal_mesh)
 
 
 def scatter_without_an_optimizer() -> None:

@@ -17,7 +17,7 @@ from shared_ranks import run_ranks
 from small_models import memory_is_shared, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from fullshard import (
@@ -548,3 +548,87 @@ def look_and_change() -> None:
 @pytest.mark.slow
 def test_summoned_parameters_are_whole_over_all_axes_and_may_be_changed():
     run_ranks(4, look_and_change)
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts)
+
+
+def own_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
+
+
+class Everyone(torch.autograd.Function):
+    """The tokens of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return own_sum(grad, ctx.group), None
+
+
+class OwnSum(torch.autograd.Function):
+    """Of what all ranks have made of this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return own_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gathered(grad, ctx.group), None
+
+
+class Experts(nn.Module):
+    """Four experts, of which an axis of the mesh has two ranks hold two each. Every rank's tokens go to all of them."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(4, WIDTH, WIDTH, generator=torch.Generator().manual_seed(1)))
+        self.group = group
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.weights.to_local() if isinstance(self.weights, DTensor) else self.weights
+        if self.group is None:
+            return x + torch.stack([(x @ weights[i]).tanh() for i in range(4)]).sum(0)
+        tokens = Everyone.apply(x, self.group)
+        mine = torch.stack([(tokens @ weights[i]).tanh() for i in range(len(weights))]).sum(0)
+        return x + OwnSum.apply(mine, self.group)
+
+
+def train_experts(divided_by_hand: bool) -> None:
+    """Dense layers over all four ranks, experts over two axes: gradients of experts are means over all tokens, too."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(None), nn.Linear(WIDTH, WIDTH))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Experts(mesh.get_group("ep")), nn.Linear(WIDTH, WIDTH))
+    experts = model[1]
+    experts.weights = nn.Parameter(distribute_tensor(experts.weights.detach(), mesh["ep"], [Shard(0)]))
+    fully_shard(experts, mesh=mesh["efsdp"])
+    fully_shard(model)
+    if divided_by_hand:
+        experts.set_gradient_divide_factor(8.0)
+    rank, factor = dist.get_rank(), 2 if divided_by_hand else 1
+    for step in STEPS:
+        batches = [torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(10 * step + i)) for i in range(4)]
+        model(batches[rank]).square().mean().backward()
+        plain(torch.cat(batches)).square().mean().backward()
+        torch.testing.assert_close(experts.weights.grad.full_tensor() * factor, plain[1].weights.grad)
+        torch.testing.assert_close(model[2].weight.grad.full_tensor(), plain[2].weight.grad)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("divided_by_hand", [False, True])
+def test_gradients_of_experts_are_means_over_all_tokens(divided_by_hand):
+    run_ranks(4, train_experts, divided_by_hand)

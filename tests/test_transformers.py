@@ -35,6 +35,8 @@ from transformers import (
     MixtralForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
 )
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
@@ -321,3 +323,35 @@ def test_ranks_generate_texts_of_different_lengths():
     for sharded, plain in results:
         assert_same(sharded, plain)
     assert results[0][0].shape != results[1][0].shape
+
+
+def train_with_dropped_layers() -> None:
+    """Each rank would drop other layers, unless transformers sees that all ranks have to run all of them."""
+    config = Wav2Vec2Config(
+        vocab_size=16,
+        hidden_size=16,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        intermediate_size=32,
+        conv_dim=(16, 16),
+        conv_stride=(5, 4),
+        conv_kernel=(10, 5),
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2,
+        layerdrop=0.5,
+        mask_time_prob=0.0,
+    )
+    torch.manual_seed(0)
+    model = Wav2Vec2ForCTC(config)
+    for layer in model.wav2vec2.encoder.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    torch.manual_seed(dist.get_rank())
+    for _ in range(STEPS):
+        model(torch.randn(2, 800), labels=torch.randint(1, 15, (2, 4))).loss.backward()
+        model.zero_grad()
+
+
+def test_layers_that_ranks_would_drop_at_random_run_on_all():
+    run_ranks(2, train_with_dropped_layers)

@@ -175,8 +175,16 @@ def shard_unit(
     unit = Unit(modules, sources, found.borrowed, options, axes, device)
     install(unit)
     watch_optimizers()
-    register_hooks((module for _, module in own_modules(modules)), unit)
+    own = [module for _, module in own_modules(modules)]
+    register_hooks(own, unit)
+    _mark(own)
     return unit
+
+
+def _mark(modules: Iterable[nn.Module]) -> None:
+    """Mark `modules` as torch does those that it shards: by that transformers knows that all ranks must run them."""
+    for module in modules:
+        module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
 def _chosen_dim(source: Source, shard_placement_fn: ShardPlacementFn) -> int | None:
@@ -313,7 +321,10 @@ class FSDPModule:
         unit_of(_module(self)).state.unshards_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this unit's gradients by `factor` instead of the number of ranks."""
+        """Divide the sum of this unit's gradients by `factor` instead of the number of the root's ranks.
+
+        That is the divisor of units on fewer ranks, too, such as experts: these have seen the tokens of all.
+        """
         if not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor!r}): a positive number is needed.")
         unit_of(_module(self)).state.gradient_divisor = factor

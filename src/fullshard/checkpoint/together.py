@@ -81,8 +81,8 @@ class Ranks:
                 if (
                     self.group is not None and self.group is dist.group.WORLD
                 ):  # of the main thread, where ranks may have come to something else
-                    origin = Origin("", Phase.IDLE)
-                    outcomes = collectives_of(self.group).gather_objects(outcome, origin=origin, name=doing)
+                    origin, name = Origin("", Phase.IDLE), doing.split(maxsplit=1)[0]  # paths are each rank's own
+                    outcomes = collectives_of(self.group).gather_objects(outcome, origin=origin, name=name)
                 else:
                     dist.all_gather_object(outcomes, outcome, group=self.group)
             except RankMismatchError:

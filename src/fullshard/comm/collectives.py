@@ -105,14 +105,15 @@ class Collectives(ABC):
 
     def broadcast(self, tensors: Sequence[Tensor], source: int, *, origin: Origin) -> None:
         """Rank `source`'s (of this group) values in every tensor, before this returns."""
-        nbytes = _nbytes(tensors) if self.rank == source else 0
+        nbytes = _nbytes(tensors)
 
         def send() -> None:
             for tensor in tensors:
                 sent = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor  # gloo knows no 8-bit floats
                 dist.broadcast(sent, group=self.group, group_src=source)
 
-        self._at_once(Call("broadcast", origin, len(tensors), nbytes, nbytes, len(tensors)), send)
+        sent_nbytes = nbytes if self.rank == source else 0
+        self._at_once(Call("broadcast", origin, len(tensors), nbytes, sent_nbytes, len(tensors)), send)
 
     def gather_rows(self, own: Tensor, *, origin: Origin) -> Tensor:
         """Every rank's `own`, 1-D and of one size, as the rows of a matrix in rank order."""

@@ -65,8 +65,13 @@ class Axes:
 
     @property
     def world(self) -> int:
-        """Over how many ranks a gradient is averaged."""
+        """The number of ranks on both axes."""
         return self.mesh.size()
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks on both axes, numbered as in the default process group."""
+        return frozenset(self.mesh.mesh.flatten().tolist())
 
     def tensor_placements(self, spec: ShardSpec, *, sharded: bool) -> tuple[TensorPlacement, ...]:
         """The `DTensor` placements, axis by axis, of a parameter that is cut so, or whole if not `sharded`."""
@@ -185,7 +190,7 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
         if world % ranks:
             raise ConfigError(f"{asked}, but {world} ranks do not divide into hosts of {ranks}. {remedy}.")
         shape = (world // ranks, ranks)
-    names = ("replicate", "shard")[-len(shape) :]
+    names = ("replicate", "shard") if replicated else None  # torch gives a mesh of one axis no name, and so compares it
     return _defaults.get_or_make(
         (device_type, shape), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names)
     )

@@ -95,9 +95,11 @@ class TensorParallelView(ParamView):
         return make_dtensor(whole, self._found.mesh, self._found.placements, self._found.shape)
 
     def point_to(self, seen: Tensor, whole: Tensor) -> None:
-        """Let `seen` have `whole` as its local tensor."""
+        """Let `seen` have `whole` as its local tensor: an alias, so that no gather counts as a change of what autograd
+        has saved.
+        """
         assert isinstance(seen, DTensor)
-        set_local_tensor(seen, whole)
+        set_local_tensor(seen, whole.data)
 
     def local_grad(self, grad: Tensor) -> Tensor:
         """The local tensor of `grad`, placed as the parameter is: a collective of torch's where it is not."""

@@ -91,9 +91,12 @@ class Runtime:
         drop_if_stale()  # what belongs to an earlier default process group
         watch()
         check_ranks_agree(units)
+        data_ranks = units[0].axes.ranks
         for number, unit in enumerate(units):
             unit.state.number, unit.state.runtime = number, self
             unit.state.is_root = root in unit.modules
+            # Experts on some of these ranks have seen the tokens of all.
+            unit.state.averaged_over = len(data_ranks) if unit.axes.ranks <= data_ranks else unit.axes.world
 
     # -- forward ------------------------------------------------------------------------------------------------------
 

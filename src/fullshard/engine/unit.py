@@ -71,7 +71,7 @@ class Unit:
         self.options = options
         self.axes = axes
         self.device = device
-        self.state = UnitState(options.reshard_after_forward, axes.world)
+        self.state = UnitState(options.reshard_after_forward)
         self.form = Form.SHARDED
         self.keeps_unsharded = options.keeps_unsharded  # between steps
         self.microbatch = 0  # of the step, from 1 on
@@ -442,7 +442,8 @@ class Unit:
     def start_reduce(self, lane: Lane, phase: Phase) -> UnitReduction:
         """Start the reduction of whole gradients to what the optimizer sees."""
         self._withholds = False
-        finishes, origin, divisor = self.finishes_sums, self.origin(phase), self.state.gradient_divisor
+        finishes, origin = self.finishes_sums, self.origin(phase)
+        divisor = self.state.gradient_divisor or self.state.averaged_over
         taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
         with torch.no_grad(), lane.after_compute():
             reductions = []

@@ -288,7 +288,6 @@ def _without_torch_fsdp() -> Iterator[None]:
 
 
 def _remember_names(model: nn.Module) -> None:
-    """Give `model` its class's own name, and transformers' mark of a model whose forward needs all ranks."""
+    """Give `model` its class's own name."""
     name = type(model).__name__.removeprefix("FSDP")
     model._get_name = lambda: name  # type: ignore[method-assign]  # the Trainer's label smoothing looks it up
-    model._is_fsdp_managed_module = True  # type: ignore[assignment]  # so generate() ends on all ranks together
