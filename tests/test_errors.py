@@ -742,13 +742,14 @@ def whole_at_once_without_notice() -> Steps:
 
 @mistake(
     StateError,
-    "copy.deepcopy of FSDPChain, which is sharded",
-    r"Build and shard a second module, then load_state_dict\(\)",
+    r"copy.deepcopy of FSDPLinear: .* has parameters of FSDPReLU, too, which is outside of it",
+    "Copy a module that has both",
 )
-def copy_a_model() -> Steps:
-    model = sharded()
+def copy_a_part_of_a_unit() -> Steps:
+    model = nn.Sequential(linear(), nn.ReLU())
+    fully_shard([model[0], model[1]])
     yield
-    copy.deepcopy(model)
+    copy.deepcopy(model[0])
 
 
 @mistake(StateError, "pickle, torch.save or copy.copy of FSDPChain, which is sharded", r"Save its state_dict\(\)")

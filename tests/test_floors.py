@@ -37,6 +37,7 @@ ROOMS: dict[str, list[str] | None] = {
     ],
     "engine": [
         "nested",
+        "own_hooks",
         "order",
         "param_view",
         "group_plan",
@@ -66,6 +67,7 @@ ROOMS: dict[str, list[str] | None] = {
     "checkpoint": None,
     "plan": None,
     "wrap": None,
+    "sharding": None,
     "fully_shard": None,
     "wrapper": None,
     # what users import, made of all that is above

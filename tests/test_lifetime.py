@@ -1,6 +1,5 @@
 """A sharded model can be moved, copied in place and dropped like any other."""
 
-import copy
 import gc
 import weakref
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard
+from fullshard import ConfigError, StateError, fully_shard
 from fullshard.device.memory import Slot
 from fullshard.engine.registry import units_in
 from fullshard.testing import assert_same, run_ranks
@@ -120,16 +119,6 @@ def shard_half_on_meta() -> None:
 
 def test_a_unit_is_on_the_meta_device_as_a_whole():
     run_ranks(1, shard_half_on_meta)
-
-
-def copy_sharded() -> None:
-    for model in (sharded(), FullyShardedDataParallel(nn.Linear(8, 8))):
-        with pytest.raises(StateError, match="Build and shard a second module, then load_state_dict"):
-            copy.deepcopy(model)
-
-
-def test_a_copy_is_refused_with_the_remedy():
-    run_ranks(1, copy_sharded)
 
 
 def leave_shared_memory() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 from tests.small_models import Chain, initialise, whole, wholes
@@ -120,11 +120,13 @@ CASES: dict[str, tuple[dict[str, Any], float]] = {
     "bf16-true": ({"precision": "bf16-true"}, 0),
     "16-mixed": ({"plugins": half_on_cpu}, 0),
     "clipped by norm": ({"gradient_clip_val": 0.1}, 1e-5),
+    "averaged": ({"callbacks": partial(EMAWeightAveraging, decay=0.9)}, 0),
+    "averaged from an epoch on": ({"callbacks": partial(StochasticWeightAveraging, 0.01, swa_epoch_start=1)}, 0),
     "clipped by value": ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, 0),
 }
 
 
-QUICK = ("plain", "accumulated")
+QUICK = ("plain", "accumulated", "averaged")
 
 
 def fit_cases(cases: tuple[str, ...]) -> dict[str, list[Any]]:

@@ -3,39 +3,30 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
-from fullshard.comm.mesh import resolve_axes, resolve_groups
-from fullshard.engine.hooks import changing_shards, install, is_in_use, run_as_forward, runtime_of, zero_shard_grads
-from fullshard.engine.managed import mark_ignored
-from fullshard.engine.materialize import broadcast_from_first, find_parameters, initialise, move_buffers, own_modules
+from fullshard.engine.hooks import changing_shards, is_in_use, run_as_forward, runtime_of, zero_shard_grads
 from fullshard.engine.registry import is_unit, unit_of, units_in
-from fullshard.engine.sharded_param import Source
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
-from fullshard.optim.local_steps import watch_optimizers
 from fullshard.policy.offload import OffloadPolicy
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.policy.strategy import Placements as StrategyPlacements
 from fullshard.policy.strategy import ShardingStrategy
-from fullshard.state.state_dict import register_hooks
+from fullshard.sharding import ShardPlacementFn, shard_unit
 from fullshard.tape.recorder import Phase
 from fullshard.wrap import AutoWrapPolicy, wrapped_modules
 
-__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "shard_in_place", "shard_unit"]
+__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "shard_in_place"]
 
 Strategy = str | ShardingStrategy | StrategyPlacements
-ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -128,107 +119,6 @@ def shard_in_place(
     shard_unit(modules, options, mesh=mesh, ignored_params=ignored_params, shard_placement_fn=shard_placement_fn)
     for module in modules:
         _gain_methods(module)
-
-
-def shard_unit(
-    modules: Sequence[nn.Module],
-    options: ShardOptions,
-    *,
-    mesh: DeviceMesh | None = None,
-    ignored_params: Iterable[nn.Parameter] | None = None,
-    shard_placement_fn: ShardPlacementFn | None = None,
-    device: torch.device | None = None,
-    param_init_fn: Callable[[nn.Module], None] | None = None,
-    materialize: bool = False,
-    sync_module_states: bool = False,
-    buffer_dtype: torch.dtype | None = None,
-) -> Unit:
-    """One unit of `modules`, with its hooks: the common part of `fully_shard` and `FullyShardedDataParallel`.
-
-    Args:
-        modules: see `fully_shard`, and so for all arguments that it has too.
-        options: how to shard them.
-        mesh: the ranks.
-        ignored_params: parameters to leave as they are.
-        shard_placement_fn: the dim to shard each parameter along.
-        device: the device that computes; that of the mesh's type with the current index, if None.
-        param_init_fn: initialises one module that is on the meta device.
-        materialize: whether modules on the meta device are initialised now, rather than stay there.
-        sync_module_states: whether every rank gets the values of the mesh's first rank.
-        buffer_dtype: floating-point buffers are cast to it.
-    """
-    _check(modules)
-    device = device or (mesh_device(mesh) if mesh is not None else default_device())
-    axes, placements = resolve_groups(resolve_axes(mesh, options.placements, device.type), options.placements)
-    options = replace(options, placements=placements)
-    ignored = list(ignored_params or ())
-    mark_ignored(ignored)
-    if materialize:
-        initialise(modules, device, ignored, param_init_fn)
-    found = find_parameters(modules, ignored, axes)
-    move_buffers(modules, device, buffer_dtype)
-    sources = found.sources
-    if shard_placement_fn is not None:
-        sources = [replace(source, dim=_chosen_dim(source, shard_placement_fn)) for source in sources]
-    if sync_module_states:
-        broadcast_from_first(sources, modules, axes)
-    unit = Unit(modules, sources, found.borrowed, options, axes, device)
-    install(unit)
-    watch_optimizers()
-    own = [module for _, module in own_modules(modules)]
-    register_hooks(own, unit)
-    _mark(own)
-    return unit
-
-
-def _mark(modules: Iterable[nn.Module]) -> None:
-    """Mark `modules` as torch does those that it shards: by that transformers knows that all ranks must run them."""
-    for module in modules:
-        module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
-
-
-def _chosen_dim(source: Source, shard_placement_fn: ShardPlacementFn) -> int | None:
-    """The dim that `shard_placement_fn` shards a parameter along; None if it leaves that open."""
-    placement, shape = shard_placement_fn(source.param), tuple(source.param.shape)
-    if placement is None:
-        return None
-    if type(placement) is not Shard or not -len(shape) <= placement.dim < len(shape):
-        raise ConfigError(
-            f"shard_placement_fn gave {placement!r} for {source.fqn} of shape {shape}. Return Shard(dim) with one of "
-            f"its {len(shape)} dims, or None to leave it open; the mesh is the same for all parameters of a unit."
-        )
-    return placement.dim % len(shape)
-
-
-def default_device() -> torch.device:
-    """The present GPU where there is one and the default process group can reach it; else the CPU."""
-    if torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """This rank's device of `mesh`."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
-
-
-def _check(modules: Sequence[nn.Module]) -> None:
-    if not modules:
-        raise ConfigError("fully_shard was given an empty list of modules. Pass a module, or a list with at least one.")
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"fully_shard needs an nn.Module, or a list of them, but found {type(module).__name__}.")
-        if is_unit(module):
-            raise ConfigError(
-                f"{type(module).__name__} is sharded already. Call fully_shard once on each module, inner ones first."
-            )
-        if isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise ConfigError(
-                f"{type(module).__name__} has no forward, so it would never be gathered. Call fully_shard on each of "
-                "the modules in it, then on the module that has it."
-            )
 
 
 class UnshardHandle:

@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import default_mesh
-from fullshard.engine.hooks import changing_shards, refuse_copy, refuse_pickle, runtime_of, zero_shard_grads
+from fullshard.engine.hooks import changing_shards, refuse_pickle, runtime_of, zero_shard_grads
 from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, unit_of, units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.fully_shard import default_device, mesh_device, shard_unit
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.policy.offload import CPUOffload
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
 from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_placements
+from fullshard.sharding import copy_sharded, default_device, mesh_device, shard_unit
 from fullshard.state import optim_state
 from fullshard.state.state_dict import (
     OptimStateDictConfig,
@@ -207,13 +207,9 @@ class FullyShardedDataParallel(nn.Module):
         """The wrapper's own name, left out of FQNs: for `torch.distributed.checkpoint.state_dict`."""
         return {"": _WRAPPED}
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        """Refused.
-
-        Raises:
-            StateError: always.
-        """
-        refuse_copy(self, memo)
+    def __deepcopy__(self, memo: dict[Any, Any]) -> nn.Module:
+        """A copy that is sharded alike, with the same values."""
+        return copy_sharded(self, memo)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refused: see `torch.save` of its `state_dict()`.

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard.engine.managed import managed_by
 from fullshard.engine.nested import tensors_in
+from fullshard.engine.own_hooks import own_hook
 from fullshard.errors import StateError
 
 __all__ = ["accept_calls", "refuse_calls"]
@@ -29,6 +30,7 @@ def accept_calls(modules: Sequence[nn.Module]) -> None:
         module._forward_pre_hooks.pop(_HOOK, None)  # type: ignore[call-overload]  # as above
 
 
+@own_hook
 def _check_unsharded(module: nn.Module, args: Any) -> None:
     given = tensors_in(args)
     if not any(isinstance(tensor, Tensor) for tensor in given) or any(isinstance(it, DTensor) for it in given):

@@ -10,17 +10,20 @@ from typing import Any, NoReturn
 from torch import nn
 
 from fullshard._compat import outside_of_graphs, outside_of_selective_checkpoints
-from fullshard.engine.registry import register, unit_of, units_in
+from fullshard.engine.own_hooks import is_own_hook, own_hook
+from fullshard.engine.registry import register, register_as, unit_of, units_in, unregister
 from fullshard.engine.runtime import Runtime, check_not_summoned, runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
 __all__ = [
+    "as_plain",
     "changing_shards",
+    "check_idle",
+    "drop_own_hooks",
     "install",
     "is_in_use",
-    "refuse_copy",
     "refuse_pickle",
     "run_as_forward",
     "runtime_of",
@@ -28,12 +31,14 @@ __all__ = [
 ]
 
 
+_OWN_ATTRIBUTES = ("__deepcopy__", "__reduce_ex__")
+
+
 def install(unit: Unit) -> None:
     """Let `unit`'s modules have it unsharded in forward and backward."""
     register(unit)
     for module in unit.modules:
-        refusals = {"__deepcopy__": partial(refuse_copy, module), "__reduce_ex__": partial(refuse_pickle, module)}
-        vars(module).update(refusals)
+        vars(module)["__reduce_ex__"] = partial(refuse_pickle, module)
         module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(_after_forward, always_call=True)
     unit.watch(partial(_on_grad, unit))
@@ -50,12 +55,14 @@ def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, k
     return output
 
 
+@own_hook
 @outside_of_graphs
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     with outside_of_selective_checkpoints():
         return runtime_of(module).before_forward(unit_of(module), args, kwargs)
 
 
+@own_hook
 @outside_of_graphs
 def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     unit = unit_of(module)
@@ -101,6 +108,17 @@ def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
                 param.sharded.grad.zero_()
 
 
+def check_idle(unit: Unit, doing: str) -> None:
+    """Raise if somebody needs `unit`, which was to be `doing`.
+
+    Raises:
+        StateError: it is in forward or backward, or its parameters are summoned.
+    """
+    check_not_summoned(unit)
+    if is_in_use(unit):
+        raise StateError(f"{unit.name or 'the root'} was {doing} within its forward or backward. Do it between steps.")
+
+
 @contextmanager
 def changing_shards(unit: Unit) -> Iterator[None]:
     """A context in which modules may be given other parameters, as `Module.to` does: the unit takes them over.
@@ -108,11 +126,7 @@ def changing_shards(unit: Unit) -> Iterator[None]:
     Raises:
         StateError: the unit is in forward or backward, or its parameters are summoned.
     """
-    check_not_summoned(unit)
-    if is_in_use(unit):
-        raise StateError(
-            f"{unit.name or 'the root'} was to be moved or cast within its forward or backward. Do it between steps."
-        )
+    check_idle(unit, "to be moved or cast")
     units = (unit, *unit.borrowed)  # tied weights are changed through any module that has them
     for unit in units:
         unit.reshard()
@@ -121,16 +135,25 @@ def changing_shards(unit: Unit) -> Iterator[None]:
         unit.adopt()
 
 
-def refuse_copy(module: nn.Module, memo: object = None) -> NoReturn:
-    """Raise: a copy of a sharded module would have parameters and hooks, but no unit.
+@contextmanager
+def as_plain(module: nn.Module) -> Iterator[None]:
+    """A context in which `module` has nothing of its unit in its attributes, but for hooks."""
+    own: dict[str, Any] = {name: vars(module).pop(name) for name in _OWN_ATTRIBUTES if name in vars(module)}
+    unit = unregister(module)
+    try:
+        yield
+    finally:
+        vars(module).update(own)
+        if unit is not None:
+            register_as(unit, module)
 
-    Raises:
-        StateError: always.
-    """
-    raise StateError(
-        f"copy.deepcopy of {type(module).__name__}, which is sharded: a copy would belong to no unit. Build and shard "
-        "a second module, then load_state_dict() this one's state_dict() into it."
-    )
+
+def drop_own_hooks(module: nn.Module) -> None:
+    """Take the hooks of this package from `module`, a copy of one that has a unit."""
+    for name, hooks in vars(module).items():
+        if name.endswith("_hooks") and isinstance(hooks, dict):
+            for key in [key for key, hook in hooks.items() if is_own_hook(hook)]:
+                del hooks[key]
 
 
 def refuse_pickle(module: nn.Module, protocol: object = None) -> NoReturn:

@@ -24,7 +24,16 @@ from fullshard.errors import ConfigError
 from fullshard.policy.precision import is_castable
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["Found", "allocate", "broadcast_from_first", "find_parameters", "initialise", "move_buffers", "own_modules"]
+__all__ = [
+    "Found",
+    "allocate",
+    "broadcast_from_first",
+    "find_parameters",
+    "give",
+    "initialise",
+    "move_buffers",
+    "own_modules",
+]
 
 
 @dataclass(frozen=True)
@@ -185,17 +194,18 @@ def allocate(model: nn.Module, device: torch.device) -> None:
             with changing_shards(unit):
                 for param in unit.params:
                     local = torch.empty_like(param.local, device=unit.shard_device)
-                    _give(param.sharded, dtensor_like(local, param.dtensor))
+                    give(param.sharded, dtensor_like(local, param.dtensor))
     for module in model.modules():
         for plain in module._parameters.values():
             if plain is not None and plain.is_meta:
-                _give(plain, torch.empty_like(plain, device=device))
+                give(plain, torch.empty_like(plain, device=device))
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta and name not in module._non_persistent_buffers_set:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
-def _give(param: nn.Parameter, value: Tensor) -> None:
+def give(param: nn.Parameter, value: Tensor) -> None:
+    """Let `param` have the memory and the values of `value`, and stay the same object."""
     _swap(param, nn.Parameter(value, requires_grad=param.requires_grad))
 
 

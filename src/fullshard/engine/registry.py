@@ -16,8 +16,10 @@ __all__ = [
     "name_units",
     "process_groups_along",
     "register",
+    "register_as",
     "unit_of",
     "units_in",
+    "unregister",
     "unwrapped",
 ]
 
@@ -27,7 +29,19 @@ _UNIT = "_fullshard_unit"  # the attribute by which a module holds its unit, so 
 def register(unit: Unit) -> None:
     """Let `unit_of` find `unit` by each of its modules."""
     for module in unit.modules:
-        vars(module)[_UNIT] = unit  # the class may stay the user's own
+        register_as(unit, module)
+
+
+def register_as(unit: Unit, module: nn.Module) -> None:
+    """Let `unit_of` find `unit` by `module`."""
+    vars(module)[_UNIT] = unit  # the class may stay the user's own
+
+
+def unregister(module: nn.Module) -> Unit | None:
+    """Let `unit_of` find none by `module` any more; the unit that it has found so far, if any."""
+    unit = _unit_or_none(module)
+    vars(module).pop(_UNIT, None)
+    return unit
 
 
 def unit_of(module: nn.Module) -> Unit:

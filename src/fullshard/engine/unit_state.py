@@ -34,3 +34,14 @@ class UnitState:
     users: int = 0  # forwards and backwards that need it unsharded at the moment
     arrived_grads: set[int] = field(default_factory=set)  # parameters that have a gradient in this backward
     finished_modules: set[int] = field(default_factory=set)  # whose forward is over, where the unit has several
+
+    def take_switches(self, other: UnitState) -> None:
+        """Have the user's switches as `other` has them, but for units to gather ahead, which are others here."""
+        for name in _SWITCHES:
+            setattr(self, name, getattr(other, name))
+
+
+_SWITCHES = (
+    *("reshard_after_forward", "gradient_divisor", "reshard_after_backward", "unshards_in_backward"),
+    *("syncs_gradients", "syncs_replicas", "reduces_unused"),
+)

@@ -7,6 +7,7 @@ version that they run with.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from fullshard.checkpoint import load, save
 from fullshard.checkpoint.contents import model_state
@@ -39,7 +41,7 @@ require("lightning", "2.6", extra="lightning")
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision  # noqa: E402  # once it is known to be there
 from lightning.fabric.plugins import TorchCheckpointIO  # noqa: E402
 from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy  # noqa: E402
-from lightning.pytorch import LightningModule, Trainer  # noqa: E402
+from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
@@ -120,6 +122,8 @@ class FullShardStrategy(DDPStrategy):
             )
         self.model = self.precision_plugin.convert_module(self.model)
         self._shard(self.model)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            _average_shards(callback, self.model)
         _share_overflows(self.precision_plugin)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -412,6 +416,18 @@ class FabricFullShardStrategy(FabricDDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: a strategy of this name is passed as an object."""
+
+
+def _average_shards(callback: Callback, model: nn.Module) -> None:
+    """Let `callback`, if it averages weights, average those of `model`: it copied the module before that was sharded.
+
+    Lightning's `StochasticWeightAveraging` and `WeightAveraging` keep what they average in a private attribute.
+    """
+    average = getattr(callback, "_average_model", None)
+    if isinstance(average, AveragedModel):
+        average.module = copy.deepcopy(model)
+    elif isinstance(average, nn.Module):
+        callback._average_model = copy.deepcopy(model)  # type: ignore[attr-defined]
 
 
 class _NoSync:

@@ -7,7 +7,7 @@ takes its own shard, without communication.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,6 +23,7 @@ from fullshard._compat import dtensor_like
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
+from fullshard.engine.own_hooks import own_hook
 from fullshard.engine.registry import clean_fqn, process_groups_along, units_in
 from fullshard.engine.sharded_param import ShardedParam, full_copy
 from fullshard.engine.unit import Unit
@@ -39,6 +40,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "as_configured",
+    "copy_settings",
     "device_of",
     "get_state_dict_type",
     "groups_of",
@@ -155,6 +157,13 @@ def set_state_dict_type(
     return before
 
 
+def copy_settings(copies: Mapping[nn.Module, nn.Module]) -> None:
+    """Let copies of modules have their settings: the modules are the keys."""
+    for module, copied in copies.items():
+        if module in _settings:
+            _settings[copied] = dataclasses.replace(_settings[module])
+
+
 @contextmanager
 def state_dict_type(
     module: nn.Module,
@@ -228,6 +237,7 @@ class _Hooks:
         self._unit = unit
         self._outermost: nn.Module | None = None  # the module whose loading includes the others'
 
+    @own_hook
     def before(self, module: nn.Module, *_: Any) -> None:
         """Put the shards, in their own dtype, into the modules."""
         if is_in_use(self._unit):
@@ -237,6 +247,7 @@ class _Hooks:
             )
         self._unit.reshard()
 
+    @own_hook
     def before_load(
         self,
         module: nn.Module,
@@ -266,6 +277,7 @@ class _Hooks:
                     value = sharded.sharded.detach()
                 state[prefix + name] = shard_of(value, managed.unit, managed.param)
 
+    @own_hook
     def after_load(self, module: nn.Module, incompatible: Any) -> None:
         """Let the unit adopt assigned tensors, and give keys that did not fit the user's names."""
         for keys in incompatible:
@@ -276,6 +288,7 @@ class _Hooks:
                 self._unit.adopt()
 
 
+@own_hook
 def _let_copy(module: nn.Module, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
     """Let `torch.save` and `copy.deepcopy` take the values of a state dict, see `at_start`."""
     for name in module._parameters:

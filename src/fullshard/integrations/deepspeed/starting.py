@@ -16,12 +16,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
-from fullshard.fully_shard import default_device
 from fullshard.integrations.deepspeed.building import MakeOptimizer, ModelParameters, make_optimizer, make_scheduler
 from fullshard.integrations.deepspeed.configuration import Configuration, read
 from fullshard.integrations.deepspeed.engine import Engine
 from fullshard.integrations.placing import shard_model
 from fullshard.policy.precision import is_castable
+from fullshard.sharding import default_device
 from fullshard.wrap import AutoWrapPolicy
 
 __all__ = ["add_config_arguments", "init_distributed", "initialize"]

@@ -1,0 +1,228 @@
+"""Units made of modules, and of copies of modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from fullshard._compat import dtensor_like
+from fullshard.comm.mesh import resolve_axes, resolve_groups
+from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install
+from fullshard.engine.managed import managed_by, mark_ignored
+from fullshard.engine.materialize import (
+    broadcast_from_first,
+    find_parameters,
+    give,
+    initialise,
+    move_buffers,
+    own_modules,
+)
+from fullshard.engine.registry import is_unit, units_in
+from fullshard.engine.sharded_param import ShardedParam, Source
+from fullshard.engine.unit import Unit
+from fullshard.errors import ConfigError, StateError
+from fullshard.optim.local_steps import watch_optimizers
+from fullshard.policy.options import ShardOptions
+from fullshard.state.state_dict import copy_settings, register_hooks
+
+__all__ = ["ShardPlacementFn", "copy_sharded", "default_device", "mesh_device", "shard_unit"]
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+
+
+def shard_unit(
+    modules: Sequence[nn.Module],
+    options: ShardOptions,
+    *,
+    mesh: DeviceMesh | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    device: torch.device | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
+    materialize: bool = False,
+    sync_module_states: bool = False,
+    buffer_dtype: torch.dtype | None = None,
+) -> Unit:
+    """One unit of `modules`, with its hooks: the common part of `fully_shard` and `FullyShardedDataParallel`.
+
+    Args:
+        modules: see `fully_shard`, and so for all arguments that it has too.
+        options: how to shard them.
+        mesh: the ranks.
+        ignored_params: parameters to leave as they are.
+        shard_placement_fn: the dim to shard each parameter along.
+        device: the device that computes; that of the mesh's type with the current index, if None.
+        param_init_fn: initialises one module that is on the meta device.
+        materialize: whether modules on the meta device are initialised now, rather than stay there.
+        sync_module_states: whether every rank gets the values of the mesh's first rank.
+        buffer_dtype: floating-point buffers are cast to it.
+    """
+    _check(modules)
+    device = device or (mesh_device(mesh) if mesh is not None else default_device())
+    axes, placements = resolve_groups(resolve_axes(mesh, options.placements, device.type), options.placements)
+    options = replace(options, placements=placements)
+    ignored = list(ignored_params or ())
+    mark_ignored(ignored)
+    if materialize:
+        initialise(modules, device, ignored, param_init_fn)
+    found = find_parameters(modules, ignored, axes)
+    move_buffers(modules, device, buffer_dtype)
+    sources = found.sources
+    if shard_placement_fn is not None:
+        sources = [replace(source, dim=_chosen_dim(source, shard_placement_fn)) for source in sources]
+    if sync_module_states:
+        broadcast_from_first(sources, modules, axes)
+    unit = Unit(modules, sources, found.borrowed, options, axes, device)
+    install(unit)
+    watch_optimizers()
+    own = [module for _, module in own_modules(modules)]
+    register_hooks(own, unit)
+    _mark(own)
+    for module in modules:
+        vars(module)["__deepcopy__"] = partial(copy_sharded, module)
+    return unit
+
+
+def _mark(modules: Iterable[nn.Module]) -> None:
+    """Mark `modules` as torch does those that it shards: by that transformers knows that all ranks must run them."""
+    for module in modules:
+        module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
+
+
+def _chosen_dim(source: Source, shard_placement_fn: ShardPlacementFn) -> int | None:
+    """The dim that `shard_placement_fn` shards a parameter along; None if it leaves that open."""
+    placement, shape = shard_placement_fn(source.param), tuple(source.param.shape)
+    if placement is None:
+        return None
+    if type(placement) is not Shard or not -len(shape) <= placement.dim < len(shape):
+        raise ConfigError(
+            f"shard_placement_fn gave {placement!r} for {source.fqn} of shape {shape}. Return Shard(dim) with one of "
+            f"its {len(shape)} dims, or None to leave it open; the mesh is the same for all parameters of a unit."
+        )
+    return placement.dim % len(shape)
+
+
+def default_device() -> torch.device:
+    """The present GPU where there is one and the default process group can reach it; else the CPU."""
+    if torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of `mesh`."""
+    if mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def _check(modules: Sequence[nn.Module]) -> None:
+    if not modules:
+        raise ConfigError("fully_shard was given an empty list of modules. Pass a module, or a list with at least one.")
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"fully_shard needs an nn.Module, or a list of them, but found {type(module).__name__}.")
+        if is_unit(module):
+            raise ConfigError(
+                f"{type(module).__name__} is sharded already. Call fully_shard once on each module, inner ones first."
+            )
+        if isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ConfigError(
+                f"{type(module).__name__} has no forward, so it would never be gathered. Call fully_shard on each of "
+                "the modules in it, then on the module that has it."
+            )
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+_COPYING = "fullshard: a sharded module that is being copied"  # a key of the memo, where others are numbers
+
+
+def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    """What `copy.deepcopy` gives of a sharded module: one that is sharded alike, with the same values. Sends nothing.
+
+    Raises:
+        StateError: it is in forward or backward, or shares a unit with modules that are not copied.
+    """
+    if _COPYING in memo:
+        return _copy_structure(module, memo)
+    units = units_in(module)
+    _check_whole(module, units)
+    for unit in units:
+        check_idle(unit, "to be copied")
+        unit.reshard()
+        memo[id(unit)] = None
+        for param in unit.params:
+            memo[id(param.sharded)] = _on_meta(param, memo)
+    memo[_COPYING] = True
+    try:
+        copied = _copy_structure(module, memo)
+    finally:
+        del memo[_COPYING]
+    for inner in copied.modules():
+        drop_own_hooks(inner)
+    for unit in reversed(units):  # inner ones first
+        _shard_alike(unit, memo)
+    copy_settings({inner: memo[id(inner)] for inner in module.modules()})
+    return copied
+
+
+def _check_whole(module: nn.Module, units: Sequence[Unit]) -> None:
+    inside = set(module.modules())
+    for unit in units:
+        needed = [it for whose in (unit, *unit.borrowed) for it in whose.modules]
+        missing = [it for it in needed if it not in inside]
+        if missing:
+            raise StateError(
+                f"copy.deepcopy of {type(module).__name__}: {unit.name or 'its unit'} has parameters of "
+                f"{type(missing[0]).__name__}, too, which is outside of it. Copy a module that has both."
+            )
+
+
+def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    """`module` copied as if it were not sharded, with what `memo` has in place of parameters."""
+    with as_plain(module):
+        copied: nn.Module = copy._reconstruct(module, memo, *object.__reduce_ex__(module, 4))  # type: ignore[attr-defined]
+    return copied
+
+
+def _on_meta(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
+    """A parameter like the one that `param` was made of, without values."""
+    local = torch.empty(param.layout.spec.shape, dtype=param.local.dtype, device="meta")
+    made = nn.Parameter(param.view.make_unsharded(local), requires_grad=param.sharded.requires_grad)
+    vars(made).update(copy.deepcopy(vars(param.sharded), memo))
+    return made
+
+
+def _shard_alike(unit: Unit, memo: dict[Any, Any]) -> None:
+    """Make a unit of the copies of the modules of `unit`, with the values that it has now."""
+    modules = [memo[id(module)] for module in unit.modules]
+    dims = {id(memo[id(param.sharded)]): param.layout.spec.dim for param in unit.params}
+
+    def placed_alike(param: nn.Parameter) -> Shard | None:
+        dim = dims[id(param)]
+        return None if dim is None else Shard(dim)
+
+    plain = [param for _, module in own_modules(unit.modules) for param in module._parameters.values()]
+    made = shard_unit(
+        modules,
+        unit.options,
+        mesh=unit.axes.mesh,
+        ignored_params=[memo[id(param)] for param in plain if param is not None and managed_by(param) is None],
+        shard_placement_fn=placed_alike,
+        device=unit.device,
+    )
+    made.state.take_switches(unit.state)
+    if not unit.is_meta:
+        with changing_shards(made), torch.no_grad():
+            for ours, theirs in zip(made.params, unit.params, strict=True):
+                give(ours.sharded, dtensor_like(theirs.local.clone(), ours.dtensor))

@@ -1,0 +1,168 @@
+"""Copies of sharded models, and averages of weights that are made of them."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from small_models import ONE_AXIS, SmallGPT, chain, inputs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
+
+from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, StateDictType, fully_shard
+from fullshard.engine.registry import units_in
+from fullshard.testing import assert_same
+
+Shard = Callable[[nn.Module], nn.Module]
+
+
+def wholes(model: nn.Module) -> list[Tensor]:
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach().clone() for p in model.parameters()]
+
+
+def train(model: nn.Module, steps: int, first: int = 0) -> list[Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(first, first + steps):
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return wholes(model)
+
+
+SHARDS: dict[str, Shard] = {
+    **{strategy: partial(fully_shard, strategy=strategy) for strategy in ONE_AXIS},
+    "grouped": partial(fully_shard, reshard_after_forward=2),
+    "offloaded": partial(fully_shard, offload_policy=CPUOffloadPolicy()),
+    "encoded": partial(fully_shard, mp_policy=MixedPrecisionPolicy(gather_wire="int8")),
+    "wrapper": FullyShardedDataParallel,
+}
+
+
+def train_a_copy(shard: Shard) -> None:
+    model = chain(lambda module: module) if shard is FullyShardedDataParallel else chain(shard)
+    if shard is FullyShardedDataParallel:
+        model = FullyShardedDataParallel(model)
+    train(model, 3)
+    model.eval()
+    before = wholes(model)
+    copied = copy.deepcopy(model)
+    assert type(copied) is type(model)
+    assert not copied.training
+    assert_same(wholes(copied), before)
+    assert_same(copied(inputs()).detach(), model(inputs()).detach())
+    trained = train(copied, 3, first=7)
+    assert_same(wholes(model), before)  # memory of its own
+    assert_same(train(model, 3, first=7), trained)
+    assert [unit.name for unit in units_in(copied)] == [unit.name for unit in units_in(model)]
+    assert_same(wholes(copy.deepcopy(copied)), trained)  # a copy of a copy
+    for module, other in zip(model.modules(), copied.modules(), strict=True):
+        hooks = [name for name in vars(module) if name.endswith("_hooks")]
+        assert [len(getattr(module, name)) for name in hooks] == [len(getattr(other, name)) for name in hooks]
+
+
+@pytest.mark.parametrize("name", SHARDS)
+def test_a_copy_trains_as_the_model_would_and_alone(name):
+    run_ranks(2, train_a_copy, SHARDS[name])
+
+
+def copy_all_that_is_awkward() -> None:
+    """Tied weights, frozen ones, marks, buffers, ignored parameters, hooks of the user's, the meta device."""
+    model = SmallGPT()
+    model.embedding.weight.mark = "tied"
+    model.extra = nn.Linear(4, 4)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model, ignored_params=model.extra.parameters())
+    model.set_requires_gradient_sync(False, recurse=False)
+    seen: list[Any] = []
+    model.register_forward_hook(lambda module, args, output: seen.append(module))
+    copied = copy.deepcopy(model)
+    tokens = torch.arange(12).view(2, 6)
+    assert_same(copied(tokens), model(tokens))
+    assert seen == [copied, model]
+    assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
+    names = [dict(it.named_parameters(remove_duplicate=False)) for it in (model, copied)]
+    ties = [[[a is b for b in params.values()] for a in params.values()] for params in names]
+    assert ties[0] == ties[1]
+    assert copied.embedding.weight.mark == "tied"
+    assert not isinstance(copied.extra.weight, DTensor)
+    assert copied.extra.weight is not model.extra.weight
+    assert [u.state.syncs_gradients for u in units_in(copied)] == [u.state.syncs_gradients for u in units_in(model)]
+    holder = copy.deepcopy(nn.ModuleDict({"model": model, "head": nn.Linear(2, 2)}))
+    assert_same(wholes(holder["model"]), wholes(model))
+    with torch.device("meta"):
+        empty = fully_shard(nn.Linear(8, 8))
+    filled = copy.deepcopy(empty).to_empty(device="cpu")
+    assert empty.weight.is_meta
+    assert not filled.weight.is_meta
+    wrapped = FullyShardedDataParallel(nn.Linear(8, 8))
+    FullyShardedDataParallel.set_state_dict_type(wrapped, StateDictType.SHARDED_STATE_DICT)
+    assert isinstance(copy.deepcopy(wrapped).state_dict()["weight"], DTensor)
+
+
+def test_a_copy_has_all_that_the_model_has():
+    run_ranks(2, copy_all_that_is_awkward)
+
+
+def copy_a_model_of_tensor_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    copied = copy.deepcopy(model)
+    assert_same(copied(torch.ones(2, 8)).detach(), model(torch.ones(2, 8)).detach())
+    assert copied[0].weight.placements == model[0].weight.placements
+
+
+def test_a_copy_of_what_tensor_parallelism_has_placed_is_placed_alike():
+    run_ranks(4, copy_a_model_of_tensor_parallelism)
+
+
+class Normed(nn.Module):
+    """With statistics of batches, which an average has to learn anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+def average(shard: Shard, options: Any) -> list[Any]:
+    options = {"multi_avg_fn": get_ema_multi_avg_fn(0.9)} if options == "ema" else options
+    model = Normed()
+    for part in (model.up, model):
+        model = shard(part)
+    averaged = AveragedModel(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    batches = [torch.randn(6, 8, generator=torch.Generator().manual_seed(step)) for step in range(4)]
+    for batch in batches:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(model)
+    update_bn(batches, averaged)
+    averaged.eval()
+    state = [v.full_tensor() if isinstance(v, DTensor) else v for v in averaged.state_dict().values()]
+    return [averaged(batches[0]).detach(), wholes(averaged), state]
+
+
+def average_as_plain(strategy: str, options: Any) -> None:
+    plain = average(lambda module: module, options)
+    assert_same(average(partial(fully_shard, strategy=strategy), options), plain)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+@pytest.mark.parametrize("options", [{}, {"use_buffers": True}, "ema"], ids=str)
+def test_an_average_of_shards_is_that_of_whole_parameters(strategy, options):
+    run_ranks(2, average_as_plain, strategy, options)
