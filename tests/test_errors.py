@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -155,6 +156,14 @@ def a_backward_of_a_pipeline_s_stage_in_two_parts() -> Steps:
     x = inputs().requires_grad_()
     yield
     torch.autograd.grad(stage.forward_one_chunk(0, (x,)).sum(), x)
+
+
+@mistake(StateError, "DistributedDataParallel around Sequential, whose 0.weight is sharded", "strategy='hsdp'")
+def ddp_around_a_unit() -> Steps:
+    model = nn.Sequential(linear(), linear())
+    fully_shard(model[0])
+    yield
+    DistributedDataParallel(model)
 
 
 # -- process groups, and questions about models ----------------------------------------------------------------------

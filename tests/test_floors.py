@@ -51,6 +51,7 @@ ROOMS: dict[str, list[str] | None] = {
         "param_group",
         "managed",
         "at_rest",
+        "other_engines",
         "unit_state",
         "unit",
         "registry",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import FSDPModule, FullyShardedDataParallel, StateDictType, fully_shard
 from fullshard.testing import assert_same
@@ -171,6 +172,63 @@ def add_tensors_of_an_equal_mesh() -> None:
 
 def test_parameters_mix_with_tensors_on_an_equal_mesh():
     run_ranks(2, add_tensors_of_an_equal_mesh)
+
+
+def slice_and_split() -> None:
+    """A slice is no unit, and the layers in it are; what DDP is told to leave alone is left alone."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model[0])
+    fully_shard(model)
+    part = model[:2]
+    assert type(part) is nn.Sequential
+    assert [isinstance(it, FSDPModule) for it in (model, part, part[0], part[1])] == [True, False, True, False]
+    beside = nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Linear(8, 8))
+    beside._ddp_params_and_buffers_to_ignore = ["0.weight", "0.bias"]
+    wrapped = DistributedDataParallel(beside)
+    wrapped(torch.full((2, 8), float(dist.get_rank()))).sum().backward()
+    grads = [torch.empty(8, 8) for _ in range(2)]
+    dist.all_gather(grads, beside[1].weight.grad)
+    assert_same(grads[0], grads[1])
+    assert isinstance(beside[0].weight.grad, DTensor)
+
+
+def test_slices_are_plain_and_ddp_may_have_the_rest():
+    run_ranks(2, slice_and_split)
+
+
+def learn_statistics(kind: str) -> list[Any]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 8))
+    if kind == "ddp":
+        model = DistributedDataParallel(model)
+    elif kind == "wrapper":
+        model = FullyShardedDataParallel(model, broadcast_buffers=True)
+    else:
+        fully_shard(model[1], broadcast_buffers=kind == "shared")
+        fully_shard(model, broadcast_buffers=kind == "shared")
+    seen = []
+    for step in range(3):
+        batch = torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        output = model(batch)
+        seen += [output.detach(), *(buffer.clone() for buffer in model.buffers())]
+        output.square().mean().backward()
+        with torch.no_grad():
+            seen += [model(batch), model(batch + 1)]
+    return seen
+
+
+def compare_statistics() -> None:
+    expected = learn_statistics("ddp")
+    assert_same(learn_statistics("shared"), expected)
+    assert_same(learn_statistics("wrapper"), expected)
+    alone = learn_statistics("each its own")
+    assert_same(alone[:4], expected[:4])
+    assert torch.equal(alone[7], expected[7]) == (dist.get_rank() == 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
+def test_buffers_are_the_first_ranks_as_under_ddp_if_asked():
+    run_ranks(2, compare_statistics)
 
 
 def scatter_without_an_optimizer() -> None:

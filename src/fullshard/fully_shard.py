@@ -41,6 +41,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     auto_wrap_policy: AutoWrapPolicy | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
+    broadcast_buffers: bool = False,
 ) -> M:
     """`module` itself, as a unit: its parameters are now this rank's shards, unsharded only while compute needs them.
 
@@ -64,6 +65,8 @@ def fully_shard(
         auto_wrap_policy: picks the submodules that become units of their own first; see `fullshard.wrap`.
         shard_placement_fn: for each parameter, `Shard(dim)` to shard it along that dim, or None to leave it open. A
             parameter that is not sharded along dim 0 is copied on its way, since its shards do not lie end to end.
+        broadcast_buffers: whether the first forward after a step begins with the buffers (the statistics of batch norms,
+            say) of the mesh's first rank, as under DDP. Otherwise each rank keeps its own.
 
     Raises:
         ConfigError: an argument cannot be honoured, or the module is sharded already.
@@ -87,6 +90,7 @@ def fully_shard(
             "offload_policy": offload_policy,
             "ignored_params": ignored_params,
             "shard_placement_fn": shard_placement_fn,
+            "broadcast_buffers": broadcast_buffers,
         }
         for root in modules:
             sharded = [child for child in root.modules() if is_unit(child)]
@@ -99,6 +103,7 @@ def fully_shard(
             reshard_after_forward=reshard_after_forward,
             mp_policy=mp_policy,
             offload_policy=offload_policy,
+            broadcast_buffers=broadcast_buffers,
         ),
         mesh=mesh,
         ignored_params=ignored_params,
@@ -135,6 +140,13 @@ class UnshardHandle:
 
 class FSDPModule:
     """The methods that `fully_shard` gives a module. Those with `recurse` concern the units below, too."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A plain module of the user's class: a slice of a sharded `nn.Sequential`, say, is no unit."""
+        plain: Any = cls.__mro__[2]  # after the class that was made for it, and this one
+        made = plain.__new__(plain)
+        made.__init__(*args, **kwargs)  # Python does so for instances of `cls` only
+        return made
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard the unit's parameters now, until `reshard` or the module's next forward frees them.

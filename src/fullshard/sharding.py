@@ -15,24 +15,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard._compat import dtensor_like
-from fullshard.comm.mesh import resolve_axes, resolve_groups
+from fullshard.comm.mesh import broadcast_from_first, resolve_axes, resolve_groups
 from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install
 from fullshard.engine.managed import managed_by, mark_ignored
 from fullshard.engine.materialize import (
-    broadcast_from_first,
     find_parameters,
     give,
     initialise,
     move_buffers,
-    own_modules,
 )
-from fullshard.engine.registry import is_unit, units_in
+from fullshard.engine.other_engines import watch_wrappers
+from fullshard.engine.registry import buffers_of, is_unit, own_modules, units_in
 from fullshard.engine.sharded_param import ShardedParam, Source
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 from fullshard.optim.local_steps import watch_optimizers
 from fullshard.policy.options import ShardOptions
 from fullshard.state.state_dict import copy_settings, register_hooks
+from fullshard.tape.recorder import Phase
 
 __all__ = ["ShardPlacementFn", "copy_sharded", "default_device", "mesh_device", "shard_unit"]
 
@@ -80,10 +80,12 @@ def shard_unit(
     if shard_placement_fn is not None:
         sources = [replace(source, dim=_chosen_dim(source, shard_placement_fn)) for source in sources]
     if sync_module_states:
-        broadcast_from_first(sources, modules, axes)
+        values = [source.local for source in sources]
+        broadcast_from_first([*values, *buffers_of(modules)], axes, Phase.IDLE)
     unit = Unit(modules, sources, found.borrowed, options, axes, device)
     install(unit)
     watch_optimizers()
+    watch_wrappers()
     own = [module for _, module in own_modules(modules)]
     register_hooks(own, unit)
     _mark(own)
@@ -191,7 +193,9 @@ def _check_whole(module: nn.Module, units: Sequence[Unit]) -> None:
 def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """`module` copied as if it were not sharded, with what `memo` has in place of parameters."""
     with as_plain(module):
-        copied: nn.Module = copy._reconstruct(module, memo, *object.__reduce_ex__(module, 4))  # type: ignore[attr-defined]
+        copied: nn.Module = copy._reconstruct(  # type: ignore[attr-defined]
+            module, memo, object.__new__, (type(module),), *object.__reduce_ex__(module, 4)[2:]
+        )
     return copied
 
 

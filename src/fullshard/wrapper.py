@@ -98,6 +98,7 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: bool = True,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
+        broadcast_buffers: bool = False,
     ) -> None:
         super().__init__()
         _check(module, process_group, device_mesh, ignored_modules, ignored_states, use_orig_params)
@@ -118,6 +119,7 @@ class FullyShardedDataParallel(nn.Module):
             "limit_all_gathers": limit_all_gathers,
             "ignored_states": params,
             "device_mesh": mesh,
+            "broadcast_buffers": broadcast_buffers,
         }
         if auto_wrap_policy is not None:
             apart: dict[type[nn.Module], Mapping[str, Any]] = {}
@@ -135,6 +137,7 @@ class FullyShardedDataParallel(nn.Module):
                 backward_prefetch="" if backward_prefetch is None else backward_prefetch.value,
                 prefetch_depth=1 if limit_all_gathers else 2,
                 casts_inputs_at_root=mixed_precision is not None and mixed_precision.cast_root_forward_inputs,
+                broadcasts_buffers=broadcast_buffers,
             ),
             mesh=mesh,
             ignored_params=params,

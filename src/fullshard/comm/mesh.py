@@ -14,14 +14,24 @@ from torch.distributed.tensor import Placement as TensorPlacement
 from torch.distributed.tensor import Replicate, Shard
 
 from fullshard._compat import joined_mesh
-from fullshard.comm.routes import collectives_of
+from fullshard.comm.routes import collectives_for, collectives_of
 from fullshard.errors import ConfigError, RankMismatchError, StateError
 from fullshard.layout.shard_spec import ShardSpec, owned
 from fullshard.policy.strategy import Placement, Placements
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["Axes", "default_mesh", "join", "own_part", "own_spans", "resolve_axes", "resolve_groups", "subgroup"]
+__all__ = [
+    "Axes",
+    "broadcast_from_first",
+    "default_mesh",
+    "join",
+    "own_part",
+    "own_spans",
+    "resolve_axes",
+    "resolve_groups",
+    "subgroup",
+]
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,18 @@ def own_spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Tenso
             mine = owned(len(span), mesh.size(axis), mesh.get_local_rank(axis))
             spans[placement.dim] = span[mine.start : mine.stop]
     return spans
+
+
+@torch.no_grad()
+def broadcast_from_first(tensors: Sequence[Tensor], axes: Axes, phase: Phase) -> None:
+    """Let every rank of `axes` have the first one's values in `tensors`."""
+    for group in (axes.shard_group, axes.replicate_group):
+        if group is not None and tensors:
+            staged = [tensor.to(axes.mesh.device_type).contiguous() for tensor in tensors]
+            collectives_for(group, staged[0].device).broadcast(staged, 0, origin=Origin("", phase))
+            for tensor, value in zip(tensors, staged, strict=True):
+                if value.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(value)
 
 
 def resolve_axes(mesh: DeviceMesh | None, placements: Placements, device_type: str) -> Axes:

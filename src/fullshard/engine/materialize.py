@@ -13,26 +13,22 @@ from torch import Tensor, nn
 
 from fullshard._compat import dtensor_like
 from fullshard.comm.mesh import Axes
-from fullshard.comm.routes import collectives_for
 from fullshard.engine.hooks import changing_shards
 from fullshard.engine.managed import managed_by
 from fullshard.engine.param_view import view_of
-from fullshard.engine.registry import clean_fqn, is_unit, units_in
+from fullshard.engine.registry import clean_fqn, own_modules, units_in
 from fullshard.engine.sharded_param import Owner, Source
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.policy.precision import is_castable
-from fullshard.tape.recorder import Origin, Phase
 
 __all__ = [
     "Found",
     "allocate",
-    "broadcast_from_first",
     "find_parameters",
     "give",
     "initialise",
     "move_buffers",
-    "own_modules",
 ]
 
 
@@ -42,24 +38,6 @@ class Found:
 
     sources: list[Source]  # parameters that no unit has yet
     borrowed: list[Unit]  # units that have a parameter tied to one of these modules'
-
-
-def own_modules(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """The modules below, with names from the nearest of `modules`, that do not belong to a unit already.
-
-    A module that is found twice (shared by two parents) is given twice, under both names.
-    """
-    found: list[tuple[str, nn.Module]] = []
-
-    def visit(name: str, module: nn.Module) -> None:
-        found.append((name, module))
-        for child_name, child in module.named_children():
-            if not is_unit(child):
-                visit(f"{name}.{child_name}" if name else child_name, child)
-
-    for module in modules:
-        visit("", module)
-    return found
 
 
 def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter], axes: Axes) -> Found:
@@ -223,16 +201,3 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torc
             if buffer is not None and not buffer.is_meta:
                 cast = dtype if dtype is not None and is_castable(buffer.dtype) else buffer.dtype
                 module._buffers[name] = buffer.to(device, cast)
-
-
-def broadcast_from_first(sources: Iterable[Source], modules: Iterable[nn.Module], axes: Axes) -> None:
-    """Let every rank have the parameters and buffers of the mesh's first rank."""
-    tensors: list[Tensor] = [source.local for source in sources]
-    tensors += [b for _, module in own_modules(modules) for b in module._buffers.values() if b is not None]
-    for group in (axes.shard_group, axes.replicate_group):
-        if group is not None and tensors:
-            staged = [tensor.to(axes.mesh.device_type).contiguous() for tensor in tensors]
-            collectives_for(group, staged[0].device).broadcast(staged, 0, origin=Origin("", Phase.IDLE))
-            for tensor, value in zip(tensors, staged, strict=True):
-                if value.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(value)

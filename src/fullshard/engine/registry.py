@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
 __all__ = [
+    "buffers_of",
     "clean_fqn",
     "is_unit",
     "name_units",
+    "own_modules",
     "process_groups_along",
     "register",
     "register_as",
@@ -66,6 +68,30 @@ def units_in(module: nn.Module) -> list[Unit]:
         if unit is not None:
             found.setdefault(id(unit), unit)
     return list(found.values())
+
+
+def own_modules(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules below, with names from the nearest of `modules`, that do not belong to a unit already.
+
+    A module that is found twice (shared by two parents) is given twice, under both names.
+    """
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        found.append((name, module))
+        for child_name, child in module.named_children():
+            if not is_unit(child):
+                visit(f"{name}.{child_name}" if name else child_name, child)
+
+    for module in modules:
+        visit("", module)
+    return found
+
+
+def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """The buffers of `modules`, and of those below that do not belong to another unit, each once."""
+    found = (buffer for _, module in own_modules(modules) for buffer in module._buffers.values())
+    return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
 
 
 def process_groups_along(units: Iterable[Unit]) -> list[dist.ProcessGroup]:

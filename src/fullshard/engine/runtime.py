@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard._compat import in_backward, in_pipeline_stage, on_backward_end
+from fullshard.comm.mesh import broadcast_from_first
 from fullshard.device.lanes import Lane, is_capturing
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import are_alike, check_ranks_agree
@@ -30,7 +31,7 @@ from fullshard.engine.finite import Tally, raise_on_every_rank, tally
 from fullshard.engine.nested import map_tensors
 from fullshard.engine.order import OrderTracker
 from fullshard.engine.reduction import UnitReduction
-from fullshard.engine.registry import name_units, process_groups_along
+from fullshard.engine.registry import buffers_of, name_units, process_groups_along
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.slot_sharing import SlotSharing
 from fullshard.engine.unit import Form, Unit
@@ -63,6 +64,7 @@ class Runtime:
         self.serial = 0
         self._microbatch = 0  # of the step, from 1 on
         self.outside: list[nn.Parameter] = []  # trained beside the units', and not compared between ranks yet
+        self._buffers_differ = True  # between ranks: each has seen other data since they were broadcast
         self._is_in_pipeline = False  # the last forward was: a stage may take its backward in two parts
         self._step = 0
         self._device = units[0].device
@@ -157,6 +159,11 @@ class Runtime:
             unit.notice_step()
         if torch.is_grad_enabled():
             self._count_microbatch()
+        if self._buffers_differ:
+            for unit in self.units:
+                if unit.options.broadcasts_buffers:
+                    _broadcast_buffers(unit)
+        self._buffers_differ = torch.is_grad_enabled() and top.state.syncs_gradients
 
     def _count_microbatch(self) -> None:
         """A microbatch is a step's first one unless gradients of an earlier one still wait for the optimizer."""
@@ -459,6 +466,18 @@ class Runtime:
         for unit in units:
             if unit.form is Form.SHARDED and (unit.can_occupy_slot or unit.keeps_unsharded):
                 self.start_unshard(unit, phase)
+
+
+def _broadcast_buffers(unit: Unit) -> None:
+    """Let every rank have the first one's buffers: one message for those of a dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers_of(unit.modules):
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    flats = [torch.cat([buffer.detach().reshape(-1) for buffer in same]) for same in by_dtype.values()]
+    broadcast_from_first(flats, unit.axes, Phase.FORWARD)
+    for flat, same in zip(flats, by_dtype.values(), strict=True):
+        for buffer, values in zip(same, flat.split([buffer.numel() for buffer in same]), strict=True):
+            buffer.detach().copy_(values.view(buffer.shape))
 
 
 def runtime_or_none(unit: Unit) -> Runtime | None:

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.routes import collectives_of
-from fullshard.engine.materialize import initialise, own_modules
-from fullshard.engine.registry import is_unit
+from fullshard.engine.materialize import initialise
+from fullshard.engine.registry import is_unit, own_modules
 from fullshard.fully_shard import fully_shard
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.wrap import AutoWrapPolicy, CustomPolicy, wrapped_modules

@@ -26,6 +26,7 @@ class ShardOptions:
         backward_prefetch: when backward does: "pre", before this unit's backward; "post", after it; "", never.
         prefetch_depth: how many units ahead.
         casts_inputs_at_root: whether a root casts its inputs to the param dtype, though other units do not.
+        broadcasts_buffers: whether ranks have the first one's buffers after a step, from the next forward on.
 
     Raises:
         ConfigError: an encoding is asked for, but parameters are never gathered.
@@ -39,6 +40,7 @@ class ShardOptions:
     backward_prefetch: str = "pre"
     prefetch_depth: int = 1
     casts_inputs_at_root: bool = False
+    broadcasts_buffers: bool = False
 
     def __post_init__(self) -> None:
         check_wires(self.precision, self.placements)
@@ -51,6 +53,7 @@ class ShardOptions:
         reshard_after_forward: bool | int | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
         offload_policy: OffloadPolicy | None = None,
+        broadcast_buffers: bool = False,
     ) -> ShardOptions:
         """The options that the arguments of `fully_shard` stand for.
 
@@ -66,6 +69,7 @@ class ShardOptions:
             precision=mp_policy or MixedPrecisionPolicy(),
             offload=offload_policy or OffloadPolicy(),
             reshard_after_forward=reshard_after_forward,
+            broadcasts_buffers=broadcast_buffers,
         )
 
     @property

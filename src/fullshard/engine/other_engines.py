@@ -1,0 +1,34 @@
+"""Torch's DDP around sharded modules: refused by name, as it would average what is a different part on every rank."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from fullshard.engine.managed import managed_by
+from fullshard.errors import StateError
+
+__all__ = ["watch_wrappers"]
+
+
+@cache
+def watch_wrappers() -> None:
+    """From now on, refuse DDP around a module with sharded parameters, unless it is told to leave these alone."""
+    register_module_module_registration_hook(_check)
+
+
+def _check(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+    if module is None or not isinstance(parent, DistributedDataParallel):
+        return
+    left_alone = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    for fqn, param in module.named_parameters():
+        if fqn not in left_alone and managed_by(param) is not None:
+            raise StateError(
+                f"{type(parent).__name__} around {type(module).__name__}, whose {fqn} is sharded: its gradients are "
+                "averaged over the ranks already. Leave the wrapper out, and call fully_shard on the outermost module; "
+                "for replicas of shards pass strategy='hsdp'. If DDP is to have the other parameters, list the names "
+                "of the sharded ones in module._ddp_params_and_buffers_to_ignore."
+            )
