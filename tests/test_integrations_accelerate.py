@@ -11,6 +11,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration
 from hf_models import Sentences, llama, names_in
@@ -18,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from fullshard import ConfigError, MissingLibraryError, recording
+from fullshard import ConfigError, MissingLibraryError, StateError, recording
 from fullshard.engine.registry import units_in
 from fullshard.integrations import required
 from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ShardingPlugin
@@ -333,6 +334,21 @@ class Plain(nn.Module):
             x = x + block(x)
         loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
         return type("Output", (), {"loss": loss})
+
+
+def average_parameters() -> bool:
+    accelerator = sharded()(cpu=True)
+    model = accelerator.prepare(nn.Linear(8, 8))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=1) as local_sgd:
+        with pytest.raises(StateError, match="LocalSGD, which averages whole parameters, cannot be used"):
+            local_sgd.step()
+        local_sgd.enabled = False
+    assert accelerator.reduce(torch.ones(2), "mean").tolist() == [1, 1]
+    return True
+
+
+def test_local_steps_are_refused():
+    assert run_ranks(2, average_parameters) == [True, True]
 
 
 def checkpointed() -> tuple[int, int, bool]:

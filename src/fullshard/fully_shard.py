@@ -65,7 +65,7 @@ def fully_shard(
         auto_wrap_policy: picks the submodules that become units of their own first; see `fullshard.wrap`.
         shard_placement_fn: for each parameter, `Shard(dim)` to shard it along that dim, or None to leave it open. A
             parameter that is not sharded along dim 0 is copied on its way, since its shards do not lie end to end.
-        broadcast_buffers: whether the first forward after a step begins with the buffers (the statistics of batch norms,
+        broadcast_buffers: whether the first forward after a step begins with the buffers (statistics of batch norms,
             say) of the mesh's first rank, as under DDP. Otherwise each rank keeps its own.
 
     Raises:

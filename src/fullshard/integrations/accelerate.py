@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.integrations.required import require
@@ -34,6 +35,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
 from fullshard import checkpoint  # noqa: E402
 from fullshard.checkpoint.contents import tied_names  # noqa: E402
+from fullshard.engine.nested import tensors_in  # noqa: E402
 from fullshard.engine.registry import is_unit  # noqa: E402
 from fullshard.errors import CheckpointError, ConfigError, StateError  # noqa: E402
 from fullshard.integrations.adapters import trained_part  # noqa: E402
@@ -148,6 +150,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
             return plain
         self.unscale_gradients()
         return clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or mean of `tensor` over the ranks.
+
+        Raises:
+            StateError: it has a part on each rank, as sharded parameters have: `LocalSGD` would average these.
+        """
+        if self.shards and any(isinstance(it, DTensor) for it in tensors_in(tensor)):
+            raise StateError(
+                "reduce of a DTensor, of which each rank has another part: there is nothing to add. LocalSGD, which "
+                "averages whole parameters, cannot be used with a sharded model; use gradient accumulation."
+            )
+        return super().reduce(tensor, reduction, scale)
 
     # -- weights for others -------------------------------------------------------------------------------------------
 

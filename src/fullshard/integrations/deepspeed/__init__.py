@@ -9,8 +9,29 @@ for batch in loader:
 DeepSpeed itself is not needed. `explain_config` says what each key of a configuration becomes.
 """
 
+from typing import Any
+
+from fullshard.integrations.deepspeed import accelerator, comm, ops, utils, zero
+from fullshard.integrations.deepspeed.accelerator import get_accelerator
 from fullshard.integrations.deepspeed.configuration import explain_config
 from fullshard.integrations.deepspeed.engine import Engine
+from fullshard.integrations.deepspeed.refused import missing
 from fullshard.integrations.deepspeed.starting import add_config_arguments, init_distributed, initialize
 
-__all__ = ["Engine", "add_config_arguments", "explain_config", "init_distributed", "initialize"]
+__all__ = [
+    "Engine",
+    "accelerator",
+    "add_config_arguments",
+    "comm",
+    "explain_config",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "ops",
+    "utils",
+    "zero",
+]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing("deepspeed", name)

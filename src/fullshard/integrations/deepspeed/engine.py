@@ -302,6 +302,21 @@ class Engine(nn.Module):
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's state dict, sharded: `save_16bit_model` writes whole weights. Arguments are DeepSpeed's."""
+        state: dict[str, Any] = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
     def save_checkpoint(
         self,
         save_dir: str | PathLike[str],

@@ -1,0 +1,12 @@
+"""`deepspeed.ops`: its optimizers, by torch's."""
+
+from typing import Any
+
+from fullshard.integrations.deepspeed.ops import adam
+from fullshard.integrations.deepspeed.refused import missing
+
+__all__ = ["adam"]
+
+
+def __getattr__(name: str) -> Any:
+    raise missing("deepspeed.ops", name)

@@ -1,0 +1,56 @@
+"""`FusedAdam` and `DeepSpeedCPUAdam`: torch's Adam and AdamW, whose fused kernels step shards wherever they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim.optimizer import ParamsT
+
+from fullshard.errors import ConfigError
+
+__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]
+
+
+def FusedAdam(  # noqa: N802  # DeepSpeed's name
+    params: ParamsT,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    adam_w_mode: bool = True,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    set_grad_none: bool = True,
+) -> torch.optim.Adam:
+    """Torch's AdamW, fused; its Adam unless `adam_w_mode`.
+
+    Args: those of DeepSpeed's. `set_grad_none` is an argument of torch's `zero_grad`, and so by default.
+
+    Raises:
+        ConfigError: no `bias_correction`, which torch's have.
+    """
+    if not bias_correction:
+        raise ConfigError("Adam without bias_correction has no counterpart in torch. Leave it out.")
+    made: Any = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
+    optimizer: torch.optim.Adam = made(
+        params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, fused=True
+    )
+    return optimizer
+
+
+def DeepSpeedCPUAdam(  # noqa: N802  # DeepSpeed's name
+    model_params: ParamsT,
+    lr: float = 1e-3,
+    bias_correction: bool = True,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    amsgrad: bool = False,
+    adamw_mode: bool = True,
+    fp32_optimizer_states: bool = True,
+) -> torch.optim.Adam:
+    """The same. States have the dtype of shards: float32, also where compute is in 16 bits."""
+    if not fp32_optimizer_states:
+        raise ConfigError("fp32_optimizer_states=False: states have the dtype of the shards here. Leave it out.")
+    return FusedAdam(model_params, lr, bias_correction, betas, eps, adamw_mode, weight_decay, amsgrad)

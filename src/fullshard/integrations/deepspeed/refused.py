@@ -1,0 +1,39 @@
+"""Names of DeepSpeed's that have no counterpart: an error says for each what comes instead."""
+
+from __future__ import annotations
+
+from fullshard.errors import ConfigError
+
+__all__ = ["MissingNameError", "missing"]
+
+
+class MissingNameError(ConfigError, AttributeError):
+    """A name of DeepSpeed's that has no counterpart here. An `AttributeError` too, so that `hasattr` says no."""
+
+
+_INSTEAD = {
+    "DeepSpeedConfig": "explain_config says what a configuration means here.",
+    "DeepSpeedEngine": "deepspeed.Engine is what initialize returns.",
+    "OnDevice": 'Build the model under torch.device("meta").',
+    "PipelineEngine": "Stages of torch.distributed.pipelining can be sharded by fullshard.fully_shard.",
+    "PipelineModule": "Stages of torch.distributed.pipelining can be sharded by fullshard.fully_shard.",
+    "autotuning": "fullshard bench measures strategies beside one another.",
+    "checkpointing": "torch.utils.checkpoint.checkpoint works with sharded modules.",
+    "compression": "Quantise the model with another library, before or after training.",
+    "inference": "Export the weights (fullshard checkpoint export), and serve them with an inference engine.",
+    "init_inference": "Export the weights (fullshard checkpoint export), and serve them with an inference engine.",
+    "module_inject": "There are no replaced kernels.",
+    "moe": "Experts on an axis of a mesh can be sharded by fullshard.fully_shard; see docs/tensor_parallel.md.",
+    "pipe": "Stages of torch.distributed.pipelining can be sharded by fullshard.fully_shard.",
+    "profiling": "torch.profiler, and fullshard.recording for collectives, measure steps.",
+    "runtime": "It is the inside of DeepSpeed. What initialize returns has the documented methods.",
+    "sequence": "Torch's context parallelism is beside it.",
+    "tp_model_init": "torch.distributed.tensor.parallel places parameters, and fullshard.fully_shard takes them.",
+}
+
+
+def missing(module: str, name: str) -> MissingNameError:
+    """The error for `name`, which was looked up in `module` of DeepSpeed's."""
+    whole = f"{module}.{name}"
+    instead = _INSTEAD.get(name, "docs/deepspeed.md lists what there is.")
+    return MissingNameError(f"{whole} has no counterpart in fullshard.integrations.deepspeed. {instead}")
