@@ -43,11 +43,13 @@ import fullshard
 from fullshard import (
     CheckpointError,
     ConfigError,
+    DataParallelMeshDims,
     FullStateDictConfig,
     FullyShardedDataParallel,
     LayoutError,
     MixedPrecision,
     MixedPrecisionPolicy,
+    OptimStateKeyType,
     Placement,
     Placements,
     ShardedStateDictConfig,
@@ -164,6 +166,23 @@ def ddp_around_a_unit() -> Steps:
     fully_shard(model[0])
     yield
     DistributedDataParallel(model)
+
+
+@mistake(ConfigError, r"dp_mesh_dims=.*shard='dp'", "Place them on the other axes only")
+def a_mesh_by_the_names_of_its_axes() -> Steps:
+    yield
+    fully_shard(linear(), dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+@mistake(
+    ConfigError, "the optimizer state dict has 'other.weight', but SGD has 2 parameters", "the optimizer that it is of"
+)
+def rekey_the_state_of_another_model() -> Steps:
+    model = wrapped()
+    state = {"state": {"other.weight": {}}, "param_groups": []}
+    yield
+    optimizer = torch.optim.SGD(model.parameters())
+    FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, optim=optimizer)
 
 
 # -- process groups, and questions about models ----------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """What scripts do everywhere, with sharded modules as with plain ones."""
 
 import copy
+import importlib
 import inspect
 import io
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fullshard import FSDPModule, FullyShardedDataParallel, StateDictType, fully_shard
+from fullshard import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    OptimStateKeyType,
+    StateDictType,
+    fully_shard,
+    share_comm_ctx,
+)
+from fullshard.engine.hooks import runtime_of
 from fullshard.testing import assert_same
 
 
@@ -261,28 +271,72 @@ def test_optimizer_state_is_scattered_without_naming_the_optimizer():
     run_ranks(2, scatter_without_an_optimizer)
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="torch's signatures are those of 2.13")
-@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "FSDPModule"])
-def test_methods_are_called_as_torch_s_are(name):
-    """Every argument that torch's method has, at the same position, and left out where torch lets it be."""
-    from torch.distributed import fsdp as theirs
+def rekey() -> None:
+    model = FullyShardedDataParallel(chain(lambda module: module))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(inputs()).square().mean().backward()
+    optimizer.step()
+    numbered = optimizer.state_dict()
+    names = [name for name, _ in model.named_parameters()]
+    rekeyed = FullyShardedDataParallel.rekey_optim_state_dict
+    for given in ({"optim": optimizer}, {"optim_input": list(model.parameters())}, {}):
+        named = rekeyed(numbered, OptimStateKeyType.PARAM_NAME, model, **given)
+        assert list(named["state"]) == named["param_groups"][0]["params"] == names
+        assert rekeyed(named, OptimStateKeyType.PARAM_NAME, model, **given) == named
+        assert rekeyed(named, OptimStateKeyType.PARAM_ID, model, **given) == numbered
 
-    import fullshard as ours
 
-    checked = 0
-    for method in vars(getattr(theirs, name)):
-        mine = getattr(getattr(ours, name), method, None)
-        if method.startswith("_") or mine is None or not callable(getattr(getattr(theirs, name), method)):
-            continue  # docs/moving_over.md names what is missing, and tests/test_docs.py holds that
-        wanted = inspect.signature(getattr(getattr(theirs, name), method)).parameters
-        has = inspect.signature(mine).parameters
-        if any(it.kind is it.VAR_KEYWORD for it in has.values()):
+def test_optimizer_state_is_named_and_numbered():
+    run_ranks(2, rekey)
+
+
+def share_lanes() -> None:
+    first, second = fully_shard(nn.Linear(8, 8)), fully_shard(nn.Linear(8, 8))
+    share_comm_ctx([first, second])
+    for _ in range(2):
+        second(first(torch.ones(2, 8))).sum().backward()
+    ours, theirs = (runtime_of(it) for it in (first, second))
+    assert (ours._gather_lane, ours._reduce_lane) == (theirs._gather_lane, theirs._reduce_lane)
+    share_comm_ctx([])
+
+
+def test_roots_may_share_their_lanes():
+    run_ranks(2, share_lanes)
+
+
+def check_called_alike(theirs: Any, mine: Any, name: str) -> None:
+    """Every argument of `theirs`, at the same position, and left out where it may be."""
+    wanted, has = inspect.signature(theirs).parameters, inspect.signature(mine).parameters
+    for position, (argument, parameter) in enumerate(wanted.items()):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
-        for position, (argument, parameter) in enumerate(wanted.items()):
-            assert argument in has, f"{method}({argument})"
-            assert (has[argument].default is inspect.Parameter.empty) == (parameter.default is inspect.Parameter.empty)
-            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
-                assert list(has)[position] == argument, f"{method}({argument})"
-                assert has[argument].kind is not inspect.Parameter.KEYWORD_ONLY, f"{method}({argument})"
-        checked += 1
-    assert checked > 10
+        assert argument in has, f"{name}({argument})"
+        if parameter.default is not parameter.empty:
+            assert has[argument].default is not parameter.empty, f"{name}({argument}) can be left out"
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            assert list(has)[position] == argument, f"{name}({argument})"
+            assert has[argument].kind is not parameter.KEYWORD_ONLY, f"{name}({argument})"
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="torch's signatures are those of 2.13")
+@pytest.mark.parametrize("module", ["torch.distributed.fsdp", "torch.distributed.fsdp.wrap"])
+def test_every_public_name_of_torch_s_is_there_and_called_as_there(module):
+    """Names, functions, what makes the classes, and their methods; docs/moving_over.md names the methods that are
+    missing, and tests/test_docs.py holds that.
+    """
+    theirs = importlib.import_module(module)
+    mine = importlib.import_module(module.replace("torch.distributed.fsdp", "fullshard"))
+    names = getattr(theirs, "__all__", [name for name, it in vars(theirs).items() if is_public(name, it, theirs)])
+    assert len(names) > 5
+    for name in names:
+        assert hasattr(mine, name), name
+        them, us = getattr(theirs, name), getattr(mine, name)
+        if not (inspect.isclass(them) and issubclass(them, Enum)):
+            check_called_alike(them, us, name)
+        for method in vars(them) if inspect.isclass(them) else ():
+            if not method.startswith("_") and callable(getattr(them, method)) and hasattr(us, method):
+                check_called_alike(getattr(them, method), getattr(us, method), f"{name}.{method}")
+
+
+def is_public(name: str, it: Any, module: Any) -> bool:
+    return not name.startswith("_") and getattr(it, "__module__", None) == module.__name__ and callable(it)

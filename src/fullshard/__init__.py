@@ -17,7 +17,14 @@ from fullshard.errors import (
     RankMismatchError,
     StateError,
 )
-from fullshard.fully_shard import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method
+from fullshard.fully_shard import (
+    DataParallelMeshDims,
+    FSDPModule,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from fullshard.liveness.watchdog import set_collective_timeout
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
 from fullshard.plan.explain import explain
@@ -33,8 +40,10 @@ from fullshard.policy.switches import (
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
+    LocalOptimStateDictConfig,
     LocalStateDictConfig,
     OptimStateDictConfig,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictConfig,
@@ -53,12 +62,14 @@ __all__ = [
     "CPUOffloadPolicy",
     "CheckpointError",
     "ConfigError",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
     "LayoutError",
+    "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MissingLibraryError",
     "MixedPrecision",
@@ -66,6 +77,7 @@ __all__ = [
     "NonFiniteError",
     "OffloadPolicy",
     "OptimStateDictConfig",
+    "OptimStateKeyType",
     "Placement",
     "Placements",
     "RankLostError",
@@ -87,6 +99,7 @@ __all__ = [
     "recording",
     "register_fsdp_forward_method",
     "set_collective_timeout",
+    "share_comm_ctx",
     "share_memory_between_ranks",
     "share_memory_between_units",
     "summon_full_params",

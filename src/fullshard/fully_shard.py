@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,9 +25,27 @@ from fullshard.sharding import ShardPlacementFn, shard_unit
 from fullshard.tape.recorder import Phase
 from fullshard.wrap import AutoWrapPolicy, wrapped_modules
 
-__all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "shard_in_place"]
+__all__ = [
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "shard_in_place",
+    "share_comm_ctx",
+]
 
 Strategy = str | ShardingStrategy | StrategyPlacements
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """The axes of a mesh to shard and to replicate over, by name. For torch's `dp_mesh_dims`, which is refused."""
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -39,6 +58,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     auto_wrap_policy: AutoWrapPolicy | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     broadcast_buffers: bool = False,
@@ -62,6 +82,7 @@ def fully_shard(
         mp_policy: the dtypes of compute, of the reduction and of outputs.
         offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU.
         ignored_params: parameters to leave as they are, whole and unsynchronised.
+        dp_mesh_dims: must be None: pass the axes themselves, as `mesh=mesh["replicate", "shard"]`.
         auto_wrap_policy: picks the submodules that become units of their own first; see `fullshard.wrap`.
         shard_placement_fn: for each parameter, `Shard(dim)` to shard it along that dim, or None to leave it open. A
             parameter that is not sharded along dim 0 is copied on its way, since its shards do not lie end to end.
@@ -80,6 +101,12 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
         ```
     """
+    if dp_mesh_dims is not None:
+        raise ConfigError(
+            f"fully_shard(dp_mesh_dims={dp_mesh_dims}): parameters that are DTensors on all axes of a mesh are not "
+            'taken. Place them on the other axes only, by parallelize_module(module, mesh["tp"], plan), and pass those '
+            'to shard over, as mesh=mesh["replicate", "shard"].'
+        )
     modules = tuple(module) if isinstance(module, list | tuple) else (module,)
     if auto_wrap_policy is not None:
         options: dict[str, Any] = {
@@ -124,6 +151,20 @@ def shard_in_place(
     shard_unit(modules, options, mesh=mesh, ignored_params=ignored_params, shard_placement_fn=shard_placement_fn)
     for module in modules:
         _gain_methods(module)
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Let the roots of `modules`, such as the stages of a pipeline on this rank, gather and reduce on the same streams.
+
+    So memory that one has freed may be the next one's, on a GPU. Every rank must call it, for the same modules; a CPU
+    has no streams.
+
+    Raises:
+        StateError: a module is no unit.
+    """
+    runtimes = [runtime_of(module) for module in modules]
+    for runtime in runtimes[1:]:
+        runtime.take_lanes(runtimes[0])
 
 
 class UnshardHandle:

@@ -26,6 +26,7 @@ from fullshard.sharding import copy_sharded, default_device, mesh_device, shard_
 from fullshard.state import optim_state
 from fullshard.state.state_dict import (
     OptimStateDictConfig,
+    OptimStateKeyType,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
@@ -406,6 +407,30 @@ class FullyShardedDataParallel(nn.Module):
     ) -> dict[str, Any]:
         """A state dict for `optim.load_state_dict`, from a sharded one."""
         return optim_state.optim_state_dict_to_load(model, optim, sharded_optim_state_dict, from_first_rank=False)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: Iterable[Any] | None = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """`optim_state_dict` with FQNs for the numbers of parameters, or numbers for FQNs.
+
+        Args:
+            optim_state_dict: as `optim.state_dict()` or as `optim_state_dict()` gives it.
+            optim_state_key_type: the keys wanted.
+            model: has the parameters.
+            optim_input: what was passed to the optimizer, in place of that.
+            optim: numbers them; `model.parameters()` in their order, if neither is given.
+
+        Raises:
+            ConfigError: it has other parameters.
+        """
+        optim = optim or _optimizer_of(optim_input) or _optimizer_of(model.parameters())
+        assert optim is not None
+        return optim_state.rekeyed(optim_state_dict, optim_state_key_type, model, optim)
 
 
 _state_dict_type = state_dict_type

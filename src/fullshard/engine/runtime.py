@@ -100,6 +100,10 @@ class Runtime:
             # Experts on some of these ranks have seen the tokens of all.
             unit.state.averaged_over = len(data_ranks) if unit.axes.ranks <= data_ranks else unit.axes.world
 
+    def take_lanes(self, other: Runtime) -> None:
+        """Gather and reduce where `other` does, from the next forward on."""
+        self._gather_lane, self._reduce_lane = other._gather_lane, other._reduce_lane
+
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

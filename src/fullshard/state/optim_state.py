@@ -26,6 +26,7 @@ from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
+    OptimStateKeyType,
     StateDictType,
     device_of,
     get_state_dict_type,
@@ -156,6 +157,31 @@ def params_by_fqn(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, n
             )
         found[fqns[id(param)]] = param
     return found
+
+
+def rekeyed(
+    state_dict: Mapping[str, Any], keys: OptimStateKeyType, model: nn.Module, optim: torch.optim.Optimizer
+) -> StateDict:
+    """`state_dict`, whose keys are FQNs or the numbers that `optim` gives its parameters, with such `keys` instead.
+
+    Raises:
+        ConfigError: it has parameters that `optim` has not.
+    """
+    fqns = list(params_by_fqn(model, optim))
+    known: dict[Any, Any] = dict(enumerate(fqns)) if keys is OptimStateKeyType.PARAM_NAME else _numbered(fqns)
+    new = {**known, **{key: key for key in known.values()}}
+    missing = [key for key in state_dict["state"] if key not in new]
+    if missing:
+        raise ConfigError(
+            f"the optimizer state dict has {missing[0]!r}, but {type(optim).__name__} has {len(fqns)} parameters: "
+            f"{', '.join(fqns[:3])} and so on. Pass the optimizer that it is of."
+        )
+    groups = [{**group, "params": [new[key] for key in group["params"]]} for group in state_dict["param_groups"]]
+    return {"state": {new[key]: values for key, values in state_dict["state"].items()}, "param_groups": groups}
+
+
+def _numbered(fqns: Sequence[str]) -> dict[str, int]:
+    return {fqn: number for number, fqn in enumerate(fqns)}
 
 
 def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> StateDict:

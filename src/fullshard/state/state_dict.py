@@ -32,8 +32,10 @@ from fullshard.errors import ConfigError, StateError
 __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "StateDictConfig",
@@ -105,6 +107,20 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """Options of a sharded one."""
 
     _use_dtensor: bool = True
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Options of a local one, which is not supported."""
+
+    offload_to_cpu: bool = False
+
+
+class OptimStateKeyType(Enum):
+    """The keys of an optimizer's state dict: FQNs, or the numbers that the optimizer gives its parameters."""
+
+    PARAM_NAME = "name"
+    PARAM_ID = "id"
 
 
 @dataclass

@@ -41,8 +41,8 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """A context in which `params` are whole: modules have plain parameters, and the given objects are `DTensor`s that are
-    replicated over the ranks, in the same memory. Every rank must enter.
+    """A context in which `params` are whole: modules have plain parameters, and the given objects are `DTensor`s that
+    are replicated over the ranks, in the same memory. Every rank must enter.
 
     Args:
         params: some of a sharded model's; others among them are left alone.
