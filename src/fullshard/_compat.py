@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -45,10 +46,12 @@ __all__ = [
     "holders",
     "holds_tensors",
     "in_backward",
+    "in_function_transform",
     "in_pipeline_stage",
     "joined_mesh",
     "make_dtensor",
     "on_backward_end",
+    "outside_of_function_transforms",
     "outside_of_graphs",
     "outside_of_selective_checkpoints",
     "reduce_scatter_each",
@@ -71,6 +74,17 @@ R = TypeVar("R")
 def in_backward() -> bool:
     """True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_function_transform() -> bool:
+    """True within a transform of `torch.func`, such as `grad` and `vmap`, or under dual numbers of forward mode."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def outside_of_function_transforms() -> AbstractContextManager[Any]:
+    """A context whose operations are no part of any transform of `torch.func`."""
+    context: AbstractContextManager[Any] = torch._C._DisableFuncTorch()
+    return context
 
 
 def in_pipeline_stage() -> bool:

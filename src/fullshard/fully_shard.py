@@ -207,7 +207,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Put the shards back into the modules, and free the unsharded parameters."""
         unit = unit_of(_module(self))
-        unit.state.is_unsharded_by_hand = False
+        unit.state.is_unsharded_by_hand = unit.state.awaits_backward = False
         unit.reshard()
 
     @contextmanager

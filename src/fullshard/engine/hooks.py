@@ -9,10 +9,15 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from fullshard._compat import outside_of_graphs, outside_of_selective_checkpoints
+from fullshard._compat import (
+    in_function_transform,
+    outside_of_function_transforms,
+    outside_of_graphs,
+    outside_of_selective_checkpoints,
+)
 from fullshard.engine.own_hooks import is_own_hook, own_hook
 from fullshard.engine.registry import register, register_as, unit_of, units_in, unregister
-from fullshard.engine.runtime import Runtime, check_not_summoned, runtime_or_none
+from fullshard.engine.runtime import Runtime, cast_outputs, check_not_summoned, runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
@@ -58,6 +63,12 @@ def run_as_forward(module: nn.Module, function: Callable[..., Any], args: Any, k
 @own_hook
 @outside_of_graphs
 def _before_forward(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    if in_function_transform():
+        unit = unit_of(module)
+        with outside_of_function_transforms():
+            runtime = runtime_of(module)
+            runtime.before_transformed_forward(unit)
+        return runtime.prepare_inputs(unit, args, kwargs)
     with outside_of_selective_checkpoints():
         return runtime_of(module).before_forward(unit_of(module), args, kwargs)
 
@@ -69,6 +80,8 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     runtime = runtime_or_none(unit)
     if runtime is None:
         return output
+    if in_function_transform():
+        return cast_outputs(unit, output)
     with outside_of_selective_checkpoints():
         return runtime.after_forward(unit, module, output)
 

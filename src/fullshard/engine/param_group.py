@@ -139,11 +139,6 @@ class ParamGroup:
         assert self._unsharded is not None, "a group is bound before it is gathered"
         self.gather.finish(self._unsharded)
 
-    def notice_step(self) -> None:
-        """Gather anew if an optimizer may have stepped."""
-        if self.gradients.take_step_notice():
-            self.gather.note_changed_shards()
-
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def start_reduction(self, grads: dict[int, Tensor], *, divisor: float, finishes: bool, origin: Origin) -> Reduction:

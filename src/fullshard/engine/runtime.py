@@ -43,7 +43,7 @@ from fullshard.policy.switches import switches
 from fullshard.tape.context import drop_if_stale
 from fullshard.tape.recorder import Phase
 
-__all__ = ["Runtime", "check_not_summoned", "runtime_or_none"]
+__all__ = ["Runtime", "cast_outputs", "check_not_summoned", "runtime_or_none"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class Runtime:
         self.serial = 0
         self._microbatch = 0  # of the step, from 1 on
         self.outside: list[nn.Parameter] = []  # trained beside the units', and not compared between ranks yet
+        self._creates_graph = False  # the backward that is executing: another will go through it
         self._buffers_differ = True  # between ranks: each has seen other data since they were broadcast
         self._is_in_pipeline = False  # the last forward was: a stage may take its backward in two parts
         self._step = 0
@@ -112,7 +113,7 @@ class Runtime:
         recomputing = in_backward()
         if not self._stack and not recomputing:
             self._begin_forward(unit)
-        args, kwargs = self._prepare_inputs(unit, args, kwargs)
+        args, kwargs = self.prepare_inputs(unit, args, kwargs)
         call = ForwardCall(self, unit, self._tick()) if torch.is_grad_enabled() else None
         self._stack.append((unit, call))
         if recomputing and unit.state.users == 0:
@@ -127,6 +128,20 @@ class Runtime:
             args, kwargs = call.watch_inputs((args, kwargs))
         return args, kwargs
 
+    def before_transformed_forward(self, unit: Unit) -> None:
+        """Have `unit` unsharded until the next backward is over, since transforms of functions (`torch.func`) tell no
+        other end. Call it outside of them.
+        """
+        check_not_summoned(unit)
+        if not self._stack and self.phase is not Phase.IDLE and not in_backward():
+            self.recover()
+        self._gather_lane.hold_compute_until(self.after_optimizer)
+        self.after_optimizer = None
+        for needed in (unit, *unit.borrowed):
+            needed.notice_step()
+            needed.state.awaits_backward = True
+        self._unshard(unit, Phase.FORWARD)
+
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so. Its output as the caller is to see it."""
         if unit.collectives.is_broken or all(entered is not unit for entered, _ in self._stack):
@@ -135,9 +150,7 @@ class Runtime:
             self._leave(self._stack[-1][0])  # an exception passed through a forward within
             self._stack.pop()
         call = self._stack.pop()[1]
-        dtype = unit.options.precision.output_dtype
-        if dtype is not None:
-            output = map_tensors(lambda t: t.to(dtype) if is_castable(t.dtype) else t, output)
+        output = cast_outputs(unit, output)
         if call is not None:
             call.watch_outputs(output, self._tick())
         unit.state.finished_modules.add(id(module))
@@ -201,7 +214,7 @@ class Runtime:
         for unit in self.units:
             unit.state.finished_modules.clear()
             over = not torch.is_grad_enabled() and unit.state.reshard_after_forward is not False
-            if unit.state.users == 0:
+            if unit.state.users == 0 and not unit.state.awaits_backward:
                 keep = not (over or unit.form is Form.GATHERING or unit.reshards_after_forward)
                 self._reshard(unit, Phase.FORWARD, keep=keep)
                 if over:
@@ -214,13 +227,14 @@ class Runtime:
         if complete:
             unit.state.finished_modules.clear()
         for done in ((unit,) if complete else ()) + tuple(unit.borrowed):
-            if done.state.users == 0 and done.reshards_after_forward:
+            if done.state.users == 0 and done.reshards_after_forward and not done.state.awaits_backward:
                 if in_backward():
                     self._recomputed.append(done)  # if it is the last of its checkpoint, its backward comes next
                 else:
                     self._reshard(done, Phase.FORWARD)
 
-    def _prepare_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def prepare_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The inputs of a forward of `unit` on its device, and in the dtype that it asks for."""
         policy = unit.options.precision
         outermost = not self._stack
         casts = policy.cast_forward_inputs or (outermost and unit.options.casts_inputs_at_root)
@@ -244,6 +258,7 @@ class Runtime:
         if self.phase is not Phase.BACKWARD:
             self.phase = Phase.BACKWARD
             self.serial += 1
+            self._creates_graph = torch.is_grad_enabled()
             before, self._forwards_before = self._forwards_before, tuple(self._since_backward)
             self._since_backward = []
             known = self.backward_order if before == self._forwards_before else self._forwards_before[::-1]
@@ -260,6 +275,9 @@ class Runtime:
         self._hold(unit)
         if unit.state.unshards_in_backward:
             self._unshard(unit, Phase.PRE_BACKWARD)
+        if self._creates_graph:
+            for held in (unit, *unit.borrowed):
+                held.state.awaits_backward = True
         if self._is_in_pipeline and unit.trainable:
             self._reached.add(unit)
         self._prefetch_backward(unit)
@@ -290,7 +308,7 @@ class Runtime:
             self._reduced.add(unit)
             self._start_reduce(unit)
         for done in (unit, *unit.borrowed):
-            if done.state.users == 0 and done.state.reshard_after_backward:
+            if done.state.users == 0 and done.state.reshard_after_backward and not done.state.awaits_backward:
                 self._reshard(done, Phase.POST_BACKWARD)
         self._prefetch(self._postponed, Phase.BACKWARD)
         self._postponed = []
@@ -306,8 +324,9 @@ class Runtime:
         self._recomputed.clear()
         for unit in self.units:
             unit.state.users = 0
-            keep = not (unit.state.reshard_after_backward or unit.form is Form.GATHERING)
-            self._reshard(unit, Phase.POST_BACKWARD, keep=keep)
+            if not (self._creates_graph and unit.state.awaits_backward):
+                keep = not (unit.state.reshard_after_backward or unit.form is Form.GATHERING)
+                self._reshard(unit, Phase.POST_BACKWARD, keep=keep)
         if self._device.type != "cpu" and any(unit.options.offloads for unit in self.units):
             torch.cuda.current_stream().synchronize()  # offloaded gradients must be there before the optimizer reads
         agreed = self._backward_tracker.agrees
@@ -423,13 +442,14 @@ class Runtime:
     def _make_room(self, unit: Unit) -> None:
         """Let `unit` have memory, though the unit that it takes turns with is unsharded."""
         other = next((other for other in self.units if other is unit.slot.occupant), None)
-        if other is not None and other.state.users == 0 and not other.state.is_unsharded_by_hand:
+        held = other is None or other.state.is_unsharded_by_hand or other.state.awaits_backward
+        if other is not None and other.state.users == 0 and not held:
             self._reshard(other, Phase.IDLE)  # prefetched, or kept for later: it can be gathered again
         if not unit.can_occupy_slot:
             self._slots.give_own_memory(unit)
 
     def _reshard(self, unit: Unit, phase: Phase, *, keep: bool = False) -> None:
-        unit.state.is_unsharded_by_hand = False
+        unit.state.is_unsharded_by_hand = unit.state.awaits_backward = False
         unit.reshard(phase, keep=keep)
         if not keep:
             self._slots.note_freed(unit, self._tick())
@@ -456,7 +476,7 @@ class Runtime:
     def _free_recomputed(self, needed: Unit) -> None:
         """Free what a checkpoint computed again and does not need at once, which `needed` is."""
         for unit in self._recomputed:
-            if unit.state.users == 0 and unit is not needed:
+            if unit.state.users == 0 and unit is not needed and not unit.state.awaits_backward:
                 self._reshard(unit, Phase.FORWARD)
         self._recomputed.clear()
 
@@ -470,6 +490,14 @@ class Runtime:
         for unit in units:
             if unit.form is Form.SHARDED and (unit.can_occupy_slot or unit.keeps_unsharded):
                 self.start_unshard(unit, phase)
+
+
+def cast_outputs(unit: Unit, output: Any) -> Any:
+    """The output of `unit` in the dtype that it is asked for."""
+    dtype = unit.options.precision.output_dtype
+    if dtype is None:
+        return output
+    return map_tensors(lambda tensor: tensor.to(dtype) if is_castable(tensor.dtype) else tensor, output)
 
 
 def _broadcast_buffers(unit: Unit) -> None:

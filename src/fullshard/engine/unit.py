@@ -184,9 +184,15 @@ class Unit:
         return self.slot.occupant is self
 
     def notice_step(self) -> None:
-        """Gather kept parameters anew if an optimizer may have stepped since they were gathered."""
-        for param_group in self.param_groups:
-            param_group.notice_step()
+        """Gather parameters that are kept, or were unsharded by hand, anew if they may have changed since."""
+        stepped = [param_group for param_group in self.param_groups if param_group.gradients.take_step_notice()]
+        if stepped:
+            self.wait_unshard()
+        for param_group in stepped:
+            param_group.gather.note_changed_shards()
+        if self.form is Form.UNSHARDED and not all(param_group.gather.is_current for param_group in self.param_groups):
+            self._show_sharded()
+            self.form = Form.SHARDED
 
     @property
     def has_grads_waiting(self) -> bool:

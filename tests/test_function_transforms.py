@@ -1,0 +1,172 @@
+"""`torch.func` through sharded modules: derivatives of outputs by inputs, and losses made of them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_mode
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import grad, jacrev, jvp, vmap
+
+from fullshard import fully_shard
+from fullshard.engine.registry import units_in
+from fullshard.engine.unit import Form
+from fullshard.testing import assert_same
+
+# Of a call of torch's own.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+
+WIDTH = 64
+
+
+class Field(nn.Module):
+    """A function of points, and the derivative of itself that its own forward takes if asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(3, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        self.head = nn.Linear(WIDTH, 1)
+        self.derives = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.derives:
+            return self.value(x) + grad(lambda x: self.value(x).sum())(x).sum(-1, keepdim=True)
+        return self.value(x)
+
+    def value(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))
+
+
+def dual(model: nn.Module, x: Tensor) -> Tensor:
+    with forward_mode.dual_level():
+        return forward_mode.unpack_dual(model(forward_mode.make_dual(x, torch.ones_like(x)))).tangent
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "grad": lambda model, x: grad(lambda x: model(x).sum())(x),
+    "jvp": lambda model, x: jvp(model, (x,), (torch.ones_like(x),))[1],
+    "vmap": lambda model, x: vmap(model)(x),
+    "vmap of grad": lambda model, x: vmap(grad(lambda x: model(x).sum()))(x),
+    "jacrev": lambda model, x: jacrev(model)(x),
+    "second derivatives": lambda model, x: grad(lambda x: grad(lambda x: model(x).sum())(x).square().sum())(x),
+    "forward mode": dual,
+}
+
+
+def sharded(strategy: str) -> nn.Module:
+    model = Field()
+    for layer in (model.layers[0], model.layers[2], model.layers):
+        fully_shard(layer, strategy=strategy)
+    return fully_shard(model, strategy=strategy)
+
+
+def learn(model: nn.Module, name: str, steps: int = 4) -> list[Any]:
+    """By a loss with a derivative in it, after a plain one: the third step accumulates two."""
+    transform, optimizer, seen = TRANSFORMS[name], torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(steps):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        for part in x.chunk(2 if step == 2 else 1):
+            derived = transform(model, part)
+            (derived.square().mean() + model(part).square().mean()).backward()
+            seen.append(derived.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            seen.append(transform(model, x))
+    model.derives = True
+    for step in range(2):
+        y = model(torch.randn(8, 3, generator=torch.Generator().manual_seed(step)))
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(y.detach())
+    return [*seen, *(p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters())]
+
+
+def learn_as_plain(strategy: str) -> None:
+    for name, transform in TRANSFORMS.items():
+        model = sharded(strategy)
+        assert_same(learn(model, name), learn(Field(), name), name=name)
+        assert all(unit.form is Form.SHARDED for unit in units_in(model))
+        transform(model, torch.ones(2, 3))
+        model.state_dict()
+        model(torch.ones(2, 3)).sum().backward()
+        assert all(unit.form is Form.SHARDED for unit in units_in(model))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+def test_derivatives_and_losses_of_them_have_plain_bits(strategy):
+    run_ranks(2, learn_as_plain, strategy)
+
+
+def penalised(model: nn.Module, x: Tensor) -> Tensor:
+    """The slope at each point, as a gradient penalty takes it: its backward goes through a backward."""
+    x = x.detach().requires_grad_()
+    with torch.enable_grad():
+        return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0].square().sum(-1).add(1e-6).sqrt()
+
+
+def learn_with_penalty(model: nn.Module) -> list[Any]:
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(4):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        for part in x.chunk(2 if step == 2 else 1):
+            loss = model(part).square().mean() + (penalised(model, part) - 1).square().mean()
+            loss.backward(retain_graph=step == 3)
+            seen.append(loss.detach())
+        if step == 3:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        y = model(x.requires_grad_())
+        seen.append(torch.autograd.grad(y.sum(), x)[0])
+        hessian = torch.autograd.functional.hvp(lambda x: model(x).square().sum(), x, torch.ones_like(x))[1]
+        seen.append(hessian.detach())
+        optimizer.zero_grad()
+    return [*seen, *(p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters())]
+
+
+def learn_with_penalty_as_plain(strategy: str) -> None:
+    model = sharded(strategy)
+    assert_same(learn_with_penalty(model), learn_with_penalty(Field()))
+    model(torch.ones(2, 3)).sum().backward()
+    assert all(unit.form is Form.SHARDED for unit in units_in(model))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+def test_a_backward_through_a_backward_has_plain_bits(strategy):
+    run_ranks(2, learn_with_penalty_as_plain, strategy)
+
+
+def step_while_unsharded(strategy: str) -> None:
+    """What was unsharded by hand before a step is gathered anew after it, whether the gather had ended or not."""
+    plain, model = nn.Linear(8, 8), nn.Linear(8, 8)
+    model.load_state_dict(plain.state_dict())
+    for param in plain.parameters():
+        dist.broadcast(param.detach(), 0)
+    model.load_state_dict(plain.state_dict())
+    fully_shard(model, strategy=strategy)
+    make = partial(torch.optim.SGD, lr=1.0)
+    optimizers = make(plain.parameters()), make(model.parameters())
+    for waits in (True, False):
+        for it, optimizer in zip((plain, model), optimizers, strict=True):
+            it(torch.ones(2, 8)).square().mean().backward()
+            if it is model:
+                handle = model.unshard(async_op=True)
+                if waits:
+                    handle.wait()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(model(torch.ones(2, 8)).detach(), plain(torch.ones(2, 8)).detach())
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+def test_parameters_unsharded_by_hand_are_those_after_a_step(strategy):
+    run_ranks(2, step_while_unsharded, strategy)
