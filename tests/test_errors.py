@@ -68,9 +68,9 @@ from fullshard.command_line import parse
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
 from fullshard.layout.shard_spec import ShardSpec
-from fullshard.optim import Muon
+from fullshard.optim import Muon, step_shards
 from fullshard.plan.ledger import predict_ledger
-from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
+from fullshard.state.optim_state import OWN, full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
 from fullshard.testing.parity.command import run as run_parity
 from fullshard.testing.parity.difference import Tolerance
@@ -183,6 +183,47 @@ def rekey_the_state_of_another_model() -> Steps:
     yield
     optimizer = torch.optim.SGD(model.parameters())
     FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, model, optim=optimizer)
+
+
+def stepped_by(make: Callable[[Any], torch.optim.Optimizer]) -> Any:
+    model = sharded()
+    optimizer = make(model.parameters())
+    model(inputs()).sum().backward()
+    return model, optimizer
+
+
+@mistake(ConfigError, "Adafactor takes sums over whole parameters, of which each rank has a part", "Use AdamW, or Muon")
+def step_with_sums_over_rows() -> Steps:
+    _, optimizer = stepped_by(torch.optim.Adafactor)
+    yield
+    optimizer.step()
+
+
+@mistake(ConfigError, "LBFGS takes sums over whole parameters", "Use AdamW, or keep parameters whole")
+def step_shards_by_lbfgs() -> Steps:
+    _, optimizer = stepped_by(torch.optim.LBFGS)
+    yield
+    step_shards(optimizer)
+
+
+@mistake(ConfigError, r"Rprop cannot step DTensors, as \d+ sharded parameters are", r"step_shards\(optimizer\)")
+def step_with_operations_that_dtensor_lacks() -> Steps:
+    _, optimizer = stepped_by(torch.optim.Rprop)
+    yield
+    optimizer.step()
+
+
+@mistake(
+    StateError, "'scales' of .* in the state of SGD is of this rank's shard alone", "Save the model without the optim"
+)
+def save_the_state_of_a_shard() -> Steps:
+    model, optimizer = stepped_by(partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+    optimizer.step()
+    param = next(iter(model.parameters()))
+    optimizer.state[param]["scales"] = scales = torch.ones(3)
+    setattr(scales, OWN, True)
+    yield
+    full_optim_state_dict(model, optimizer)
 
 
 # -- process groups, and questions about models ----------------------------------------------------------------------

@@ -92,7 +92,7 @@ DOCUMENTED = {
         "zero",
     ],
     "fullshard.integrations.lightning": ["FabricFullShardStrategy", "FullShardStrategy"],
-    "fullshard.optim": ["Muon"],
+    "fullshard.optim": ["Muon", "step_shards"],
     "fullshard.testing": [
         "ParityReport",
         "ParityRow",

@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard import ShardedGradScaler, StateError, fully_shard
+from fullshard import ConfigError, ShardedGradScaler, StateError, fully_shard
 from fullshard.engine.registry import units_in
+from fullshard.optim import step_shards
+from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import assert_same
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
-# Those that work on DTensor, which all treat each element by itself: sharding cannot change a bit. Rprop indexes by a
-# mask, Adafactor raises a norm to a power in place and LBFGS concatenates views, none of which DTensor has.
+# Those that work on DTensor, which all treat each element by itself: sharding cannot change a bit.
 ELEMENTWISE: dict[str, Make] = {
     "Adadelta": partial(torch.optim.Adadelta, lr=0.5),
     "Adagrad": partial(torch.optim.Adagrad, lr=0.05),
@@ -357,3 +358,84 @@ def late_states(shard: Any) -> list[Any]:
 
 def test_state_that_is_made_later_is_sharded_too():
     run_ranks(2, agree_with_plain, late_states)
+
+
+class Lion(torch.optim.Optimizer):
+    """An elementwise optimizer that torch does not know, with operations that a `DTensor` does not take."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    assert type(param) is not DTensor, "a kernel that takes plain memory"
+                    state = self.state[param]
+                    mean = state.setdefault("mean", torch.zeros_like(param))
+                    self.note(state, param)
+                    param.sub_(mean.lerp(param.grad, 0.1).sign_(), alpha=group["lr"])
+                    mean.lerp_(param.grad, 0.01)
+
+    def note(self, state: dict[str, Any], param: Tensor) -> None:
+        """Keep nothing else."""
+
+
+class BlockedLion(Lion):
+    """One that keeps a scale for each block of its state, too."""
+
+    def note(self, state: dict[str, Any], param: Tensor) -> None:
+        state["scales"] = param.detach().flatten()[::8].abs().clone()
+
+
+def lion(model: nn.Module, sharded: bool, kind: type[Lion] = Lion) -> Any:
+    optimizer = kind(model.parameters(), lr=0.01)
+    return step_shards(optimizer) if sharded else optimizer
+
+
+def step_as_told() -> None:
+    plain, model = chain(lambda module: module), chain(fully_shard)
+    optimizers = lion(plain, False), lion(model, True)
+    assert step_shards(optimizers[1]) is optimizers[1]
+    for step in range(4):
+        for it, optimizer in zip((plain, model), optimizers, strict=True):
+            it(inputs(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 1:
+            state = full_optim_state_dict(model, optimizers[1], rank0_only=False)
+            optimizers = optimizers[0], lion(model, True)
+            optimizers[1].load_state_dict(optim_state_dict_to_load(model, optimizers[1], state))
+    assert_same([param.full_tensor() for param in model.parameters()], [param.detach() for param in plain.parameters()])
+    param = next(iter(model.parameters()))
+    assert isinstance(optimizers[1].state[param]["mean"], DTensor)
+    blocked = lion(model, True, BlockedLion)
+    model(inputs()).square().mean().backward()
+    blocked.step()
+    with pytest.raises(StateError, match=r"'scales' of .* in the state of BlockedLion is of this rank's shard alone"):
+        full_optim_state_dict(model, blocked)
+
+
+def test_elementwise_optimizers_of_others_step_shards_if_told():
+    run_ranks(2, step_as_told)
+
+
+def refuse_what_needs_wholes(name: str) -> None:
+    model = chain(fully_shard)
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    optimizer = getattr(torch.optim, name)(matrices)
+    model(inputs()).square().mean().backward()
+    said = "step_shards" if name == "Rprop" else "strategy='ddp'"
+    with pytest.raises(ConfigError, match=f"{name} .*{said}"):
+        optimizer.step(lambda: 0.0)
+    if name == "Rprop":
+        step_shards(optimizer).step()
+    else:
+        with pytest.raises(ConfigError, match="takes sums over whole parameters"):
+            step_shards(optimizer)
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "Rprop"])
+def test_optimizers_that_cannot_step_shards_are_refused_by_name(name):
+    run_ranks(2, refuse_what_needs_wholes, name)

@@ -1,4 +1,5 @@
-"""Elementwise optimizers of torch step the plain shards instead of the `DTensor`s around them.
+"""Elementwise optimizers step the plain shards instead of the `DTensor`s around them: those of torch by themselves from
+their second step on, others from their first one if the user says that they may.
 
 Every operation on a `DTensor` is looked up and wrapped in Python first, which takes as long as updating a small shard.
 So for the length of a step an optimizer has this rank's shards in place of its parameters: the same operations on the
@@ -11,20 +12,22 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, update_wrapper
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard._compat import dtensor_like, has_step_hooks, make_dtensor
+from fullshard._compat import dtensor_like, has_step_hooks, holds_tensors, make_dtensor
 from fullshard.engine.managed import managed_by
+from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
 from fullshard.optim.rebinding import point_to_shards
+from fullshard.state.optim_state import OWN
 
-__all__ = ["watch_optimizers"]
+__all__ = ["step_shards", "watch_optimizers"]
 
 # These very classes: a class derived from one of them may do anything.
 _ELEMENTWISE = frozenset(
@@ -33,8 +36,15 @@ _ELEMENTWISE = frozenset(
         *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.ASGD),
     }
 )
+_NEEDS_WHOLES = {
+    "Adafactor": "Use AdamW, or Muon of fullshard.optim for matrices",
+    "LBFGS": "Use AdamW",
+    "Muon": "Use Muon of fullshard.optim",
+}
+_LIBRARIES_WITH_KERNELS = {"bitsandbytes", "torchao"}
 _stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have shards at the moment
 _MARK = "_fullshard_steps_shards"
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 
 @cache
@@ -46,16 +56,70 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _stepping:
         point_to_shards(optimizer)
+        _check_steps_shards(optimizer)
         note_outside(optimizer)
         _step_shards(optimizer)
+
+
+def step_shards(optimizer: OptimizerT) -> OptimizerT:
+    """Have `optimizer`, which is returned, step this rank's plain shards in place of the sharded parameters.
+
+    Right for optimizers that treat each element by itself, or each block of some: those of other libraries, too, whose
+    kernels take plain memory. Blocks begin with each rank's shard, so that numbers may depend on the number of ranks
+    there. States that are no tensors of the parameter's shape, such as the scales of blocks, are this rank's own, and
+    are not saved. Optimizers of torch's that are known to be elementwise need no such call.
+
+    Raises:
+        ConfigError: it needs whole parameters.
+    """
+    if type(optimizer).__name__ in _NEEDS_WHOLES:
+        raise _refused(optimizer)
+    if not hasattr(optimizer.step, _MARK):
+        _replace_step(optimizer)
+    return optimizer
+
+
+def _refused(optimizer: Optimizer) -> ConfigError:
+    name = type(optimizer).__name__
+    return ConfigError(
+        f"{name} takes sums over whole parameters, of which each rank has a part. {_NEEDS_WHOLES[name]}, or keep "
+        "parameters whole with strategy='ddp'."
+    )
+
+
+def _check_steps_shards(optimizer: Optimizer) -> None:
+    """Refuse optimizers that cannot step `DTensor`s, while they would.
+
+    Raises:
+        ConfigError: `optimizer` needs whole parameters, or has kernels of its own.
+    """
+    kind, sharded = type(optimizer), _cut_params(optimizer)
+    if not sharded or hasattr(optimizer.step, _MARK):
+        return
+    if kind.__name__ in _NEEDS_WHOLES and kind.__module__.startswith("torch.optim"):
+        raise _refused(optimizer)
+    if kind is torch.optim.Rprop or kind.__module__.split(".")[0] in _LIBRARIES_WITH_KERNELS:
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__name__} cannot step DTensors, as {len(sharded)} sharded parameters are. If it "
+            "treats elements or blocks of them by themselves, have it step each rank's plain shards: optimizer = "
+            "fullshard.optim.step_shards(optimizer)."
+        )
+
+
+def _cut_params(optimizer: Optimizer) -> list[Tensor]:
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return [it for it in params if isinstance(it, DTensor) and any(isinstance(p, Shard) for p in it.placements)]
 
 
 def _step_shards(optimizer: Optimizer) -> None:
     """Let `optimizer` step shards from its next step on, if it is elementwise and does not do so already."""
     if type(optimizer) not in _ELEMENTWISE or hasattr(optimizer.step, _MARK):
         return
-    if not any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
-        return
+    if any(isinstance(param, DTensor) for group in optimizer.param_groups for param in group["params"]):
+        _replace_step(optimizer)
+
+
+def _replace_step(optimizer: Optimizer) -> None:
     known: Any = optimizer.step
     # No reference to the optimizer, which would be a cycle: a function of the class, or a scheduler's replacement.
     inner = getattr(known, "__func__", None) or (lambda _, *args, **kwargs: known(*args, **kwargs))
@@ -69,6 +133,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
         # A closure, or a hook of the user's, is to see the parameters that the user knows.
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
+        point_to_shards(optimizer)
         with _having_shards(optimizer):
             return inner(optimizer)
 
@@ -144,12 +209,21 @@ def _is_local_of(known: Any, value: Any) -> bool:
     return _local(known) is value
 
 
+def _marked(value: Any) -> Any:
+    """`value`, marked as this rank's own if it is a tensor with more than one element."""
+    if isinstance(value, Tensor) and value.numel() > 1:
+        setattr(value, OWN, True)
+    return value
+
+
 def _placed_as(param: DTensor, value: Any) -> Any:
     """`value` as a `DTensor`, if it has an element for each of the shard's."""
     if not param.ndim and isinstance(value, Tensor) and value.shape == (1,):
         value = value.view(())
     elif not isinstance(value, Tensor) or not param.ndim or value.shape != param._local_tensor.shape:
-        return value
+        return _marked(value)
+    if holds_tensors(value):
+        return _marked(value)
     if value.dtype == param.dtype:
         return dtensor_like(value, param)
     return make_dtensor(value, param.device_mesh, tuple(param.placements), tuple(param.shape))

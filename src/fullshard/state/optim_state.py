@@ -23,7 +23,7 @@ from fullshard.comm.routes import collectives_for
 from fullshard.engine.comparison import meet
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.sharded_param import full_copy
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, StateError
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -43,6 +43,8 @@ __all__ = [
     "params_by_fqn",
     "sharded_optim_state_dict",
 ]
+
+OWN = "_fullshard_own"  # marks tensors in optimizer states that belong to this rank's shard, and have not its shape
 
 _ORIGIN = Origin("optimizer state", Phase.IDLE)
 
@@ -187,6 +189,14 @@ def _numbered(fqns: Sequence[str]) -> dict[str, int]:
 def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> StateDict:
     """`state_dict`, which numbers parameters, with their FQNs instead."""
     fqns = list(params_by_fqn(model, optim))
+    for key, values in state_dict["state"].items():
+        own = next((name for name, value in values.items() if hasattr(value, OWN)), None)
+        if own is not None:
+            raise StateError(
+                f"{own!r} of {fqns[key] if isinstance(key, int) else key} in the state of {type(optim).__name__} is of "
+                "this rank's shard alone, and cannot be saved with the others'. Save the model without the optimizer, "
+                "or train with an optimizer whose states have the shape of parameters."
+            )
     state = {fqns[key] if isinstance(key, int) else key: dict(value) for key, value in state_dict["state"].items()}
     groups = [
         {**group, "params": [fqns[key] if isinstance(key, int) else key for key in group["params"]]}
