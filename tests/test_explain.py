@@ -67,3 +67,18 @@ def test_padding_is_that_of_the_layout():
 def test_a_model_without_units_is_refused():
     with pytest.raises(ConfigError, match="Linear has no units"):
         explain(nn.Linear(2, 2))
+
+
+def advice(width: int, layers: int) -> bool:
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer)
+    return "units have less than 1.0 MiB" in explain(fully_shard(model))
+
+
+def test_units_that_are_too_small_are_told():
+    """And one alone is not, nor is any on one rank."""
+    cases = [((16, 3), True), ((16, 1), False), ((520, 3), False)]
+    for case, told in cases:
+        assert run_ranks(2, advice, *case) == [told, told]
+    assert run_ranks(1, advice, 16, 3) == [False]

@@ -14,7 +14,9 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.plan.ledger import predict_error_feedback, predict_ledger
 
-__all__ = ["explain"]
+__all__ = ["SMALL_UNIT", "explain"]
+
+SMALL_UNIT = 2**20  # bytes of unsharded parameters below which the host takes longer than they are worth
 
 
 def explain(model: nn.Module) -> str:
@@ -35,7 +37,7 @@ def explain(model: nn.Module) -> str:
         )
     names = {module: clean_fqn(name) or "the root" for name, module in model.named_modules()}
     each = (line for unit in units for line in _unit(unit, names))
-    return "\n".join([*_head(units), *each, *_order(units, names), *_bytes(model)])
+    return "\n".join([*_head(units), *_advice(units), *each, *_order(units, names), *_bytes(model)])
 
 
 def _head(units: Sequence[Unit]) -> Iterator[str]:
@@ -48,6 +50,17 @@ def _head(units: Sequence[Unit]) -> Iterator[str]:
         f"to backward; gradients {placements.gradients.value}; optimizer state {placements.optimizer.value}"
         + (f"; groups of {axes.group_size} ranks" if axes.group_size else "")
     )
+
+
+def _advice(units: Sequence[Unit]) -> Iterator[str]:
+    """What costs time and is easily changed."""
+    small = [unit for unit in units if unit.params and unit.unsharded_nbytes < SMALL_UNIT]
+    if len(small) > 1 and units[0].axes.world > 1:
+        yield (
+            f"{len(small)} units have less than {_size(SMALL_UNIT)}: whatever its size, a unit costs the host some "
+            "tenths of a millisecond in a step. Fewer and larger ones are faster: fully_shard([first, second]) makes "
+            "one of several modules, and a model of a few MiB is one unit, or wants strategy='ddp'"
+        )
 
 
 def _unit(unit: Unit, names: Mapping[nn.Module, str]) -> Iterator[str]:
