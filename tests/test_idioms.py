@@ -4,6 +4,8 @@ import copy
 import importlib
 import inspect
 import io
+import subprocess
+import sys
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -239,6 +241,31 @@ def compare_statistics() -> None:
 @pytest.mark.filterwarnings("ignore:.*broadcast_buffers")
 def test_buffers_are_the_first_ranks_as_under_ddp_if_asked():
     run_ranks(2, compare_statistics)
+
+
+MIXES = """
+import torch, torch.distributed as dist
+from torch import nn
+from fullshard import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+def loss_of(hidden, head):
+    return (hidden @ head.weight).sum()
+
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+fully_shard(model[0])
+fully_shard(model)
+loss_of(model(torch.ones(2, 8)), model[1])
+"""
+
+
+def test_a_function_of_a_sharded_weight_is_told_which_and_what_to_do():
+    ended = subprocess.run([sys.executable, "-c", MIXES], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "mixed torch.Tensor and DTensor" in ended.stderr
+    said = ended.stderr.rsplit("[fullshard] ", 1)[1]
+    assert said.startswith("In reach there: 1.weight of the root, 1.bias of the root, weight of 0 and others.")
+    assert "call unshard() on the unit before" in said
 
 
 def scatter_without_an_optimizer() -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from fullshard._compat import dtensor_like
 from fullshard.comm.mesh import broadcast_from_first, resolve_axes, resolve_groups
+from fullshard.engine.at_rest import explain_mixtures
 from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install
 from fullshard.engine.managed import managed_by, mark_ignored
 from fullshard.engine.materialize import (
@@ -86,6 +87,7 @@ def shard_unit(
     install(unit)
     watch_optimizers()
     watch_wrappers()
+    explain_mixtures()
     own = [module for _, module in own_modules(modules)]
     register_hooks(own, unit)
     _mark(own)

@@ -1,8 +1,16 @@
-"""Modules that are called while their parameters are sharded: refused by name, where torch would tell of types only."""
+"""Parameters that are used while they are sharded: told by name, where torch tells of types only.
+
+A module that is called is refused before. What a function does with a parameter nobody sees before it has failed; then
+a text follows the traceback, if the exception ends the process.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,7 +21,7 @@ from fullshard.engine.nested import tensors_in
 from fullshard.engine.own_hooks import own_hook
 from fullshard.errors import StateError
 
-__all__ = ["accept_calls", "refuse_calls"]
+__all__ = ["accept_calls", "explain_mixtures", "refuse_calls"]
 
 _HOOK = "fullshard: parameters at rest"  # where hooks of torch's have numbers
 
@@ -46,3 +54,34 @@ def _check_unsharded(module: nn.Module, args: Any) -> None:
                 "the unit's method that calls it count as a forward, by register_fsdp_forward_method(module, name); or "
                 "call it between unshard() and reshard() of the unit, or within summon_full_params."
             )
+
+
+@cache
+def explain_mixtures() -> None:
+    """From now on, say after the traceback of an uncaught mixture of tensors which parameters it may be of."""
+    known = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        known(kind, error, traceback)
+        if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+            names = list(dict.fromkeys(_sharded_in(traceback)))
+            if names:
+                sys.stderr.write(
+                    f"[fullshard] In reach there: {', '.join(names[:3])}{' and others' if names[3:] else ''}. Sharded "
+                    "parameters are DTensors outside of forward and backward of their unit. To compute with them, call "
+                    "unshard() on the unit before, and reshard() after it; or summon_full_params; or make the function "
+                    "a method of the unit, and register_fsdp_forward_method(module, name).\n"
+                )
+
+    sys.excepthook = excepthook
+
+
+def _sharded_in(traceback: TracebackType | None) -> Iterator[str]:
+    """Sharded parameters among the local variables of the frames, and in modules among these, innermost first."""
+    for frame, _ in reversed(list(walk_tb(traceback))):
+        for value in frame.f_locals.values():
+            held = value.parameters() if isinstance(value, nn.Module) else [value]
+            for param in held:
+                managed = managed_by(param) if isinstance(param, nn.Parameter) else None
+                if managed is not None and param is managed.param.sharded:
+                    yield f"{managed.param.fqn} of {managed.unit.name or 'the root'}"
