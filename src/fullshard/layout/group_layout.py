@@ -83,11 +83,6 @@ class GroupLayout:
         packed = [i for i, param_layout in enumerate(self.params) if not param_layout.in_place]
         return tuple(sorted(packed, key=lambda i: self.params[i].shard_offset))
 
-    @property
-    def wire_numel(self) -> int:
-        """Elements of all ranks' messages of one gather, each rank's own shard included."""
-        return self.world * (sum(param_layout.spec.part_numel for param_layout in self.in_place) + self.pack_numel)
-
 
 def region_numel(spec: ShardSpec, in_place: bool) -> int:
     """Elements that a parameter takes in the unsharded buffer."""

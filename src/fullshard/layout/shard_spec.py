@@ -9,7 +9,7 @@ from math import prod
 
 from fullshard.errors import LayoutError
 
-__all__ = ["Overlap", "ShardSpec", "choose_spec", "overlaps", "owned"]
+__all__ = ["ShardSpec", "choose_spec", "owned"]
 
 
 def owned(size: int, world: int, rank: int) -> range:
@@ -17,25 +17,6 @@ def owned(size: int, world: int, rank: int) -> range:
     part = -(-size // world)
     start = min(rank * part, size)
     return range(start, min(start + part, size))
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """Positions that a part at one world size shares with `rank`'s part at another."""
-
-    rank: int
-    positions: range
-
-
-def overlaps(mine: range, size: int, world: int) -> list[Overlap]:
-    """The ranks of a `world` that own the positions `mine`, in order: the shards to read after a resize."""
-    found = []
-    for rank in range(world):
-        theirs = owned(size, world, rank)
-        start, stop = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
-        if start < stop:
-            found.append(Overlap(rank, range(start, stop)))
-    return found
 
 
 @dataclass(frozen=True)

@@ -137,9 +137,10 @@ _ALL = (
     *_needless("Buffers keep their dtype.", "data_types.keep_in_fp32_modules"),
     # -- reduction
     _honoured("gradient_allreduce_op", "mean, or sum: then gradients are not divided by the number of ranks."),
-    _refused("prescale_gradients", "Set communication_data_type to fp32: sums do not overflow there."),
-    _refused(
-        "gradient_predivide_factor", "Set communication_data_type to fp32: sums do not overflow there.", None, 1, 1.0
+    *_needless(
+        "float16 terms are divided by a power of two before they are summed, so sums do not overflow.",
+        "prescale_gradients",
+        "gradient_predivide_factor",
     ),
     *_needless("Gathers are all-gathers, whatever this says.", "disable_allgather"),
     *_needless("There is no sequence parallelism for it to concern.", "seq_parallel_communication_data_type"),
