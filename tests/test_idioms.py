@@ -194,6 +194,12 @@ def slice_and_split() -> None:
     part = model[:2]
     assert type(part) is nn.Sequential
     assert [isinstance(it, FSDPModule) for it in (model, part, part[0], part[1])] == [True, False, True, False]
+    parametrized = fully_shard(nn.Sequential(nn.Linear(8, 8)))
+    parametrized.__class__ = type("Parametrized", (type(parametrized),), {})
+    assert type(parametrized[:1]) is nn.Sequential
+    whole = fully_shard(nn.Linear(8, 8), strategy="ddp")
+    assert not hasattr(whole, "_is_fsdp_managed_module")  # one rank may generate alone
+    assert model[1]._is_fsdp_managed_module
     beside = nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Linear(8, 8))
     beside._ddp_params_and_buffers_to_ignore = ["0.weight", "0.bias"]
     wrapped = DistributedDataParallel(beside)

@@ -184,10 +184,12 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A plain module of the user's class: a slice of a sharded `nn.Sequential`, say, is no unit."""
-        plain: Any = cls.__mro__[2]  # after the class that was made for it, and this one
-        made = plain.__new__(plain)
-        made.__init__(*args, **kwargs)  # Python does so for instances of `cls` only
-        return made
+        plain: Any = next((plain for plain, made in _classes.items() if made in cls.__mro__), None)
+        if plain is None:  # a class of the user's
+            return super().__new__(cls)
+        module = plain.__new__(plain)
+        module.__init__(*args, **kwargs)  # Python does so for instances of `cls` only
+        return module
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard the unit's parameters now, until `reshard` or the module's next forward frees them.

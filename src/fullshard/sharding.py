@@ -32,6 +32,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 from fullshard.optim.local_steps import watch_optimizers
 from fullshard.policy.options import ShardOptions
+from fullshard.policy.strategy import Placement
 from fullshard.state.state_dict import copy_settings, register_hooks
 from fullshard.tape.recorder import Phase
 
@@ -90,14 +91,17 @@ def shard_unit(
     explain_mixtures()
     own = [module for _, module in own_modules(modules)]
     register_hooks(own, unit)
-    _mark(own)
+    if placements.parameters is not Placement.WHOLE:
+        _mark(own)
     for module in modules:
         vars(module)["__deepcopy__"] = partial(copy_sharded, module)
     return unit
 
 
 def _mark(modules: Iterable[nn.Module]) -> None:
-    """Mark `modules` as torch does those that it shards: by that transformers knows that all ranks must run them."""
+    """Mark `modules` as torch does those that it shards: by that transformers knows that all ranks must run them, in
+    `generate` to the last token of any.
+    """
     for module in modules:
         module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
