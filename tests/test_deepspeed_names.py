@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fullshard import ConfigError, FullshardError, StateError, fully_shard
+from fullshard import ConfigError, FullshardError, StateError, fully_shard, summon_full_params
 from fullshard.integrations import deepspeed
 from fullshard.testing import assert_same
 
@@ -121,6 +122,31 @@ def gather() -> None:
 
 def test_gathered_parameters_are_whole_and_one_rank_may_change_them():
     run_ranks(2, gather)
+
+
+def write_in_replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh, strategy="hsdp")
+    for source in range(4):
+        with deepspeed.zero.GatheredParameters(model.weight, modifier_rank=source):
+            model.weight.data.fill_(100.0 + dist.get_rank())
+            with deepspeed.zero.GatheredParameters([model.weight, model.bias]):
+                assert not isinstance(model.bias, DTensor)
+                assert model.weight[0, 0] == 100 + dist.get_rank()
+            assert isinstance(model.bias, DTensor)
+        assert_same(model.weight.full_tensor(), torch.full((8, 8), 100.0 + source))
+    wrong = deepspeed.zero.GatheredParameters(model.weight, modifier_rank=4)
+    with pytest.raises(ConfigError, match=r"modifier_rank=4.*weight is on ranks \[0, 1, 2, 3\]"), wrong:
+        pass
+    if dist.get_rank() < 2:  # a replica gathers by itself
+        with summon_full_params(model):
+            model.weight.sum()
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def test_any_rank_of_any_replica_may_change_them():
+    run_ranks(4, write_in_replicas)
 
 
 def test_optimizers_are_torch_s():

@@ -98,6 +98,14 @@ def learn_as_plain(strategy: str) -> None:
         model.state_dict()
         model(torch.ones(2, 3)).sum().backward()
         assert all(unit.form is Form.SHARDED for unit in units_in(model))
+        transform(model, torch.ones(2, 3))
+        model.state_dict()
+        model.derives = False
+        with torch.no_grad():
+            vmap(model)(torch.ones(2, 3))
+            model(torch.ones(2, 3))
+        assert all(unit.form is Form.SHARDED for unit in units_in(model))  # nothing of an evaluation stays
+        assert not any(unit.state.awaits_backward for unit in units_in(model))
     dist.barrier()
 
 

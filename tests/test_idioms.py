@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.nn.parallel import DistributedDataParallel
 
 from fullshard import (
@@ -186,11 +187,21 @@ def test_parameters_mix_with_tensors_on_an_equal_mesh():
     run_ranks(2, add_tensors_of_an_equal_mesh)
 
 
+class Sized(nn.Module):
+    def __new__(cls, size: int) -> Any:
+        return super().__new__(cls)
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(size, size)
+
+
 def slice_and_split() -> None:
     """A slice is no unit, and the layers in it are; what DDP is told to leave alone is left alone."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     fully_shard(model[0])
     fully_shard(model)
+    assert type(type(fully_shard(Sized(2)))(3)) is Sized
     part = model[:2]
     assert type(part) is nn.Sequential
     assert [isinstance(it, FSDPModule) for it in (model, part, part[0], part[1])] == [True, False, True, False]
@@ -200,6 +211,8 @@ def slice_and_split() -> None:
     whole = fully_shard(nn.Linear(8, 8), strategy="ddp")
     assert not hasattr(whole, "_is_fsdp_managed_module")  # one rank may generate alone
     assert model[1]._is_fsdp_managed_module
+    with implicit_replication():
+        model[1](torch.ones(2, 8))  # torch knows what to do
     beside = nn.Sequential(fully_shard(nn.Linear(8, 8)), nn.Linear(8, 8))
     beside._ddp_params_and_buffers_to_ignore = ["0.weight", "0.bias"]
     wrapped = DistributedDataParallel(beside)
@@ -236,6 +249,9 @@ def learn_statistics(kind: str) -> list[Any]:
 
 
 def compare_statistics() -> None:
+    twice = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
+    fully_shard(twice, broadcast_buffers=True).eval()
+    (twice(torch.ones(2, 8)) + twice(torch.ones(2, 8))).sum().backward()  # nothing is written in between
     expected = learn_statistics("ddp")
     assert_same(learn_statistics("shared"), expected)
     assert_same(learn_statistics("wrapper"), expected)

@@ -66,3 +66,30 @@ def test_stages_get_the_gradients_of_one_process(kind, per_rank):
 def test_a_backward_in_two_parts_is_refused():
     with pytest.raises(testing.RanksFailed, match="ScheduleInterleaved1F1B"):
         testing.run_ranks(2, run_schedule, ScheduleInterleavedZeroBubble, 2)
+
+
+class Skipping(nn.Module):
+    """A trained layer that some microbatches do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 1.0 if self.calls in (2, 3) else self.layer(x)
+
+
+def drop_a_layer() -> None:
+    group = dist.new_subgroups(1)[0]
+    model = nn.Sequential(Skipping(), nn.Linear(WIDTH, WIDTH))
+    for layer in model:
+        fully_shard(layer)
+    stage = PipelineStage(fully_shard(model), 0, 1, torch.device("cpu"), group=group)
+    for number in range(4):
+        stage.forward_one_chunk(number, (torch.ones(2, WIDTH),)).sum().backward()
+
+
+def test_a_layer_may_be_dropped_in_a_stage():
+    run_ranks(2, drop_a_layer)

@@ -45,6 +45,7 @@ __all__ = [
     "has_values",
     "holders",
     "holds_tensors",
+    "implicitly_replicates",
     "in_backward",
     "in_function_transform",
     "in_pipeline_stage",
@@ -74,6 +75,11 @@ R = TypeVar("R")
 def in_backward() -> bool:
     """True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def implicitly_replicates() -> bool:
+    """True within `implicit_replication()` of torch's, where plain tensors may meet `DTensor`s."""
+    return bool(DTensor._op_dispatcher._allow_implicit_replication)
 
 
 def in_function_transform() -> bool:

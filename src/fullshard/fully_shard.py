@@ -187,7 +187,7 @@ class FSDPModule:
         plain: Any = next((plain for plain, made in _classes.items() if made in cls.__mro__), None)
         if plain is None:  # a class of the user's
             return super().__new__(cls)
-        module = plain.__new__(plain)
+        module = plain.__new__(plain, *args, **kwargs)
         module.__init__(*args, **kwargs)  # Python does so for instances of `cls` only
         return module
 

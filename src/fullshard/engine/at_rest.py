@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fullshard._compat import implicitly_replicates
 from fullshard.engine.managed import managed_by
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.own_hooks import own_hook
@@ -41,7 +42,11 @@ def accept_calls(modules: Sequence[nn.Module]) -> None:
 @own_hook
 def _check_unsharded(module: nn.Module, args: Any) -> None:
     given = tensors_in(args)
-    if not any(isinstance(tensor, Tensor) for tensor in given) or any(isinstance(it, DTensor) for it in given):
+    if (
+        implicitly_replicates()
+        or not any(isinstance(tensor, Tensor) for tensor in given)
+        or any(isinstance(it, DTensor) for it in given)
+    ):
         return
     for name, param in module._parameters.items():
         managed = None if param is None else managed_by(param)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm.routes import collectives_for
-from fullshard.engine.registry import process_groups_along
 from fullshard.engine.sharded_param import digest
 from fullshard.engine.unit import Unit
 from fullshard.errors import RankMismatchError
@@ -52,7 +51,9 @@ def meet(units: Sequence[Unit], name: str) -> None:
         RankMismatchError: some rank has come to something else: it does not take part (where ranks can compare that).
     """
     sharded = [unit for unit in units if unit.options.placements.optimizer is Placement.SHARDED]
-    for group in process_groups_along(sharded):
+    groups = [unit.axes.shard_group for unit in sharded]  # replicas gather by themselves
+    groups += [group for unit in sharded for param in unit.params for group in param.view.process_groups]
+    for group in dict.fromkeys(groups):
         if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
             collectives_for(group, units[0].device).meet(name, origin=Origin("", Phase.IDLE))
 

@@ -81,6 +81,8 @@ def _after_forward(module: nn.Module, args: Any, output: Any) -> Any:
     if runtime is None:
         return output
     if in_function_transform():
+        with outside_of_function_transforms():
+            runtime.after_transformed_forward(unit)
         return cast_outputs(unit, output)
     with outside_of_selective_checkpoints():
         return runtime.after_forward(unit, module, output)

@@ -139,8 +139,14 @@ class Runtime:
         self.after_optimizer = None
         for needed in (unit, *unit.borrowed):
             needed.notice_step()
-            needed.state.awaits_backward = True
+            needed.state.awaits_backward = needed.state.awaits_backward or torch.is_grad_enabled()
         self._unshard(unit, Phase.FORWARD)
+
+    def after_transformed_forward(self, unit: Unit) -> None:
+        """Free `unit` if no backward can need it. Call it outside of transforms."""
+        for done in (unit, *unit.borrowed):
+            if done.state.users == 0 and not done.state.awaits_backward:
+                self._reshard(done, Phase.FORWARD)
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so. Its output as the caller is to see it."""
@@ -177,10 +183,10 @@ class Runtime:
         if torch.is_grad_enabled():
             self._count_microbatch()
         if self._buffers_differ:
+            self._buffers_differ = False
             for unit in self.units:
-                if unit.options.broadcasts_buffers:
+                if unit.options.broadcasts_buffers and unit.axes.world > 1:
                     _broadcast_buffers(unit)
-        self._buffers_differ = torch.is_grad_enabled() and top.state.syncs_gradients
 
     def _count_microbatch(self) -> None:
         """A microbatch is a step's first one unless gradients of an earlier one still wait for the optimizer."""
@@ -189,9 +195,8 @@ class Runtime:
         here.step = self._step
         for unit in self.units:
             unit.microbatch = self._microbatch
-        if (
-            self.outside and self._microbatch == 1 and self._step.bit_count() == 1
-        ):  # the first may train with a rate of 0
+        is_due = self._microbatch == 1 and self._step.bit_count() == 1  # again, since rates may start at 0
+        if self.outside and is_due and not is_capturing(self._device):
             self._compare_outside()
 
     def _compare_outside(self) -> None:
@@ -332,6 +337,7 @@ class Runtime:
         agreed = self._backward_tracker.agrees
         self.backward_order = tuple(self._backward_tracker.seen)
         self.phase = Phase.IDLE
+        self._buffers_differ = self._buffers_differ or any(unit.state.syncs_gradients for unit in self.units)
         self._slots.end_microbatch(is_typical=agreed)
         tallies, self._tallies = self._tallies, []
         if switches.checks_finite:
@@ -345,7 +351,7 @@ class Runtime:
         Raises:
             StateError: those of the parameters would be taken later, past the hooks that have them reduced.
         """
-        missed = self._reached - self._received
+        missed = set() if self._received else set(self._reached)  # a layer may be dropped, but not all of them
         self._reached.clear()
         self._received.clear()
         if missed:

@@ -251,6 +251,7 @@ class Unit:
         if self.form is Form.UNSHARDED:
             self._show_sharded()
             self.form = Form.SHARDED
+        self.state.awaits_backward = self.state.awaits_backward and keep
         if self.occupies_slot and not (keep or self.keeps_unsharded):
             self.slot.free()
             for param_group in self.param_groups:

@@ -7,16 +7,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from fullshard._compat import make_dtensor
+from fullshard._compat import dtensor_like, make_dtensor
 from fullshard.comm.routes import collectives_for
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import check_idle
 from fullshard.engine.managed import Managed, managed_by
-from fullshard.engine.registry import process_groups_along
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError
 from fullshard.integrations.deepspeed.refused import missing
@@ -59,19 +57,23 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
         raise ConfigError("GatheredParameters(fwd_module=...): forwards gather by themselves here. Leave it out.")
     given = [params] if isinstance(params, nn.Parameter) else list(params)
     found = {id(it): it for it in map(managed_by, given) if it is not None} if enabled else {}
-    gathered = list(found.values())
+    gathered = [it for it in found.values() if it.param.shown is it.param.sharded]  # others are whole already
+    if modifier_rank is not None:
+        for it in gathered:
+            _coordinates(it, modifier_rank)
     units = list(dict.fromkeys(it.unit for it in gathered))
-    for unit in units:
+    outermost = [unit for unit in units if not unit.state.is_summoned]
+    for unit in outermost:
         check_idle(unit, "to be gathered")
         unit.check_materialized()
     meet(units, "GatheredParameters")
     wholes = [_show_whole(it) for it in gathered]
-    for unit in units:
+    for unit in outermost:
         unit.state.is_summoned = True
     try:
         yield
     finally:
-        for unit in units:
+        for unit in outermost:
             unit.state.is_summoned = False
         for it, (_, shard) in zip(gathered, wholes, strict=True):
             torch.utils.swap_tensors(it.param.sharded, shard)
@@ -85,7 +87,8 @@ def _show_whole(it: Managed) -> tuple[nn.Parameter, nn.Parameter]:
     """The whole parameter, which the modules have now, and what the user's object was: that is whole, too."""
     it.unit.reshard()
     param, trained = it.param, it.param.sharded.requires_grad
-    whole = nn.Parameter(full_copy(param.dtensor), requires_grad=trained)
+    shard = dtensor_like(param.local.to(it.unit.device), param.dtensor)  # which may be offloaded
+    whole = nn.Parameter(full_copy(shard), requires_grad=trained)
     mesh = param.dtensor.device_mesh
     replicated = make_dtensor(whole.detach(), mesh, (Replicate(),) * mesh.ndim, tuple(whole.shape))
     content = nn.Parameter(replicated, requires_grad=trained)
@@ -97,12 +100,28 @@ def _show_whole(it: Managed) -> tuple[nn.Parameter, nn.Parameter]:
 
 @torch.no_grad()
 def _write(it: Managed, whole: Tensor, source: int) -> None:
-    """Keep the values that rank `source` has in `whole`."""
-    for group in process_groups_along([it.unit]):
-        ranks = dist.get_process_group_ranks(group)
-        first = ranks.index(source) if source in ranks else 0
-        collectives_for(group, whole.device).broadcast([whole], first, origin=Origin("", Phase.IDLE))
+    """Keep the values that rank `source` has in `whole`: they go along one axis of the mesh after the other."""
+    mesh = it.param.dtensor.device_mesh
+    for axis, place in enumerate(_coordinates(it, source)):
+        wire = collectives_for(mesh.get_group(axis), whole.device)
+        wire.broadcast([whole], place, origin=Origin("", Phase.IDLE))
     it.param.write(whole)
+
+
+def _coordinates(it: Managed, source: int) -> list[int]:
+    """The place of rank `source` on each axis of the mesh that `it` is sharded over.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    found = (it.param.dtensor.device_mesh.mesh == source).nonzero().tolist()
+    if not found:
+        raise ConfigError(
+            f"GatheredParameters(modifier_rank={source}): {it.param.fqn} is on ranks "
+            f"{sorted(it.param.dtensor.device_mesh.mesh.flatten().tolist())}. Name one of them."
+        )
+    coordinates: list[int] = found[0]
+    return coordinates
 
 
 def __getattr__(name: str) -> Any:
