@@ -12,7 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard.engine.hooks import changing_shards, is_in_use, run_as_forward, runtime_of, zero_shard_grads
+from fullshard.engine.hooks import (
+    changing_shards,
+    is_in_use,
+    run_as_forward,
+    runtime_of,
+    without_sync,
+    zero_shard_grads,
+)
 from fullshard.engine.registry import is_unit, unit_of, units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
@@ -209,7 +216,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Put the shards back into the modules, and free the unsharded parameters."""
         unit = unit_of(_module(self))
-        unit.state.is_unsharded_by_hand = unit.state.awaits_backward = False
+        unit.state.is_unsharded_by_hand = False
         unit.reshard()
 
     @contextmanager
@@ -218,13 +225,8 @@ class FSDPModule:
 
         The first backward after it reduces everything at once. Whole gradients take memory meanwhile.
         """
-        before = [(unit, unit.state.syncs_gradients) for unit in units_in(_module(self))]
-        self.set_requires_gradient_sync(False)
-        try:
+        with without_sync(units_in(_module(self))):
             yield
-        finally:
-            for unit, syncs in before:
-                unit.state.syncs_gradients = syncs
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Have backward reduce gradients over the ranks, or not: off for all microbatches of a step but the last."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import default_mesh
-from fullshard.engine.hooks import changing_shards, refuse_pickle, runtime_of, zero_shard_grads
+from fullshard.engine.hooks import changing_shards, refuse_pickle, runtime_of, without_sync, zero_shard_grads
 from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, unit_of, units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
@@ -75,6 +75,7 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: must be True: parameters are never flattened.
         ignored_states: parameters, or modules, to leave as they are; instead of `ignored_modules`.
         device_mesh: the mesh to shard over, instead of `process_group`.
+        broadcast_buffers: see `fullshard.fully_shard`; torch's has no such argument.
 
     Raises:
         ConfigError: an argument, or a combination of arguments, cannot be honoured.
@@ -243,15 +244,8 @@ class FullyShardedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """A context in which backward adds to whole gradients and sends nothing, until a backward after it."""
-        units = self._units()
-        before = [unit.state.syncs_gradients for unit in units]
-        for unit in units:
-            unit.state.syncs_gradients = False
-        try:
+        with without_sync(self._units()):
             yield
-        finally:
-            for unit, syncs in zip(units, before, strict=True):
-                unit.state.syncs_gradients = syncs
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients before clipping; see `fullshard.clip_grad_norm_`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -32,6 +32,7 @@ __all__ = [
     "refuse_pickle",
     "run_as_forward",
     "runtime_of",
+    "without_sync",
     "zero_shard_grads",
 ]
 
@@ -110,10 +111,23 @@ def is_in_use(unit: Unit) -> bool:
     return unit.state.users > 0
 
 
+@contextmanager
+def without_sync(units: Sequence[Unit]) -> Iterator[None]:
+    """A context in which backward through `units` sends nothing; what each was set to before holds again after it."""
+    before = [unit.state.syncs_gradients for unit in units]
+    for unit in units:
+        unit.state.syncs_gradients = False
+    try:
+        yield
+    finally:
+        for unit, syncs in zip(units, before, strict=True):
+            unit.state.syncs_gradients = syncs
+
+
 def zero_shard_grads(module: nn.Module, set_to_none: bool) -> None:
     """Forget the gradients that the optimizer would see, of all units below `module`; or make them zeros.
 
-    From forward to backward `Module.zero_grad` comes to other tensors wherever a unit is kept unsharded.
+    `Module.zero_grad` comes to the unsharded parameters instead, where a unit is unsharded by hand.
     """
     for unit in units_in(module):
         for param in unit.params:
