@@ -562,30 +562,17 @@ def own_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
 
 
-class Everyone(torch.autograd.Function):
-    """The tokens of all ranks."""
+class Exchange(torch.autograd.Function):
+    """What `there` makes of a rank's tensor and all others', and in backward what `back` makes of gradients."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return gathered(x, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: Any, back: Any) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return own_sum(grad, ctx.group), None
-
-
-class OwnSum(torch.autograd.Function):
-    """Of what all ranks have made of this rank's tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return own_sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return gathered(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
 class Experts(nn.Module):
@@ -600,9 +587,9 @@ class Experts(nn.Module):
         weights = self.weights.to_local() if isinstance(self.weights, DTensor) else self.weights
         if self.group is None:
             return x + torch.stack([(x @ weights[i]).tanh() for i in range(4)]).sum(0)
-        tokens = Everyone.apply(x, self.group)
+        tokens = Exchange.apply(x, self.group, gathered, own_sum)
         mine = torch.stack([(tokens @ weights[i]).tanh() for i in range(len(weights))]).sum(0)
-        return x + OwnSum.apply(mine, self.group)
+        return x + Exchange.apply(mine, self.group, own_sum, gathered)
 
 
 def train_experts(divided_by_hand: bool) -> None:

@@ -19,12 +19,7 @@ from fullshard.comm.mesh import broadcast_from_first, resolve_axes, resolve_grou
 from fullshard.engine.at_rest import explain_mixtures
 from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install
 from fullshard.engine.managed import managed_by, mark_ignored
-from fullshard.engine.materialize import (
-    find_parameters,
-    give,
-    initialise,
-    move_buffers,
-)
+from fullshard.engine.materialize import find_parameters, give, initialise, move_buffers
 from fullshard.engine.other_engines import watch_wrappers
 from fullshard.engine.registry import buffers_of, is_unit, own_modules, units_in
 from fullshard.engine.sharded_param import ShardedParam, Source
@@ -198,10 +193,10 @@ def _check_whole(module: nn.Module, units: Sequence[Unit]) -> None:
 
 def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """`module` copied as if it were not sharded, with what `memo` has in place of parameters."""
+    copied = memo[id(module)] = object.__new__(type(module))
     with as_plain(module):
-        copied: nn.Module = copy._reconstruct(  # type: ignore[attr-defined]
-            module, memo, object.__new__, (type(module),), *object.__reduce_ex__(module, 4)[2:]
-        )
+        state: Any = object.__reduce_ex__(module, 4)[2]  # as the module itself gives it
+        copied.__setstate__(copy.deepcopy(state, memo))
     return copied
 
 

@@ -13,7 +13,7 @@ from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard._compat import implicitly_replicates
@@ -42,11 +42,7 @@ def accept_calls(modules: Sequence[nn.Module]) -> None:
 @own_hook
 def _check_unsharded(module: nn.Module, args: Any) -> None:
     given = tensors_in(args)
-    if (
-        implicitly_replicates()
-        or not any(isinstance(tensor, Tensor) for tensor in given)
-        or any(isinstance(it, DTensor) for it in given)
-    ):
+    if implicitly_replicates() or not given or any(isinstance(tensor, DTensor) for tensor in given):
         return
     for name, param in module._parameters.items():
         managed = None if param is None else managed_by(param)

@@ -83,8 +83,8 @@ class Runtime:
         self._backward_tracker = OrderTracker()
         self._since_backward: list[int] = []  # what forwards since the last backward left, in order
         self._reductions: list[UnitReduction] = []
-        self._reached: set[Unit] = set()  # in this backward of a pipeline, those with trained parameters
-        self._received: set[Unit] = set()  # and those of them whose parameters got gradients
+        self._reached: Unit | None = None  # in this backward of a pipeline, the first with trained parameters
+        self._has_grads = False  # in this backward, of any unit's parameters
         self._reduced: set[Unit] = set()  # in this backward, of those that reduce what is unused here, too
         self._tallies: list[Tally] = []
         self._clock = 0
@@ -284,7 +284,7 @@ class Runtime:
             for held in (unit, *unit.borrowed):
                 held.state.awaits_backward = True
         if self._is_in_pipeline and unit.trainable:
-            self._reached.add(unit)
+            self._reached = self._reached or unit
         self._prefetch_backward(unit)
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
@@ -292,8 +292,7 @@ class Runtime:
         self.begin_backward()
         self._complete_arrived()
         unit.state.arrived_grads.add(id(param))
-        if self._is_in_pipeline:
-            self._received.add(unit)
+        self._has_grads = True
         if len(unit.state.arrived_grads) == unit.trainable and not unit.state.reduces_unused:
             self._start_reduce(unit)
 
@@ -340,10 +339,9 @@ class Runtime:
         self._buffers_differ = self._buffers_differ or any(unit.state.syncs_gradients for unit in self.units)
         self._slots.end_microbatch(is_typical=agreed)
         tallies, self._tallies = self._tallies, []
+        self._check_whole()
         if switches.checks_finite:
             raise_on_every_rank(tallies, process_groups_along(self.units), self._device)
-        if self._is_in_pipeline:
-            self._check_whole()
 
     def _check_whole(self) -> None:
         """Refuse a backward of a pipeline's stage that went for the gradients of its inputs alone.
@@ -351,14 +349,12 @@ class Runtime:
         Raises:
             StateError: those of the parameters would be taken later, past the hooks that have them reduced.
         """
-        missed = set() if self._received else set(self._reached)  # a layer may be dropped, but not all of them
-        self._reached.clear()
-        self._received.clear()
-        if missed:
-            name = min(unit.name for unit in missed)
+        missed = None if self._has_grads else self._reached  # a layer may be dropped, but not all of them
+        self._reached, self._has_grads = None, False
+        if missed is not None:
             raise StateError(
-                f"the backward of a pipeline's stage came to {name or 'the root'}, which is trained, and not to its "
-                "parameters: a zero-bubble schedule (such as ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
+                f"the backward of a pipeline's stage came to {missed.name or 'the root'}, which is trained, and not to "
+                "its parameters: a zero-bubble schedule (such as ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
                 "ScheduleDualPipeV) takes gradients of inputs first, and those of parameters later, when they would "
                 "not be reduced. Use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B."
             )
@@ -403,8 +399,7 @@ class Runtime:
             reduction.abandon()
         self._reductions.clear()
         self._reduced.clear()
-        self._reached.clear()
-        self._received.clear()
+        self._reached, self._has_grads = None, False
         self._tallies.clear()
         self._since_backward = []
         for unit in self.units:

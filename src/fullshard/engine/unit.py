@@ -191,8 +191,7 @@ class Unit:
         for param_group in stepped:
             param_group.gather.note_changed_shards()
         if self.form is Form.UNSHARDED and not all(param_group.gather.is_current for param_group in self.param_groups):
-            self._show_sharded()
-            self.form = Form.SHARDED
+            self.reshard(keep=True)
 
     @property
     def has_grads_waiting(self) -> bool:

@@ -14,9 +14,9 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.plan.ledger import predict_error_feedback, predict_ledger
 
-__all__ = ["SMALL_UNIT", "explain"]
+__all__ = ["explain"]
 
-SMALL_UNIT = 2**20  # bytes of unsharded parameters below which the host takes longer than they are worth
+_SMALL_UNIT = 2**20  # bytes of unsharded parameters below which the host takes longer than they are worth
 
 
 def explain(model: nn.Module) -> str:
@@ -54,10 +54,10 @@ def _head(units: Sequence[Unit]) -> Iterator[str]:
 
 def _advice(units: Sequence[Unit]) -> Iterator[str]:
     """What costs time and is easily changed."""
-    small = [unit for unit in units if unit.params and unit.unsharded_nbytes < SMALL_UNIT]
+    small = [unit for unit in units if unit.params and unit.unsharded_nbytes < _SMALL_UNIT]
     if len(small) > 1 and units[0].axes.world > 1:
         yield (
-            f"{len(small)} units have less than {_size(SMALL_UNIT)}: whatever its size, a unit costs the host some "
+            f"{len(small)} units have less than {_size(_SMALL_UNIT)}: whatever its size, a unit costs the host some "
             "tenths of a millisecond in a step. Fewer and larger ones are faster: fully_shard([first, second]) makes "
             "one of several modules, and a model of a few MiB is one unit, or wants strategy='ddp'"
         )

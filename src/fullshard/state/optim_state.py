@@ -170,8 +170,10 @@ def rekeyed(
         ConfigError: it has parameters that `optim` has not.
     """
     fqns = list(params_by_fqn(model, optim))
-    known: dict[Any, Any] = dict(enumerate(fqns)) if keys is OptimStateKeyType.PARAM_NAME else _numbered(fqns)
-    new = {**known, **{key: key for key in known.values()}}
+    pairs: list[tuple[Any, Any]] = list(enumerate(fqns))
+    if keys is OptimStateKeyType.PARAM_ID:
+        pairs = [(fqn, number) for number, fqn in pairs]
+    new = {**dict(pairs), **{key: key for _, key in pairs}}
     missing = [key for key in state_dict["state"] if key not in new]
     if missing:
         raise ConfigError(
@@ -180,10 +182,6 @@ def rekeyed(
         )
     groups = [{**group, "params": [new[key] for key in group["params"]]} for group in state_dict["param_groups"]]
     return {"state": {new[key]: values for key, values in state_dict["state"].items()}, "param_groups": groups}
-
-
-def _numbered(fqns: Sequence[str]) -> dict[str, int]:
-    return {fqn: number for number, fqn in enumerate(fqns)}
 
 
 def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> StateDict:
