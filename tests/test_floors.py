@@ -18,7 +18,7 @@ ROOMS: dict[str, list[str] | None] = {
     "policy": ["strategy", "precision", "offload", "options", "switches"],
     "layout": ["offsets", "shard_spec", "group_layout", "slots"],
     "_compat": None,
-    "device": ["lanes", "memory"],
+    "device": ["lanes", "accelerator", "memory", "current"],
     "tape": ["recorder", "context"],
     "liveness": ["whereabouts", "store", "ring", "watchdog"],
     "comm": [

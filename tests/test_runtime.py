@@ -45,7 +45,7 @@ from fullshard import (
     recording,
     register_fsdp_forward_method,
 )
-from fullshard.device.lanes import pretending_to_capture
+from fullshard.device.accelerator import pretending_to_capture
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
 from fullshard.engine.unit import Form

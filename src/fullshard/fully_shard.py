@@ -161,17 +161,15 @@ def shard_in_place(
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
-    """Let the roots of `modules`, such as the stages of a pipeline on this rank, gather and reduce on the same streams.
+    """Accepted for scripts written for torch: all roots on a device, such as stages of a pipeline, share its streams.
 
-    So memory that one has freed may be the next one's, on a GPU. Every rank must call it, for the same modules; a CPU
-    has no streams.
+    So memory that one has freed may be the next one's.
 
     Raises:
         StateError: a module is no unit.
     """
-    runtimes = [runtime_of(module) for module in modules]
-    for runtime in runtimes[1:]:
-        runtime.take_lanes(runtimes[0])
+    for module in modules:
+        unit_of(module)
 
 
 class UnshardHandle:
@@ -283,7 +281,7 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for scripts written for torch: gradients are always summed, and divided afterwards."""
 
-    def set_post_optim_event(self, event: torch.Event | torch.cuda.Event) -> None:
+    def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward wait for `event`, recorded on the stream on which the optimizer steps.
 
         A CPU has no streams: there the step is over when it returns, and nothing waits.

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard._compat import dtensor_like
 from fullshard.comm.mesh import broadcast_from_first, resolve_axes, resolve_groups
+from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.at_rest import explain_mixtures
 from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install
 from fullshard.engine.managed import managed_by, mark_ignored
@@ -31,7 +31,7 @@ from fullshard.policy.strategy import Placement
 from fullshard.state.state_dict import copy_settings, register_hooks
 from fullshard.tape.recorder import Phase
 
-__all__ = ["ShardPlacementFn", "copy_sharded", "default_device", "mesh_device", "shard_unit"]
+__all__ = ["ShardPlacementFn", "copy_sharded", "shard_unit"]
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
 
@@ -64,8 +64,9 @@ def shard_unit(
         buffer_dtype: floating-point buffers are cast to it.
     """
     _check(modules)
-    device = device or (mesh_device(mesh) if mesh is not None else default_device())
-    axes, placements = resolve_groups(resolve_axes(mesh, options.placements, device.type), options.placements)
+    device_type = device.type if device is not None else usual_device_type() if mesh is None else mesh.device_type
+    axes, placements = resolve_groups(resolve_axes(mesh, options.placements, device_type), options.placements)
+    device = device or current_device(axes.mesh.device_type)  # which the mesh may have selected
     options = replace(options, placements=placements)
     ignored = list(ignored_params or ())
     mark_ignored(ignored)
@@ -112,20 +113,6 @@ def _chosen_dim(source: Source, shard_placement_fn: ShardPlacementFn) -> int | N
             f"its {len(shape)} dims, or None to leave it open; the mesh is the same for all parameters of a unit."
         )
     return placement.dim % len(shape)
-
-
-def default_device() -> torch.device:
-    """The present GPU where there is one and the default process group can reach it; else the CPU."""
-    if torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """This rank's device of `mesh`."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
 
 
 def _check(modules: Sequence[nn.Module]) -> None:

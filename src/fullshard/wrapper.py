@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import default_mesh
+from fullshard.device.current import count_devices, current_device, usual_device_type
 from fullshard.engine.hooks import changing_shards, refuse_pickle, runtime_of, without_sync, zero_shard_grads
 from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, unit_of, units_in
 from fullshard.engine.unit import Unit
@@ -22,7 +23,7 @@ from fullshard.policy.offload import CPUOffload
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
 from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_placements
-from fullshard.sharding import copy_sharded, default_device, mesh_device, shard_unit
+from fullshard.sharding import copy_sharded, shard_unit
 from fullshard.state import optim_state
 from fullshard.state.state_dict import (
     OptimStateDictConfig,
@@ -505,11 +506,13 @@ def _ignored(
 def _device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> torch.device:
     """The device that computes: the one asked for, or the mesh's."""
     if device_id is None:
-        return default_device() if mesh is None else mesh_device(mesh)
-    device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        return current_device(usual_device_type() if mesh is None else mesh.device_type)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    kind = "cuda" if found is None else found.type
+    device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+    if device.type == kind and (device.index or 0) >= count_devices():
         raise ConfigError(
-            f"device_id={device_id!r}: there is no such GPU, torch sees {torch.cuda.device_count()} here. Pass "
+            f"device_id={device_id!r}: there is no such GPU, torch sees {count_devices()} here. Pass "
             'torch.device("cpu"), or leave it out: then the present GPU computes where there is one, else the CPU.'
         )
     if mesh is not None and mesh.device_type != device.type:
@@ -517,7 +520,7 @@ def _device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> to
             f"device_id={device_id!r} is not of the kind that device_mesh has ({mesh.device_type}). Make the mesh by "
             f"init_device_mesh({device.type!r}, ...), or leave device_id out."
         )
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+    return device if device.type == "cpu" or device.index is not None else current_device(device.type)
 
 
 def _mesh(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_64
 
+from fullshard.device.current import random_states_of_device, set_random_states_of_device
+
 __all__ = ["derive_random_states", "put_random_states", "random_states"]
 
 
@@ -22,7 +24,7 @@ def random_states() -> dict[str, Any]:
         "numpy": {**numpys, "state": {name: _as_tensor(it) for name, it in numpys["state"].items()}},
         "torch": torch.get_rng_state(),
     }
-    return {**states, "cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else states
+    return {**states, **random_states_of_device()}
 
 
 def put_random_states(states: dict[str, Any]) -> None:
@@ -32,8 +34,7 @@ def put_random_states(states: dict[str, Any]) -> None:
     numpys = states["numpy"]
     np.random.set_state({**numpys, "state": {name: _as_array(it) for name, it in numpys["state"].items()}})
     torch.set_rng_state(states["torch"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    set_random_states_of_device(states)
 
 
 def _as_tensor(value: Any) -> Any:

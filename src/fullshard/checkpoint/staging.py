@@ -10,6 +10,7 @@ from torch import Tensor
 from fullshard._compat import dtensor_like
 from fullshard.checkpoint.contents import Contents
 from fullshard.checkpoint.plain import Path
+from fullshard.device.current import finish_copies
 
 __all__ = ["HostMemory"]
 
@@ -29,14 +30,13 @@ class HostMemory:
         }
         plain = {path: self._copied(path, tensor, taken) for path, tensor in contents.plain.items()}
         self._held = taken
-        if torch.cuda.is_available():
-            torch.cuda.current_stream().synchronize()
+        finish_copies()
         return replace(contents, sharded=sharded, plain=plain)
 
     def _copied(self, path: Path, tensor: Tensor, taken: dict[Path, Tensor]) -> Tensor:
         tensor = tensor.detach()
         held = self._held.get(path)
         if held is None or held.shape != tensor.shape or held.dtype != tensor.dtype:
-            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
         taken[path] = held.copy_(tensor, non_blocking=True)
         return held

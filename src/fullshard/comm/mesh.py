@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from fullshard._compat import joined_mesh
 from fullshard.comm.routes import collectives_for, collectives_of
+from fullshard.device.current import count_devices
 from fullshard.errors import ConfigError, RankMismatchError, StateError
 from fullshard.layout.shard_spec import ShardSpec, owned
 from fullshard.policy.strategy import Placement, Placements
@@ -227,8 +228,7 @@ def _ranks_per_host(group: dist.ProcessGroup, asked: str, remedy: str) -> int:
     Raises:
         RankMismatchError: not every host has as many. The message says what was `asked`, and the `remedy`.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or gpus or dist.get_world_size(group)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or count_devices() or dist.get_world_size(group)
     if dist.get_backend(group) != "fake":
         # A rank knows its own host only, and all must raise alike: so they tell one another, once.
         _agreed.get_or_make((group, ranks), lambda: _compare(group, ranks, asked, remedy))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.native import NativeCollectives
 from fullshard.comm.shared_memory import SharedMemoryCollectives
+from fullshard.device.accelerator import accelerator_for
 from fullshard.errors import ConfigError
 from fullshard.tape.context import Kept
 
@@ -59,6 +60,6 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
             f"process group with backend {backend!r} for {device.type} tensors: known are {', '.join(_routes)}. Make "
             "it with one of these, or say by fullshard.comm.routes.register_backend how it moves data."
         )
-    if _routes[backend] is SharedMemoryCollectives and device.type != "cpu":
-        return NativeCollectives
+    if accelerator_for(device).has_lanes:
+        return NativeCollectives  # whatever the backend, it is asked to do its work in order
     return _routes[backend]

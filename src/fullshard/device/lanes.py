@@ -1,72 +1,150 @@
-"""Lanes: compute, gathers and reductions run beside each other on a GPU. On a CPU there is nothing to do.
+"""Lanes: compute, gathers, reductions and copies run beside each other on an accelerator. A CPU has one order of work.
 
 [Note: who owns memory]
-All memory is allocated and freed on the compute lane. A gather or a reduction borrows it between two events: it starts
-after the event at which the compute lane had it ready, and the compute lane waits for the event that ends it before it
-reuses or drops the memory. So no tensor needs `record_stream`, and peak memory is the same in every run. Since a gather
-is started before the memory of the unit before it is freed, at most two units are unsharded at once, though the CPU
-never waits.
+A caching allocator keeps freed memory for the lane on which it was allocated, and gives it to the next allocation on
+that lane at once, whatever other lanes still do with it. So each kind of memory is allocated on one lane:
+
+    unsharded parameters, gradients as autograd makes them, activations     compute
+    shards on their way to a gather, secondary shards                       gather
+    sums on their way to the optimizer, send buffers of packs               reduce
+    what encoded sums need on the second level                              replicate
+
+and is freed by the host only when the lane that owns it has waited for every other lane's last use of it; until then a
+reference keeps it. Where a lane waits for all that compute has queued before it starts, that includes what compute has
+waited for. So no tensor needs `record_stream`, and peak memory is the same in every run. Since a gather is started
+before the memory of the unit before it is freed, at most two units are unsharded at once, though the host never waits.
+`dry/races.py` holds all this to a law: see there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-__all__ = ["Lane", "is_capturing", "pretending_to_capture"]
+__all__ = ["LANES", "ComputeLane", "HostLane", "Lane", "Lanes", "Mark", "StreamLane"]
 
 
-def is_capturing(device: torch.device) -> bool:
-    """True if work queued on `device` goes into a CUDA graph, which replays it without this library's code."""
-    return _pretends or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+class Mark(Protocol):
+    """A point in the work of a lane: an event."""
 
+    def query(self) -> bool:
+        """True if the lane has come so far."""
 
-_pretends = False
-
-
-@contextmanager
-def pretending_to_capture() -> Iterator[None]:
-    """A context in which `is_capturing` is True for every device: for tests."""
-    global _pretends
-    _pretends = True
-    try:
-        yield
-    finally:
-        _pretends = False
+    def synchronize(self) -> None:
+        """Let the host wait until it has."""
 
 
 class Lane:
-    """A stream beside the compute stream of `device`; on devices without streams, the program order itself."""
+    """One order of work. This one is the order of the program, in which nothing is ever to be waited for."""
+
+    is_stream = False
+    """True if work is queued here in order, so that the host need not wait before it queues more."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+    def queueing(self) -> AbstractContextManager[object]:
+        """A context in which work is queued on this lane."""
+        return nullcontext()
+
+    def after(self, *others: Lane) -> AbstractContextManager[object]:
+        """A context in which work is queued on this lane, behind all work queued on `others` so far."""
+        for other in others:
+            self.wait(other.mark())
+        return self.queueing()
+
+    def mark(self) -> Mark | None:
+        """A mark behind all work queued on this lane so far; None where work is done when it is called for."""
+        return None
+
+    def wait(self, mark: Mark | None) -> None:
+        """Let this lane go on only after `mark`. The host does not wait, unless this is its own lane."""
+
+
+class HostLane(Lane):
+    """The host's own order of work beside an accelerator: waiting here holds the program up."""
+
+    def wait(self, mark: Mark | None) -> None:
+        if mark is not None:
+            mark.synchronize()
+
+
+class StreamLane(Lane):
+    """A stream of `device` beside its compute stream. Communication comes first where both could run."""
+
+    is_stream = True
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.name = name
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        super().__init__(name)
+        self._own = torch.Stream(device, priority=-1)
 
     @property
-    def is_stream(self) -> bool:
-        """True if work is queued here in order, so that nothing needs to be waited for before more is queued."""
-        return self._stream is not None
+    def _stream(self) -> torch.Stream:
+        return self._own
 
-    def after_compute(self) -> AbstractContextManager[object]:
-        """A context in which work is queued on this lane, behind all work queued on the compute lane so far."""
-        if self._stream is None:
-            return nullcontext()
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return torch.cuda.stream(self._stream)
+    def queueing(self) -> AbstractContextManager[object]:
+        return self._stream
 
-    def mark(self) -> torch.cuda.Event | None:
-        """An event behind all work queued on this lane so far; None without streams."""
-        return None if self._stream is None else self._stream.record_event()
+    def mark(self) -> Mark:
+        return self._stream.record_event()
 
-    def hold_compute_until(self, event: torch.Event | torch.cuda.Event | None) -> None:
-        """Let the compute lane go on only after `event`, which the user recorded; without streams it is past."""
-        if self._stream is not None and event is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(event)
+    def wait(self, mark: Mark | None) -> None:
+        if mark is not None:
+            assert isinstance(mark, torch.Event)
+            self._stream.wait_event(mark)
 
-    @staticmethod
-    def hold_compute(event: torch.cuda.Event | None) -> None:
-        """Let the compute lane go on only after `event`. The CPU does not wait."""
-        if event is not None:
-            torch.cuda.current_stream().wait_event(event)
+
+class ComputeLane(StreamLane):
+    """The stream that is current on `device`, whichever that is: ask it outside of other lanes' contexts only."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        Lane.__init__(self, name)
+        self._device = device
+
+    @property
+    def _stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
+
+    def queueing(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def wait(self, mark: Mark | None) -> None:
+        """See `Lane.wait`. A mark may be the user's, and of a class that only knows how to hold the current stream."""
+        if mark is not None:
+            with _current(self._device):
+                mark.wait()  # type: ignore[attr-defined]  # every event of torch's has it
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    before = torch.accelerator.current_device_index()
+    if device.index in (None, before):
+        yield
+        return
+    torch.accelerator.set_device_index(device)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_device_index(before)
+
+
+LANES = "compute", "gather", "reduce", "replicate", "offload", "host"
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """The lanes of one device, which all that computes there shares."""
+
+    compute: Lane
+    gather: Lane
+    reduce: Lane  # sums over the shard axis, or within groups
+    replicate: Lane  # sums over the replicate axis, or across groups: the slow network holds up nothing else
+    offload: Lane  # copies to the host
+    host: Lane

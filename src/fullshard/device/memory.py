@@ -6,10 +6,10 @@ the memory; before backward the *same* storage is allocated and gathered into ag
 Values in another storage would leave those views looking at stale memory, and no error would be raised.
 
 [Note: units take turns on slots]
-On a GPU the caching allocator makes freeing and allocating cheap. On a CPU, memory that was given back to the system is
-faulted in again page by page, at several times the cost of a copy. There, once the order of units is known, units that
-are never unsharded at the same time share long-lived storages, called slots. A unit moves to a slot only while nothing
-but the unit itself refers to its storage, as the storage's reference count shows.
+On an accelerator the caching allocator makes freeing and allocating cheap. On a CPU, memory that was given back to the
+system is faulted in again page by page, at several times the cost of a copy. There, once the order of units is known,
+units that are never unsharded at the same time share long-lived storages, called slots. A unit moves to a slot only
+while nothing but the unit itself refers to its storage, as the storage's reference count shows.
 """
 
 from __future__ import annotations
@@ -17,37 +17,55 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from fullshard._compat import storage_references
+from fullshard.device.accelerator import Accelerator, accelerator_for
 from fullshard.layout.offsets import contiguous_strides
 
-__all__ = ["MemoryKind", "Pool", "Slot", "scratch_of", "typed_view"]
+__all__ = ["MemoryKind", "Pool", "Slot", "new_storage", "scratch_of", "typed_view"]
 
 
-def typed_view(storage: torch.UntypedStorage, dtype: torch.dtype, byte_offset: int, shape: tuple[int, ...]) -> Tensor:
+def typed_view(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    byte_offset: int,
+    shape: tuple[int, ...],
+    device: torch.device | None = None,
+) -> Tensor:
     """A contiguous tensor of `shape` over a stretch of `storage`, with a version counter of its own.
+
+    On `device`, which is the storage's unless that is one without memory (of fake tensors), and then must be given.
 
     Writing through another view does not disturb autograd's check of this one. It may be written to at any time, even
     if it was made in inference mode.
     """
     with torch.inference_mode(False), torch.no_grad():
-        view = torch.empty(0, dtype=dtype, device=storage.device)
+        view = torch.empty(0, dtype=dtype, device=device or storage.device)
         return view.set_(storage, byte_offset // dtype.itemsize, shape, contiguous_strides(shape))
+
+
+def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+    """A storage on `device`. One of a tensor, since torch makes fake tensors only."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
 
 
 @dataclass(frozen=True)
 class MemoryKind:
-    """A device's memory, or the host's page-locked one."""
+    """A device's memory; or, `offloaded`, the host's beside an accelerator: page-locked, if `pinned`."""
 
     device: torch.device
+    offloaded: bool = False
     pinned: bool = False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A new 1-D buffer. Zeros, so that padding is never noise."""
-        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
+        if self.offloaded:
+            return accelerator_for(self.device).host_zeros(numel, dtype, pinned=self.pinned)
+        return torch.zeros(numel, dtype=dtype, device=self.device)
 
 
 class Slot:
@@ -62,7 +80,8 @@ class Slot:
     def __init__(
         self, device: torch.device, *, shared: bool = False, common: torch.UntypedStorage | None = None
     ) -> None:
-        self.storage = torch.UntypedStorage(0, device=device) if common is None else common
+        self.device = device
+        self.storage = new_storage(0, device) if common is None else common
         self.shared = shared
         self.is_common = common is not None
         self.occupant: object | None = None
@@ -73,13 +92,13 @@ class Slot:
         assert self.occupant in (None, occupant), "two units in one slot"
         self.occupant = occupant
         if self.storage.nbytes() < nbytes:
-            self.storage.resize_(nbytes)
+            accelerator_for(self.device).resize(self.storage, nbytes)
 
     def free(self) -> None:
         """Give up the contents, and the memory unless the slot is shared."""
         self.occupant = None
         if not self.shared:
-            self.storage.resize_(0)
+            accelerator_for(self.device).resize(self.storage, 0)
 
     def count_references(self) -> None:
         """Take the present number of references as those of the units themselves."""
@@ -101,32 +120,33 @@ class Slot:
 class Pool:
     """Scratch memory that is given back and taken again, so that a step after the first faults in no page.
 
-    A GPU's allocator already does this; there the pool hands out ordinary tensors and keeps none.
+    An accelerator's allocator already does this; there the pool hands out ordinary tensors and keeps none.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._keeps = not accelerator_for(device).has_lanes
         self._free: list[Tensor] = []  # each the only view of its storage
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D tensor of `numel` elements, contents undefined."""
-        if self._device.type != "cpu":
+        if not self._keeps:
             return torch.empty(numel, dtype=dtype, device=self._device)
         nbytes = numel * dtype.itemsize
         fitting = [free for free in self._free if _capacity(free) >= nbytes]
         if not fitting:
             if self._free:  # grow rather than keep what is too small
                 self._remove(min(self._free, key=_capacity))
-            return typed_view(torch.UntypedStorage(nbytes, device=self._device), dtype, 0, (numel,))
+            return typed_view(new_storage(nbytes, self._device), dtype, 0, (numel,), self._device)
         found = min(fitting, key=_capacity)
         self._remove(found)
         if found.dtype == dtype and found.numel() == numel:
             return found
-        return typed_view(found.untyped_storage(), dtype, 0, (numel,))
+        return typed_view(found.untyped_storage(), dtype, 0, (numel,), self._device)
 
     def give(self, tensor: Tensor) -> None:
         """Take `tensor`'s memory back. The caller must not use it again."""
-        if self._device.type == "cpu":
+        if self._keeps:
             self._free.append(tensor)
 
     def _remove(self, tensor: Tensor) -> None:
@@ -138,11 +158,12 @@ def _capacity(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 
 
-_scratch: dict[torch.device, Pool] = {}
+_scratch: WeakKeyDictionary[Accelerator, dict[torch.device, Pool]] = WeakKeyDictionary()
 
 
 def scratch_of(device: torch.device) -> Pool:
     """The scratch memory of `device`, which all units of the process share."""
-    if device not in _scratch:
-        _scratch[device] = Pool(device)
-    return _scratch[device]
+    pools = _scratch.setdefault(accelerator_for(device), {})
+    if device not in pools:
+        pools[device] = Pool(device)
+    return pools[device]

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like, holders, storage_holders
-from fullshard.device.lanes import is_capturing
+from fullshard.device.accelerator import is_capturing
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.layout.offsets import contiguous_strides

@@ -11,6 +11,7 @@ Where values rest follows from the placements and the dtypes:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from math import prod
 
 import torch
@@ -36,13 +37,14 @@ class UnshardedBuffer:
         storage, byte_offset = stretch
         with torch.inference_mode(False):  # may be written to in either mode
             layout, dtype = plan.layout, plan.contract.compute
-            self.flat = typed_view(storage, dtype, byte_offset, (layout.unsharded_numel,))
+            view = partial(typed_view, storage, dtype, device=plan.device)
+            self.flat = view(byte_offset, (layout.unsharded_numel,))
             offsets = [byte_offset + it.unsharded_offset * dtype.itemsize for it in layout.params]
             shapes = [it.spec.shape for it in layout.params]
-            self.params = [typed_view(storage, dtype, o, s) for o, s in zip(offsets, shapes, strict=True)]
+            self.params = [view(o, s) for o, s in zip(offsets, shapes, strict=True)]
             self.receive = [self.flat[it.region] for it in layout.in_place]
             message_offset = byte_offset + layout.unsharded_numel * dtype.itemsize
-            message = typed_view(storage, dtype, message_offset, (layout.world * layout.pack_numel,))
+            message = view(message_offset, (layout.world * layout.pack_numel,))
             if layout.pack_numel:
                 self.receive.append(message)
             rows = message.view(layout.world, layout.pack_numel)
@@ -88,7 +90,7 @@ class OwnShards(ShardStorage):
         """See `ShardStorage.to_send`. A cast is one copy of all of it."""
         plan, layout, shards, taken = self.plan, self.plan.layout, self.memory, None
         sent = plan.contract.stored if plan.encodes_gathers else plan.contract.compute  # encoding casts, too
-        if sent != plan.contract.stored or plan.memory.device != plan.device:
+        if sent != plan.contract.stored or plan.memory.offloaded:
             shards = taken = scratch.take(layout.shard_numel, sent)
             shards.copy_(self.memory, non_blocking=True)
         parts = [shards[it.part] for it in layout.in_place]

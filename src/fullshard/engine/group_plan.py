@@ -95,7 +95,7 @@ class GroupPlan:
     @cached_property
     def lives_in_unsharded(self) -> bool:
         """True if parameters rest in the unsharded buffer itself."""
-        return self.options.keeps_unsharded and not self.casts and self.memory.device == self.device
+        return self.options.keeps_unsharded and not self.casts and not self.memory.offloaded
 
     @cached_property
     def gathers_in_two_levels(self) -> bool:

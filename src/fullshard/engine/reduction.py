@@ -19,7 +19,7 @@ from torch import Tensor
 from fullshard._compat import grad_hooks, shares_memory
 from fullshard.comm.two_level import TwoLevelSums
 from fullshard.comm.wire import PartSums, Pending, Sums, TermName
-from fullshard.device.lanes import Lane
+from fullshard.device.lanes import Lanes
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.pack import Pack
@@ -78,7 +78,7 @@ def _scaled_down(of: ReductionOf) -> ReductionOf:
 
 
 class Reduction(ABC):
-    """A reduction that was started. `complete`, `deliver` and `call_hooks` come after one another."""
+    """A reduction that was started. `complete`, `land`, `deliver` and `call_hooks` come after one another."""
 
     _pending: Pending  # the first sums; every subclass starts them at the end of its making
 
@@ -93,6 +93,7 @@ class Reduction(ABC):
         self._has_second_level = has_second_level
         self._finishes = of.finishes or not has_second_level
         self._scratch: list[Tensor] = []
+        self._added: list[Tensor] = []  # earlier first sums, which a lane may still read
         self._first_sums = of.gradients.state.first_sums
         if self._finishes:
             for i in self._first_sums.keys() - of.grads.keys():
@@ -107,20 +108,42 @@ class Reduction(ABC):
     def complete(self) -> None:
         """Wait for the first sums, and take the second ones. Where work is queued, it is queued then, and not done."""
         self._pending.wait()
-        if self._has_second_level and self._finishes:
+        if self.takes_second_sums:
             for i, kept in self._first_sums.items():
                 self._first_sum(i).add_(kept)
+                self._added.append(kept)
             self._first_sums.clear()
             self._take_second_sums()
 
     def free_whole_grads(self) -> None:  # noqa: B027  # whole ones stay
         """Forget whole gradients of which only a part is needed. Call when the sums are there."""
 
+    @property
+    def takes_second_sums(self) -> bool:
+        """True if `complete()` takes second sums, too."""
+        return self._has_second_level and self._finishes
+
+    @property
+    def is_read_by_host(self) -> bool:
+        """True if the host itself reads what has landed at once: to add to it, or in hooks."""
+        params = [self._gradients.params[i] for i in self._summed]
+        return self.has_to_land and any(param.has_grad or grad_hooks(param.sharded) for param in params)
+
+    @property
+    def has_to_land(self) -> bool:
+        """True if the optimizer's gradients are in the host's memory, beside an accelerator."""
+        return self._finishes and self._plan.memory.offloaded
+
+    @abstractmethod
+    def land(self) -> None:
+        """Copy the sums to the host's memory. Where work is queued, it is queued then, and not done."""
+
     def deliver(self) -> None:
         """Let the sharded parameters have their gradients, added to what they have already."""
         if self._finishes:
             self._gradients.expect_step()
             self._deliver()
+            self._added.clear()
         else:
             for i in self._summed:
                 term, kept = self._first_sum(i), self._first_sums.get(i)
@@ -167,10 +190,12 @@ class ShardReduction(Reduction):
         accumulates = any(of.gradients.params[i].has_grad for i in of.grads)
         direct = (
             plan.contract.reduce == plan.contract.stored
-            and plan.memory.device == plan.device
+            and not plan.memory.offloaded
             and self._finishes
             and not accumulates
         )
+        self._accumulates = accumulates
+        self._landed: Tensor | None = None  # the sums in the host's memory
         self._shards = of.gradients.new_shards() if direct else self._take(layout.shard_numel)
         if len(of.grads) < len(of.gradients.params):
             self._shards.zero_()
@@ -202,22 +227,31 @@ class ShardReduction(Reduction):
     def free_whole_grads(self) -> None:
         self._grads.clear()
 
+    def land(self) -> None:
+        plan, gradients = self._plan, self._gradients
+        if self._accumulates:
+            self._landed = plan.memory.zeros(plan.layout.shard_numel, plan.contract.stored)
+        else:
+            self._landed = gradients.new_shards()
+        self._landed.copy_(self._shards, non_blocking=True)
+
     def _deliver(self) -> None:
-        gradients, shards = self._gradients, self._shards
-        fresh = {i for i in self._summed if not gradients.params[i].has_grad}
-        if shards is not gradients.flat and len(fresh) == len(self._summed):
+        gradients, stored = self._gradients, self._plan.contract.stored
+        shards = self._shards if self._landed is None else self._landed
+        is_fresh = [not gradients.params[i].has_grad for i in self._summed]
+        if shards is not gradients.flat and all(is_fresh):
             shards = gradients.new_shards()
-            shards.copy_(self._shards, non_blocking=True)
-        if shards is gradients.flat and len(fresh) == len(self._summed):
+            shards.copy_(self._shards if self._landed is None else self._landed)
+        if shards is gradients.flat and all(is_fresh):
             for i in self._summed:
                 gradients.give(i)
             return
-        is_scratch = shards is self._shards and shards is not gradients.flat  # must not outlive this call
-        for i in self._summed:
+        is_scratch = shards is not gradients.flat  # must not outlive this call
+        for i, fresh in zip(self._summed, is_fresh, strict=True):
             param, shard = gradients.params[i], gradients.shard_in(i, shards)
             if is_scratch:
-                shard = shard.to(self._plan.memory.device, self._plan.contract.stored, copy=i in fresh)
-            if i in fresh:
+                shard = shard.to(stored, copy=fresh)
+            if fresh:
                 param.grad = shard
             else:
                 _add_grad(param, shard)
@@ -289,6 +323,7 @@ class WholeReduction(Reduction):
 
     def __init__(self, of: ReductionOf) -> None:
         super().__init__(of, has_second_level=of.wires.replicas is not None)
+        self._landed: dict[int, Tensor] = {}
         grads = of.grads
         layout = self._plan.layout
         self._packed = packed = [i for i in grads if not layout.params[i].in_place]
@@ -319,8 +354,15 @@ class WholeReduction(Reduction):
         assert replicas is not None
         replicas.all_reduce(self._wholes, self._divisor, origin=self._origin, names=self._names(replicas)).wait()
 
-    def _deliver(self) -> None:
+    def land(self) -> None:
+        memory, stored = self._plan.memory, self._plan.contract.stored
+        landed = {i: memory.zeros(grad.numel(), stored) for i, grad in self._grads.items()}
         for i, grad in self._grads.items():
+            landed[i].copy_(grad.view(-1), non_blocking=True)
+        self._landed = landed
+
+    def _deliver(self) -> None:
+        for i, grad in (self._landed or self._grads).items():
             param = self._gradients.params[i]
             _add_grad(param, grad.view(param.layout.spec.shape).to(self._plan.contract.stored))
 
@@ -328,17 +370,43 @@ class WholeReduction(Reduction):
 class UnitReduction:
     """The reductions of a unit's parameter groups, started together. `finish()` gives the optimizer its gradients.
 
+    Where work is queued, all of it is queued at once: sums over the replicate axis and copies to the host go on their
+    own lanes, so that neither keeps the next unit's first sums waiting.
+
     Args:
         reductions: one for each group that has gradients.
-        lane: on which they were started.
+        read: what they were given to read, which is kept until it has been read.
+        lanes: of the device.
     """
 
-    def __init__(self, reductions: Sequence[Reduction], lane: Lane) -> None:
+    def __init__(self, reductions: Sequence[Reduction], read: Sequence[object], lanes: Lanes) -> None:
         self._reductions = list(reductions)
-        self.is_complete = lane.is_stream  # nothing is left to wait for
+        self._lanes = lanes
+        self.is_complete = lanes.reduce.is_stream  # nothing is left to wait for
+        self._read = list(read) if self.is_complete else []
+        self._landing = [reduction for reduction in self._reductions if reduction.has_to_land]
+        self._summed = self._ended = lanes.reduce.mark()
+        self.is_late = False  # the optimizer's gradients come later than the first sums
         if self.is_complete:
-            self._complete_all()
-        self._ended = lane.mark()
+            self._queue_rest()
+
+    def _queue_rest(self) -> None:
+        last = self._lanes.reduce
+        with torch.no_grad():
+            if any(reduction.takes_second_sums for reduction in self._reductions):
+                with self._lanes.replicate.after(last):
+                    self._complete_all()
+                last = self._lanes.replicate
+            else:
+                self._complete_all()
+            if self._landing:
+                with self._lanes.offload.after(last):
+                    for reduction in self._landing:
+                        reduction.land()
+                last = self._lanes.offload
+        self.is_late = last is not self._lanes.reduce
+        if self.is_late:
+            self._ended = last.mark()
 
     def complete_if_come(self) -> None:
         """Free the whole gradients already, if nobody need wait for other ranks. Not for a lane that is a stream."""
@@ -349,14 +417,27 @@ class UnitReduction:
                 reduction.free_whole_grads()
             self.is_complete = True
 
+    def free_whole_grads(self) -> None:
+        """Forget whole gradients of which only a part is needed, once the first sums have been taken of them."""
+        if self._summed is None:
+            return
+        self._lanes.compute.wait(self._summed)
+        self._summed = None
+        self._read.clear()
+        for reduction in self._reductions:
+            reduction.free_whole_grads()
+
     def finish(self) -> None:
         """Let the sharded parameters have their gradients. The compute lane waits for them."""
         with torch.no_grad():
             if not self.is_complete:
                 self._complete_all()
-            Lane.hold_compute(self._ended)
+            self._lanes.compute.wait(self._ended)
+            if any(reduction.is_read_by_host for reduction in self._reductions):
+                self._lanes.host.wait(self._ended)
             for reduction in self._reductions:
                 reduction.deliver()
+        self._read.clear()
         delivered, self._reductions = self._reductions, []
         for reduction in delivered:
             reduction.call_hooks()
@@ -366,6 +447,8 @@ class UnitReduction:
         with torch.no_grad():
             if not self.is_complete:
                 self._complete_all()
+        self._lanes.compute.wait(self._ended)
+        self._read.clear()
         self._reductions = []
 
     def _complete_all(self) -> None:

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from fullshard._compat import in_backward, in_pipeline_stage, on_backward_end
 from fullshard.comm.mesh import broadcast_from_first
-from fullshard.device.lanes import Lane, is_capturing
+from fullshard.device.accelerator import accelerator_for, is_capturing
+from fullshard.device.lanes import Mark
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import are_alike, check_ranks_agree
 from fullshard.engine.finite import Tally, raise_on_every_rank, tally
@@ -69,9 +70,8 @@ class Runtime:
         self._is_in_pipeline = False  # the last forward was: a stage may take its backward in two parts
         self._step = 0
         self._device = units[0].device
-        self.after_optimizer: torch.Event | torch.cuda.Event | None = None  # the next forward waits for it
-        self._gather_lane = Lane("gather", self._device)
-        self._reduce_lane = Lane("reduce", self._device)
+        self._lanes = units[0].lanes
+        self.after_optimizer: Mark | None = None  # the next forward waits for it
         self._stack: list[tuple[Unit, ForwardCall | None]] = []
         self._calls: list[ForwardCall] = []  # those in whose backward we are
         self._recomputed: list[Unit] = []  # by a checkpoint's forward within backward, and unsharded still
@@ -100,10 +100,6 @@ class Runtime:
             unit.state.is_root = root in unit.modules
             # Experts on some of these ranks have seen the tokens of all.
             unit.state.averaged_over = len(data_ranks) if unit.axes.ranks <= data_ranks else unit.axes.world
-
-    def take_lanes(self, other: Runtime) -> None:
-        """Gather and reduce where `other` does, from the next forward on."""
-        self._gather_lane, self._reduce_lane = other._gather_lane, other._reduce_lane
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -135,7 +131,7 @@ class Runtime:
         check_not_summoned(unit)
         if not self._stack and self.phase is not Phase.IDLE and not in_backward():
             self.recover()
-        self._gather_lane.hold_compute_until(self.after_optimizer)
+        self._lanes.compute.wait(self.after_optimizer)
         self.after_optimizer = None
         for needed in (unit, *unit.borrowed):
             needed.notice_step()
@@ -172,7 +168,7 @@ class Runtime:
             self.recover()
         self.phase = Phase.FORWARD
         self._is_in_pipeline = in_pipeline_stage()
-        self._gather_lane.hold_compute_until(self.after_optimizer)
+        self._lanes.compute.wait(self.after_optimizer)
         self.after_optimizer = None
         self._forward_tracker = OrderTracker(self._orders.get(top.state.number, ()))
         if is_capturing(self._device):
@@ -214,6 +210,8 @@ class Runtime:
             self.outside = []
 
     def _end_forward(self, top: Unit) -> None:
+        if any(unit.options.offloads for unit in self.units):  # the user may write to shards next
+            self._lanes.host.wait(self._lanes.gather.mark())
         self._orders[top.state.number] = tuple(self._forward_tracker.seen)
         self.forward_order = self._forward_tracker.seen
         for unit in self.units:
@@ -244,7 +242,7 @@ class Runtime:
         outermost = not self._stack
         casts = policy.cast_forward_inputs or (outermost and unit.options.casts_inputs_at_root)
         dtype = policy.param_dtype if casts else None
-        moves = outermost and self._device.type != "cpu"
+        moves = outermost and accelerator_for(self._device).has_lanes
         if dtype is None and not moves:
             return args, kwargs
 
@@ -331,8 +329,8 @@ class Runtime:
             if not (self._creates_graph and unit.state.awaits_backward):
                 keep = not (unit.state.reshard_after_backward or unit.form is Form.GATHERING)
                 self._reshard(unit, Phase.POST_BACKWARD, keep=keep)
-        if self._device.type != "cpu" and any(unit.options.offloads for unit in self.units):
-            torch.cuda.current_stream().synchronize()  # offloaded gradients must be there before the optimizer reads
+        if any(unit.options.offloads for unit in self.units):  # the optimizer reads their gradients next
+            self._lanes.host.wait(self._lanes.offload.mark())
         agreed = self._backward_tracker.agrees
         self.backward_order = tuple(self._backward_tracker.seen)
         self.phase = Phase.IDLE
@@ -367,8 +365,8 @@ class Runtime:
             unit.hold_grads()
         elif unit.has_whole_grads or unit.awaits_second_sum or (unit.state.reduces_unused and unit.is_trained):
             # One at a time: gradients of more than two units at once would be memory without a bound.
-            self._finish_reductions()
-            self._reductions.append(unit.start_reduce(self._reduce_lane, Phase.POST_BACKWARD))
+            self._finish_reductions(all_but=1)
+            self._reductions.append(unit.start_reduce(Phase.POST_BACKWARD))
 
     def _complete_arrived(self) -> None:
         """Free whole gradients as soon as other ranks' have come.
@@ -380,10 +378,12 @@ class Runtime:
             if not reduction.is_complete:
                 reduction.complete_if_come()
 
-    def _finish_reductions(self) -> None:
+    def _finish_reductions(self, *, all_but: int = 0) -> None:
+        """Have the optimizer's gradients ready. `all_but` so many of those that have only second sums to wait for."""
+        while self._reductions and (len(self._reductions) > all_but or not self._reductions[0].is_late):
+            self._reductions.pop(0).finish()
         for reduction in self._reductions:
-            reduction.finish()
-        self._reductions.clear()
+            reduction.free_whole_grads()
 
     @property
     def is_interrupted(self) -> bool:
@@ -437,7 +437,7 @@ class Runtime:
             unit.notice_step()
         if not unit.can_occupy_slot and not unit.keeps_unsharded:
             self._make_room(unit)
-        unit.start_unshard(self._gather_lane, phase)
+        unit.start_unshard(phase)
         self._slots.note_unsharded(unit, self._tick())
 
     def _make_room(self, unit: Unit) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import Slot
 from fullshard.engine.unit import Unit
 from fullshard.layout.slots import Interval, assign_slots
@@ -27,7 +28,8 @@ class SlotSharing:
         self._units = units
         self._device = device
         wished = switches.shares_memory_between_units
-        self.is_enabled = device.type == "cpu" if wished is None else wished
+        self._is_cpu = not accelerator_for(device).has_lanes
+        self.is_enabled = self._is_cpu if wished is None else wished
         self._is_assigned = False
         self._since: dict[int, int] = {}  # when each unit that is unsharded came to be so
         self._intervals: list[Interval] = []
@@ -57,7 +59,7 @@ class SlotSharing:
 
     def _assign(self) -> None:
         units = [unit for unit in self._units if not unit.keeps_unsharded and unit.unsharded_nbytes]
-        if not units or not (self.is_enabled or self._device.type == "cpu"):  # on a CPU other ranks may ask
+        if not units or not (self.is_enabled or self._is_cpu):  # on a CPU other ranks may ask
             return
         nbytes = {unit.state.number: unit.unsharded_nbytes for unit in units}
         may_move = self.is_enabled and not any(unit.slot.is_referenced for unit in units)

@@ -13,7 +13,8 @@ from torch import nn
 
 from fullshard.comm.mesh import Axes
 from fullshard.comm.wire import Pending
-from fullshard.device.lanes import Lane
+from fullshard.device.accelerator import accelerator_for
+from fullshard.device.lanes import Lanes, Mark
 from fullshard.device.memory import MemoryKind, Slot
 from fullshard.engine.at_rest import accept_calls, refuse_calls
 from fullshard.engine.group_buffers import Stretch
@@ -78,7 +79,7 @@ class Unit:
         self.trainable = 0  # how many parameters a backward should bring gradients for
         self._withholds = False  # whole gradients wait for a later microbatch's reduction
         self._pending: list[Pending] = []
-        self._gathered: torch.cuda.Event | None = None
+        self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
         by_kind = _by_kind(sources)
         where = _device_of(sources, device)
@@ -141,7 +142,8 @@ class Unit:
     @property
     def _memory(self) -> MemoryKind:
         if self.options.offloads:
-            return MemoryKind(torch.device("cpu"), pinned=self.options.pins_memory and self.device.type == "cuda")
+            offloaded = accelerator_for(self.device).has_lanes
+            return MemoryKind(torch.device("cpu"), offloaded, pinned=offloaded and self.options.pins_memory)
         return MemoryKind(self.device)
 
     @property
@@ -198,7 +200,12 @@ class Unit:
         """True if there are gradients that an optimizer can still step with, or that wait for a reduction."""
         return self._withholds or any(param_group.gradients.are_waiting for param_group in self.param_groups)
 
-    def start_unshard(self, lane: Lane, phase: Phase) -> None:
+    @property
+    def lanes(self) -> Lanes:
+        """The lanes of the device that computes."""
+        return accelerator_for(self.device).lanes
+
+    def start_unshard(self, phase: Phase) -> None:
         """Start the all-gather of the unsharded parameters. Nothing happens if they are there or on their way."""
         if self.form is not Form.SHARDED:
             return
@@ -212,11 +219,12 @@ class Unit:
             self.check_materialized()
         self._allocate(phase)
         stale = [param_group for param_group in self.param_groups if not param_group.gather.is_current]
+        lanes = self.lanes
         secondary_nbytes = self.secondary_nbytes
-        with torch.no_grad(), lane.after_compute():
+        with torch.no_grad(), lanes.gather.after(lanes.compute):
             origin, in_common = self.origin(phase), self.slot.is_common
             self._pending = [param_group.start_gather(origin, in_common=in_common) for param_group in stale]
-            self._gathered = lane.mark()
+            self._gathered = lanes.gather.mark()
         if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:
             self._note("allocate", phase, self.secondary_nbytes - secondary_nbytes)
         self._stale = stale
@@ -228,7 +236,7 @@ class Unit:
             return
         for pending in self._pending:
             pending.wait()
-        Lane.hold_compute(self._gathered)
+        self.lanes.compute.wait(self._gathered)
         for param_group in self._stale:
             param_group.finish_gather()
         self._pending, self._gathered, self._stale = [], None, []
@@ -445,13 +453,15 @@ class Unit:
         for param_group in self.param_groups:
             param_group.gradients.drop()
 
-    def start_reduce(self, lane: Lane, phase: Phase) -> UnitReduction:
+    def start_reduce(self, phase: Phase) -> UnitReduction:
         """Start the reduction of whole gradients to what the optimizer sees."""
+        lanes = self.lanes
         self._withholds = False
         finishes, origin = self.finishes_sums, self.origin(phase)
         divisor = self.state.gradient_divisor or self.state.averaged_over
         taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
-        with torch.no_grad(), lane.after_compute():
+        read = [dict(grads) for _, grads in taken]
+        with torch.no_grad(), lanes.reduce.after(lanes.compute):
             reductions = []
             for param_group, grads in taken:
                 if self.state.reduces_unused:
@@ -460,7 +470,7 @@ class Unit:
                     reductions.append(
                         param_group.start_reduction(grads, divisor=divisor, finishes=finishes, origin=origin)
                     )
-            return UnitReduction(reductions, lane)
+        return UnitReduction(reductions, read, lanes)
 
 
 def _nbytes(plans: Sequence[GroupPlan]) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fullshard.comm.routes import collectives_of
+from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.materialize import initialise
 from fullshard.engine.registry import is_unit, own_modules
 from fullshard.fully_shard import fully_shard
@@ -101,7 +102,7 @@ def take_from_first(unit: nn.Module) -> None:
     """Broadcast the first rank's values of those tensors of `unit` that no unit has yet, one at a time."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    wire = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    wire = current_device(usual_device_type())
     tensors = {
         id(tensor): tensor
         for _, module in own_modules((unit,))

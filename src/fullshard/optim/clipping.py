@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.comm.routes import collectives_for
+from fullshard.device.current import usual_device_type
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import choose_spec
 from fullshard.optim.rebinding import point_to_shards
@@ -146,12 +147,13 @@ def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
 class ShardedGradScaler(torch.amp.GradScaler):
     """Scales fp16 losses, and skips a step on every rank when any rank's shard of a gradient overflowed.
 
-    Takes the arguments of `torch.amp.GradScaler`, and the process group over which ranks agree (all ranks, if None).
+    Takes the arguments of `torch.amp.GradScaler` (`device` is the type of the present one, if None), and the process
+    group over which ranks agree (all ranks, if None).
     """
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -159,7 +161,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(
+            device or usual_device_type(), init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
         self._group = process_group
 
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, overload
 
 import torch
@@ -36,7 +35,8 @@ from torch.optim.optimizer import ParamsT
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.routes import collectives_for
 from fullshard.comm.wire import Pending
-from fullshard.device.lanes import Lane
+from fullshard.device.accelerator import accelerator_for
+from fullshard.device.lanes import Mark
 from fullshard.errors import ConfigError
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
@@ -420,7 +420,7 @@ class Batch:
         self._received: list[Tensor] = []
         self._axes = list(range(len(team.wires)))  # along which results are still to be taken back
         self._pending = Pending()
-        self._arrived: torch.cuda.Event | None = None
+        self._arrived: Mark | None = None
 
     def collect(self) -> None:
         """Update all momenta, and begin to send this rank's parts to the owners."""
@@ -491,14 +491,14 @@ class Batch:
     ) -> None:
         channel = wire.channel_for(f"Muon {way} {self._parity}", 1, variants=_VARIANTS).variant(self._which)
         origin = Origin("Muon", Phase.STEP, note=self._note)
-        lane = _lane(self._team.device)
-        with lane.after_compute():
+        lanes = accelerator_for(self._team.device).lanes
+        with lanes.reduce.after(lanes.compute):
             self._pending = channel.all_to_all(received, sent, common_nbytes=common_nbytes, origin=origin)
-            self._arrived = lane.mark()
+            self._arrived = lanes.reduce.mark()
 
     def _wait(self) -> None:
         self._pending.wait()
-        Lane.hold_compute(self._arrived)
+        accelerator_for(self._team.device).lanes.compute.wait(self._arrived)
 
 
 def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor]:
@@ -506,8 +506,3 @@ def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor
     numels = [matrix.spec.shard_numel(part) for matrix in matrices]
     flat = buffer[: sum(numels)].split(numels)
     return [it.view(matrix.spec.shard_shape(part)) for it, matrix in zip(flat, matrices, strict=True)]
-
-
-@cache
-def _lane(device: torch.device) -> Lane:
-    return Lane("reduce", device)

@@ -30,6 +30,7 @@ from typing import Any, Self, TextIO, TypeVar
 import torch
 import torch.distributed as dist
 
+from fullshard.device.current import count_devices, set_current_device, usual_device_type
 from fullshard.errors import ConfigError, FullshardError
 
 __all__ = ["RankFailure", "Ranks", "RanksFailed", "run_ranks"]
@@ -340,8 +341,8 @@ def _run(job: _Job, rank: int, port: int) -> bytes:
     os.environ.update(job.environ)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world), LOCAL_WORLD_SIZE=str(job.world))
     torch.set_num_threads(1)
-    if "nccl" in job.backend:
-        torch.cuda.set_device(rank % torch.cuda.device_count())
+    if job.backend not in ("gloo", "fake"):
+        set_current_device(torch.device(usual_device_type(), rank % count_devices()))
     if not dist.is_initialized():
         _init_process_group(job, rank, port)
     function, args, filters = _load(job.payload)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.checkpoint.keeper import keeps_folders
+from fullshard.device.current import count_devices, set_current_device, usual_device_type
 from fullshard.errors import ConfigError
 
 
@@ -47,7 +48,7 @@ def rank_from_environment() -> Rank:
     local_index = int(os.environ.get("LOCAL_RANK", "0"))
     world = int(os.environ["WORLD_SIZE"])
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    device = torch.device("cuda", local_index) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(usual_device_type(), local_index) if count_devices() else torch.device("cpu")
     return Rank(
         index=int(os.environ["RANK"]),
         world=world,
@@ -87,7 +88,7 @@ def check_restarts(safety_copy_every: int = 0, environ: Mapping[str, str] = os.e
 
 def ranks_of_machine() -> int:
     """The number of ranks that suits this machine: one for each GPU, or for each core if there is none."""
-    return torch.cuda.device_count() or cores_of_machine()
+    return count_devices() or cores_of_machine()
 
 
 def cores_of_machine() -> int:
@@ -98,11 +99,11 @@ def cores_of_machine() -> int:
 @contextmanager
 def process_group(rank: Rank) -> Iterator[None]:
     """The default process group of the run, for as long as the block lasts: NCCL on GPUs, gloo on CPUs."""
-    if rank.device.type == "cuda":
-        torch.cuda.set_device(rank.device)
-        dist.init_process_group("nccl", device_id=rank.device)
-    else:
+    if rank.device.type == "cpu":
         dist.init_process_group("gloo")
+    else:
+        set_current_device(rank.device)
+        dist.init_process_group(dist.get_default_backend_for_device(rank.device), device_id=rank.device)
     try:
         yield
     finally:

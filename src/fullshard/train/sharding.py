@@ -53,7 +53,7 @@ def precision_of(settings: MemorySettings, device: torch.device) -> MixedPrecisi
 
 def dtype_of(settings: MemorySettings, device: torch.device) -> torch.dtype:
     """The dtype of compute: as asked, else bfloat16 on a GPU and float32 on a CPU."""
-    named = settings.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    named = settings.dtype or ("float32" if device.type == "cpu" else "bfloat16")
     dtype: torch.dtype = getattr(torch, named)
     return dtype
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable, Mapping
 from os import PathLike
 from typing import Any
@@ -14,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.integrations.deepspeed.building import MakeOptimizer, ModelParameters, make_optimizer, make_scheduler
@@ -21,7 +21,6 @@ from fullshard.integrations.deepspeed.configuration import Configuration, read
 from fullshard.integrations.deepspeed.engine import Engine
 from fullshard.integrations.placing import shard_model
 from fullshard.policy.precision import is_castable
-from fullshard.sharding import default_device
 from fullshard.wrap import AutoWrapPolicy
 
 __all__ = ["add_config_arguments", "init_distributed", "initialize"]
@@ -81,7 +80,7 @@ def initialize(
         init_distributed()
     found = _config(args, config, config_params)
     settings = read(found, dist.get_world_size())
-    device = default_device()
+    device = current_device(usual_device_type())
     _shard(model, settings, device, auto_wrap_policy)
     made = make_optimizer(model, model_parameters, optimizer, settings.optimizer)
     engine = Engine(
@@ -143,9 +142,8 @@ def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
         raise ConfigError(f"init_distributed({', '.join(options)}): only dist_backend and timeout are known.")
     if dist.is_initialized():
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    backend = dist_backend or ("nccl" if torch.cuda.is_available() else "gloo")
+    device = current_device(usual_device_type())
+    backend = dist_backend or dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, **({} if timeout is None else {"timeout": timeout}))
 
 

@@ -1,0 +1,127 @@
+"""The device that computes, as the engine sees it: its lanes, its memory, and whether it records a graph.
+
+Accelerator            a CPU: one order of work, in the host's memory
+├── StreamAccelerator  whatever torch.accelerator knows: CUDA, ROCm, XPU, ...
+└── DryAccelerator     pretended: it writes down what it is told to do, see `dry/`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fullshard.device.lanes import LANES, ComputeLane, HostLane, Lane, Lanes, Mark, StreamLane
+
+__all__ = [
+    "Accelerator",
+    "StreamAccelerator",
+    "accelerator_for",
+    "is_capturing",
+    "pretending",
+    "pretending_to_capture",
+]
+
+
+class Accelerator:
+    """The device that computes: this one is a CPU.
+
+    `has_lanes` tells whether it is an accelerator: work is queued, its memory is not the host's, and freeing memory and
+    allocating it again is cheap.
+    """
+
+    has_lanes = False
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        """The lanes; of a CPU, all of them the order of the program."""
+        return Lanes(*[Lane(name) for name in LANES])
+
+    @property
+    def is_capturing(self) -> bool:
+        """True if work that is queued now goes into a graph, which replays it without this library's code."""
+        return False
+
+    def mark_here(self) -> Mark | None:
+        """A mark behind all work queued on whichever lane is current; None if there is nothing to wait for."""
+        return None
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Allocate or free the memory of `storage`, on the lane that is current."""
+        storage.resize_(nbytes)
+
+    def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """A new 1-D buffer in the host's memory; `pinned`, if copies to and from it are not to hold the host up."""
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+
+class StreamAccelerator(Accelerator):
+    """An accelerator with streams and events, by torch's own seam to them."""
+
+    has_lanes = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = torch.get_device_module(device)
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        first, *beside, last = LANES
+        streams = [StreamLane(name, self._device) for name in beside]
+        return Lanes(*[ComputeLane(first, self._device), *streams, HostLane(last)])
+
+    @property
+    def is_capturing(self) -> bool:
+        return bool(getattr(self._module, "is_current_stream_capturing", bool)())
+
+    def mark_here(self) -> Mark | None:
+        return None if self.is_capturing else torch.accelerator.current_stream(self._device).record_event()
+
+
+_cpu = Accelerator()
+_known: dict[torch.device, Accelerator] = {}
+_pretended: Accelerator | None = None
+
+
+def accelerator_for(device: torch.device) -> Accelerator:
+    """The accelerator that `device` names, always the same one."""
+    if _pretended is not None:
+        return _pretended
+    if device.type in ("cpu", "meta"):
+        return _cpu
+    if device not in _known:
+        _known[device] = StreamAccelerator(device)
+    return _known[device]
+
+
+@contextmanager
+def pretending(accelerator: Accelerator) -> Iterator[None]:
+    """A context in which every device is taken for `accelerator`."""
+    global _pretended
+    before, _pretended = _pretended, accelerator
+    try:
+        yield
+    finally:
+        _pretended = before
+
+
+_captures = False
+
+
+def is_capturing(device: torch.device) -> bool:
+    """True if work queued on `device` goes into a graph, which replays it without this library's code."""
+    return _captures or accelerator_for(device).is_capturing
+
+
+@contextmanager
+def pretending_to_capture() -> Iterator[None]:
+    """A context in which `is_capturing` is True for every device."""
+    global _captures
+    before, _captures = _captures, True
+    try:
+        yield
+    finally:
+        _captures = before

@@ -1,0 +1,70 @@
+"""This process's own device, whichever kind torch knows: which it is, how many there are, its random generator."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = [
+    "count_devices",
+    "current_device",
+    "finish_copies",
+    "random_states_of_device",
+    "set_current_device",
+    "set_random_states_of_device",
+    "usual_device_type",
+]
+
+
+def usual_device_type() -> str:
+    """The type of the accelerator, where there is one and the default process group can reach it; else "cpu".
+
+    Asking does not touch the device: so a mesh that is made next can still select it by the rank's number.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    on_cpu = found is None or (dist.is_initialized() and dist.get_backend() == "gloo")
+    return "cpu" if on_cpu or found is None else found.type
+
+
+def current_device(device_type: str) -> torch.device:
+    """This process's device of that type. One that was never selected is: by `LOCAL_RANK`, where a launcher set it."""
+    if device_type in ("cpu", "meta"):
+        return torch.device(device_type)
+    module = torch.get_device_module(device_type)
+    local_rank = os.environ.get("LOCAL_RANK")
+    if local_rank is not None and not module.is_initialized():
+        module.set_device(int(local_rank) % module.device_count())
+    return torch.device(device_type, module.current_device())
+
+
+def set_current_device(device: torch.device) -> None:
+    """Have this process compute on `device` from now on."""
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
+def count_devices() -> int:
+    """The number of accelerators that this process sees; 0 on a machine without."""
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def finish_copies() -> None:
+    """Let the host wait for all that is queued on the current stream, such as copies to its memory."""
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+
+
+def random_states_of_device() -> dict[str, Tensor]:
+    """The state of the current accelerator's random generator by the type of device; nothing on a CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return {} if found is None else {found.type: torch.get_device_module(found).get_rng_state()}
+
+
+def set_random_states_of_device(states: dict[str, Tensor]) -> None:
+    """Put the current accelerator's generator into its one of `states`, if that is there."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is not None and found.type in states:
+        torch.get_device_module(found).set_rng_state(states[found.type])
