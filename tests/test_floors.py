@@ -19,7 +19,7 @@ ROOMS: dict[str, list[str] | None] = {
     "layout": ["offsets", "shard_spec", "group_layout", "slots"],
     "_compat": None,
     "device": ["lanes", "accelerator", "memory", "current"],
-    "tape": ["recorder", "context"],
+    "tape": ["recorder", "tape", "context"],
     "liveness": ["whereabouts", "store", "ring", "watchdog"],
     "comm": [
         "wire",
@@ -66,6 +66,7 @@ ROOMS: dict[str, list[str] | None] = {
     "state": ["state_dict", "optim_state", "summon"],
     "optim": ["rebinding", "outside", "local_steps", "clipping", "muon"],
     "checkpoint": None,
+    "dry": None,
     "plan": None,
     "wrap": None,
     "sharding": None,

@@ -6,14 +6,21 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, ParamSpec, TypeVar
+from functools import cache
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceCoalescedOptions, FakeWork, ReduceScatterOptions
 from torch._compile import _disable_dynamo
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,20 +34,30 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
     is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
 )
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 from fullshard.layout.offsets import contiguous_strides
 
 __all__ = [
+    "FakeTensorMode",
+    "address",
     "all_gather_each",
     "all_gather_rows",
     "all_reduce_each",
+    "are_real",
     "at_start",
+    "data_dependent_errors",
     "default_store",
     "dtensor_like",
+    "fake_store",
     "fake_tensors",
+    "finished_work",
+    "flops_of",
     "grad_hooks",
+    "group_of",
     "group_timeout_s",
     "has_values",
     "holders",
@@ -49,9 +66,11 @@ __all__ = [
     "in_backward",
     "in_function_transform",
     "in_pipeline_stage",
+    "is_wrapper_type",
     "joined_mesh",
     "make_dtensor",
     "on_backward_end",
+    "outside_of_fake_tensors",
     "outside_of_function_transforms",
     "outside_of_graphs",
     "outside_of_selective_checkpoints",
@@ -64,6 +83,7 @@ __all__ = [
     "storage_watch",
     "store_address",
     "tree_map",
+    "uncached",
     "waited",
 ]
 
@@ -131,7 +151,7 @@ def holders(tensor: DTensor) -> Any:
     outer: Any = tensor
     local: Any = tensor._local_tensor
     counts = sys.getrefcount(outer), outer._use_count(), sys.getrefcount(local), local._use_count()
-    return counts, len(vars(outer)), outer.requires_grad, id(local), local.data_ptr(), local.shape, local.stride()
+    return counts, len(vars(outer)), outer.requires_grad, id(local), address(local), local.shape, local.stride()
 
 
 def storage_holders(tensor: Tensor) -> tuple[int, int]:
@@ -298,9 +318,88 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
     )
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
+def fake_tensors() -> FakeTensorMode:
     """A context in which tensors have shapes, dtypes and devices, but no memory."""
     return FakeTensorMode()
+
+
+def outside_of_fake_tensors() -> AbstractContextManager[Any]:
+    """A context in which tensors that are made have values, such as the ranks of a mesh."""
+    context: AbstractContextManager[Any] = unset_fake_temporarily()
+    return context
+
+
+@contextmanager
+def uncached(fakes: FakeTensorMode | None) -> Iterator[None]:
+    """A context in which `fakes` keeps no operation in its cache, which would keep storages that are arguments."""
+    if fakes is None:
+        yield
+        return
+    before, fakes.cache_enabled = fakes.cache_enabled, False
+    try:
+        yield
+    finally:
+        fakes.cache_enabled = before
+
+
+data_dependent_errors = (DataDependentOutputException, DynamicOutputShapeException)
+"""Raised for operations whose results depend on values, which fake tensors do not have."""
+
+
+def address(tensor: Tensor) -> Any:
+    """A value that tells where the memory of `tensor` begins, without memory too."""
+    if type(tensor) is FakeTensor:
+        return tensor.untyped_storage()._cdata, tensor.storage_offset()
+    return tensor.data_ptr()
+
+
+def fake_store() -> dist.Store:
+    """A store for a process group of the backend "fake", which sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # late: only pretended worlds need it
+
+    store: dist.Store = FakeStore()
+    return store
+
+
+def finished_work() -> Any:
+    """What an operation of a process group returns when nothing is left to wait for."""
+    return FakeWork().boxed()
+
+
+def group_of(args: Sequence[Any]) -> tuple[int, ...]:
+    """The ranks of the process group among the arguments of an operation on one."""
+    for value in args:
+        if isinstance(value, str):
+            return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(cast(Any, value))))
+        if isinstance(value, torch.ScriptObject):
+            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
+    return ()
+
+
+def are_real(tensors: Sequence[Tensor]) -> bool:
+    """True if there are tensors, and none of them is a fake."""
+    return bool(tensors) and not any(isinstance(tensor, FakeTensor) for tensor in tensors)
+
+
+@cache
+def is_wrapper_type(cls: type) -> bool:
+    """True for tensors that wrap others, such as `DTensor`."""
+    return bool(is_traceable_wrapper_subclass_type(cls))
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations of an operation of torch's, by torch's own formulas; 0 where it has none."""
+    packet = func._overloadpacket
+    formula = flop_registry.get(_ATTENTION_ON_CPU.get(packet, packet))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+_ATTENTION_ON_CPU = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
 
 
 def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:

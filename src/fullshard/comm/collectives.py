@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard._compat import all_gather_rows
+from fullshard._compat import address, all_gather_rows
 from fullshard.comm.fingerprint import fingerprint, mismatch
 from fullshard.comm.wire import PartSums, Pending, TermName, Wire
 from fullshard.errors import RankLostError, RankMismatchError
@@ -357,7 +357,7 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
 def keep_own(places: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     """Copy this rank's own parts to their places, unless that is where they lie."""
     for place, part in zip(places, parts, strict=True):
-        if place.data_ptr() != part.data_ptr():
+        if address(place) != address(part):
             place.copy_(part)
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement as TensorPlacement
 from torch.distributed.tensor import Replicate, Shard
 
-from fullshard._compat import joined_mesh
+from fullshard._compat import address, joined_mesh, outside_of_fake_tensors
 from fullshard.comm.routes import collectives_for, collectives_of
 from fullshard.device.current import count_devices
 from fullshard.errors import ConfigError, RankMismatchError, StateError
@@ -116,7 +116,7 @@ def broadcast_from_first(tensors: Sequence[Tensor], axes: Axes, phase: Phase) ->
             staged = [tensor.to(axes.mesh.device_type).contiguous() for tensor in tensors]
             collectives_for(group, staged[0].device).broadcast(staged, 0, origin=Origin("", phase))
             for tensor, value in zip(tensors, staged, strict=True):
-                if value.data_ptr() != tensor.data_ptr():
+                if address(value) != address(tensor):
                     tensor.copy_(value)
 
 
@@ -214,9 +214,12 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
             raise ConfigError(f"{asked}, but {world} ranks do not divide into hosts of {ranks}. {remedy}.")
         shape = (world // ranks, ranks)
     names = ("replicate", "shard") if replicated else None  # torch gives a mesh of one axis no name, and so compares it
-    return _defaults.get_or_make(
-        (device_type, shape), lambda: init_device_mesh(device_type, shape, mesh_dim_names=names)
-    )
+
+    def make() -> DeviceMesh:
+        with outside_of_fake_tensors():
+            return init_device_mesh(device_type, shape, mesh_dim_names=names)
+
+    return _defaults.get_or_make((device_type, shape), make)
 
 
 _agreed: Kept[tuple[dist.ProcessGroup, int], bool] = Kept("comparisons of ranks a host")

@@ -20,6 +20,7 @@ from torch import Tensor
 from fullshard.device.memory import Pool, typed_view
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.pack import Pack
+from fullshard.tape.recorder import allocating
 
 __all__ = ["ShardStorage", "Stretch", "UnshardedBuffer", "shard_storage_for"]
 
@@ -69,7 +70,8 @@ class ShardStorage(ABC):
 
     def __init__(self, plan: GroupPlan) -> None:
         self.plan = plan
-        self.memory = plan.memory.zeros(plan.rest_numel, plan.contract.stored)
+        with allocating("shards"):
+            self.memory = plan.memory.zeros(plan.rest_numel, plan.contract.stored)
 
     @abstractmethod
     def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fullshard._compat import address
 from fullshard.comm.mesh import own_part
 from fullshard.comm.two_level import TwoLevelGathers
 from fullshard.comm.wire import Pending
@@ -57,7 +58,7 @@ class ParamGroup:
             self.gather = TwoLevelGather(self.params, storage, wires.gathers, wires.scratch)
         else:
             self.gather = Gather(self.params, storage, wires.gathers, wires.scratch)
-        self._addresses = [param.local.data_ptr() for param in self.params]
+        self._addresses = [address(param.local) for param in self.params]
         self._without_rows = [param for param in self.params if not param.local.numel()]  # have no address
         self._unsharded = unsharded
         self._point_to(unsharded)
@@ -122,7 +123,7 @@ class ParamGroup:
         stored, device = self.plan.contract.stored, self.plan.memory.device
         if any(param.local.dtype != stored or param.local.device != device for param in self._without_rows):
             return False
-        return [param.local.data_ptr() for param in self.params] == self._addresses
+        return [address(param.local) for param in self.params] == self._addresses
 
     @property
     def is_trained(self) -> bool:

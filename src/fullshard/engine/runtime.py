@@ -42,7 +42,7 @@ from fullshard.liveness.whereabouts import here
 from fullshard.policy.precision import is_castable
 from fullshard.policy.switches import switches
 from fullshard.tape.context import drop_if_stale
-from fullshard.tape.recorder import Phase
+from fullshard.tape.recorder import Origin, Phase, note_origin
 
 __all__ = ["Runtime", "cast_outputs", "check_not_summoned", "runtime_or_none"]
 
@@ -122,6 +122,7 @@ class Runtime:
             self._prefetch_backward(unit)
         if call is not None:
             args, kwargs = call.watch_inputs((args, kwargs))
+        note_origin(unit.origin(Phase.FORWARD))
         return args, kwargs
 
     def before_transformed_forward(self, unit: Unit) -> None:
@@ -161,6 +162,10 @@ class Runtime:
         self._leave(unit)
         if not self._stack and not in_backward():
             self._end_forward(unit)
+        if self._stack:
+            note_origin(self._stack[-1][0].origin(Phase.FORWARD))
+        else:
+            note_origin(self.units[0].origin(Phase.BACKWARD if in_backward() else Phase.FORWARD))
         return output
 
     def _begin_forward(self, top: Unit) -> None:
@@ -284,6 +289,7 @@ class Runtime:
         if self._is_in_pipeline and unit.trainable:
             self._reached = self._reached or unit
         self._prefetch_backward(unit)
+        note_origin(unit.origin(Phase.BACKWARD))
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
         """Note that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
@@ -314,6 +320,7 @@ class Runtime:
                 self._reshard(done, Phase.POST_BACKWARD)
         self._prefetch(self._postponed, Phase.BACKWARD)
         self._postponed = []
+        note_origin((self._calls[-1].unit if self._calls else self.units[0]).origin(Phase.BACKWARD))
 
     def finish_backward(self) -> None:
         """Settle what is left when autograd has run its last node: reductions, unused parameters, unsharded units."""
@@ -334,6 +341,7 @@ class Runtime:
         agreed = self._backward_tracker.agrees
         self.backward_order = tuple(self._backward_tracker.seen)
         self.phase = Phase.IDLE
+        note_origin(Origin("", Phase.IDLE))
         self._buffers_differ = self._buffers_differ or any(unit.state.syncs_gradients for unit in self.units)
         self._slots.end_microbatch(is_typical=agreed)
         tallies, self._tallies = self._tallies, []

@@ -241,5 +241,5 @@ def full_copy(tensor: DTensor) -> Tensor:
         placements[axis] = Replicate()
         gathered = gathered.redistribute(placements=placements)
     whole = gathered.full_tensor().view(tensor.dtype)
-    own = whole.untyped_storage().data_ptr() != tensor._local_tensor.untyped_storage().data_ptr()
+    own = whole.untyped_storage()._cdata != tensor._local_tensor.untyped_storage()._cdata
     return whole if own else whole.clone()

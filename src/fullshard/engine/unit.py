@@ -29,7 +29,7 @@ from fullshard.errors import ConfigError, StateError
 from fullshard.layout.offsets import align
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
-from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
+from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder
 
 __all__ = ["Form", "Unit"]
 
@@ -221,8 +221,8 @@ class Unit:
         stale = [param_group for param_group in self.param_groups if not param_group.gather.is_current]
         lanes = self.lanes
         secondary_nbytes = self.secondary_nbytes
-        with torch.no_grad(), lanes.gather.after(lanes.compute):
-            origin, in_common = self.origin(phase), self.slot.is_common
+        origin, in_common = self.origin(phase), self.slot.is_common
+        with torch.no_grad(), acting_for(origin, "messages"), lanes.gather.after(lanes.compute):
             self._pending = [param_group.start_gather(origin, in_common=in_common) for param_group in stale]
             self._gathered = lanes.gather.mark()
         if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:
@@ -461,7 +461,7 @@ class Unit:
         divisor = self.state.gradient_divisor or self.state.averaged_over
         taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
         read = [dict(grads) for _, grads in taken]
-        with torch.no_grad(), lanes.reduce.after(lanes.compute):
+        with torch.no_grad(), acting_for(origin, "gradients"), lanes.reduce.after(lanes.compute):
             reductions = []
             for param_group, grads in taken:
                 if self.state.reduces_unused:
@@ -470,7 +470,8 @@ class Unit:
                     reductions.append(
                         param_group.start_reduction(grads, divisor=divisor, finishes=finishes, origin=origin)
                     )
-        return UnitReduction(reductions, read, lanes)
+        with acting_for(origin, "gradients"):
+            return UnitReduction(reductions, read, lanes)
 
 
 def _nbytes(plans: Sequence[GroupPlan]) -> int:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fullshard._compat import dtensor_like, has_step_hooks, holds_tensors, make_dtensor
+from fullshard._compat import address, dtensor_like, has_step_hooks, holds_tensors, make_dtensor
 from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
@@ -205,7 +205,7 @@ def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any) -> None:
 def _is_local_of(known: Any, value: Any) -> bool:
     """True if `value` is what `_local` gave of `known`."""
     if isinstance(known, DTensor) and not known.ndim:
-        return isinstance(value, Tensor) and value.data_ptr() == known._local_tensor.data_ptr()
+        return isinstance(value, Tensor) and address(value) == address(known._local_tensor)
     return _local(known) is value
 
 

@@ -224,7 +224,7 @@ def as_configured(module: nn.Module, state: MutableMapping[str, Any], prefix: st
 
 def _memory(tensor: Tensor) -> int | None:
     """The address of a plain tensor's storage."""
-    return None if isinstance(tensor, DTensor) else tensor.untyped_storage().data_ptr()
+    return None if isinstance(tensor, DTensor) else tensor.untyped_storage()._cdata
 
 
 def is_first_rank(module: nn.Module) -> bool:

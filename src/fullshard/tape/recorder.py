@@ -11,12 +11,24 @@ Nothing is recorded unless a recorder is active:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
+from typing import TypeVar
 
-__all__ = ["Event", "Origin", "Phase", "Recorder", "active_recorder", "recording"]
+__all__ = [
+    "Event",
+    "Origin",
+    "Phase",
+    "Recorder",
+    "acting_for",
+    "active_recorder",
+    "allocating",
+    "note_origin",
+    "recording",
+    "recording_to",
+]
 
 
 class Phase(Enum):
@@ -82,6 +94,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
+        self.origin = Origin("", Phase.IDLE)  # whose work is being asked for
+        self.purpose = ""  # what memory that is allocated is for, where the engine knows
 
     def add(self, event: Event) -> Event:
         """Append `event`, and give it back."""
@@ -117,12 +131,46 @@ def active_recorder() -> Recorder | None:
     return _active
 
 
+R = TypeVar("R", bound=Recorder)
+
+
 @contextmanager
-def recording() -> Iterator[Recorder]:
-    """A context in which everything the engine does in this process is recorded."""
+def recording_to(recorder: R) -> Iterator[R]:
+    """A context in which everything the engine does in this process is recorded by `recorder`."""
     global _active
-    previous, _active = _active, Recorder()
+    previous, _active = _active, recorder
     try:
-        yield _active
+        yield recorder
     finally:
         _active = previous
+
+
+def recording() -> AbstractContextManager[Recorder]:
+    """A context in which everything the engine does in this process is recorded."""
+    return recording_to(Recorder())
+
+
+def note_origin(origin: Origin) -> None:
+    """Have what is asked for from now on recorded as on behalf of `origin`."""
+    if _active is not None:
+        _active.origin = origin
+
+
+def allocating(purpose: str) -> AbstractContextManager[None]:
+    """A context in which memory is allocated for `purpose`."""
+    return nullcontext() if _active is None else acting_for(_active.origin, purpose)
+
+
+@contextmanager
+def acting_for(origin: Origin, purpose: str = "") -> Iterator[None]:
+    """A context in which work is on behalf of `origin`, and memory is allocated for `purpose`."""
+    recorder = _active
+    if recorder is None:
+        yield
+        return
+    before = recorder.origin, recorder.purpose
+    recorder.origin, recorder.purpose = origin, purpose
+    try:
+        yield
+    finally:
+        recorder.origin, recorder.purpose = before

@@ -1,0 +1,124 @@
+"""Pretended lanes: what would be queued is done at once, and written on a tape under the lane's name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fullshard.device.accelerator import Accelerator
+from fullshard.device.lanes import LANES, Lane, Lanes, Mark
+from fullshard.dry.storages import Storages
+from fullshard.tape.tape import Recorded, Tape, Waited
+
+__all__ = ["DryAccelerator", "DryLane"]
+
+_PACKAGE = Path(__file__).parent.parent
+_SEAM = tuple(str(_PACKAGE / room) for room in ("device", "dry"))
+
+
+class _DryMark:
+    """A point in the work of a pretended lane."""
+
+    def __init__(self, number: int, host: DryLane) -> None:
+        self.number = number
+        self._host = host
+
+    def query(self) -> bool:
+        """True: what is pretended is done at once."""
+        return True
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+        self._host.wait(self)
+
+
+class DryLane(Lane):
+    """A lane that writes on the tape what is asked of it."""
+
+    is_stream = True
+
+    def __init__(self, name: str, accelerator: DryAccelerator) -> None:
+        super().__init__(name)
+        self._accelerator = accelerator
+
+    def queueing(self) -> AbstractContextManager[object]:
+        return self._accelerator.on_lane(self.name)
+
+    def mark(self) -> Mark:
+        return self._accelerator.mark(self.name)
+
+    def wait(self, mark: Mark | None) -> None:
+        if isinstance(mark, _DryMark):
+            self._accelerator.note_wait(mark.number, self.name)
+
+
+class DryAccelerator(Accelerator):
+    """An accelerator that is pretended on a CPU.
+
+    Args:
+        tape: what it is written on.
+        has_lanes: whether it is an accelerator, or a CPU whose memory alone is of interest.
+        without: sites whose waits are left out: to see that a law depends on each of them.
+    """
+
+    def __init__(self, tape: Tape, *, has_lanes: bool = True, without: frozenset[str] = frozenset()) -> None:
+        self.has_lanes = has_lanes
+        self.tape = tape
+        self.lane = LANES[0]
+        self._without = without
+        self._marks = 0
+        self.storages = Storages(tape)
+
+    @cached_property
+    def lanes(self) -> Lanes:
+        return Lanes(*[(DryLane(name, self) if self.has_lanes else Lane(name)) for name in LANES])
+
+    def mark_here(self) -> Mark | None:
+        return self.mark(self.lane) if self.has_lanes else None
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        self.storages.note_freed(storage)
+        super().resize(storage, nbytes)
+        self.storages.note_allocated(storage, self.lane, "unsharded parameters")
+
+    def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        with self.on_lane("host"):
+            return torch.zeros(numel, dtype=dtype)
+
+    @contextmanager
+    def on_lane(self, name: str) -> Iterator[None]:
+        """A context in which work is queued on the lane of that name."""
+        before, self.lane = self.lane, name
+        try:
+            yield
+        finally:
+            self.lane = before
+
+    def mark(self, lane: str) -> Mark:
+        """A new mark on the lane of that name."""
+        self._marks += 1
+        self.tape.note(Recorded(self._marks, lane, self.tape.origin))
+        host = self.lanes.host
+        assert isinstance(host, DryLane)
+        return _DryMark(self._marks, host)
+
+    def note_wait(self, mark: int, lane: str) -> None:
+        """Write down that `lane` waits for `mark`."""
+        site = _site()
+        if site not in self._without:
+            self.tape.note(Waited(mark, lane, site, self.tape.origin))
+
+
+def _site() -> str:
+    """The line that asks for a wait: the innermost one outside of the seam, as `file:function`, and its text's line."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_SEAM, "<")):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}"

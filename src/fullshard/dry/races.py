@@ -1,0 +1,153 @@
+"""Races on a tape: what the engine's lanes do to the same memory, and what nothing has put in order.
+
+Two accesses to the same bytes on different lanes, of which one is a write, need to be ordered: one lane must have
+waited for a mark that the other set behind its access. And memory that is freed goes back to the lane that it was
+allocated on, which hands it out again at once: so when that lane allocates next, every access of the other lanes to
+what was freed must lie before. (torch's own sanitizer for CUDA streams forgets memory when it is freed, and cannot see
+that.) The host is a lane, too: it reads what copies to its memory have written, and writes what others still read.
+
+Which access lies before which is kept by vector clocks (Fidge, 1988; Mattern, 1989): a lane has a count of its own
+work, and the counts of the other lanes that it is known to be behind. Recording a mark copies them, and waiting for the
+mark takes the larger ones. Whatever is queued lies behind what the host has done before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from fullshard.dry.storages import GIVEN
+from fullshard.tape.recorder import Origin
+from fullshard.tape.tape import Access, Allocation, Collective, Free, Operation, Recorded, Tape, Waited
+
+__all__ = ["Race", "races"]
+
+Clock = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Race:
+    """Two things that a tape has in no order. `first` came first in the program."""
+
+    what: str
+    storage: int
+    first: str
+    first_lane: str
+    first_origin: Origin
+    second: str
+    second_lane: str
+    second_origin: Origin
+
+    def __str__(self) -> str:
+        first = f"{self.first} on lane {self.first_lane} ({_said(self.first_origin)})"
+        second = f"{self.second} on lane {self.second_lane} ({_said(self.second_origin)})"
+        return f"{self.what} storage {self.storage}: {first}, then {second} without a wait between them"
+
+
+def _said(origin: Origin) -> str:
+    return f"{origin.unit or 'the root'}, {origin.phase.value}"
+
+
+@dataclass
+class _Use:
+    name: str
+    lane: str
+    origin: Origin
+    time: int
+    access: Access
+    writes: bool
+
+
+@dataclass
+class _Memory:
+    """What was done with a storage: the last use of each lane for each stretch."""
+
+    uses: dict[tuple[str, int, int, bool], _Use] = field(default_factory=dict)
+
+
+def races(tape: Tape) -> list[Race]:
+    """The races on `tape`, in the order of the program; none, if every wait that is needed is there."""
+    reader = _Reader()
+    for entry in tape.entries:
+        reader.read(entry)
+    return reader.found
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.found: list[Race] = []
+        self._clocks: dict[str, Clock] = defaultdict(Clock)
+        self._marks: dict[int, Clock] = {}
+        self._memory: dict[int, _Memory] = defaultdict(_Memory)
+        self._freed: dict[str, list[_Use]] = defaultdict(list)  # by the lane that has the memory back
+
+    def read(self, entry: object) -> None:
+        match entry:
+            case Operation() | Collective():
+                self._use(entry)
+            case Recorded():
+                self._marks[entry.mark] = dict(self._clock(entry.lane))
+            case Waited():
+                _join(self._clocks[entry.lane], self._marks[entry.mark])
+            case Allocation():
+                self._allocate(entry)
+            case Free():
+                self._free(entry)
+
+    def _clock(self, lane: str) -> Clock:
+        """What the work of `lane` that is queued now lies behind: whatever the host has done is among it."""
+        clock = self._clocks[lane]
+        if lane != "host":
+            _join(clock, self._clocks["host"])
+        return clock
+
+    def _use(self, entry: Operation | Collective) -> None:
+        clock, lane = self._clock(entry.lane), entry.lane
+        clock[lane] = clock.get(lane, 0) + 1
+        accesses = [(access, False) for access in entry.reads] + [(access, True) for access in entry.writes]
+        for access, writes in accesses:
+            if access.nbytes == 0:
+                continue
+            use = _Use(entry.name, lane, entry.origin, clock[lane], access, writes)
+            uses = self._memory[access.storage].uses
+            for other in uses.values():
+                if _conflict(use, other) and clock.get(other.lane, 0) < other.time:
+                    self._report("both use", other, use)
+            uses[lane, access.start, access.stop, writes] = use
+
+    def _allocate(self, entry: Allocation) -> None:
+        clock = self._clock(entry.lane)
+        for use in self._freed.pop(entry.lane, []):
+            if clock.get(use.lane, 0) < use.time:
+                new = _Use("the next allocation", entry.lane, entry.origin, 0, use.access, writes=True)
+                self._report("may be handed out again while in use:", use, new)
+
+    def _free(self, entry: Free) -> None:
+        memory = self._memory.pop(entry.storage, None)
+        if memory is not None and entry.lane not in ("host", GIVEN):  # pinned memory waits by itself
+            self._freed[entry.lane] += [use for use in memory.uses.values() if use.lane != entry.lane]
+
+    def _report(self, what: str, first: _Use, second: _Use) -> None:
+        self.found.append(
+            Race(
+                what,
+                first.access.storage,
+                first.name,
+                first.lane,
+                first.origin,
+                second.name,
+                second.lane,
+                second.origin,
+            )
+        )
+
+
+def _conflict(one: _Use, other: _Use) -> bool:
+    apart = one.lane == other.lane or not (one.writes or other.writes)
+    return not apart and one.access.start < other.access.stop and other.access.start < one.access.stop
+
+
+def _join(clock: Clock, other: Clock) -> None:
+    for lane, time in other.items():
+        if clock.get(lane, 0) < time:
+            clock[lane] = time

@@ -1,0 +1,189 @@
+"""Every operation of torch's written on a tape, with the memory that it reads, writes and makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard._compat import (
+    FakeTensorMode,
+    are_real,
+    data_dependent_errors,
+    finished_work,
+    flops_of,
+    group_of,
+    is_wrapper_type,
+    outside_of_fake_tensors,
+    uncached,
+)
+from fullshard.dry.lanes import DryAccelerator
+from fullshard.errors import ConfigError
+from fullshard.tape.tape import Collective, Operation
+
+__all__ = ["Watch"]
+
+_COPIES = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("copy_", "_to_copy", "clone", "cat", "stack", "_foreach_copy_", "_foreach_copy", "_chunk_cat"),
+        *("split_with_sizes_copy", "constant_pad_nd"),
+    )
+)
+_NO_MEMORY = frozenset(
+    ("aten._unsafe_view", "aten.set_", "aten.lift_fresh", "aten.detach", "aten.alias", "prim.device")
+)
+_NO_VALUES = frozenset(
+    ("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided")
+)
+_READ_BY_HOST = frozenset(("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.is_nonzero"))
+
+
+class Watch(TorchDispatchMode):
+    """A context whose operations are written on the tape of `accelerator`, under the lane that is current.
+
+    On fake tensors, no collective is carried out, and what the host asks for has no values: a number is 1, and a truth
+    is True.
+
+    Args:
+        accelerator: the pretended one.
+        fakes: the mode of the fake tensors; None if tensors are real.
+    """
+
+    def __init__(self, accelerator: DryAccelerator, fakes: FakeTensorMode | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._accelerator = accelerator
+        self._tape = accelerator.tape
+        self._storages = accelerator.storages
+        self._fakes = fakes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, or pretend to, and write it down. Of wrappers such as `DTensor`, what they wrap."""
+        if any(map(is_wrapper_type, types)):
+            return NotImplemented
+        kwargs = kwargs or {}
+        kind, given = _kind(func), list(_tensors((args, kwargs)))
+        if self._fakes is not None and are_real(given):  # such as the ranks of a mesh
+            with outside_of_fake_tensors():
+                return func(*args, **kwargs)
+        if kind == "view":
+            with uncached(self._fakes):
+                return func(*args, **kwargs)
+        if kind == "collective":
+            return self._collect(func, args, kwargs)
+        name = str(func._overloadpacket)
+        lane = self._lane_for(given)
+        written = list(_tensors(_written(func, args, kwargs)))
+        reads = () if name in _NO_VALUES else tuple(map(self._storages.access, _without(given, written, func)))
+        writes = tuple(map(self._storages.access, written))
+        result = self._run(name, func, args, kwargs)
+        made = []
+        for tensor in _tensors(result):
+            if not self._storages.is_known(tensor) and not tensor.is_meta:
+                self._storages.note_allocated(tensor.untyped_storage(), lane)
+                made.append(tensor)
+        if name in _NO_VALUES:
+            return result
+        writes += tuple(map(self._storages.access, made))
+        flops = flops_of(func, args, kwargs, result)
+        self._tape.note(Operation(name, lane, self._tape.origin, reads, writes, flops, name in _COPIES))
+        if self._accelerator.has_lanes and lane != "host" and self._holds_host(name, given, args, kwargs):
+            self._accelerator.mark(lane).synchronize()
+        return result
+
+    def _lane_for(self, given: Sequence[Tensor]) -> str:
+        """The lane that an operation runs on: the host's if it touches the host's memory only."""
+        return "host" if given and all(map(self._storages.is_host, given)) else self._accelerator.lane
+
+    def _holds_host(self, name: str, given: Sequence[Tensor], args: Any, kwargs: Any) -> bool:
+        """True if the host waits until the operation is over."""
+        if name in _READ_BY_HOST:
+            return True
+        if len({self._storages.is_host(tensor) for tensor in given}) < 2 or name not in _COPIES:
+            return False
+        return not (kwargs.get("non_blocking") or (name == "aten.copy_" and len(args) > 2 and args[2]))
+
+    def _run(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._fakes is not None and name in ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero"):
+            return _one(args[0]) if name == "aten._local_scalar_dense" else True
+        try:
+            return func(*args, **kwargs)
+        except data_dependent_errors as error:
+            raise ConfigError(
+                f"{name} was asked for in a dry run, and what it gives depends on values, which fake tensors do not "
+                "have. Pass values=True: a dry run on real tensors, of a model that this machine has memory for."
+            ) from error
+
+    def _collect(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Write a collective down, and carry it out unless its tensors are fakes."""
+        reads, writes, sizes = [], [], []
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            tensors = list(_tensors(value))
+            if not argument.name.startswith("output"):
+                reads += [self._storages.access(tensor) for tensor in tensors]
+                sizes += [tensor.nbytes for tensor in tensors]
+            if not argument.name.startswith("input"):
+                writes += [self._storages.access(tensor) for tensor in tensors]
+        functional = func.namespace != "c10d"
+        if self._fakes is None or functional:
+            result = func(*args, **kwargs)
+        else:
+            result = (args[0], finished_work()) if len(func._schema.returns) > 1 else finished_work()
+        if functional:
+            writes = []
+            for tensor in _tensors(result):
+                if not self._storages.is_known(tensor):
+                    self._storages.note_allocated(tensor.untyped_storage(), self._accelerator.lane)
+                writes.append(self._storages.access(tensor))
+        ranks = group_of(args)
+        name, lane, origin = str(func._overloadpacket).split(".")[-1], self._accelerator.lane, self._tape.origin
+        if sizes:
+            self._tape.note(Collective(name, lane, origin, tuple(reads), tuple(writes), ranks, tuple(sizes)))
+        return result
+
+
+def _one(tensor: Tensor) -> bool | int | float:
+    if tensor.dtype == torch.bool:
+        return True
+    return 1.0 if tensor.dtype.is_floating_point else 1
+
+
+@cache
+def _kind(func: OpOverload) -> str:
+    if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+        return "view" if "wait_tensor" in func.name() else "collective"
+    return "view" if func.is_view or str(func._overloadpacket) in _NO_MEMORY else "operation"
+
+
+@cache
+def _writing(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Number and name of each argument that an operation writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((i, it.name) for i, it in arguments if it.alias_info is not None and it.alias_info.is_write)
+
+
+def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    return [args[i] if i < len(args) else kwargs.get(name) for i, name in _writing(func)]
+
+
+def _without(given: Sequence[Tensor], written: Sequence[Tensor], func: OpOverload) -> Iterator[Tensor]:
+    """The tensors that are read. What is written counts as read too, unless all of it is replaced."""
+    replaces = str(func._overloadpacket) in ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_")
+    outs = {id(tensor) for tensor in written} if replaces or func._overloadname == "out" else set()
+    return (tensor for tensor in given if id(tensor) not in outs)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in arguments or results."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)

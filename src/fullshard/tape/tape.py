@@ -1,0 +1,136 @@
+"""The tape: all that happens on the lanes of a device, in the order in which the host asks for it.
+
+A tape is a recorder that is told more: every operation and collective with the bytes that it reads and writes, every
+allocation and free, every mark that a lane sets and every wait for one. Who watches for that is `dry/`; races, memory,
+times and reports are read off a tape, and nothing else describes what the engine does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fullshard.tape.recorder import Origin, Recorder
+
+__all__ = ["Access", "Allocation", "Collective", "Entry", "Free", "Operation", "Recorded", "Tape", "Waited"]
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Some bytes of a storage, from `start` up to `stop`. Storages are numbered as they first appear."""
+
+    storage: int
+    start: int
+    stop: int
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it spans."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation of torch's on a lane: what it reads and writes, and the floating-point operations it takes.
+
+    `copies` tells whether it moves values and computes none.
+    """
+
+    name: str
+    lane: str
+    origin: Origin
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    flops: int = 0
+    copies: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        return sum(access.nbytes for access in (*self.reads, *self.writes))
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A collective on a lane: its process group's ranks, and the bytes of each tensor that this rank gives."""
+
+    name: str
+    lane: str
+    origin: Origin
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    ranks: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Memory that a storage got, from the memory that is kept for a lane. `purpose` is what the engine says it is for;
+    empty for what the user's modules, autograd and optimizers allocate.
+    """
+
+    storage: int
+    nbytes: int
+    lane: str
+    origin: Origin
+    purpose: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Memory that a storage gave back to the lane that it was from."""
+
+    storage: int
+    nbytes: int
+    lane: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A numbered mark behind all work queued on a lane so far."""
+
+    mark: int
+    lane: str
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """A lane goes on only after a mark. `site` is where in the source that was asked for."""
+
+    mark: int
+    lane: str
+    site: str
+    origin: Origin
+
+
+Entry = Operation | Collective | Allocation | Free | Recorded | Waited
+
+E = TypeVar("E", Operation, Collective, Allocation, Free, Recorded, Waited)
+
+
+class Tape(Recorder):
+    """All that was done, in the host's order; and the events of a `Recorder`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Entry] = []
+
+    def note(self, entry: Entry) -> None:
+        """Append `entry`."""
+        self.entries.append(entry)
+
+    def of(self, kind: type[E]) -> Iterator[E]:
+        """The entries of one kind, in order."""
+        return (entry for entry in self.entries if isinstance(entry, kind))
+
+    def peak_bytes(self, *, of_host: bool = False) -> int:
+        """The most bytes of tensors that were alive at once in the device's memory, or in the host's beside it."""
+        held = peak = 0
+        for entry in self.entries:
+            if isinstance(entry, Allocation | Free) and (entry.lane == "host") == of_host:
+                held += entry.nbytes if isinstance(entry, Allocation) else -entry.nbytes
+                peak = max(peak, held)
+        return peak
