@@ -28,7 +28,7 @@ from fullshard.comm.fingerprint import fingerprint, mismatch
 from fullshard.comm.wire import PartSums, Pending, TermName, Wire
 from fullshard.errors import RankLostError, RankMismatchError
 from fullshard.liveness.watchdog import PeerGoneError, lost
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.whereabouts import end_of_queued_work, here
 from fullshard.policy.switches import switches
 from fullshard.tape.recorder import Event, Origin, active_recorder
 
@@ -184,7 +184,7 @@ class Collectives(ABC):
         except PeerGoneError as gone:
             raise self._lost(gone, call) from gone
         if self.is_queued:
-            here.queue(call.name, call.origin)
+            here.queue(call.name, call.origin, end_of_queued_work())
             return Pending(finish, event, has_come=lambda: True)
 
         def agree_and_finish() -> None:
