@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement as TensorPlacement
 from torch.distributed.tensor import Replicate, Shard
 
-from fullshard._compat import joined_mesh
+from fullshard._compat import group_made_alone, joined_mesh
 from fullshard.comm.routes import collectives_for, collectives_of
 from fullshard.errors import ConfigError, RankMismatchError, StateError
 from fullshard.layout.shard_spec import ShardSpec, owned
@@ -176,7 +176,7 @@ _subgroups: Kept[tuple[int, ...], dist.ProcessGroup] = Kept("subgroups")
 
 def subgroup(ranks: list[int]) -> dist.ProcessGroup:
     """The process group of `ranks`, this one among them; made when it is first asked for, by these ranks only."""
-    return _subgroups.get_or_make(tuple(ranks), lambda: dist.new_group(ranks, use_local_synchronization=True))
+    return _subgroups.get_or_make(tuple(ranks), lambda: group_made_alone(ranks))
 
 
 _joined: Kept[tuple[DeviceMesh, DeviceMesh], DeviceMesh | None] = Kept("joined meshes")
