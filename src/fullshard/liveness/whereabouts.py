@@ -60,13 +60,13 @@ class Unwatched:
 
 @dataclass
 class Whereabouts:
-    """The activity of this rank's main thread. Written by that thread, read by another one."""
+    """The activity of this rank's main thread. Written by that thread, read by another; both forget what has ended."""
 
     step: int = 0
     """Steps that the root which ran last has begun."""
-    _waiting: Task | None = None
     unwatched: Unwatched | None = None
     """The last queued collective that had to be given up, if there was one."""
+    _waiting: Task | None = None
     _queued: deque[Task] = field(default_factory=deque)
     _drops: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that drops what has ended
     _last: Task | None = None
