@@ -2,14 +2,17 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from shared_ranks import run_ranks
 from small_models import Chain, chain, initialise, inputs, sgd, whole_grads, wholes
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import ConfigError, Placement, Placements, fully_shard, recording
+from fullshard.comm.mesh import subgroup
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
 from fullshard.testing import assert_same
@@ -104,6 +107,34 @@ def accumulate_within_groups() -> None:
 
 def test_unsynced_microbatches_add_up_sums_of_the_group():
     run_ranks(4, accumulate_within_groups)
+
+
+def make_a_group_alone() -> None:
+    """Two of three ranks, while the default group is bound to a device: `init_process_group(device_id=...)`."""
+    world, device = torch.distributed.group.WORLD, torch.device("cuda", 0)
+    world.bound_device_id = device
+    sources = []
+    split_source = distributed_c10d._get_split_source
+
+    def source(parent: Any) -> Any:
+        sources.append(parent)
+        return split_source(parent)
+
+    with patch.object(distributed_c10d, "_get_split_source", source):
+        group = subgroup([0, 2]) if torch.distributed.get_rank() in (0, 2) else None
+    assert sources == []
+    assert world.bound_device_id == device
+    world.bound_device_id = None
+    if group is not None:
+        assert group.bound_device_id is None
+        total = torch.ones(1)
+        torch.distributed.all_reduce(total, group=group)
+        assert total == 2
+
+
+def test_a_group_of_some_ranks_is_not_split_off_the_communicator_of_all():
+    """NCCL splits that only when all ranks ask it to, and those outside of the group never do."""
+    run_ranks(3, make_a_group_alone)
 
 
 def sent_across(placements: Placements, accumulate: int) -> tuple[int, int]:

@@ -1,22 +1,20 @@
 """No race on pretended lanes, and each wait of the engine is needed: without it there is one."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from small_models import Chain, Layer, chain, inputs
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Placement, Placements, clip_grad_norm_, dry, fully_shard
 from fullshard.device.accelerator import accelerator_for, pretending_to_capture
 from fullshard.optim import Muon
-from fullshard.tape.tape import Collective, Operation, Recorded, Waited
+from fullshard.tape.tape import Collective
 
 W, G, S = Placement.WHOLE, Placement.GROUPED, Placement.SHARDED
 GROUPED = {
@@ -206,8 +204,6 @@ def scenarios() -> Iterator[tuple[str, str, str]]:
 
 
 LOOPS["evaluation and writing"] = (evaluating_and_writing, Layer)
-
-
 
 
 def tape_of(strategy: str, loop: str, option: str, without: frozenset[str] = frozenset()) -> dry.Tape:

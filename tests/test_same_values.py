@@ -1,7 +1,10 @@
 """Ranks that hold, or come to hold, different values of what should be one model: told at once, and once."""
 
 import logging
+import pickle
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fullshard import FullyShardedDataParallel, RankMismatchError, fully_shard
+from fullshard.comm.collectives import Collectives
 
 
 class Said(logging.Handler):
@@ -111,3 +115,80 @@ def test_parameters_outside_units_that_diverge_are_told_once(care):
         assert "2 parameters that no unit has, the first of shape (1, 5)" in first[0]
         assert "outermost module" in first[0]
         assert "after 3 steps" in first[0]
+
+
+def mesh_of_replicas() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def one_of_four_differs(what: str) -> str:
+    """One rank of two replicas, of which the ranks of one have no other axis in common with it."""
+    is_odd = dist.get_rank() == 3
+    model = build(int(is_odd and what == "values"))
+    if is_odd and what == "model":
+        model[1] = nn.LayerNorm(16, elementwise_affine=False)
+    fully_shard(model, strategy="hsdp", mesh=mesh_of_replicas())
+    with pytest.raises(RankMismatchError) as raised:
+        model(torch.ones(2, 48))
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("model", "Unit 0 is on rank 0: the root (0.weight (16, 48)"),
+        ("values", "different values: 4 parameters, such as 0.weight on rank 1 and rank 3. Each would go on"),
+    ],
+)
+def test_a_rank_that_differs_is_told_to_all_replicas_alike(what, said):
+    messages = run_ranks(4, one_of_four_differs, what)
+    assert len(set(messages)) == 1
+    assert said in messages[0]
+    assert "rank 3" in messages[0]
+
+
+def one_of_four_has_another_head() -> list[str]:
+    model = chain(partial(fully_shard, strategy="hsdp", mesh=mesh_of_replicas()))
+    head = nn.Linear(5, 1)
+    nn.init.constant_(head.weight, dist.get_rank() == 3)
+    optimizer = torch.optim.SGD([*model.parameters(), head.weight], lr=0.1)
+    with Said() as texts:
+        for step in range(3):
+            model(inputs(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return texts
+
+
+def test_a_rank_that_alone_has_another_head_keeps_no_replica_waiting():
+    said = run_ranks(4, one_of_four_has_another_head)
+    assert [len(texts) for texts in said] == [1, 0, 1, 0]  # one of each replica
+
+
+def compared_nbytes(layers: int) -> dict[str, list[int]]:
+    """Bytes of all that this rank sends to compare a model, and heads beside it, by the names of comparisons."""
+    sent: dict[str, list[int]] = {}
+    gather_objects = Collectives.gather_objects
+
+    def count(self: Collectives, own: Any, *, name: str, **kwargs: Any) -> list[Any]:
+        sent.setdefault(name, []).append(len(pickle.dumps(own)))
+        return gather_objects(self, own, name=name, **kwargs)
+
+    torch.manual_seed(0)
+    model = fully_shard(nn.Sequential(*[nn.Linear(8, 8) for _ in range(layers)]))
+    heads = [nn.Linear(8, 1, bias=False) for _ in range(layers)]
+    optimizer = torch.optim.SGD([*model.parameters(), *(head.weight for head in heads)], lr=0.0)
+    with patch.object(Collectives, "gather_objects", count):
+        for _ in range(3):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return sent
+
+
+def test_ranks_that_agree_tell_one_another_as_little_of_a_large_model_as_of_a_small_one():
+    (small, _), (large, _) = (run_ranks(2, compared_nbytes, layers) for layers in (1, 20))
+    assert small == large
+    assert set(small) == {"comparison of models", "comparison of parameters in no unit"}
+    assert len(small["comparison of models"]) == 1
+    assert max(map(max, small.values())) < 128

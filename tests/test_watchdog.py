@@ -5,6 +5,7 @@ import re
 import socket
 import subprocess
 import sys
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -148,20 +149,25 @@ def test_ranks_that_do_not_notice_a_loss_are_ended():
         assert end.at - lost.at < 10
 
 
-FAILS_ONCE = """
-from fullshard.liveness.whereabouts import Task
-class Event:
+FAILS = """
+import fullshard.liveness.watchdog as it
+look = it._Board.known_loss
+def fail_once(board):
+    it._Board.known_loss = look
+    raise ValueError("no such key")
+it._Board.known_loss = fail_once
+class Broken:
     def query(self):
-        here._queued.clear()
-        raise RuntimeError("no such event")
-here._queued.append(Task("all_gather", Origin("0", Phase.FORWARD, 1), 0.0, False, Event()))
+        raise RuntimeError("CUDA error: unspecified launch failure")
+for unit in "012":
+    here.queue("all_gather", Origin(unit, Phase.FORWARD, 1), Broken())
 """
 
 
 def test_a_collective_that_takes_long_is_reported_once_and_the_job_goes_on():
-    """A look that fails is not the last one."""
+    """A look that fails is not the last one, and a GPU that cannot be asked is all that is not watched: told once."""
     late = "await_reports(1) or time.sleep(2) if step == 4 else await_reports(2)"
-    ends = run(late, FAILS_ONCE + "set_collective_timeout(60, report_after=1)", steps="4 6")
+    ends = run(late, FAILS + "set_collective_timeout(60, report_after=1)", steps="4 6")
     assert [end.code for end in ends] == [0] * WORLD
     reports = "".join(end.said for end in ends)
     head = r"for \d+ s, and the job goes on; it ends if that takes 60 s. Where all ranks are:"
@@ -170,7 +176,33 @@ def test_a_collective_that_takes_long_is_reported_once_and_the_job_goes_on():
         assert f"ranks 0, 2: in all_gather of 0 in forward, microbatch 1, step {step}, for" in reports
     assert reports.count("rank 1: in no collective (the last was ") == reports.count("the job goes on") == 2
     assert reports.count("in await_reports, for ") == 2
-    assert reports.count("the watchdog failed, and looks again: RuntimeError('no such event')") == WORLD
+    assert reports.count("the watchdog failed, and looks again: ValueError('no such key'). Until a look") == WORLD
+    assert reports.count("the GPU cannot be asked") == WORLD
+    blind = "whether all_gather of 2 in forward, microbatch 1 has ended: RuntimeError('CUDA error: unspecified"
+    assert reports.count(blind) == WORLD
+
+
+STORE_GOES = """
+import threading
+import fullshard.liveness.watchdog as it
+it.SILENCE_S = 2
+def fail(*args):
+    raise dist.DistNetworkError("connection reset")
+def go():
+    it.PatientStore.check = it.PatientStore.add = it.PatientStore.compare_set = fail
+threading.Timer(3, go).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_store_that_is_gone_is_told_once_and_long_waits_are_told_still():
+    ends = run("time.sleep(9)", STORE_GOES + "set_collective_timeout(60, report_after=5)")
+    assert [end.code for end in ends] == [0] * WORLD
+    for end in ends:
+        gone = "the store of the process group has not answered for 2 s: DistNetworkError('connection reset"
+        assert end.said.count(gone) == 1
+        assert "this one watches its own collectives, and the rank before it, still" in end.said
+    assert ends[0].said.count("and the job goes on; it ends if that takes 60 s") == 1
 
 
 @pytest.mark.slow
@@ -353,6 +385,75 @@ def test_the_first_step_ends_with_the_second_one_or_where_none_begins_when_colle
     assert not in_first_step("2")
 
 
+class End:
+    """The end of something that a GPU carries out, when the test says so."""
+
+    def __init__(self, *, reached: bool = False) -> None:
+        self.reached = reached
+
+    def query(self) -> bool:
+        return self.reached
+
+
+def queue(me: Whereabouts, *ends: End | None) -> None:
+    for end in ends:
+        me.queue("all_gather", Origin("0", Phase.FORWARD, 1), end)
+
+
+def test_what_a_gpu_has_carried_out_is_forgotten_though_nobody_asks():
+    """A world of one rank has no watchdog."""
+    me = Whereabouts()
+    ends = [End(reached=True) for _ in range(100)]
+    kept = [weakref.ref(end) for end in ends]
+    while ends:
+        queue(me, ends.pop())
+    assert sum(end() is not None for end in kept) == 2  # the last in the queue, and the last that has ended
+    queue(me, None)  # of which nobody can tell
+    assert me.task is None
+
+
+def test_two_threads_that_look_at_once_forget_nothing_that_is_under_way():
+    me = Whereabouts()
+
+    class Interrupting(End):
+        """Another thread looks before the answer is here."""
+
+        def query(self) -> bool:
+            if not self.reached:
+                self.reached = True
+                other = Thread(target=lambda: me.task)
+                other.start()
+                other.join()
+            return True
+
+    last = End()
+    queue(me, Interrupting(), last)
+    assert me.task is not None
+    assert me.task.ended is last
+
+
+def test_of_a_long_queue_each_collective_is_waited_for_since_the_one_before_it_had_ended(monkeypatch):
+    """Else the host, far ahead of a GPU, makes what runs late look stuck."""
+    now = 0.0
+    monkeypatch.setattr("fullshard.liveness.whereabouts.monotonic", lambda: now)
+    me, ends = Whereabouts(), [End() for _ in range(4)]
+    queue(me, *ends[:3])
+    now = 100.0
+    assert me.waited_s == 100
+    ends[0].reached = True
+    assert me.waited_s == 0
+    now = 103.0
+    assert me.waited_s == 3
+    assert me.task is me.task  # one collective, reported once
+    ends[1].reached = ends[2].reached = True
+    queue(me)
+    assert me.task is None
+    now = 110.0
+    queue(me, ends[3])
+    now = 115.0
+    assert me.waited_s == 5
+
+
 @pytest.mark.parametrize("silence_s", [4, 30])
 def test_the_system_asks_a_silent_host_for_as_long_as_it_is_given(silence_s):
     """Also one that falls silent just before it is asked for the first time."""
@@ -364,6 +465,29 @@ def test_the_system_asks_a_silent_host_for_as_long_as_it_is_given(silence_s):
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     assert interval_s * probes == silence_s
     assert probes > 1  # one that is lost on its way is nothing
+
+
+def test_a_board_tells_for_how_long_its_store_has_been_silent():
+    class Resting:
+        rests = True
+
+        def check(self, keys: list[str]) -> bool:
+            if self.rests:
+                raise dist.DistNetworkError("connection reset")
+            return False
+
+    resting = Resting()
+    store = PatientStore(resting, 5)
+    board = _Board(store)
+    assert board.silent_s == 0
+    assert board.known_loss() is None
+    assert board.last_question() is None
+    assert board.silent_s > 0
+    assert "connection reset" in str(board.error)
+    resting.rests = False
+    assert board.known_loss() is None
+    assert board.silent_s == 0
+    store.close()
 
 
 def test_nobody_waits_for_an_account_in_a_store_that_is_gone():

@@ -57,6 +57,7 @@ __all__ = [
     "finished_work",
     "flops_of",
     "grad_hooks",
+    "group_made_alone",
     "group_of",
     "group_timeout_s",
     "has_values",
@@ -217,6 +218,23 @@ def group_timeout_s(group: dist.ProcessGroup) -> float:
         with suppress(AttributeError, RuntimeError):  # a backend without options
             timeouts.append(float(group._get_backend(device).options._timeout.total_seconds()))
     return min((timeout for timeout in timeouts if timeout > 0), default=math.inf)
+
+
+def group_made_alone(ranks: list[int]) -> dist.ProcessGroup:
+    """A new process group of `ranks`, this one among them, that no other rank need take part in.
+
+    `use_local_synchronization` is not enough for that. While the default group is bound to a device
+    (`init_process_group(device_id=...)`), torch splits a new group's communicator off that of all ranks, which NCCL
+    does only once all of them ask for it. So torch finds it bound to none, and connects these ranks when they first
+    send something.
+    """
+    world = dist.distributed_c10d._get_default_group()
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        group: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True)
+    finally:
+        world.bound_device_id = device
+    return group
 
 
 def default_store() -> dist.Store:

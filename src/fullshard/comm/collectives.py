@@ -26,6 +26,7 @@ from torch import Tensor
 from fullshard._compat import address, all_gather_rows
 from fullshard.comm.fingerprint import fingerprint, mismatch
 from fullshard.comm.wire import PartSums, Pending, TermName, Wire
+from fullshard.device.current import mark_here
 from fullshard.errors import RankLostError, RankMismatchError
 from fullshard.liveness.watchdog import PeerGoneError, lost
 from fullshard.liveness.whereabouts import here
@@ -184,7 +185,7 @@ class Collectives(ABC):
         except PeerGoneError as gone:
             raise self._lost(gone, call) from gone
         if self.is_queued:
-            here.queue(call.name, call.origin)
+            here.queue(call.name, call.origin, mark_here())
             return Pending(finish, event, has_come=lambda: True)
 
         def agree_and_finish() -> None:

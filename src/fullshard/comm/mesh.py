@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement as TensorPlacement
 from torch.distributed.tensor import Replicate, Shard
 
-from fullshard._compat import address, joined_mesh, outside_of_fake_tensors
+from fullshard._compat import address, group_made_alone, joined_mesh, outside_of_fake_tensors
 from fullshard.comm.routes import collectives_for, collectives_of
 from fullshard.device.current import count_devices
 from fullshard.errors import ConfigError, RankMismatchError, StateError
@@ -177,7 +177,7 @@ _subgroups: Kept[tuple[int, ...], dist.ProcessGroup] = Kept("subgroups")
 
 def subgroup(ranks: list[int]) -> dist.ProcessGroup:
     """The process group of `ranks`, this one among them; made when it is first asked for, by these ranks only."""
-    return _subgroups.get_or_make(tuple(ranks), lambda: dist.new_group(ranks, use_local_synchronization=True))
+    return _subgroups.get_or_make(tuple(ranks), lambda: group_made_alone(ranks))
 
 
 _joined: Kept[tuple[DeviceMesh, DeviceMesh], DeviceMesh | None] = Kept("joined meshes")

@@ -53,6 +53,14 @@ class Accelerator:
         """Allocate or free the memory of `storage`, on the lane that is current."""
         storage.resize_(nbytes)
 
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """`tensor`, or a copy of it in the memory of `device`."""
+        return tensor.to(device)
+
+    def beside(self, tensor: Tensor, other: Tensor) -> Tensor:
+        """`tensor`, or a copy of it in the memory that `other` is in."""
+        return tensor.to(other.device)
+
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """A new 1-D buffer in the host's memory; `pinned`, if copies to and from it are not to hold the host up."""
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pinned)

@@ -8,10 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard.device.accelerator import accelerator_for
+from fullshard.device.lanes import Mark
+
 __all__ = [
     "count_devices",
     "current_device",
     "finish_copies",
+    "mark_here",
     "random_states_of_device",
     "set_current_device",
     "set_random_states_of_device",
@@ -55,6 +59,13 @@ def finish_copies() -> None:
     """Let the host wait for all that is queued on the current stream, such as copies to its memory."""
     if torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()
+
+
+def mark_here() -> Mark | None:
+    """A mark behind all work queued on the current stream; None without an accelerator, or while it records a graph."""
+    if not torch.accelerator.is_available():
+        return None
+    return accelerator_for(torch.accelerator.current_stream().device).mark_here()
 
 
 def random_states_of_device() -> dict[str, Tensor]:

@@ -87,6 +87,20 @@ class DryAccelerator(Accelerator):
         super().resize(storage, nbytes)
         self.storages.note_allocated(storage, self.lane, "unsharded parameters")
 
+    def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
+        return self._copied(tensor, self.lane) if self.storages.is_host(tensor) else tensor
+
+    def beside(self, tensor: Tensor, other: Tensor) -> Tensor:
+        to_host = self.storages.is_host(other)
+        if to_host == self.storages.is_host(tensor):
+            return tensor
+        return self._copied(tensor, "host" if to_host else self.lane)
+
+    def _copied(self, tensor: Tensor, lane: str) -> Tensor:
+        with self.on_lane(lane):
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+        return copied.copy_(tensor)
+
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         with self.on_lane("host"):
             return torch.zeros(numel, dtype=dtype)

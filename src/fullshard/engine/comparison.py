@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from fullshard.comm.routes import collectives_for
-from fullshard.engine.sharded_param import digest
+from fullshard.engine.sharded_param import ShardedParam, digest
 from fullshard.engine.unit import Unit
 from fullshard.errors import RankMismatchError
 from fullshard.policy.strategy import Placement
@@ -22,26 +24,38 @@ _log = logging.getLogger(__name__)
 Digests = Sequence[Sequence[int | None]]
 """By unit and parameter, of the values that each was made of; None where they are not known."""
 
+T = TypeVar("T")
+
 
 def check_ranks_agree(units: Sequence[Unit]) -> None:
     """Raise on every rank alike if they do not have the same units with the same parameters.
 
     They are told, too, if they built the model with different values, as without a common seed: by an error where ranks
     would keep their own for ever, else by a warning, once.
+
+    Ranks tell one another hashes, a few bytes for whatever model. Where these differ, one rank for each kind says more.
     """
-    axes = units[0].axes
-    mine = [unit.description for unit in units]
-    values = [unit.digests if unit.axes == axes else () for unit in units]
-    for group in _groups(units[0]):
-        theirs = collectives_for(group, units[0].device).gather_objects(
-            (mine, values), origin=Origin("", Phase.FORWARD), name="comparison of models"
-        )
-        descriptions = [description for description, _ in theirs]
-        odd = next((rank for rank, other in enumerate(descriptions) if other != descriptions[0]), None)
-        if odd is not None:
-            first, second = dist.get_global_rank(group, 0), dist.get_global_rank(group, odd)
-            raise RankMismatchError(_difference(first, descriptions[0], second, descriptions[odd]))
-        _compare_values(units, group, [digests for _, digests in theirs])
+    unit, rank = units[0], dist.get_rank()
+    descriptions = [it.description for it in units]
+    digests: Digests = [it.digests if it.axes == unit.axes else () for it in units]
+    hashes = _of_all_ranks((_hash(descriptions), _hash(digests)), unit, "comparison of models")
+    of_models = {other: of_model for other, (of_model, _) in hashes.items()}
+    of_values = {other: of_digests for other, (_, of_digests) in hashes.items()}
+
+    first, *odd = _first_of_each(of_models).values()
+    if odd:
+        theirs = _of_all_ranks(descriptions if rank in (first, odd[0]) else [], unit, "comparison of models")
+        raise RankMismatchError(_difference(first, theirs[first], odd[0], theirs[odd[0]]))
+    speakers = _first_of_each(of_values)
+    if len(speakers) > 1:  # not always an error: some ranks may not know their values
+        known = _of_all_ranks(digests if rank in speakers.values() else [], unit, "comparison of values")
+        _compare_values(units, of_values, {its: known[speaker] for its, speaker in speakers.items()})
+
+
+def are_alike(params: Sequence[nn.Parameter], unit: Unit) -> bool:
+    """True if `params`, which no unit has, have the same values on all ranks that have `unit`; all say the same."""
+    mine = _hash([digest(param) for param in params])
+    return len(set(_of_all_ranks(mine, unit, "comparison of parameters in no unit").values())) == 1
 
 
 def meet(units: Sequence[Unit], name: str) -> None:
@@ -56,6 +70,32 @@ def meet(units: Sequence[Unit], name: str) -> None:
     for group in dict.fromkeys(groups):
         if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
             collectives_for(group, units[0].device).meet(name, origin=Origin("", Phase.IDLE))
+
+
+def _hash(of: object) -> bytes:
+    return sha256(repr(of).encode()).digest()
+
+
+def _of_all_ranks(own: T, unit: Unit, name: str) -> dict[int, T]:
+    """What each rank that has the same parameters as this one calls its `own`, by rank of the world and in order.
+
+    The same on all of them, so that they go on alike: along both axes, one after the other.
+    """
+    known = {dist.get_rank(): own}
+    for group in _groups(unit):
+        for others in collectives_for(group, unit.device).gather_objects(
+            dict(known), origin=Origin("", Phase.FORWARD), name=name
+        ):
+            known.update(others)
+    return dict(sorted(known.items()))
+
+
+def _first_of_each(hashes: Mapping[int, bytes]) -> dict[bytes, int]:
+    """The first rank that has each hash, in the order of ranks."""
+    firsts: dict[bytes, int] = {}
+    for rank, of_rank in hashes.items():
+        firsts.setdefault(of_rank, rank)
+    return firsts
 
 
 def _groups(unit: Unit) -> list[dist.ProcessGroup]:
@@ -74,37 +114,43 @@ def _difference(first: int, mine: Sequence[str], second: int, theirs: Sequence[s
     )
 
 
-def _compare_values(units: Sequence[Unit], group: dist.ProcessGroup, theirs: Sequence[Digests]) -> None:
-    odd = [
-        (unit, param, found)
-        for i, unit in enumerate(units)
-        for j, param in enumerate(unit.params)
-        if None not in (found := [digests[i][j] if digests[i] else None for digests in theirs]) and len(set(found)) > 1
-    ]
-    if not odd:
-        return
-    unit, param, found = odd[0]
-    other = next(rank for rank, value in enumerate(found) if value != found[0])
-    ranks = f"rank {dist.get_global_rank(group, 0)} and rank {dist.get_global_rank(group, other)}"
-    name = f"{unit.name}.{param.fqn}" if unit.name else param.fqn
-    said = f"ranks built the model with different values: {len(odd)} parameters, such as {name} on {ranks}"
+def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests: Mapping[bytes, Digests]) -> None:
+    """Raise on all ranks, or warn, if those along an axis know their values, and have different ones.
+
+    Args:
+        units: of the model.
+        hashes: of all digests of each rank.
+        digests: those that have each hash.
+    """
+    axes = units[0].axes
+    ranks = axes.mesh.mesh.reshape(-1, axes.shard_world)
     remedy = (
         "Call torch.manual_seed with the same number on every rank before building the model, or pass "
         "sync_module_states=True to FullyShardedDataParallel, or load one state dict on all ranks"
     )
-    if group is unit.axes.replicate_group or unit.options.placements.optimizer is Placement.WHOLE:
-        raise RankMismatchError(f"{said}. Each would go on from its own, with gradients of all. {remedy}.")
-    if dist.get_rank(group) == 0:
-        _log.warning("%s. What is trained is a mixture, one rank's part beside another's. %s.", said, remedy)
+    for group, are_replicas in [(it, True) for it in ranks.T.tolist()] + [(it, False) for it in ranks.tolist()]:
+        firsts = _first_of_each({rank: hashes[rank] for rank in sorted(group)})
+        odd = _different_values(units, [digests[its] for its in firsts])
+        if not odd:
+            continue
+        unit, param, found = odd[0]
+        first, other = min(group), next(rank for rank, it in zip(firsts.values(), found, strict=True) if it != found[0])
+        name = f"{unit.name}.{param.fqn}" if unit.name else param.fqn
+        where = f"{len(odd)} parameters, such as {name} on rank {first} and rank {other}"
+        said = f"ranks built the model with different values: {where}"
+        if are_replicas or unit.options.placements.optimizer is Placement.WHOLE:
+            raise RankMismatchError(f"{said}. Each would go on from its own, with gradients of all. {remedy}.")
+        if dist.get_rank() == first:
+            _log.warning("%s. What is trained is a mixture, one rank's part beside another's. %s.", said, remedy)
 
 
-def are_alike(params: Sequence[nn.Parameter], unit: Unit) -> bool:
-    """True if `params`, which no unit has, have the same values on all ranks that `unit` is sharded over."""
-    mine = [digest(param) for param in params]
-    return all(
-        other == mine
-        for group in _groups(unit)
-        for other in collectives_for(group, unit.device).gather_objects(
-            mine, origin=Origin("", Phase.FORWARD), name="comparison of parameters in no unit"
-        )
-    )
+def _different_values(
+    units: Sequence[Unit], each: Sequence[Digests]
+) -> list[tuple[Unit, ShardedParam, list[int | None]]]:
+    """The parameters that all of `each` know and do not agree on, with their digests."""
+    return [
+        (unit, param, found)
+        for i, unit in enumerate(units)
+        for j, param in enumerate(unit.params)
+        if None not in (found := [digests[i][j] if digests[i] else None for digests in each]) and len(set(found)) > 1
+    ]

@@ -18,10 +18,11 @@ import math
 import os
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic, sleep
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -53,6 +54,8 @@ _NO_WORD = "its process ended without a word (killed, out of memory, or crashed)
 _NO_ANSWER = "its host does not answer (powered off, or the network is down)"
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def set_collective_timeout(seconds: float | None, *, report_after: float | None = 120.0) -> None:
@@ -151,6 +154,7 @@ class _Watchdog:
         self._answered: _Question | None = None
         self._reported: Task | None = None
         self._asked_early: Task | None = None
+        self._said: set[str] = set()  # causes of failures of its own
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
     def start(self) -> None:
@@ -180,15 +184,17 @@ class _Watchdog:
 
     def _run(self) -> None:
         """Look again and again until the group is gone. A failure is logged, and the next look tries again."""
-        failed = ""
         while not self._stopped.is_set() and dist.group.WORLD is self.group:
             try:
                 self._look()
             except Exception as error:
-                if failed != repr(error):
-                    failed = repr(error)
-                    _log.warning("rank %d: the watchdog failed, and looks again: %s", self._rank, failed)
+                self._say_once(
+                    repr(error),
+                    f"the watchdog failed, and looks again: {error!r}. Until a look succeeds, this rank notices "
+                    "neither long waits nor lost ranks, and gives no answer to others",
+                )
                 self._stopped.wait(self._look_s)
+            self._say_what_is_not_watched()
         if self._ring is not None and not self._stopped.is_set():  # the group is destroyed
             self._ring.leave(farewell=True)
 
@@ -208,6 +214,28 @@ class _Watchdog:
         self._missed_since = min(self._missed_since, monotonic()) if loss else math.inf
         if loss and min(monotonic() - self._missed_since, here.waited_s) > _GRACE_S:
             self._end(_loss(loss, str(here)))
+
+    def _say_what_is_not_watched(self) -> None:
+        """Log if this rank cannot ask its GPU, or ranks cannot ask one another."""
+        if (blind := here.unwatched) is not None:
+            self._say_once(
+                repr(blind.error),
+                f"the GPU cannot be asked whether {blind.task} has ended: {blind.error!r}. This collective, and any "
+                "other that it says so of, is not watched, however long it takes; lost ranks still are noticed",
+            )
+        if self._own_board.silent_s > SILENCE_S:
+            self._say_once(
+                "store",
+                f"the store of the process group has not answered for {SILENCE_S} s: {self._own_board.error!r}. Until "
+                "it does, ranks cannot tell one another which of them was lost, or where they are; this one watches "
+                "its own collectives, and the rank before it, still",
+            )
+
+    def _say_once(self, cause: str, failure: str) -> None:
+        """Log a failure of the watchdog's own, unless one of that cause has been."""
+        if cause not in self._said:
+            self._said.add(cause)
+            _log.warning("rank %d: %s.", self._rank, failure)
 
     def _ask(self, task: Task | None) -> _Question | None:
         """The question to answer if `task` takes too long: this rank's, or that of one that asked just before."""
@@ -324,6 +352,13 @@ class _Board:
         self._store = store
         self._loss: _Loss | None = None
         self._question = ""  # the last one that was read
+        self.error: RuntimeError | None = None  # of the last call, if the store did not answer
+        self._silent_since = 0.0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the first of the calls that the store has not answered; 0 if it answered the last one."""
+        return 0.0 if self.error is None else monotonic() - self._silent_since
 
     def publish_end(self, rank: int, how: str) -> None:
         """Publish how `rank` ends, unless that has been said."""
@@ -358,14 +393,11 @@ class _Board:
     def answer(self, question: _Question, rank: int, place: str, seconds: float, *, is_waiting: bool) -> None:
         """Publish where `rank` is, and for how many seconds."""
         self._first(f"where/{question.number}/{rank}", json.dumps([place, seconds, is_waiting]))
-        with suppress(RuntimeError):
-            self._store.add(f"answers/{question.number}", 1)
+        self._call(self._store.add, f"answers/{question.number}", 1, otherwise=0)
 
     def has_answers(self, question: _Question, world: int) -> bool:
         """True if all ranks have said where they are, or the store is gone."""
-        with suppress(RuntimeError):
-            return self._store.add(f"answers/{question.number}", 0) >= world
-        return True
+        return self._call(self._store.add, f"answers/{question.number}", 0, otherwise=world) >= world
 
     def answers(self, question: _Question, world: int) -> list[str]:
         """The answers in words, a line for all ranks at the same place."""
@@ -414,14 +446,23 @@ class _Board:
 
     def _replace(self, key: str, old: str, new: str) -> str:
         """Set `key` to `new` if it was `old`; its value after that, or `new` if the store is gone."""
-        with suppress(RuntimeError):
-            return self._store.compare_set(key, old, new).decode()
-        return new
+        return self._call(self._store.compare_set, key, old, new, otherwise=new.encode()).decode()
 
     def _read(self, key: str) -> str:
-        with suppress(RuntimeError):
-            return self._store.get(key).decode() if self._store.check([key]) else ""
-        return ""
+        is_there = self._call(self._store.check, [key], otherwise=False)
+        return self._call(self._store.get, key, otherwise=b"").decode() if is_there else ""
+
+    def _call(self, call: Callable[..., T], *args: Any, otherwise: T) -> T:
+        """What the store answers; `otherwise`, with a note of the error, if it is gone or slow."""
+        try:
+            answer = call(*args)
+        except RuntimeError as error:
+            if self.error is None:
+                self._silent_since = monotonic()
+            self.error = error
+            return otherwise
+        self.error = None
+        return answer
 
 
 def _question(asked: str) -> _Question | None:

@@ -7,27 +7,38 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from types import FrameType
+from typing import Protocol
 
 import torch
 
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["Task", "Whereabouts", "here"]
+__all__ = ["End", "Task", "Whereabouts", "here"]
+
+
+class End(Protocol):
+    """The end of work that a device carries out while the host goes on: a `torch.cuda.Event`, or the like."""
+
+    def query(self) -> bool:
+        """True once it has been reached; does not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A collective that is waited for, since a time in seconds of `time.monotonic`."""
+    """A collective that is waited for, since a time in seconds of `time.monotonic`.
+
+    One that a GPU carries out is waited for since those that were queued before it have ended.
+    """
 
     name: str
     origin: Origin
     since: float
     in_first_step: bool  # or before it: ranks may compile meanwhile, each for as long as it takes
-    ended: torch.cuda.Event | None = None  # of one that a GPU carries out, while the host goes on
+    ended: End | None = None  # of one that a GPU carries out, while the host goes on
 
     @property
     def waited_s(self) -> float:
@@ -39,14 +50,25 @@ class Task:
         return f"{self.name} of {self.origin.unit or 'the root'} in {self.origin.phase.value}{microbatch}"
 
 
+@dataclass(frozen=True)
+class Unwatched:
+    """A queued collective of which nobody can tell whether it has ended, and why."""
+
+    task: Task
+    error: Exception
+
+
 @dataclass
 class Whereabouts:
-    """The activity of this rank's main thread. Written by that thread, read by another one."""
+    """The activity of this rank's main thread. Written by that thread, read by another; both forget what has ended."""
 
     step: int = 0
     """Steps that the root which ran last has begun."""
+    unwatched: Unwatched | None = None
+    """The last queued collective that had to be given up, if there was one."""
     _waiting: Task | None = None
     _queued: deque[Task] = field(default_factory=deque)
+    _drops: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that drops what has ended
     _last: Task | None = None
     _left: float = field(default_factory=monotonic)
     _seen: set[tuple[str, str, Phase]] = field(default_factory=set)  # collectives before the first step
@@ -68,13 +90,11 @@ class Whereabouts:
         finally:
             self.leave()
 
-    def queue(self, name: str, origin: Origin) -> None:
-        """Note that the current stream has a collective to carry out."""
-        if not torch.cuda.is_available() or torch.cuda.is_current_stream_capturing():
-            return
-        ended = torch.cuda.Event()
-        ended.record()
-        self._queued.append(self._new_task(name, origin, ended))
+    def queue(self, name: str, origin: Origin, ended: End | None) -> None:
+        """Note that a device has a collective to carry out, which ends with `ended`; None: nobody can tell."""
+        if ended is not None:
+            self._drop_ended()  # a watchdog does it too, but not every job has one
+            self._queued.append(self._new_task(name, origin, ended))
 
     @property
     def waited_s(self) -> float:
@@ -108,12 +128,36 @@ class Whereabouts:
     @property
     def task(self) -> Task | None:
         """The collective that is under way, if there is one."""
-        queued = self._queued
-        while queued and queued[0].ended is not None and queued[0].ended.query():
-            self._last, self._left = queued.popleft(), monotonic()
-        return self._waiting or (queued[0] if queued else None)
+        self._drop_ended()
+        try:
+            head = self._queued[0]
+        except IndexError:
+            head = None
+        return self._waiting or head
 
-    def _new_task(self, name: str, origin: Origin, ended: torch.cuda.Event | None = None) -> Task:
+    def _drop_ended(self) -> None:
+        """Forget what has ended at the head of the queue, unless another thread is about to: no thread waits here."""
+        if not self._drops.acquire(blocking=False):
+            return
+        try:
+            while self._queued and self._has_ended(self._queued[0]):
+                now = monotonic()
+                if len(self._queued) > 1:  # what comes next begins now, and is never seen at the head as if before
+                    self._queued[1] = replace(self._queued[1], since=now)
+                self._last, self._left = self._queued.popleft(), now
+        finally:
+            self._drops.release()
+
+    def _has_ended(self, task: Task) -> bool:
+        """True if `task` need not be waited for any more, be it that nobody can tell."""
+        assert task.ended is not None
+        try:
+            return task.ended.query()
+        except Exception as error:  # of CUDA's, whichever: the main thread meets it in its own next call
+            self.unwatched = Unwatched(task, error)
+            return True
+
+    def _new_task(self, name: str, origin: Origin, ended: End | None = None) -> Task:
         return Task(name, origin, monotonic(), self.step < 2 and self._is_first(name, origin), ended)
 
     def _is_first(self, name: str, origin: Origin) -> bool:
@@ -127,6 +171,7 @@ class Whereabouts:
 
 
 here = Whereabouts()
+
 
 _LIBRARIES = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard.comm.routes import collectives_for
+from fullshard.device.accelerator import accelerator_for
 from fullshard.device.current import usual_device_type
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import choose_spec
@@ -59,8 +60,9 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so nothing was clipped"
         )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for device, local in _by_device([_local(grad) for grad in grads]).items():
-        torch._foreach_mul_(local, coefficient.to(device))
+    accelerator = accelerator_for(norm.device)
+    for local in _by_device([_local(grad) for grad in grads]).values():
+        torch._foreach_mul_(local, accelerator.beside(coefficient, local[0]))
     return norm
 
 
@@ -128,7 +130,9 @@ def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
 def _combined(own: Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> Tensor:
     """The norm over an axis of `mesh` of each of the norms in `own`: 1-D in, 1-D out, one element a gradient."""
     device = torch.device(mesh.device_type)
-    gathered = collectives_for(mesh.get_group(axis), device).gather_rows(own.to(device), origin=_NORM)
+    gathered = collectives_for(mesh.get_group(axis), device).gather_rows(
+        accelerator_for(device).to_device(own, device), origin=_NORM
+    )
     combined: Tensor = torch.linalg.vector_norm(gathered, norm_type, dim=0)
     return combined
 
