@@ -1,7 +1,9 @@
 """No race on pretended lanes, and each wait of the engine is needed: without it there is one."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+import re
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+import fullshard
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Placement, Placements, clip_grad_norm_, dry, fully_shard
 from fullshard.device.accelerator import accelerator_for, pretending_to_capture
+from fullshard.dry.lanes import OF_TORCH
 from fullshard.optim import Muon
-from fullshard.tape.tape import Collective
+from fullshard.tape.recorder import Origin, Phase
+from fullshard.tape.tape import Access, Allocation, Collective, Free, Operation, Recorded, Waited
 
 W, G, S = Placement.WHOLE, Placement.GROUPED, Placement.SHARDED
 GROUPED = {
@@ -155,14 +160,25 @@ def evaluating_and_writing(model: Any) -> None:
 def stepping_beside_compute(model: Any) -> None:
     """The optimizer steps on a lane of the user's, and the next forward waits for its event."""
     optimizer, lanes = sgd(model), accelerator_for(torch.device("cpu")).lanes
-    for number in range(3):
-        model(inputs(number)).float().square().mean().backward()
+    batches = [inputs(number) for number in range(3)]  # memory of compute's, which waits at the forward only
+    for given in batches:
+        loss = model(given).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
         with lanes.offload.after(lanes.compute):
             optimizer.step()
-        event = lanes.offload.mark()
-        lanes.compute.wait(event)  # before gradients are freed
-        optimizer.zero_grad()
-        model.set_post_optim_event(event)
+        model.set_post_optim_event(lanes.offload.mark())
+
+
+def transforming(model: Any) -> None:
+    """A forward under `torch.func` that follows an optimizer on a lane of the user's."""
+    optimizer, lanes = sgd(model), accelerator_for(torch.device("cpu")).lanes
+    given = inputs()
+    model(given).float().square().mean().backward()
+    with lanes.offload.after(lanes.compute):
+        optimizer.step()
+    model.set_post_optim_event(lanes.offload.mark())
+    torch.func.grad(lambda x: model(x).float().square().mean())(given)
 
 
 Loop = Callable[[Any], None]
@@ -181,6 +197,8 @@ LOOPS: dict[str, tuple[Loop, type[Layer]]] = {
     "Muon": (with_muon, Layer),
     "capture": (captured, Layer),
     "optimizer on another stream": (stepping_beside_compute, Layer),
+    "transforms": (transforming, Layer),
+    "evaluation and writing": (evaluating_and_writing, Layer),
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "": {},
@@ -198,33 +216,132 @@ def scenarios() -> Iterator[tuple[str, str, str]]:
     for strategy in STRATEGIES:
         for loop in LOOPS:
             for option in OPTIONS:
-                if not (loop == "Muon" and "offload" in option):
+                if not ((loop == "Muon" and "offload" in option) or (strategy == "ddp" and option == "encoded")):
                     yield strategy, loop, option
-        yield strategy, "evaluation and writing", "offload"
 
 
-LOOPS["evaluation and writing"] = (evaluating_and_writing, Layer)
-
-
-def tape_of(strategy: str, loop: str, option: str, without: frozenset[str] = frozenset()) -> dry.Tape:
+def tape_of(
+    strategy: str, loop: str, option: str, without: frozenset[str] = frozenset(), *, values: bool = True
+) -> dry.Tape:
     run, layer = LOOPS[loop]
     with dry.world(8):
         mesh = {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
-        with dry.taped(without=without) as tape:
+        with dry.taped(values=values, without=without) as tape:
             options = {"strategy": GROUPED.get(strategy, strategy), **OPTIONS[option]}
             shard = partial(fully_shard, **options, **(mesh if "hsdp" in strategy else {}))
             run(chain(shard, Chain([layer(48) for _ in range(3)])))
     return tape
 
 
-def marked(scenario: tuple[str, str, str]) -> Any:
-    strategy, loop, option = scenario
-    is_common = loop in COMMON_LOOPS and option in COMMON_OPTIONS
-    return pytest.param(*scenario, marks=[] if is_common else pytest.mark.slow, id="-".join(filter(None, scenario)))
+def is_common(scenario: tuple[str, str, str]) -> bool:
+    _, loop, option = scenario
+    return loop in COMMON_LOOPS and option in COMMON_OPTIONS
 
 
-@pytest.mark.parametrize(("strategy", "loop", "option"), [marked(scenario) for scenario in scenarios()])
-def test_no_lane_touches_what_another_still_uses(strategy, loop, option):
-    tape = tape_of(strategy, loop, option)
-    assert not dry.races(tape)
-    assert {entry.lane for entry in tape.of(Collective)} - {"compute"}
+@cache
+def sites_of(scenario: tuple[str, str, str]) -> frozenset[str]:
+    return frozenset(wait.site for wait in tape_of(*scenario).of(Waited))
+
+
+common = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+def check(strategy: str, *, slow: bool) -> None:
+    for scenario in scenarios():
+        if scenario[0] == strategy and is_common(scenario) != slow:
+            tape = tape_of(*scenario)
+            assert not dry.races(tape), scenario
+            assert {entry.lane for entry in tape.of(Collective)} >= {"reduce"}
+
+
+@common
+def test_no_lane_touches_what_another_still_uses(strategy):
+    check(strategy, slow=False)
+
+
+@common
+@pytest.mark.slow
+def test_no_lane_does_so_in_whatever_loop(strategy):
+    check(strategy, slow=True)
+
+
+def needless(among: Iterable[tuple[str, str, str]]) -> dict[str, list[tuple[str, str, str]]]:
+    """The waits without which there is no race in any of these scenarios."""
+    met: dict[str, list[tuple[str, str, str]]] = {}
+    for scenario in among:
+        for site in sites_of(scenario):
+            met.setdefault(site, []).append(scenario)
+    return {
+        site: where
+        for site, where in met.items()
+        if not site.startswith(OF_TORCH)
+        and not any(dry.races(tape_of(*scenario, without=frozenset((site,)))) for scenario in where)
+    }
+
+
+def test_every_wait_is_needed():
+    among = [*filter(is_common, scenarios()), ("hsdp", "hooks", "offload"), ("zero3", "Muon", "")]
+    among += [("zero3", "optimizer on another stream", ""), ("zero3", "transforms", "")]
+    among += [("zero3", "evaluation and writing", "offload")]
+    assert not needless(among)
+    met = {site.split(" ")[0] for scenario in among for site in sites_of(scenario)}
+    assert set(waits_in_source()) <= met
+
+
+def waits_in_source() -> Iterator[str]:
+    """Where lanes wait, as "file:line"."""
+    package = Path(fullshard.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.parent.name not in ("device", "dry"):
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                if re.search(r"lanes\.\w+\.(wait|after)\(", line):
+                    yield f"{path.name}:{number}"
+
+
+@pytest.mark.slow
+def test_every_wait_is_needed_by_some_loop_of_all():
+    assert not needless(scenarios())
+
+
+def two_accesses(*between: Any) -> dry.Tape:
+    """A tape of a write on one lane and a read on another, with something between them."""
+    tape, here = dry.Tape(), Origin("", Phase.FORWARD)
+    tape.note(Operation("write", "compute", here, (), (Access(1, 0, 8),)))
+    for entry in between:
+        tape.note(entry)
+    tape.note(Operation("read", "gather", here, (Access(1, 4, 12),), ()))
+    return tape
+
+
+def test_what_a_wait_puts_in_order_is_no_race():
+    here = Origin("", Phase.FORWARD)
+    marked, waited = Recorded(1, "compute", here), Waited(1, "gather", "somewhere", here)
+    assert not dry.races(two_accesses(marked, waited))
+    through_host = Waited(1, "host", "somewhere", here)
+    assert not dry.races(two_accesses(marked, through_host))  # what the host queues after it has waited comes later
+    (race,) = dry.races(two_accesses(marked))
+    assert str(race) == (
+        "both use storage 1: write on lane compute (the root, forward), then read on lane gather (the root, forward) "
+        "without a wait between them"
+    )
+    assert len(dry.races(two_accesses(waited_before_marking := Recorded(2, "gather", here), marked))) == 1
+    assert waited_before_marking
+
+
+def test_memory_that_is_freed_is_handed_out_again_by_the_lane_that_owns_it():
+    here = Origin("", Phase.FORWARD)
+    read = Operation("read", "reduce", here, (Access(1, 0, 8),), ())
+    entries = [Allocation(1, 8, "compute", here), read, Free(1, 8, "compute", here)]
+    mark, wait = Recorded(1, "reduce", here), Waited(1, "compute", "somewhere", here)
+    for order, found in (
+        ([*entries], 0),  # nothing is allocated any more
+        ([*entries, Allocation(2, 8, "compute", here)], 1),
+        ([*entries, Allocation(2, 8, "reduce", here)], 0),  # from other memory
+        ([*entries[:2], mark, wait, entries[2], Allocation(2, 8, "compute", here)], 0),
+        ([*entries, mark, wait, Allocation(2, 8, "compute", here)], 0),  # in time
+        ([*entries, mark, Allocation(2, 8, "compute", here), wait], 1),
+    ):
+        tape = dry.Tape()
+        for entry in order:
+            tape.note(entry)
+        assert len(dry.races(tape)) == found

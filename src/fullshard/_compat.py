@@ -384,14 +384,15 @@ def finished_work() -> Any:
     return FakeWork().boxed()
 
 
-def group_of(args: Sequence[Any]) -> tuple[int, ...]:
-    """The ranks of the process group among the arguments of an operation on one."""
-    for value in args:
-        if isinstance(value, str):
-            return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(cast(Any, value))))
-        if isinstance(value, torch.ScriptObject):
-            return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(value)))
-    return ()
+def group_of(args: Sequence[Any]) -> tuple[tuple[int, ...], bool]:
+    """The ranks of the process group among the arguments of an operation on one, and whether it really sends."""
+    given = next(value for value in args if isinstance(value, str | torch.ScriptObject))
+    group = (
+        dist.distributed_c10d._resolve_process_group(cast(Any, given))
+        if isinstance(given, str)
+        else dist.ProcessGroup.unbox(given)
+    )
+    return tuple(dist.get_process_group_ranks(group)), dist.get_backend(group) != "fake"
 
 
 def are_real(tensors: Sequence[Tensor]) -> bool:

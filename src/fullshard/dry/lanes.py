@@ -16,9 +16,12 @@ from fullshard.device.lanes import LANES, Lane, Lanes, Mark
 from fullshard.dry.storages import Storages
 from fullshard.tape.tape import Recorded, Tape, Waited
 
-__all__ = ["DryAccelerator", "DryLane"]
+__all__ = ["OF_TORCH", "DryAccelerator", "DryLane"]
 
 _PACKAGE = Path(__file__).parent.parent
+OF_TORCH = "torch: "
+"""What `Waited.site` begins with where torch itself makes the host wait."""
+
 _SEAM = tuple(str(_PACKAGE / room) for room in ("device", "dry"))
 
 
@@ -122,15 +125,21 @@ class DryAccelerator(Accelerator):
         assert isinstance(host, DryLane)
         return _DryMark(self._marks, host)
 
-    def note_wait(self, mark: int, lane: str) -> None:
-        """Write down that `lane` waits for `mark`."""
-        site = _site()
+    def note_wait(self, mark: int, lane: str, site: str = "") -> None:
+        """Write down that `lane` waits for `mark`, by order of `site`; if that is empty, of whoever calls."""
+        site = site or _site()
         if site not in self._without:
             self.tape.note(Waited(mark, lane, site, self.tape.origin))
 
+    def hold_host(self, lane: str, operation: str) -> None:
+        """Let the host wait for `lane`, as an operation of torch's has it wait."""
+        self._marks += 1
+        self.tape.note(Recorded(self._marks, lane, self.tape.origin))
+        self.note_wait(self._marks, "host", f"{OF_TORCH}{operation}")
+
 
 def _site() -> str:
-    """The line that asks for a wait: the innermost one outside of the seam, as `file:function`, and its text's line."""
+    """The line that asks for a wait: the innermost one outside of the seam, as "file:line in function"."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith((*_SEAM, "<")):
         frame = frame.f_back

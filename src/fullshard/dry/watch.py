@@ -47,8 +47,8 @@ _READ_BY_HOST = frozenset(("aten._local_scalar_dense", "aten.equal", "aten.nonze
 class Watch(TorchDispatchMode):
     """A context whose operations are written on the tape of `accelerator`, under the lane that is current.
 
-    On fake tensors, no collective is carried out, and what the host asks for has no values: a number is 1, and a truth
-    is True.
+    On fake tensors and in a pretended world no collective is carried out. And of fake tensors, what the host asks for
+    has no values: a number is 1, and a truth is True.
 
     Args:
         accelerator: the pretended one.
@@ -93,7 +93,7 @@ class Watch(TorchDispatchMode):
         flops = flops_of(func, args, kwargs, result)
         self._tape.note(Operation(name, lane, self._tape.origin, reads, writes, flops, name in _COPIES))
         if self._accelerator.has_lanes and lane != "host" and self._holds_host(name, given, args, kwargs):
-            self._accelerator.mark(lane).synchronize()
+            self._accelerator.hold_host(lane, name)
         return result
 
     def _lane_for(self, given: Sequence[Tensor]) -> str:
@@ -129,8 +129,8 @@ class Watch(TorchDispatchMode):
                 sizes += [tensor.nbytes for tensor in tensors]
             if not argument.name.startswith("input"):
                 writes += [self._storages.access(tensor) for tensor in tensors]
-        functional = func.namespace != "c10d"
-        if self._fakes is None or functional:
+        functional, ranks, sends = func.namespace != "c10d", *group_of(args)
+        if functional or (sends and self._fakes is None):
             result = func(*args, **kwargs)
         else:
             result = (args[0], finished_work()) if len(func._schema.returns) > 1 else finished_work()
@@ -140,7 +140,6 @@ class Watch(TorchDispatchMode):
                 if not self._storages.is_known(tensor):
                     self._storages.note_allocated(tensor.untyped_storage(), self._accelerator.lane)
                 writes.append(self._storages.access(tensor))
-        ranks = group_of(args)
         name, lane, origin = str(func._overloadpacket).split(".")[-1], self._accelerator.lane, self._tape.origin
         if sizes:
             self._tape.note(Collective(name, lane, origin, tuple(reads), tuple(writes), ranks, tuple(sizes)))
