@@ -2,19 +2,30 @@
 
 from collections import Counter
 from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from shared_ranks import run_ranks
 from small_models import ONE_AXIS, chain, inputs
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fullshard import MixedPrecisionPolicy, fully_shard, recording
+from fullshard import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, recording, testing
+from fullshard._compat import all_gather_rows
 from fullshard.comm.codec import codec_named
 from fullshard.comm.native import NativeCollectives
+from fullshard.comm.routes import collectives_for
+from fullshard.comm.wire import PartSums
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import measure_ledger, predict_ledger
+from fullshard.tape.recorder import Origin, Phase
 
 WORLD = 512
+ORIGIN = Origin("test", Phase.IDLE)
+BENCHMARK = Path(__file__).parents[1] / "benchmarks" / "one_gpu.py"
 
 
 def make_large_world() -> None:
@@ -78,3 +89,53 @@ def encoded_in_large_world(strategy: str, gather_wire: str | None) -> None:
 @pytest.mark.parametrize(("strategy", "gather_wire"), [("zero3", "fp8"), ("ddp", None)])
 def test_encoded_messages_are_bytes_on_the_backends_own_collectives(strategy, gather_wire):
     run_ranks(1, encoded_in_large_world, strategy, gather_wire)
+
+
+class NotingCollectives(TorchDispatchMode):
+    """Names of the collectives that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_clipping() -> list[str]:
+    make_large_world()
+    model = chain(fully_shard)
+    model(inputs()).square().mean().backward()
+    with NotingCollectives() as noting:
+        clip_grad_norm_(model.parameters(), 1.0)
+    return noting.names
+
+
+def test_norms_of_all_gradients_are_gathered_at_once_and_to_where_they_are_read():
+    """A gather into a list of rows would be copied out of the backend's buffer, row by row."""
+    assert run_ranks(1, collectives_of_clipping) == [["_allgather_base_"]]
+
+
+def collectives_that_do_nothing() -> None:
+    make_large_world()
+    spec = spec_from_file_location("one_gpu", BENCHMARK)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    kept = module.send_nothing()
+    part, rows = torch.ones(2), torch.zeros(WORLD, 2)
+    channel = collectives_for(dist.group.WORLD, torch.device("cpu")).channel(1)
+    channel.all_gather([rows.view(-1)], [part], origin=ORIGIN).wait()
+    channel.reduce_scatter(PartSums([part], [rows.view(-1)], [2], 1), origin=ORIGIN).wait()
+    all_gather_rows(rows, part, dist.group.WORLD)  # as other libraries gather
+    assert not rows.any()
+    assert part.all()
+    del kept
+    all_gather_rows(rows, part, dist.group.WORLD)
+    assert rows.all()
+
+
+def test_the_benchmark_of_one_gpu_counts_no_copies_of_the_fake_backend():
+    testing.run_ranks(1, collectives_that_do_nothing)

@@ -1,5 +1,6 @@
 """Who owns what, and where it lies: laws that hold for any shapes at any world size."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 
@@ -9,7 +10,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fullshard.errors import LayoutError
-from fullshard.layout.group_layout import ALIGNMENT_BYTES, MAX_PADDING, PACK_BELOW_BYTES, GroupLayout, lay_out
+from fullshard.layout.group_layout import (
+    ALIGNMENT_BYTES,
+    MAX_PADDING,
+    ON_A_QUEUE,
+    PAIRWISE,
+    GroupLayout,
+    MessageRule,
+    fits_in_place,
+    lay_out,
+)
 from fullshard.layout.offsets import align
 from fullshard.layout.shard_spec import ShardSpec, choose_spec, owned
 
@@ -22,11 +32,15 @@ SHAPES = ODD | MATRICES  # many of the latter are in place with padding
 CHOICES = SHAPES.flatmap(lambda shape: st.tuples(st.just(shape), st.sampled_from([None, *range(len(shape))])))
 
 
+FEW = MessageRule(least_nbytes=1 << 14, most=2, always_from_nbytes=1 << 19, start_step_bytes=256)
+RULES = st.sampled_from([PAIRWISE, ON_A_QUEUE, FEW])
+
+
 @st.composite
 def layouts(draw: st.DrawFn) -> GroupLayout:
     """Of parameters some of which the user wants cut along a dim."""
     choices = draw(st.lists(CHOICES, max_size=8))
-    return lay_out([c[0] for c in choices], draw(WORLDS), draw(ITEMSIZES), [c[1] for c in choices])
+    return lay_out([c[0] for c in choices], draw(WORLDS), draw(ITEMSIZES), [c[1] for c in choices], draw(RULES))
 
 
 LAYOUTS = layouts()
@@ -96,10 +110,10 @@ def test_parts_are_disjoint_and_the_pack_lies_behind_those_in_place(layout):
     assert layout.pack_numel == layout.shard_numel - layout.pack_offset
 
 
-@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
-def test_everything_starts_on_a_16_byte_boundary(shapes, world, itemsize):
+@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
+def test_everything_starts_on_a_16_byte_boundary(shapes, world, itemsize, rule):
     """A misaligned message makes NCCL many times slower, at any world size."""
-    layout = lay_out(shapes, world, itemsize)
+    layout = lay_out(shapes, world, itemsize, rule=rule)
     for param_layout in layout.params:
         assert aligned(param_layout.shard_offset, itemsize)
         assert aligned(param_layout.unsharded_offset, itemsize)
@@ -110,35 +124,80 @@ def test_everything_starts_on_a_16_byte_boundary(shapes, world, itemsize):
 
 
 @given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
-def test_what_is_in_place_has_little_padding_and_is_worth_a_message(shapes, world, itemsize):
-    for param_layout in lay_out(shapes, world, itemsize).in_place:
+def test_on_a_queue_parameters_start_where_kernels_like_it(shapes, world, itemsize):
+    """As tensors of their own would, at the price of a gap below 256 bytes; the shard buffer has no such gaps."""
+    layout = lay_out(shapes, world, itemsize, rule=ON_A_QUEUE)
+    assert all(param_layout.unsharded_offset * itemsize % 256 == 0 for param_layout in layout.params)
+    assert layout.unsharded_numel * itemsize % 256 == 0  # the pack's message lies behind
+    filled = sum(param_layout.region.stop - param_layout.region.start for param_layout in layout.params)
+    assert (layout.unsharded_numel - filled) * itemsize < 256 * max(1, len(shapes))
+    dense = lay_out(shapes, world, itemsize, rule=replace(ON_A_QUEUE, start_step_bytes=ALIGNMENT_BYTES))
+    assert (layout.shard_numel, layout.pack) == (dense.shard_numel, dense.pack)
+    assert [p.part for p in layout.params] == [p.part for p in dense.params]
+
+
+@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
+def test_what_is_in_place_has_little_padding_and_is_worth_a_message(shapes, world, itemsize, rule):
+    for param_layout in lay_out(shapes, world, itemsize, rule=rule).in_place:
         assert param_layout.spec.dim == 0
         assert param_layout.spec.padding <= MAX_PADDING * param_layout.spec.numel
-        assert param_layout.spec.part_numel * itemsize >= PACK_BELOW_BYTES
+        assert param_layout.spec.part_numel * itemsize >= rule.least_part_nbytes
+        assert param_layout.spec.numel * itemsize >= rule.least_nbytes
         assert param_layout.region.stop - param_layout.region.start == world * param_layout.spec.part_numel
 
 
-@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
-def test_padding_is_bounded(shapes, world, itemsize):
+@given(st.lists(MATRICES, max_size=8), WORLDS, ITEMSIZES, RULES)
+def test_the_largest_travel_in_place_and_more_of_them_only_where_a_copy_costs_more(shapes, world, itemsize, rule):
+    params = lay_out(shapes, world, itemsize, rule=rule).params
+    in_place = [p.spec.numel for p in params if p.in_place]
+    packed = [p.spec.numel for p in params if not p.in_place and fits_in_place(p.spec, itemsize, rule)]
+    if rule.most is None:
+        assert not packed
+        return
+    always = [numel for numel in in_place if numel * itemsize >= rule.always_from_nbytes]
+    assert len(in_place) <= max(rule.most, len(always))
+    assert not packed or (len(in_place) >= rule.most and max(packed) <= min(in_place))
+    assert all(numel * itemsize < rule.always_from_nbytes for numel in packed)
+
+
+def test_hundreds_of_experts_are_a_few_messages_on_a_queue():
+    """Unless each is so large that it costs more to copy; between CPUs it always does."""
+    small, large = [(1024, 704)] * 300, [(2048, 4096)] * 300
+    for world in (1, 8, 512):
+        assert len(lay_out(small, world, itemsize=2, rule=ON_A_QUEUE).in_place) == ON_A_QUEUE.most
+        assert len(lay_out(large, world, itemsize=2, rule=ON_A_QUEUE).in_place) == 300
+    assert len(lay_out(small, 8, itemsize=2).in_place) == 300
+
+
+def test_what_is_worth_a_message_on_a_queue_is_so_at_any_world_size():
+    """Its operation is on the whole, whatever a rank's shard of it is."""
+    for world in (1, 8, 64, 512):
+        params = lay_out([(1024, 2048), (512, 512)], world, itemsize=2, rule=ON_A_QUEUE).params
+        assert [param_layout.in_place for param_layout in params] == [True, False]
+
+
+@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
+def test_padding_is_bounded(shapes, world, itemsize, rule):
     """What all ranks keep beyond the parameters themselves.
 
     In place: at most MAX_PADDING of the parameter. Packed: the last ranks' missing rows, fewer than `world` of them
     (for a scalar, its other copies), and a gap before the next boundary in each rank's pack.
     """
-    layout = lay_out(shapes, world, itemsize)
+    layout = lay_out(shapes, world, itemsize, rule=rule)
     gap = ALIGNMENT_BYTES // itemsize - 1
     bound = 0.0
     for param_layout in layout.params:
         numel, rows = param_layout.spec.numel, max(1, (param_layout.spec.shape or (1,))[0])
         bound += MAX_PADDING * numel if param_layout.in_place else (world - 1) * numel / rows + world * gap
     assert world * layout.shard_numel - sum(param_layout.spec.numel for param_layout in layout.params) <= bound
-    assert layout.unsharded_numel <= sum(p.region.stop - p.region.start + gap for p in layout.params)
+    start_gap = rule.start_step_bytes // itemsize - 1
+    assert layout.unsharded_numel <= sum(p.region.stop - p.region.start + start_gap for p in layout.params)
 
 
-@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES)
-def test_ranks_parts_laid_end_to_end_are_a_parameter_in_place(shapes, world, itemsize):
+@given(st.lists(SHAPES, max_size=8), WORLDS, ITEMSIZES, RULES)
+def test_ranks_parts_laid_end_to_end_are_a_parameter_in_place(shapes, world, itemsize, rule):
     """What makes a gather need no copy: the first rows of the region are the whole."""
-    for param_layout in lay_out(shapes, world, itemsize).in_place:
+    for param_layout in lay_out(shapes, world, itemsize, rule=rule).in_place:
         for rank in range(world):
             start = min(rank * param_layout.spec.part_numel, param_layout.spec.numel)
             assert start == param_layout.spec.span(rank).start * prod(param_layout.spec.shape[1:])

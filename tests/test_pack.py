@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +14,8 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import fully_shard
-from fullshard.engine.pack import Pack
+from fullshard.device.lanes import pretending_to_capture
+from fullshard.engine.pack import Pack, Unpacking
 from fullshard.engine.registry import units_in
 from fullshard.layout.group_layout import GroupLayout
 
@@ -55,6 +58,19 @@ def in_a_world(world: int) -> None:
     torch.distributed.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
 
 
+def check_unpacking(pack: Pack, layout: GroupLayout, shapes: list[tuple[int, ...]]) -> None:
+    """A message of every rank's parts brings all packed parameters, by either way, and writes to no others."""
+    values = [torch.randn(shape) for shape in shapes]
+    message = torch.empty(layout.world, layout.pack_numel)
+    pack.write(message, dict(enumerate(values)))
+    for copies in (Unpacking.copy, Unpacking.copy_at_once):
+        wholes = [torch.full(shape, torch.nan) for shape in shapes]
+        copies(pack.unpacking(wholes, message))
+        for i, (whole, value) in enumerate(zip(wholes, values, strict=True)):
+            expected = torch.full_like(value, torch.nan) if layout.params[i].in_place else value
+            torch.testing.assert_close(whole, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def pack_all_kinds(world: int, cases: int) -> None:
     in_a_world(world)
     draw = random.Random(world)
@@ -64,15 +80,19 @@ def pack_all_kinds(world: int, cases: int) -> None:
         dims = [draw.choice([None, draw.randrange(len(shape))]) if shape else None for shape in shapes]
         pack, layout = pack_of(shapes, dims)
         grads = {i: torch.randn(shape) for i, shape in enumerate(shapes) if draw.random() < 0.8}
-        message = torch.full((world, layout.pack_numel), torch.nan)
-        pack.write(message, grads)
-        torch.testing.assert_close(message, expected_message(layout, grads), rtol=0, atol=0)
+        message = torch.empty(world, layout.pack_numel)
+        expected = expected_message(layout, grads)
+        for context in (nullcontext, pretending_to_capture):
+            with context():
+                pack.write(message.fill_(torch.nan), grads)
+            torch.testing.assert_close(message, expected, rtol=0, atol=0)
+        check_unpacking(pack, layout, shapes)
         seen.update(f"dim {layout.params[i].spec.dim}" for i in layout.packed)
     assert {"dim None", "dim 0", "dim 1", "dim 2"} <= seen.keys()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_every_part_lies_where_the_layout_says_and_all_else_is_zero(world):
+def test_every_part_lies_where_the_layout_says_all_else_is_zero_and_it_comes_back(world):
     """Whatever the shapes, the dims they are cut along, and the gradients that are missing."""
     run_ranks(1, pack_all_kinds, world, 40)
 
@@ -89,17 +109,49 @@ class Noting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations_of_packing(count: int) -> list[str]:
+COPIES = ("_chunk_cat", "split_with_sizes_copy", "_foreach_copy_", "copy_", "clone", "cat")
+KERNELS = {f"aten.{name}" for name in (*COPIES, "zero_", "zeros", "new_zeros")}
+
+
+def kernels(run: Callable[[], None], captures: bool) -> list[str]:
+    with Noting() as noting, pretending_to_capture() if captures else nullcontext():
+        run()
+    return [name for name in noting.names if name in KERNELS]
+
+
+def kernels_of_packing(count: int, captures: bool) -> list[str]:
     in_a_world(8)
     pack, layout = pack_of([(16, 16), (16,)] * (count // 2), [None] * count)
     grads = {i: torch.ones(param_layout.spec.shape) for i, param_layout in enumerate(layout.params)}
     message = torch.empty(8, layout.pack_numel)
-    pack.write(message, grads)
-    with Noting() as noting:
-        pack.write(message, grads)
-    return noting.names
+    pack.write(message, grads)  # makes what it keeps
+    return kernels(lambda: pack.write(message, grads), captures)
 
 
 @pytest.mark.parametrize("count", [2, 40])
 def test_packing_is_one_operation_however_many_parameters_there_are(count):
-    assert run_ranks(1, operations_of_packing, count) == [["aten._chunk_cat"]]
+    """In a CUDA graph it is one that takes no addresses from memory."""
+    assert run_ranks(1, kernels_of_packing, count, False) == [["aten._chunk_cat"]]
+    assert run_ranks(1, kernels_of_packing, count, True) == [["aten.zero_", "aten._foreach_copy_"]]
+
+
+EVEN_AND_ODD: list[tuple[int, ...]] = [(16, 16), (13,), (), (8, 3)]  # two divide by 8, and two do not
+
+
+def kernels_of_unpacking(shapes: list[tuple[int, ...]], captures: bool = False) -> list[str]:
+    """Those for parameters on a device that is not a CPU."""
+    in_a_world(8)
+    pack, layout = pack_of(shapes, [None] * len(shapes))
+    wholes = [torch.empty(shape, device="meta") for shape in shapes]
+    unpacking = pack.unpacking(wholes, torch.empty(8, layout.pack_numel, device="meta"))
+    return kernels(unpacking.copy, captures)
+
+
+@pytest.mark.parametrize("times", [1, 10])
+def test_unpacking_is_two_operations_however_many_parameters_there_are(times):
+    """The second one is for those that do not divide evenly. In a CUDA graph it is again another one, as for a few."""
+    split, each, shapes = "aten.split_with_sizes_copy", "aten._foreach_copy_", EVEN_AND_ODD * times
+    assert run_ranks(1, kernels_of_unpacking, shapes[:1] * 3 * times) == [[split]]
+    assert run_ranks(1, kernels_of_unpacking, shapes) == [[split, each]]
+    assert run_ranks(1, kernels_of_unpacking, shapes, True) == [[each]]
+    assert run_ranks(1, kernels_of_unpacking, shapes[:1] * 2) == [[each]]

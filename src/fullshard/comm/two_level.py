@@ -7,16 +7,25 @@ N ranks are h groups of k neighbours: rank r has place j = r % k in group g = r 
 and the *secondary shard* of place j is what the ranks (0, j), (1, j), ... have together: parts j, k + j, 2k + j, end to
 end. A gather fills secondary shards across groups, then wholes within each group. As long as secondary shards are kept
 and true, only the second half is needed: nothing crosses a group's border. A reduction goes the other way.
+
+[Note: few messages within a group]
+Within a group, part j of a whole and part k + j go to places that do not adjoin. So by messages straight into place
+each whole takes h of them. Between CPUs that is the cheapest way. A queue is slow at many operations in one group (see
+the note in `layout/group_layout.py`), so there, beyond a few, each whole travels as one message in the order of places,
+through scratch memory of its size: secondary shards end to end, k of them. One strided copy turns (place, group) into
+(group, place), or back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from fullshard.comm.wire import Gathers, PartSums, Pending, Sums
+from fullshard.comm.wire import Gathers, PartSums, Pending, Sums, then
 from fullshard.device.memory import Pool
+from fullshard.layout.group_layout import FEW_OPERATIONS
 from fullshard.tape.recorder import Origin
 
 __all__ = ["TwoLevelGathers", "TwoLevelSums"]
@@ -28,7 +37,7 @@ class TwoLevelGathers(Gathers):
     Args:
         across: between the ranks that have this one's place in every group.
         within: between the ranks of this one's group, which are neighbours.
-        scratch: where secondary shards have their memory from.
+        scratch: memory for secondary shards, and for wholes that travel in another order.
     """
 
     def __init__(self, across: Gathers, within: Gathers, scratch: Pool) -> None:
@@ -75,7 +84,18 @@ class TwoLevelGathers(Gathers):
 
     def gather_within(self, receive: Sequence[Tensor], *, origin: Origin) -> Pending:
         """The wholes, from secondary shards that are true on every rank of the group."""
-        groups = self._across.world
+        groups, size = self._across.world, self._within.world
+        if _goes_by_places(self._within, groups * len(receive)):
+            numels = [whole.numel() for whole in receive]
+            scratch = self._scratch.take(sum(numels), receive[0].dtype)
+            by_place = scratch.split(numels)
+
+            def put() -> None:
+                for whole, shards in zip(receive, by_place, strict=True):
+                    whole.view(groups, size, -1).copy_(shards.view(size, groups, -1).transpose(0, 1))
+                self._scratch.give(scratch)
+
+            return then(self._within, self._within.all_gather(by_place, self._secondary, origin=origin), put)
         places = [place for whole in receive for place in whole.view(groups, -1)]
         mine = [part for shard in self._secondary for part in shard.view(groups, -1)]
         return self._within.all_gather(places, mine, origin=origin)
@@ -87,16 +107,27 @@ class TwoLevelSums:
     Args:
         across: between the ranks that have this one's place in every group.
         within: between the ranks of this one's group, which are neighbours.
+        scratch: memory for wholes that travel in another order.
     """
 
-    def __init__(self, across: Sums, within: Sums) -> None:
+    def __init__(self, across: Sums, within: Sums, scratch: Pool) -> None:
         self.across = across
         self._within = within
+        self._scratch = scratch
 
     def reduce_within(
         self, group_sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], *, origin: Origin
     ) -> Pending:
-        """The sum over the group of this place's secondary shard of each whole. Last parts may be short or empty."""
+        """The sum over the group of this place's secondary shard of each whole. Last parts may be short or empty.
+
+        Args:
+            group_sums: the receive buffers, with room for equal parts of all groups.
+            wholes: this rank's terms.
+            part_numels: the elements of a part of each whole.
+            origin: on whose behalf.
+        """
+        if _goes_by_places(self._within, self.across.world * len(wholes)):
+            return self._reduce_by_places(group_sums, wholes, part_numels, origin)
         sums, terms, numels = [], [], []
         size = self._within.world
         for group_sum, whole, n in zip(group_sums, wholes, part_numels, strict=True):
@@ -105,6 +136,20 @@ class TwoLevelSums:
                 terms.append(whole[group * size * n : (group + 1) * size * n])
                 numels.append(n)
         return self._within.reduce_scatter(PartSums(sums, terms, numels, 1), origin=origin)
+
+    def _reduce_by_places(
+        self, group_sums: Sequence[Tensor], wholes: Sequence[Tensor], part_numels: Sequence[int], origin: Origin
+    ) -> Pending:
+        size, groups = self._within.world, self.across.world
+        numels = [size * groups * n for n in part_numels]
+        scratch = self._scratch.take(sum(numels), wholes[0].dtype)
+        by_place = scratch.split(numels)
+        for whole, shards, n in zip(wholes, by_place, part_numels, strict=True):
+            _spread(whole, shards.view(size, groups, n).transpose(0, 1))
+        terms = PartSums(group_sums, by_place, [groups * n for n in part_numels], 1)
+        return then(
+            self._within, self._within.reduce_scatter(terms, origin=origin), lambda: self._scratch.give(scratch)
+        )
 
     def secondary_numel(self, numel: int, part_numel: int) -> int:
         """Elements of this place's secondary shard of a whole of `numel`, in parts of `part_numel`."""
@@ -115,3 +160,24 @@ class TwoLevelSums:
         size, place = self._within.world, self._within.rank
         starts = ((group * size + place) * part_numel for group in range(self.across.world))
         return [max(0, min(part_numel, numel - start)) for start in starts]
+
+
+def _goes_by_places(within: Gathers | Sums, messages: int) -> bool:
+    """True if so many messages within a group are better made fewer, at the price of a copy."""
+    return within.is_queued and messages > FEW_OPERATIONS
+
+
+@torch.no_grad()
+def _spread(whole: Tensor, parts: Tensor) -> None:
+    """Copy `whole` to `parts`, (group, place, elements of a part). Elements that it does not have become zero."""
+    groups, size, n = parts.shape
+    full, rest = divmod(whole.numel(), max(1, size * n))
+    whole_groups, others = whole.split([full * size * n, rest])
+    parts[:full].copy_(whole_groups.view(full, size, n))
+    if full < groups:
+        parts[full:].zero_()
+        count, last = divmod(rest, max(1, n))
+        equal, short = others.split([count * n, last])
+        parts[full, :count].copy_(equal.view(count, n))
+        if last:
+            parts[full, count, :last].copy_(short)

@@ -48,16 +48,12 @@ class UnshardedBuffer:
             message = view(message_offset, (layout.world * layout.pack_numel,))
             if layout.pack_numel:
                 self.receive.append(message)
-            rows = message.view(layout.world, layout.pack_numel)
-            pairs = [pair for i in sorted(layout.packed) for pair in pack.pairs(i, self.params[i], rows)]
-            self._unpacked = [to for to, _ in pairs], [sent for _, sent in pairs]
+            self._unpacking = pack.unpacking(self.params, message.view(layout.world, layout.pack_numel))
 
     @torch.no_grad()
     def unpack(self) -> None:
         """Copy what came in the pack to where it belongs."""
-        to, sent = self._unpacked
-        if to:
-            torch._foreach_copy_(to, sent)
+        self._unpacking.copy()
 
 
 class ShardStorage(ABC):

@@ -10,12 +10,21 @@ import torch
 
 from fullshard.comm.mesh import Axes
 from fullshard.device.memory import MemoryKind
-from fullshard.layout.group_layout import GroupLayout, lay_out
+from fullshard.layout.group_layout import ON_A_QUEUE, PAIRWISE, GroupLayout, MessageRule, lay_out
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import DtypeContract
 from fullshard.policy.strategy import Placement, Placements
 
-__all__ = ["GroupPlan"]
+__all__ = ["GroupPlan", "message_rule"]
+
+
+def message_rule(axes: Axes) -> MessageRule:
+    """The rule for messages along `axes`: whether their devices have queues.
+
+    Asked of the mesh, and not of where parameters are at the moment: all ranks lay a group out alike, though some may
+    have its values already and others have it on the meta device.
+    """
+    return PAIRWISE if axes.mesh.device_type == "cpu" else ON_A_QUEUE
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,7 @@ class GroupPlan:
         memory: MemoryKind,
     ) -> GroupPlan:
         """The plan for parameters of `shapes`, each cut along its one of `dims`, or as is best where that is None."""
-        layout = lay_out(shapes, axes.shard_world, contract.itemsize, dims)
+        layout = lay_out(shapes, axes.shard_world, contract.itemsize, dims, message_rule(axes))
         return cls(layout, contract, options, axes, device, memory)
 
     def changed(self, contract: DtypeContract, device: torch.device, memory: MemoryKind) -> GroupPlan:

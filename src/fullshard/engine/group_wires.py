@@ -83,6 +83,7 @@ class GroupWires:
             two_level_sums = TwoLevelSums(
                 sums_encoded_as(reduce_wire, collectives.across.channel(messages, variants=_FEW_VARIANTS), scratch),
                 collectives.within.channel(messages * collectives.across.world, variants=_FEW_VARIANTS),
+                scratch,
             )
         return cls(
             gathers,

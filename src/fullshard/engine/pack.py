@@ -1,17 +1,28 @@
-"""The pack: what is small, or cannot be cut so that every part is aligned, and travels as one message, with a copy."""
+"""The pack: what is small, or cannot be cut so that every part is aligned, and travels as one message, with a copy.
+
+[Note: one kernel, and CUDA graphs]
+On a GPU `torch._chunk_cat` and `torch.split_with_sizes_copy` are one kernel for many tensors. They write the addresses
+of these to page-locked memory, queue a copy of it, and give it back. A graph that is replayed would queue that copy
+again when the memory is another's. So within a capture there is a copy for each tensor: its addresses are in the graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 import torch
 from torch import Tensor
 
+from fullshard.device.lanes import is_capturing
 from fullshard.layout.group_layout import GroupLayout, ParamLayout
 from fullshard.layout.shard_spec import ShardSpec
 
-__all__ = ["Pack"]
+__all__ = ["Pack", "Unpacking"]
+
+_FEW_COPIES = 2  # are as soon done one by one: a kernel for many is given their addresses by a copy
+
+_Pair = tuple[Tensor, Tensor]
 
 
 class Pack:
@@ -26,12 +37,18 @@ class Pack:
         self._columns = list(_columns(layout))
         self._gaps: dict[int, Tensor] = {}  # columns of zeros, by their number
 
-    def pairs(self, i: int, whole: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def pairs(self, i: int, whole: Tensor, message: Tensor) -> Iterator[_Pair]:
         """Pairs (stretch of parameter `i`, stretch of `message`) that hold the same values."""
-        param_layout = self._layout.params[i]
-        start = param_layout.shard_offset - self._layout.pack_offset
-        rows = message[:, start : start + param_layout.spec.part_numel]
-        return _pairs(param_layout.spec, whole, rows, self._rank)
+        return _pairs(self._layout.params[i].spec, whole, self._rows(i, message), self._rank)
+
+    def _rows(self, i: int, message: Tensor) -> Tensor:
+        """The columns of parameter `i`."""
+        part, start = self._layout.params[i].part, self._layout.pack_offset
+        return message[:, part.start - start : part.stop - start]
+
+    def unpacking(self, wholes: Sequence[Tensor], message: Tensor) -> Unpacking:
+        """The copies from `message` to the packed ones of `wholes`, the group's parameters."""
+        return Unpacking(self._layout, self._rank, self._columns, wholes, message)
 
     def write(self, message: Tensor, grads: Mapping[int, Tensor]) -> None:
         """Write the gradients of packed parameters to `message`, each rank's parts side by side.
@@ -40,6 +57,10 @@ class Pack:
             message: (world, pack_numel). Padding becomes zeros.
             grads: whole gradients by index of the parameter; what is missing becomes zeros.
         """
+        if is_capturing(message.device):  # [Note: one kernel, and CUDA graphs]
+            message.zero_()
+            _copy_each([pair for i in self._layout.packed if i in grads for pair in self._parts(i, grads[i], message)])
+            return
         world = self._layout.world
         columns, odd = [], []
         for i, width in self._columns:
@@ -60,11 +81,102 @@ class Pack:
             for part, row in self.pairs(i, grads[i], message):
                 row.copy_(part)
 
+    def _parts(self, i: int, grad: Tensor, message: Tensor) -> Iterator[_Pair]:
+        """Pairs (stretch of `message`, every rank's part of the gradient of parameter `i`, which has its values)."""
+        if self._layout.params[i].spec.dim is None:
+            yield self._rows(i, message), grad.view(1, -1).expand(self._layout.world, -1)
+        else:
+            for part, row in self.pairs(i, grad, message):
+                yield row, part
+
     def _gap(self, width: int, message: Tensor) -> Tensor:
         """So many columns of zeros. Not expanded: a GPU has one kernel for columns that are contiguous."""
         if width not in self._gaps:
             self._gaps[width] = message.new_zeros(message.shape[0], width)
         return self._gaps[width]
+
+
+class Unpacking:
+    """The copies from a message to the packed parameters, all of them contiguous. It holds views of both.
+
+    [Note: copies out of the pack]
+    The columns of one parameter are a strided view. `torch._foreach_copy_` copies such one by one: on a CPU nothing is
+    faster, but on a GPU that is a kernel for each. There `torch.split_with_sizes_copy` is one kernel for all, if it is
+    given all columns of the message, and each stretch of them is to become contiguous, a row a rank. A parameter whose
+    parts are all of one size is that already. All other columns go to scratch memory in the same kernel. They are
+    contiguous there, so that one `torch._foreach_copy_` is one kernel for all of them, too; but for those of parameters
+    that are cut along another dim than the first, which take one each.
+
+    Args:
+        layout: of the group.
+        rank: the number of this rank's part.
+        columns: see `_columns`.
+        wholes: the group's parameters.
+        message: (world, pack_numel).
+    """
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        rank: int,
+        columns: Sequence[tuple[int, int]],
+        wholes: Sequence[Tensor],
+        message: Tensor,
+    ) -> None:
+        self._message = message
+        self._rank = rank
+        self._widths = [width for _, width in columns]
+        self._targets: list[Tensor | None] = []  # one for each stretch of columns; None for scratch memory
+        self._others: list[tuple[ShardSpec, Tensor] | None] = []  # what each in scratch memory is of; None for padding
+        for i, width in columns:
+            spec = None if i < 0 else layout.params[i].spec
+            divides = spec is not None and spec.dim == 0 and not spec.padding
+            self._targets.append(wholes[i].view(-1, width) if divides else None)
+            if not divides:
+                self._others.append(None if spec is None else (spec, wholes[i]))
+        pairs = [
+            pair
+            for (i, _), rows in zip(columns, message.split(self._widths, 1), strict=True)
+            if i >= 0
+            for pair in _pairs(layout.params[i].spec, wholes[i], rows, rank)
+        ]
+        self._each = [to for to, _ in pairs], [sent for _, sent in pairs]
+        self._at_once = len(pairs) > _FEW_COPIES and not message.is_cpu
+
+    def copy(self) -> None:
+        """Copy what came to where it belongs."""
+        if self._at_once and not is_capturing(self._message.device):  # [Note: one kernel, and CUDA graphs]
+            self.copy_at_once()
+        elif self._each[0]:
+            torch._foreach_copy_(*self._each)
+
+    def copy_at_once(self) -> None:
+        """The same in as few kernels as there can be."""
+        world = self._message.shape[0]
+        widths = [n for n, target in zip(self._widths, self._targets, strict=True) if target is None]
+        scratch = self._message.new_empty(world * sum(widths)).split([world * n for n in widths])
+        rows = [flat.view(world, n) for flat, n in zip(scratch, widths, strict=True)]
+        free = iter(rows)
+        targets = [next(free) if target is None else target for target in self._targets]
+        torch.split_with_sizes_copy(self._message, self._widths, dim=1, out=targets)
+        flat, strided = list[_Pair](), list[_Pair]()
+        for other, sent in zip(self._others, rows, strict=True):
+            if other is None:
+                continue
+            spec, whole = other
+            if spec.dim == 0:
+                flat.append((whole.view(-1), sent.view(-1)[: spec.numel]))
+            elif spec.dim is None:
+                flat.append((whole.view(-1), sent[self._rank]))
+            else:
+                strided += _pairs(spec, whole, sent, self._rank)
+        _copy_each(flat)
+        _copy_each(strided)
+
+
+def _copy_each(pairs: Sequence[_Pair]) -> None:
+    if pairs:
+        torch._foreach_copy_([to for to, _ in pairs], [sent for _, sent in pairs])
 
 
 def _columns(layout: GroupLayout) -> Iterator[tuple[int, int]]:
@@ -81,7 +193,7 @@ def _columns(layout: GroupLayout) -> Iterator[tuple[int, int]]:
         yield -1, layout.shard_numel - end
 
 
-def _pairs(spec: ShardSpec, whole: Tensor, rows: Tensor, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _pairs(spec: ShardSpec, whole: Tensor, rows: Tensor, rank: int) -> Iterator[_Pair]:
     """Pairs (stretch of the parameter, stretch of `rows`) that hold the same values; `rows` has one a rank."""
     if spec.dim is None:
         yield whole.view(1, -1), rows[rank : rank + 1]

@@ -33,7 +33,7 @@ from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_rec
 
 __all__ = ["Form", "Unit"]
 
-_STORAGE_STEP = 64  # bytes: a parameter group starts on a cache line
+_STORAGE_STEP = 256  # bytes: a parameter group starts where its first parameter may, see MessageRule.start_step_bytes
 
 
 class Form(Enum):

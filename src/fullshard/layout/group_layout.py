@@ -7,8 +7,21 @@ A parameter group (the parameters of a unit that share a dtype) has two 1-D buff
 
 A parameter *in place* (A, B) is divided on dim 0 into ceil(rows / world) rows a rank. Its region of the unsharded
 buffer holds `world` such shards, so rank r's shard lands where it belongs and the first rows *are* the parameter.
-*Packed* parameters (w, b) are small, or cannot be divided so that every shard starts on a 16-byte boundary. Their
-shards lie side by side at the end of the shard buffer and travel as one message, the pack, at the price of a copy.
+*Packed* parameters (w, b) are not worth a message of their own, or cannot be divided so that every shard starts on a
+16-byte boundary. Their shards lie side by side at the end of the shard buffer and travel as one message, the pack, at
+the price of a copy.
+
+[Note: what a message is worth]
+A message of its own saves a copy out of the pack, or into it. Which of the two costs less depends on the wire.
+
+Between each two ranks (CPUs) a message is one shard to one rank. There a copy is dear, about 5 GB/s, and messages cost
+microseconds however many they are: a shard of 16 KiB takes 2 x 16 KiB / 5 GB/s = 7 us to copy.
+
+On a queue (GPUs) a message is one operation, on the whole parameter, in a group of operations. A GPU reads and writes
+2.5 TB/s, so a copy of 1 MiB takes 2 x 1 MiB / 2.5 TB/s = 0.8 us: about what one operation more costs among a few, at
+any world size. Beyond some 16 operations, which a backend's channels carry side by side, each costs 5 to 10 us (980
+small ones in one group took 70 times as long as one flat call: https://github.com/NVIDIA/nccl/issues/725). A copy takes
+that long from 8 MiB on: 2 x 8 MiB / 2.5 TB/s = 6.7 us.
 """
 
 from __future__ import annotations
@@ -20,16 +33,51 @@ from functools import cached_property
 from fullshard.layout.offsets import aligned_offsets
 from fullshard.layout.shard_spec import ShardSpec, choose_spec
 
-__all__ = ["ALIGNMENT_BYTES", "GroupLayout", "ParamLayout", "lay_out"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "FEW_OPERATIONS",
+    "ON_A_QUEUE",
+    "PAIRWISE",
+    "GroupLayout",
+    "MessageRule",
+    "ParamLayout",
+    "lay_out",
+]
 
 ALIGNMENT_BYTES = 16
 """Every shard starts on such a boundary: NCCL moves packs of 16 bytes, and falls to single elements otherwise."""
 
-PACK_BELOW_BYTES = 16 * 1024
-"""A shard smaller than this costs more as a message of its own than as a copy into the pack."""
+FEW_OPERATIONS = 16
+"""So many operations in one group cost a queue little more than one."""
 
 MAX_PADDING = 1 / 32
 """The share of a parameter that may be added as rows that exist on no rank, before the parameter is packed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageRule:
+    """Which parameters of a group are worth a message of their own, and where they start in the unsharded buffer.
+
+    See [Note: what a message is worth]. Bytes are those of elements as they travel.
+    """
+
+    least_part_nbytes: int = 0  # of a shard
+    least_nbytes: int = 0  # of the whole parameter
+    most: int | None = None  # so many in a group, the largest ones; None for any number
+    always_from_nbytes: int = 0  # whole parameters of this size are worth it beyond `most`, too
+    start_step_bytes: int = ALIGNMENT_BYTES  # parameters start at multiples of this
+
+
+PAIRWISE = MessageRule(least_part_nbytes=16 << 10)
+"""For messages between each two ranks: gloo, and memory that ranks share."""
+
+ON_A_QUEUE = MessageRule(
+    least_nbytes=1 << 20,
+    most=FEW_OPERATIONS,
+    always_from_nbytes=8 << 20,
+    start_step_bytes=256,  # kernels are chosen by alignment; a GPU's allocator starts plain tensors so, or better
+)
+"""For a backend's own collectives on a queue: NCCL and its like."""
 
 
 @dataclass(frozen=True)
@@ -89,35 +137,50 @@ def region_numel(spec: ShardSpec, in_place: bool) -> int:
     return spec.world * spec.part_numel if in_place else spec.numel
 
 
-def fits_in_place(spec: ShardSpec, itemsize: int) -> bool:
+def fits_in_place(spec: ShardSpec, itemsize: int, rule: MessageRule = PAIRWISE) -> bool:
     """True if the shards, laid end to end, are the parameter: aligned, large enough, and with little padding."""
     part_bytes = spec.part_numel * itemsize
     return (
         spec.dim == 0
-        and part_bytes >= PACK_BELOW_BYTES
+        and 0 < part_bytes >= rule.least_part_nbytes
+        and spec.numel * itemsize >= rule.least_nbytes
         and part_bytes % ALIGNMENT_BYTES == 0
         and spec.padding <= MAX_PADDING * spec.numel
     )
 
 
+def _in_place(specs: Sequence[ShardSpec], itemsize: int, rule: MessageRule) -> set[int]:
+    """The indices of those that travel in place: of those that could, the largest, and all that are large enough."""
+    fitting = [i for i, spec in enumerate(specs) if fits_in_place(spec, itemsize, rule)]
+    largest = sorted(fitting, key=lambda i: -specs[i].numel)[: rule.most]
+    return {*largest, *(i for i in fitting if specs[i].numel * itemsize >= rule.always_from_nbytes)}
+
+
 def lay_out(
-    shapes: Sequence[Sequence[int]], world: int, itemsize: int, dims: Sequence[int | None] | None = None
+    shapes: Sequence[Sequence[int]],
+    world: int,
+    itemsize: int,
+    dims: Sequence[int | None] | None = None,
+    rule: MessageRule = PAIRWISE,
 ) -> GroupLayout:
     """The layout of parameters of `shapes`, in order, where `itemsize` is the smallest element (bytes) that travels.
 
     Args:
         dims: the dim that each is sharded along, or None to leave it open.
+        rule: which of them are worth a message.
     """
     step = max(1, ALIGNMENT_BYTES // itemsize)
     chosen = dims or [None] * len(shapes)
     specs = [choose_spec(shape, world, dim) for shape, dim in zip(shapes, chosen, strict=True)]
-    direct = [fits_in_place(spec, itemsize) for spec in specs]
+    in_place = _in_place(specs, itemsize, rule)
     unsharded_offsets, unsharded_numel = aligned_offsets(
-        [region_numel(spec, d) for spec, d in zip(specs, direct, strict=True)], step
+        [region_numel(spec, i in in_place) for i, spec in enumerate(specs)], max(1, rule.start_step_bytes // itemsize)
     )
-    order = sorted(range(len(specs)), key=lambda i: not direct[i])  # stable: in place first, then the pack
+    order = sorted(range(len(specs)), key=lambda i: i not in in_place)  # stable: in place first, then the pack
     part_offsets, shard_numel = aligned_offsets([specs[i].part_numel for i in order], step)
     shard_offsets = dict(zip(order, part_offsets, strict=True))
-    packed = [shard_offsets[i] for i in order if not direct[i]]
-    params = tuple(ParamLayout(spec, direct[i], unsharded_offsets[i], shard_offsets[i]) for i, spec in enumerate(specs))
-    return GroupLayout(world, params, unsharded_numel, shard_numel, packed[0] if packed else shard_numel)
+    pack_offset = min((shard_offsets[i] for i in order if i not in in_place), default=shard_numel)
+    params = tuple(
+        ParamLayout(spec, i in in_place, unsharded_offsets[i], shard_offsets[i]) for i, spec in enumerate(specs)
+    )
+    return GroupLayout(world, params, unsharded_numel, shard_numel, pack_offset)

@@ -1,0 +1,141 @@
+"""Which parameters travel as messages of their own: few where a queue carries them, and never a matter of numbers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from small_models import adamw, chain, inputs, momentum, shard, small_gpt, train
+from torch import nn
+
+from fullshard import Placement, Placements, fully_shard, recording
+from fullshard.comm.mesh import Axes
+from fullshard.engine import group_plan
+from fullshard.engine.group_plan import message_rule
+from fullshard.engine.pack import Unpacking
+from fullshard.engine.registry import units_in
+from fullshard.layout.group_layout import ON_A_QUEUE, PAIRWISE, MessageRule
+from fullshard.plan.ledger import measure_ledger, predict_ledger
+from fullshard.testing import assert_same
+
+FEW = MessageRule(least_nbytes=1 << 12, most=1, always_from_nbytes=1 << 17, start_step_bytes=256)
+GROUPED = Placements(
+    parameters=Placement.SHARDED,
+    parameters_in_step=Placement.GROUPED,
+    gradients=Placement.GROUPED,
+    optimizer=Placement.SHARDED,
+    group=2,
+)
+
+
+@contextmanager
+def on_a_queue(rule: MessageRule = FEW) -> Iterator[None]:
+    """A context in which parameters are laid out and unpacked as where devices have queues."""
+    with (
+        mock.patch.object(group_plan, "message_rule", lambda axes: rule),
+        mock.patch.object(Unpacking, "copy", Unpacking.copy_at_once),
+    ):
+        yield
+
+
+def test_the_rule_is_that_of_the_mesh_s_devices():
+    """And so the same on all ranks, wherever each has its values at the moment."""
+    rules = {kind: message_rule(Axes(SimpleNamespace(device_type=kind))) for kind in ("cpu", "cuda", "xpu")}
+    assert rules == {"cpu": PAIRWISE, "cuda": ON_A_QUEUE, "xpu": ON_A_QUEUE}
+
+
+def train_by_both_rules(strategy: str | Placements) -> None:
+    traces, in_place = [], []
+    for context in (nullcontext(), on_a_queue()):
+        with context:
+            model = shard(small_gpt(2), strategy=strategy)
+            layouts = [param_group.plan.layout for unit in units_in(model) for param_group in unit.param_groups]
+            in_place.append([param_layout.in_place for layout in layouts for param_layout in layout.params])
+            traces.append(train(model, momentum(model), steps=3).numbers)
+    assert in_place[0] != in_place[1]
+    assert any(in_place[1])
+    assert_same(traces[1], traces[0])
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "ddp"), (2, "zero1"), (3, "zero3"), (4, GROUPED)])
+def test_what_travels_in_place_is_no_matter_of_numbers(world, strategy):
+    run_ranks(world, train_by_both_rules, strategy)
+
+
+def compare_ledger(strategy: str) -> None:
+    with on_a_queue():
+        model = chain(partial(fully_shard, strategy=strategy))
+        optimizer = adamw(model)
+        for step in range(2):
+            model(inputs(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        measured = measure_ledger(model, optimizer, lambda: model(inputs()).square().mean())
+        assert measured == predict_ledger(model, activations=measured.activations)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_the_ledger_s_formula_is_what_is_measured_on_a_queue(strategy):
+    run_ranks(2, compare_ledger, strategy)
+
+
+def starts_of_parameters() -> list[int]:
+    """Where the parameters of a unit with three groups start in memory, in bytes from the start of its storage."""
+    module = nn.Module()
+    for number, (size, dtype) in enumerate([(5, torch.float32), (7, torch.float64), (9, torch.float32)] * 2):
+        module.register_parameter(f"p{number}", nn.Parameter(torch.zeros(size, dtype=dtype)))
+    module.p5.requires_grad_(False)
+    with on_a_queue():
+        fully_shard(module).unshard()
+    [unit] = units_in(module)
+    assert len(unit.param_groups) == 3
+    return [param.unsharded.storage_offset() * param.unsharded.itemsize for param in unit.params]
+
+
+def test_all_parameters_of_a_unit_start_where_kernels_like_it():
+    for starts in run_ranks(2, starts_of_parameters):
+        assert len(set(starts)) == 6
+        assert all(start % 256 == 0 for start in starts)
+
+
+class Experts(nn.Module):
+    """Many matrices of one size, and a larger one."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(64, 256, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([expert(x) for expert in self.experts]).sum() + self.router(x).sum()
+
+
+def step_of_experts(world: int, rule: MessageRule) -> dict[str, int]:
+    """How many tensors a collective of each kind moves at most, in a unit of 100 experts, before and after a cast."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    with on_a_queue(rule):
+        model = fully_shard(Experts(100))
+        with recording() as record:
+            for dtype in (torch.float32, torch.float64):
+                model.to(dtype)(torch.ones(2, 64, dtype=dtype)).backward()
+                model.zero_grad()
+    found: dict[str, int] = {}
+    for event in record.collectives():
+        found[event.name] = max(found.get(event.name, 0), event.messages // (world - 1))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 64])
+@pytest.mark.parametrize(("most", "always_from_nbytes", "tensors"), [(3, 1 << 20, 4), (0, 1 << 16, 2), (3, 0, 102)])
+def test_a_unit_of_many_experts_is_a_few_messages_unless_copies_cost_more(world, most, always_from_nbytes, tensors):
+    """And one for the pack, whatever is in it."""
+    rule = MessageRule(least_nbytes=1 << 12, most=most, always_from_nbytes=always_from_nbytes)
+    assert run_ranks(1, step_of_experts, world, rule) == [{"all_gather": tensors, "reduce_scatter": tensors}]

@@ -1,0 +1,165 @@
+"""Gathers and sums over groups of neighbouring ranks: few messages on a queue, and the same bits by either way."""
+
+from contextlib import AbstractContextManager
+from functools import partial
+from math import ceil
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from small_models import chain, inputs, sgd, whole_grads, wholes
+from torch import Tensor
+
+from fullshard import Placement, Placements, fully_shard, recording
+from fullshard.comm import two_level
+from fullshard.comm.collectives import Collectives
+from fullshard.comm.mesh import subgroup
+from fullshard.comm.routes import collectives_for
+from fullshard.comm.two_level import TwoLevelGathers, TwoLevelSums
+from fullshard.device.memory import Pool
+from fullshard.engine.registry import units_in
+from fullshard.layout.group_layout import FEW_OPERATIONS
+from fullshard.tape.recorder import Origin, Phase
+from fullshard.testing import assert_same
+
+ORIGIN = Origin("test", Phase.IDLE)
+HFSDP = partial(
+    Placements,
+    parameters=Placement.GROUPED,
+    parameters_in_step=Placement.GROUPED,
+    gradients=Placement.GROUPED,
+    optimizer=Placement.SHARDED,
+)
+
+
+class Counting(Pool):
+    """Scratch memory that knows how many tensors are out."""
+
+    out = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        self.out += 1
+        return super().take(numel, dtype).fill_(torch.nan)  # whoever reads what was not written is found
+
+    def give(self, tensor: Tensor) -> None:
+        self.out -= 1
+        super().give(tensor)
+
+
+def levels(size: int) -> tuple[Collectives, Collectives]:
+    """The collectives across groups of `size` neighbours and within this rank's."""
+    ranks, rank, cpu = range(dist.get_world_size()), dist.get_rank(), torch.device("cpu")
+    across, within = subgroup([*ranks[rank % size :: size]]), subgroup([*ranks[rank // size * size :][:size]])
+    return collectives_for(across, cpu), collectives_for(within, cpu)
+
+
+def by_places(whether: bool) -> AbstractContextManager[object]:
+    """A context in which wholes travel within groups in the order of places, or straight into place."""
+    return mock.patch.object(two_level, "_goes_by_places", lambda *_: whether)
+
+
+def gather_by_either_way(size: int) -> None:
+    world, rank, numels = dist.get_world_size(), dist.get_rank(), (1, 4, 7)
+    across, within = levels(size)
+    send = [torch.arange(n) + 100.0 * rank for n in numels]
+    expected = [torch.cat([torch.arange(n) + 100.0 * other for other in range(world)]) for n in numels]
+    for whether in (False, True):
+        scratch = Counting(torch.device("cpu"))
+        messages = len(numels) * across.world
+        gathers = TwoLevelGathers(across.channel(messages), within.channel(messages), scratch)
+        receive = [torch.full((world * n,), torch.nan) for n in numels]
+        with by_places(whether):
+            gathers.all_gather(receive, send, origin=ORIGIN).wait()
+            assert_same(receive, expected)
+            for whole in receive:
+                whole.fill_(torch.nan)
+            gathers.gather_within(receive, origin=ORIGIN).wait()
+        assert_same(receive, expected)
+        assert scratch.out == 1  # the secondary shards
+        gathers.release()
+        assert scratch.out == 0
+
+
+@pytest.mark.parametrize(("world", "size"), [(4, 2), (6, 2), (6, 3)])
+def test_every_part_is_gathered_to_its_place_by_either_way(world, size):
+    run_ranks(world, gather_by_either_way, size)
+
+
+def sum_by_either_way(size: int) -> None:
+    world, rank, part = dist.get_world_size(), dist.get_rank(), 5
+    across, within = levels(size)
+    numels = [*range(world * part + 1)]  # all of the last parts short, or empty
+    part_numels = [max(1, ceil(n / world)) if i % 2 else part for i, n in enumerate(numels)]
+    draw = torch.Generator().manual_seed(rank)
+    wholes = [torch.randn(n, generator=draw) for n in numels]
+    kept, owned, found = [whole.clone() for whole in wholes], [], []
+    for whether in (False, True):
+        scratch = Counting(torch.device("cpu"))
+        messages = len(numels) * across.world
+        sums = TwoLevelSums(across.channel(messages), within.channel(messages), scratch)
+        owned = [sums.secondary_numel(n, p) for n, p in zip(numels, part_numels, strict=True)]
+        group_sums = [torch.full((across.world * p,), torch.nan) for p in part_numels]
+        with by_places(whether):
+            sums.reduce_within(group_sums, wholes, part_numels, origin=ORIGIN).wait()
+        found.append([total[:n] for total, n in zip(group_sums, owned, strict=True)])
+        assert scratch.out == 0
+        if whether:
+            assert not any(total[n:].any() for total, n in zip(group_sums, owned, strict=True))
+    assert_same(wholes, kept)
+    assert_same(found[1], found[0])
+    assert not any(total.isnan().any() for total in found[0])
+
+
+@pytest.mark.parametrize(("world", "size"), [(4, 2), (6, 2), (6, 3)])
+def test_sums_have_the_same_bits_by_either_way_also_where_last_parts_are_short_or_empty(world, size):
+    run_ranks(world, sum_by_either_way, size)
+
+
+def learn_by_either_way() -> None:
+    """Two steps of two microbatches each, one of which leaves the sums within groups."""
+    left = []
+    for whether in (False, True):
+        with by_places(whether):
+            model = chain(partial(fully_shard, strategy=HFSDP(group=2)))
+            optimizer = sgd(model)
+            left.append([])
+            for step in range(2):
+                for i in range(2):
+                    model.set_requires_gradient_sync(i == 1)
+                    model(inputs(step * 7 + dist.get_rank())).square().mean().backward()
+                left[-1].append(whole_grads(model))
+                optimizer.step()
+                optimizer.zero_grad()
+            left[-1].append(wholes(model))
+    assert_same(left[1], left[0])
+
+
+def test_training_has_the_same_bits_by_either_way():
+    run_ranks(4, learn_by_either_way)
+
+
+def messages_in_groups(world: int, group: int) -> list[int]:
+    """How many messages each other rank of the group is sent, by every collective within it in one step."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    model = chain(partial(fully_shard, strategy=HFSDP(group=group)))
+    with recording() as record:
+        model(inputs()).square().mean().backward()
+    layouts = [it.plan.layout for unit in units_in(model) for it in unit.param_groups]
+    within = [event for event in record.collectives() if event.ranks == tuple(range(group))]
+    assert {event.name for event in within} == {"all_gather", "reduce_scatter"}
+    secondary = {layout.shard_numel * world // group * 4 for layout in layouts}
+    assert {event.sent_bytes for event in within} == {nbytes * (group - 1) for nbytes in secondary}
+    assert not any(layout.in_place for layout in layouts)  # so a unit's whole is one tensor, the pack
+    return [event.messages // (group - 1) for event in within]
+
+
+@pytest.mark.parametrize(("world", "group", "messages"), [(512, 8, 1), (512, 2, 1), (64, 4, FEW_OPERATIONS), (8, 4, 2)])
+def test_a_queue_has_few_messages_within_a_group_however_many_groups_there_are(world, group, messages):
+    """One for each whole, or one for each group of ranks as long as these are few. As many bytes are sent."""
+    [counts] = run_ranks(1, messages_in_groups, world, group)
+    assert set(counts) == {messages}
