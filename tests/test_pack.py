@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import fully_shard
-from fullshard.device.lanes import pretending_to_capture
+from fullshard.device.accelerator import pretending_to_capture
 from fullshard.engine.pack import Pack, Unpacking
 from fullshard.engine.registry import units_in
 from fullshard.layout.group_layout import GroupLayout

@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import Pool
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import align
@@ -232,7 +233,7 @@ def _blocks(numel: int) -> int:
 
 
 def _piece_numel(blocks: Tensor) -> int:
-    return _CPU_PIECE if blocks.device.type == "cpu" else _PIECE
+    return _PIECE if accelerator_for(blocks.device).has_lanes else _CPU_PIECE
 
 
 def _work_memory(blocks: Tensor, scratch: Pool) -> Tensor:

@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from fullshard.comm.mesh import Axes
+from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import MemoryKind
 from fullshard.layout.group_layout import ON_A_QUEUE, PAIRWISE, GroupLayout, MessageRule, lay_out
 from fullshard.policy.options import ShardOptions
@@ -24,7 +25,7 @@ def message_rule(axes: Axes) -> MessageRule:
     Asked of the mesh, and not of where parameters are at the moment: all ranks lay a group out alike, though some may
     have its values already and others have it on the meta device.
     """
-    return PAIRWISE if axes.mesh.device_type == "cpu" else ON_A_QUEUE
+    return ON_A_QUEUE if accelerator_for(torch.device(axes.mesh.device_type)).has_lanes else PAIRWISE
 
 
 @dataclass(frozen=True)

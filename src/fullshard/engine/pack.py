@@ -14,7 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fullshard.device.lanes import is_capturing
+from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.layout.group_layout import GroupLayout, ParamLayout
 from fullshard.layout.shard_spec import ShardSpec
 
@@ -141,7 +141,7 @@ class Unpacking:
             for pair in _pairs(layout.params[i].spec, wholes[i], rows, rank)
         ]
         self._each = [to for to, _ in pairs], [sent for _, sent in pairs]
-        self._at_once = len(pairs) > _FEW_COPIES and not message.is_cpu
+        self._at_once = len(pairs) > _FEW_COPIES and accelerator_for(message.device).has_lanes
 
     def copy(self) -> None:
         """Copy what came to where it belongs."""
