@@ -14,7 +14,9 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard import fully_shard
-from fullshard.device.accelerator import pretending_to_capture
+from fullshard.device.accelerator import pretending, pretending_to_capture
+from fullshard.dry import Tape
+from fullshard.dry.lanes import DryAccelerator
 from fullshard.engine.pack import Pack, Unpacking
 from fullshard.engine.registry import units_in
 from fullshard.layout.group_layout import GroupLayout
@@ -139,12 +141,13 @@ EVEN_AND_ODD: list[tuple[int, ...]] = [(16, 16), (13,), (), (8, 3)]  # two divid
 
 
 def kernels_of_unpacking(shapes: list[tuple[int, ...]], captures: bool = False) -> list[str]:
-    """Those for parameters on a device that is not a CPU."""
+    """Those for parameters on an accelerator."""
     in_a_world(8)
     pack, layout = pack_of(shapes, [None] * len(shapes))
-    wholes = [torch.empty(shape, device="meta") for shape in shapes]
-    unpacking = pack.unpacking(wholes, torch.empty(8, layout.pack_numel, device="meta"))
-    return kernels(unpacking.copy, captures)
+    wholes = [torch.empty(shape) for shape in shapes]
+    with pretending(DryAccelerator(Tape())):
+        unpacking = pack.unpacking(wholes, torch.empty(8, layout.pack_numel))
+        return kernels(unpacking.copy, captures)
 
 
 @pytest.mark.parametrize("times", [1, 10])
