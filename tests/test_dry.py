@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
-from small_models import ONE_AXIS, chain, inputs, sgd, whole_grads, wholes
+from small_models import ONE_AXIS, Chain, chain, inputs, sgd, whole_grads, wholes
 from test_races import OPTIONS, STRATEGIES, tape_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -156,6 +156,40 @@ def waits_of(tape: dry.Tape, lane: str, on: str) -> list[int]:
         for i, entry in enumerate(tape.entries)
         if isinstance(entry, Waited) and entry.lane == lane and of_lane[entry.mark] == on
     ]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
+def test_gathers_run_beside_computation_though_no_order_is_known(strategy):
+    """In the first forward, and where one goes another way, a gather waits for the unit before last."""
+    orders = [[0, 1, 2, 3], [3, 2, 1, 0]]
+
+    class Shuffled(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number in self.order:
+                x = self.layers[number](x)
+            return self.head(x)
+
+    with dry.world(8):
+        mesh = {"mesh": replicated(2, 4)} if strategy == "hsdp" else {}
+        with dry.taped() as tape, torch.no_grad():
+            model = chain(partial(fully_shard, strategy=strategy, **mesh), Shuffled())
+            for order in orders:
+                model.order = order
+                model(inputs())
+    marks = {entry.mark: i for i, entry in enumerate(tape.entries) if isinstance(entry, Recorded)}
+    began, known, beside = -1, -1, []  # where the unit before began to compute; what the gather lane has waited for
+    for i, entry in enumerate(tape.entries):
+        if isinstance(entry, Waited) and entry.lane == "gather":
+            known = max(known, marks[entry.mark])
+        elif isinstance(entry, Collective) and entry.origin.unit:
+            beside.append(known < began)
+            began = next(j for j in range(i, len(tape.entries)) if starts_computing(tape.entries[j], entry))
+    # 0 is gathered after the root, since it came next last time, and stays; 3 is taken for the last one.
+    assert beside == [False, True, True, True, *(False, True, False, True)]
+
+
+def starts_computing(entry: Any, gather: Collective) -> bool:
+    return isinstance(entry, Operation) and entry.lane == "compute" and entry.origin.unit == gather.origin.unit
 
 
 def reductions(tape: dry.Tape) -> list[int]:
