@@ -360,7 +360,7 @@ def complete_before_the_next() -> list[list[bool]]:
     finish = Runtime._finish_reductions
 
     def finish_and_note(runtime: Runtime, **options: Any) -> None:
-        seen[-1] += [reduction.is_complete for reduction in runtime._reductions]
+        seen[-1] += [reduction.is_complete for reduction in runtime._reductions.values()]
         finish(runtime, **options)
 
     def meet_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -100,6 +100,8 @@ def accelerator_for(device: torch.device) -> Accelerator:
         return _pretended
     if device.type in ("cpu", "meta"):
         return _cpu
+    if device == torch.device(device.type) and torch.accelerator.is_available():  # whichever is current
+        device = torch.device(device.type, torch.accelerator.current_device_index())
     if device not in _known:
         _known[device] = StreamAccelerator(device)
     return _known[device]

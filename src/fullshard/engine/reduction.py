@@ -93,7 +93,8 @@ class Reduction(ABC):
         self._has_second_level = has_second_level
         self._finishes = of.finishes or not has_second_level
         self._scratch: list[Tensor] = []
-        self._added: list[Tensor] = []  # earlier first sums, which a lane may still read
+        self._kept: list[Tensor] = []  # what a lane may still read
+        self._accumulates = any(of.gradients.params[i].has_grad for i in of.grads)
         self._first_sums = of.gradients.state.first_sums
         if self._finishes:
             for i in self._first_sums.keys() - of.grads.keys():
@@ -111,7 +112,7 @@ class Reduction(ABC):
         if self.takes_second_sums:
             for i, kept in self._first_sums.items():
                 self._first_sum(i).add_(kept)
-                self._added.append(kept)
+                self._kept.append(kept)
             self._first_sums.clear()
             self._take_second_sums()
 
@@ -125,9 +126,11 @@ class Reduction(ABC):
 
     @property
     def is_read_by_host(self) -> bool:
-        """True if the host itself reads what has landed at once: to add to it, or in hooks."""
+        """True if the host itself reads what has landed at once: to add it to what there is, or in hooks."""
         params = [self._gradients.params[i] for i in self._summed]
-        return self.has_to_land and any(param.has_grad or grad_hooks(param.sharded) for param in params)
+        return self.has_to_land and (
+            self._accumulates or any(param.has_grad or grad_hooks(param.sharded) for param in params)
+        )
 
     @property
     def has_to_land(self) -> bool:
@@ -143,7 +146,7 @@ class Reduction(ABC):
         if self._finishes:
             self._gradients.expect_step()
             self._deliver()
-            self._added.clear()
+            self._kept.clear()
         else:
             for i in self._summed:
                 term, kept = self._first_sum(i), self._first_sums.get(i)
@@ -187,15 +190,12 @@ class ShardReduction(Reduction):
         self._in_place = [i for i in of.grads if layout.params[i].in_place]
         self._has_pack = layout.pack_numel > 0 and len(self._in_place) < len(of.grads)
         self._pack = of.pack
-        accumulates = any(of.gradients.params[i].has_grad for i in of.grads)
         direct = (
             plan.contract.reduce == plan.contract.stored
             and not plan.memory.offloaded
             and self._finishes
-            and not accumulates
+            and not self._accumulates
         )
-        self._accumulates = accumulates
-        self._landed: Tensor | None = None  # the sums in the host's memory
         self._shards = of.gradients.new_shards() if direct else self._take(layout.shard_numel)
         if len(of.grads) < len(of.gradients.params):
             self._shards.zero_()
@@ -228,20 +228,19 @@ class ShardReduction(Reduction):
         self._grads.clear()
 
     def land(self) -> None:
-        plan, gradients = self._plan, self._gradients
+        plan, sums = self._plan, self._shards
         if self._accumulates:
-            self._landed = plan.memory.zeros(plan.layout.shard_numel, plan.contract.stored)
+            self._shards = plan.memory.zeros(plan.layout.shard_numel, plan.contract.stored)
         else:
-            self._landed = gradients.new_shards()
-        self._landed.copy_(self._shards, non_blocking=True)
+            self._shards = self._gradients.new_shards()
+        self._shards.copy_(sums, non_blocking=True)
 
     def _deliver(self) -> None:
-        gradients, stored = self._gradients, self._plan.contract.stored
-        shards = self._shards if self._landed is None else self._landed
+        gradients, stored, shards = self._gradients, self._plan.contract.stored, self._shards
         is_fresh = [not gradients.params[i].has_grad for i in self._summed]
         if shards is not gradients.flat and all(is_fresh):
             shards = gradients.new_shards()
-            shards.copy_(self._shards if self._landed is None else self._landed)
+            shards.copy_(self._shards)
         if shards is gradients.flat and all(is_fresh):
             for i in self._summed:
                 gradients.give(i)
@@ -323,7 +322,6 @@ class WholeReduction(Reduction):
 
     def __init__(self, of: ReductionOf) -> None:
         super().__init__(of, has_second_level=of.wires.replicas is not None)
-        self._landed: dict[int, Tensor] = {}
         grads = of.grads
         layout = self._plan.layout
         self._packed = packed = [i for i in grads if not layout.params[i].in_place]
@@ -356,13 +354,13 @@ class WholeReduction(Reduction):
 
     def land(self) -> None:
         memory, stored = self._plan.memory, self._plan.contract.stored
-        landed = {i: memory.zeros(grad.numel(), stored) for i, grad in self._grads.items()}
         for i, grad in self._grads.items():
-            landed[i].copy_(grad.view(-1), non_blocking=True)
-        self._landed = landed
+            self._grads[i] = memory.zeros(grad.numel(), stored)
+            self._grads[i].copy_(grad.view(-1), non_blocking=True)
+            self._kept.append(grad)
 
     def _deliver(self) -> None:
-        for i, grad in (self._landed or self._grads).items():
+        for i, grad in self._grads.items():
             param = self._gradients.params[i]
             _add_grad(param, grad.view(param.layout.spec.shape).to(self._plan.contract.stored))
 

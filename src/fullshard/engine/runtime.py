@@ -83,7 +83,7 @@ class Runtime:
         self._forward_tracker = OrderTracker()
         self._backward_tracker = OrderTracker()
         self._since_backward: list[int] = []  # what forwards since the last backward left, in order
-        self._reductions: list[UnitReduction] = []
+        self._reductions: dict[Unit, UnitReduction] = {}  # under way, oldest first
         self._reached: Unit | None = None  # in this backward of a pipeline, the first with trained parameters
         self._has_grads = False  # in this backward, of any unit's parameters
         self._reduced: set[Unit] = set()  # in this backward, of those that reduce what is unused here, too
@@ -379,8 +379,8 @@ class Runtime:
             unit.hold_grads()
         elif unit.has_whole_grads or unit.awaits_second_sum or (unit.state.reduces_unused and unit.is_trained):
             # One at a time: gradients of more than two units at once would be memory without a bound.
-            self._finish_reductions(all_but=1)
-            self._reductions.append(unit.start_reduce(Phase.POST_BACKWARD))
+            self._finish_reductions(all_but=0 if unit in self._reductions else 1)
+            self._reductions[unit] = unit.start_reduce(Phase.POST_BACKWARD)
 
     def _complete_arrived(self) -> None:
         """Free whole gradients as soon as other ranks' have come.
@@ -388,16 +388,18 @@ class Runtime:
         Ranks do so at different moments, so the optimizer's gradients stay as they are: if a backward fails, all ranks
         must have the same.
         """
-        for reduction in self._reductions:
+        for reduction in self._reductions.values():
             if not reduction.is_complete:
                 reduction.complete_if_come()
 
     def _finish_reductions(self, *, all_but: int = 0) -> None:
         """Have the optimizer's gradients ready. `all_but` so many of those that have only second sums to wait for."""
-        while self._reductions and (len(self._reductions) > all_but or not self._reductions[0].is_late):
-            self._reductions.pop(0).finish()
-        for reduction in self._reductions:
-            reduction.free_whole_grads()
+        for unit, reduction in list(self._reductions.items()):
+            if len(self._reductions) > all_but or not reduction.is_late:
+                del self._reductions[unit]
+                reduction.finish()
+            else:
+                reduction.free_whole_grads()
 
     @property
     def is_interrupted(self) -> bool:
@@ -410,7 +412,7 @@ class Runtime:
         self._calls.clear()
         self._late.clear()
         self._recomputed.clear()
-        for reduction in self._reductions:
+        for reduction in self._reductions.values():
             reduction.abandon()
         self._reductions.clear()
         self._reduced.clear()
