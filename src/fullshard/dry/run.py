@@ -22,7 +22,7 @@ from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError, StateError
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.tape.context import drop_if_stale
-from fullshard.tape.recorder import Origin, Phase, note_origin, recording_to
+from fullshard.tape.recorder import recording_to
 from fullshard.tape.tape import Tape
 
 __all__ = ["run", "taped", "world"]
@@ -137,9 +137,9 @@ def run(
     with _world(world, rank=rank, ranks_per_host=ranks_per_host):
         mesh = () if make_mesh is None else (make_mesh(),)
         with taped(lanes=lanes, values=values) as tape:
-            _train(
-                make_model(*mesh), make_batch, loss or _loss, make_optimizer or _adamw, steps, microbatches, max_norm
-            )
+            model = make_model(*mesh)
+            optimizer = (make_optimizer or _adamw)(model.parameters())
+            _train(model, optimizer, make_batch, loss or _loss, steps, microbatches, max_norm)
             gc.collect()
     return tape
 
@@ -149,26 +149,24 @@ _world = world
 
 def _train(
     model: nn.Module,
+    optimizer: torch.optim.Optimizer,
     make_batch: Callable[[], Any],
     loss: Callable[[nn.Module, Any], Tensor],
-    make_optimizer: Callable[[Any], torch.optim.Optimizer],
     steps: int,
     microbatches: int,
     max_norm: float | None,
 ) -> None:
-    optimizer, units = make_optimizer(model.parameters()), units_in(model)
+    units = units_in(model)
     for _ in range(steps):
         for number in range(microbatches):
             with ExitStack() as stack:
                 if number < microbatches - 1:
                     stack.enter_context(without_sync(units))
                 loss(model, make_batch()).backward()
-        note_origin(Origin("", Phase.STEP))
         if max_norm is not None:
             clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
         optimizer.zero_grad()
-        note_origin(Origin("", Phase.IDLE))
 
 
 def _adamw(params: Any) -> torch.optim.Optimizer:

@@ -20,6 +20,7 @@ from fullshard.device.accelerator import is_capturing
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.layout.offsets import contiguous_strides
+from fullshard.tape.recorder import allocating
 
 __all__ = ["GradientState", "Gradients"]
 
@@ -117,7 +118,8 @@ class Gradients:
         """A buffer for the gradient shards, in the stored dtype: last step's, unless somebody still refers to it."""
         flat = self.flat
         if flat is None or self._others_have_it(flat):
-            flat = self.flat = self.plan.memory.zeros(self.plan.layout.shard_numel, self.plan.contract.stored)
+            with allocating("gradient shards"):
+                flat = self.flat = self.plan.memory.zeros(self.plan.layout.shard_numel, self.plan.contract.stored)
             shards = [self.shard_in(i, flat) for i in range(len(self.params))]
             self._shards = [dtensor_like(s, p.dtensor) for s, p in zip(shards, self.params, strict=True)]
             del shards

@@ -294,7 +294,7 @@ class Runtime:
         if self._is_in_pipeline and unit.trainable:
             self._reached = self._reached or unit
         self._prefetch_backward(unit)
-        note_origin(unit.origin(Phase.BACKWARD))
+        self._note_backward()
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
         """Note that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
@@ -325,7 +325,12 @@ class Runtime:
                 self._free(done, Phase.POST_BACKWARD)
         self._prefetch(self._postponed, Phase.BACKWARD)
         self._postponed = []
-        note_origin((self._calls[-1].unit if self._calls else self.units[0]).origin(Phase.BACKWARD))
+        self._note_backward()
+
+    def _note_backward(self) -> None:
+        """Have what follows recorded as the backward of the innermost unit that is in its own."""
+        innermost = max(self._calls, key=lambda call: call.start, default=None)
+        note_origin((self.units[0] if innermost is None else innermost.unit).origin(Phase.BACKWARD))
 
     def finish_backward(self) -> None:
         """Settle what is left when autograd has run its last node: reductions, unused parameters, unsharded units."""

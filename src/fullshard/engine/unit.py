@@ -461,7 +461,7 @@ class Unit:
         divisor = self.state.gradient_divisor or self.state.averaged_over
         taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
         read = [dict(grads) for _, grads in taken]
-        with torch.no_grad(), acting_for(origin, "gradients"), lanes.reduce.after(lanes.compute):
+        with torch.no_grad(), acting_for(origin, "messages"), lanes.reduce.after(lanes.compute):
             reductions = []
             for param_group, grads in taken:
                 if self.state.reduces_unused:
@@ -470,7 +470,7 @@ class Unit:
                     reductions.append(
                         param_group.start_reduction(grads, divisor=divisor, finishes=finishes, origin=origin)
                     )
-        with acting_for(origin, "gradients"):
+        with acting_for(origin, "messages"):
             return UnitReduction(reductions, read, lanes)
 
 

@@ -17,7 +17,7 @@ from fullshard.device.current import usual_device_type
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import choose_spec
 from fullshard.optim.rebinding import point_to_shards
-from fullshard.tape.recorder import Origin, Phase
+from fullshard.tape.recorder import Origin, Phase, acting_for
 
 __all__ = ["ShardedGradScaler", "clip_grad_norm_", "part_of_rank", "total_norm"]
 
@@ -54,7 +54,8 @@ def clip_grad_norm_(
         raise ConfigError(f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): positive numbers are needed.")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad for param in params if param.grad is not None]
-    norm = total_norm(grads, norm_type)
+    with acting_for(_NORM):
+        norm = total_norm(grads, norm_type)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so nothing was clipped"

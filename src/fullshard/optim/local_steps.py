@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fullshard._compat import address, dtensor_like, has_step_hooks, holds_tensors, make_dtensor
 from fullshard.engine.managed import managed_by
@@ -26,6 +26,7 @@ from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.state.optim_state import OWN
+from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
 
 __all__ = ["step_shards", "watch_optimizers"]
 
@@ -51,6 +52,7 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 def watch_optimizers() -> None:
     """From now on, have every optimizer point to the sharded parameters before a step, and step their plain shards."""
     register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -59,6 +61,19 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_steps_shards(optimizer)
         note_outside(optimizer)
         _step_shards(optimizer)
+    recorder = active_recorder()
+    if recorder is not None:
+        _interrupted.append(recorder.origin)
+        note_origin(_STEP)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if _interrupted:
+        note_origin(_interrupted.pop())
+
+
+_STEP = Origin("", Phase.STEP)
+_interrupted: list[Origin] = []  # for whom work was recorded before a step, which may be taken within backward
 
 
 def step_shards(optimizer: OptimizerT) -> OptimizerT:

@@ -1,0 +1,141 @@
+"""Memory over time, read off a tape: how many bytes of what are alive at each moment, and which moment needs most."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+from fullshard.tape.recorder import Origin, Phase
+from fullshard.tape.tape import Allocation, Collective, Entry, Free, Operation, Tape
+
+__all__ = ["MemoryPeak", "State", "memory_curve", "memory_peak"]
+
+
+class State(Enum):
+    """What memory holds. The order is that of a picture, from the ground up."""
+
+    PARAMETERS = "parameters at rest"
+    OPTIMIZER = "optimizer state"
+    SHARDED_GRADIENTS = "gradients that the optimizer sees"
+    UNSHARDED = "unsharded parameters"
+    ACTIVATIONS = "activations"
+    WHOLE_GRADIENTS = "whole gradients"
+    MESSAGES = "messages"
+    TEMPORARIES = "temporaries"
+
+
+@dataclass(frozen=True)
+class MemoryPeak:
+    """The moment of a run in which most bytes of tensors are alive.
+
+    `by_state` adds up to `nbytes`. `origin` says whose work asks for the memory that makes it the peak; `entry` is the
+    place on the tape, and `largest` has the largest storages that are alive then, as bytes and what they hold.
+    """
+
+    nbytes: int
+    by_state: Mapping[State, int]
+    origin: Origin
+    entry: int
+    largest: tuple[tuple[int, State], ...]
+
+    def __str__(self) -> str:
+        unit, phase = self.origin.unit or "the root", self.origin.phase.value
+        states = (f"{state.value} {nbytes:,}" for state, nbytes in self.by_state.items() if nbytes)
+        return f"{self.nbytes:,} bytes in {phase} of {unit}: {', '.join(states)}"
+
+
+def memory_curve(tape: Tape, *, of_host: bool = False) -> Iterator[tuple[int, Mapping[State, int]]]:
+    """The places on a tape where memory is allocated or freed, and the bytes by state from there on.
+
+    Args:
+        tape: of whole steps.
+        of_host: the host's memory beside an accelerator, instead of the accelerator's.
+    """
+    for place, held, _ in _walk(tape, of_host):
+        yield place, MappingProxyType(dict(held))
+
+
+def memory_peak(tape: Tape, *, of_host: bool = False) -> MemoryPeak:
+    """The moment at which most memory is needed, all 0 if there is no memory at all. Arguments as of `memory_curve`."""
+    most, place, by_state, alive = 0, 0, Counter[State](), dict[int, tuple[int, State]]()
+    for at, held, living in _walk(tape, of_host):
+        total = held.total()
+        if total > most:
+            most, place, by_state, alive = total, at, held.copy(), dict(living)
+    origin = tape.entries[place].origin if tape.entries else Origin("", Phase.IDLE)
+    largest = sorted(alive.values(), key=lambda it: -it[0])[:_SHOWN]
+    return MemoryPeak(most, {state: by_state[state] for state in State}, origin, place, tuple(largest))
+
+
+_SHOWN = 10
+
+
+def _walk(tape: Tape, of_host: bool) -> Iterator[tuple[int, Counter[State], dict[int, tuple[int, State]]]]:
+    """For each allocation and free its place, the bytes by state, and what is alive by storage, as both are then."""
+    states = _states(tape.entries)
+    held, alive = Counter[State](), dict[int, tuple[int, State]]()
+    for place, entry in enumerate(tape.entries):
+        if isinstance(entry, Allocation) and (entry.lane == "host") == of_host:
+            state = states[place]
+            held[state] += entry.nbytes
+            alive[entry.storage] = entry.nbytes, state
+            yield place, held, alive
+        elif isinstance(entry, Free) and entry.storage in alive:
+            nbytes, state = alive.pop(entry.storage)
+            held[state] -= nbytes
+            yield place, held, alive
+
+
+_PURPOSES = {
+    "shards": State.PARAMETERS,
+    "unsharded parameters": State.UNSHARDED,
+    "gradient shards": State.SHARDED_GRADIENTS,
+    "messages": State.MESSAGES,
+}
+
+
+def _states(entries: list[Entry]) -> dict[int, State]:
+    """The state that each allocation is for, by its place: what the engine says, else what becomes of the memory."""
+    states: dict[int, State] = {}
+    forwards = [place for place, entry in enumerate(entries) if entry.origin.phase is Phase.FORWARD]
+    open_since: dict[int, int] = {}  # the place of the allocation of each storage that is alive
+    reduced: set[int] = set()  # places of those that a reduction has read
+    for place, entry in enumerate(entries):
+        if isinstance(entry, Allocation):
+            open_since[entry.storage] = place
+        elif isinstance(entry, Operation | Collective) and entry.origin.phase is Phase.POST_BACKWARD:
+            reduced.update(open_since[it.storage] for it in entry.reads if it.storage in open_since)
+        elif isinstance(entry, Free) and entry.storage in open_since:
+            since = open_since.pop(entry.storage)
+            outlives = bisect(forwards, place) > bisect(forwards, since)
+            states[since] = _state(entries[since], entry.origin.phase, since in reduced, outlives)
+    for since in open_since.values():
+        states[since] = _state(entries[since], None, since in reduced, outlives=True)
+    return states
+
+
+def _state(allocation: Entry, freed_in: Phase | None, is_reduced: bool, outlives: bool) -> State:
+    """The state that an allocation is for.
+
+    Args:
+        allocation: the entry.
+        freed_in: the phase in which the memory is freed; None if it is there to the end.
+        is_reduced: whether a reduction has read it.
+        outlives: whether it is alive in a forward that comes later.
+    """
+    assert isinstance(allocation, Allocation)
+    known = _PURPOSES.get(allocation.purpose)
+    if known is not None:
+        return known
+    phase = allocation.origin.phase
+    if phase is Phase.STEP:
+        return State.OPTIMIZER if outlives else State.TEMPORARIES
+    if phase is Phase.FORWARD:
+        return State.TEMPORARIES if freed_in is Phase.FORWARD else State.ACTIVATIONS
+    if phase is Phase.IDLE:
+        return State.PARAMETERS if freed_in is None else State.TEMPORARIES
+    return State.WHOLE_GRADIENTS if is_reduced else State.TEMPORARIES
