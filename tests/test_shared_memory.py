@@ -359,9 +359,9 @@ def complete_before_the_next() -> list[list[bool]]:
     seen: list[list[bool]] = []
     finish = Runtime._finish_reductions
 
-    def finish_and_note(runtime: Runtime) -> None:
+    def finish_and_note(runtime: Runtime, **options: Any) -> None:
         seen[-1] += [reduction.is_complete for reduction in runtime._reductions]
-        finish(runtime)
+        finish(runtime, **options)
 
     def meet_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
         output.register_hook(lambda grad: dist.barrier())

@@ -19,17 +19,18 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
-    unset_fake_temporarily,
 )
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
+    _disable_current_modes,
     _get_current_dispatch_mode_stack,
     _pop_mode,
     _push_mode,
@@ -71,9 +72,9 @@ __all__ = [
     "joined_mesh",
     "make_dtensor",
     "on_backward_end",
-    "outside_of_fake_tensors",
     "outside_of_function_transforms",
     "outside_of_graphs",
+    "outside_of_modes",
     "outside_of_selective_checkpoints",
     "reduce_scatter_each",
     "set_local_tensor",
@@ -85,6 +86,7 @@ __all__ = [
     "store_address",
     "tree_map",
     "uncached",
+    "unwatched_propagation",
     "waited",
 ]
 
@@ -341,10 +343,27 @@ def fake_tensors() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def outside_of_fake_tensors() -> AbstractContextManager[Any]:
-    """A context in which tensors that are made have values, such as the ranks of a mesh."""
-    context: AbstractContextManager[Any] = unset_fake_temporarily()
+def outside_of_modes() -> AbstractContextManager[Any]:
+    """A context in which tensors have values, such as the ranks of a mesh, and nobody watches operations."""
+    context: AbstractContextManager[Any] = _disable_current_modes()
     return context
+
+
+@contextmanager
+def unwatched_propagation() -> Iterator[None]:
+    """A context in which `DTensor` finds out shapes of results, on fake tensors of its own, without being watched."""
+    method = "_propagate_tensor_meta_non_cached"
+    propagate = getattr(ShardingPropagator, method)
+
+    def unwatched(*args: Any, **kwargs: Any) -> Any:
+        with outside_of_modes():
+            return propagate(*args, **kwargs)
+
+    setattr(ShardingPropagator, method, unwatched)
+    try:
+        yield
+    finally:
+        setattr(ShardingPropagator, method, propagate)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement as TensorPlacement
 from torch.distributed.tensor import Replicate, Shard
 
-from fullshard._compat import address, group_made_alone, joined_mesh, outside_of_fake_tensors
+from fullshard._compat import address, group_made_alone, joined_mesh, outside_of_modes
 from fullshard.comm.routes import collectives_for, collectives_of
 from fullshard.device.current import count_devices
 from fullshard.errors import ConfigError, RankMismatchError, StateError
@@ -216,7 +216,7 @@ def default_mesh(device_type: str, *, replicated: bool) -> DeviceMesh:
     names = ("replicate", "shard") if replicated else None  # torch gives a mesh of one axis no name, and so compares it
 
     def make() -> DeviceMesh:
-        with outside_of_fake_tensors():
+        with outside_of_modes():
             return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
     return _defaults.get_or_make((device_type, shape), make)

@@ -32,7 +32,7 @@ def _close(collectives: Collectives) -> None:
     collectives.close()
 
 
-_of_group: Kept[tuple[dist.ProcessGroup, str], Collectives] = Kept("collectives of process groups", _close)
+_of_group: Kept[tuple[dist.ProcessGroup, str, bool], Collectives] = Kept("collectives of process groups", _close)
 
 
 def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectives:
@@ -41,7 +41,8 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
     Raises:
         ConfigError: the backend is not a known one.
     """
-    return _of_group.get_or_make((group, device.type), lambda: _kind(group, device)(group))
+    key = group, device.type, accelerator_for(device).has_lanes
+    return _of_group.get_or_make(key, lambda: _kind(group, device)(group))
 
 
 def collectives_of(group: dist.ProcessGroup) -> Collectives:

@@ -4,15 +4,19 @@
 A caching allocator keeps freed memory for the lane on which it was allocated, and gives it to the next allocation on
 that lane at once, whatever other lanes still do with it. So each kind of memory is allocated on one lane:
 
-    unsharded parameters, gradients as autograd makes them, activations     compute
-    shards on their way to a gather, secondary shards                       gather
+    gradients as autograd makes them, activations                           compute
+    unsharded parameters, secondary shards, shards on their way             gather
     sums on their way to the optimizer, send buffers of packs               reduce
     what encoded sums need on the second level                              replicate
 
 and is freed by the host only when the lane that owns it has waited for every other lane's last use of it; until then a
-reference keeps it. Where a lane waits for all that compute has queued before it starts, that includes what compute has
-waited for. So no tensor needs `record_stream`, and peak memory is the same in every run. Since a gather is started
-before the memory of the unit before it is freed, at most two units are unsharded at once, though the host never waits.
+reference keeps it. Where a lane waits for all that compute has queued, that includes what compute has waited for. So no
+tensor needs `record_stream`, and peak memory is the same in every run.
+
+The gather lane waits for compute when memory of its own is freed, not when a gather starts; and at the beginning of a
+forward or a backward, since shards may have changed. A gather is started before the memory of the unit before it is
+freed. So it runs beside that unit's computation even where the host only then learnt that it is needed; and at most two
+units are unsharded at once, though the host never waits.
 `dry/races.py` holds all this to a law: see there.
 """
 

@@ -92,13 +92,17 @@ class Slot:
         assert self.occupant in (None, occupant), "two units in one slot"
         self.occupant = occupant
         if self.storage.nbytes() < nbytes:
-            accelerator_for(self.device).resize(self.storage, nbytes)
+            accelerator = accelerator_for(self.device)
+            with accelerator.lanes.gather.queueing():
+                accelerator.resize(self.storage, nbytes)
 
     def free(self) -> None:
-        """Give up the contents, and the memory unless the slot is shared."""
+        """Give up the contents, and the memory unless the slot is shared. Gathers from now on may have it."""
         self.occupant = None
+        accelerator = accelerator_for(self.device)
+        accelerator.lanes.gather.wait(accelerator.lanes.compute.mark())
         if not self.shared:
-            accelerator_for(self.device).resize(self.storage, 0)
+            accelerator.resize(self.storage, 0)
 
     def count_references(self) -> None:
         """Take the present number of references as those of the units themselves."""

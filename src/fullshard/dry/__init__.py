@@ -2,6 +2,19 @@
 
 from fullshard.dry.races import Race, races
 from fullshard.dry.run import run, taped, world
-from fullshard.tape.tape import Tape
+from fullshard.tape.tape import Allocation, Collective, Free, Operation, Recorded, Tape, Waited
 
-__all__ = ["Race", "Tape", "races", "run", "taped", "world"]
+__all__ = [
+    "Allocation",
+    "Collective",
+    "Free",
+    "Operation",
+    "Race",
+    "Recorded",
+    "Tape",
+    "Waited",
+    "races",
+    "run",
+    "taped",
+    "world",
+]

@@ -19,7 +19,7 @@ from fullshard._compat import (
     flops_of,
     group_of,
     is_wrapper_type,
-    outside_of_fake_tensors,
+    outside_of_modes,
     uncached,
 )
 from fullshard.dry.lanes import DryAccelerator
@@ -69,7 +69,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         kind, given = _kind(func), list(_tensors((args, kwargs)))
         if self._fakes is not None and are_real(given):  # such as the ranks of a mesh
-            with outside_of_fake_tensors():
+            with outside_of_modes():
                 return func(*args, **kwargs)
         if kind == "view":
             with uncached(self._fakes):

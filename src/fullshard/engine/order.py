@@ -43,6 +43,11 @@ class OrderTracker:
         return () if self._is_lost else self.expected[self._known : self._known + depth]
 
     @property
+    def is_at_end(self) -> bool:
+        """True if no further unit is expected, since all have come that came last time."""
+        return not self._is_lost and 0 < len(self.expected) == self._known
+
+    @property
     def agrees(self) -> bool:
         """True if the order seen is the one expected."""
         return tuple(self.seen) == self.expected

@@ -74,6 +74,7 @@ class Runtime:
         self.after_optimizer: Mark | None = None  # the next forward waits for it
         self._stack: list[tuple[Unit, ForwardCall | None]] = []
         self._calls: list[ForwardCall] = []  # those in whose backward we are
+        self._late: list[tuple[Unit, Phase]] = []  # to be freed once the next gather is under way
         self._recomputed: list[Unit] = []  # by a checkpoint's forward within backward, and unsharded still
         self._orders: dict[int, tuple[int, ...]] = {}  # the forward order by the number of the outermost unit
         self.forward_order: Sequence[int] = ()  # the numbers of units, as the last forward came to them
@@ -134,6 +135,7 @@ class Runtime:
             self.recover()
         self._lanes.compute.wait(self.after_optimizer)
         self.after_optimizer = None
+        self._show_compute_s_work()
         for needed in (unit, *unit.borrowed):
             needed.notice_step()
             needed.state.awaits_backward = needed.state.awaits_backward or torch.is_grad_enabled()
@@ -175,6 +177,7 @@ class Runtime:
         self._is_in_pipeline = in_pipeline_stage()
         self._lanes.compute.wait(self.after_optimizer)
         self.after_optimizer = None
+        self._show_compute_s_work()
         self._forward_tracker = OrderTracker(self._orders.get(top.state.number, ()))
         if is_capturing(self._device):
             for unit in [unit for unit in self.units if unit.state.users == 0]:
@@ -219,6 +222,7 @@ class Runtime:
             self._lanes.host.wait(self._lanes.gather.mark())
         self._orders[top.state.number] = tuple(self._forward_tracker.seen)
         self.forward_order = self._forward_tracker.seen
+        self._late.clear()
         for unit in self.units:
             unit.state.finished_modules.clear()
             over = not torch.is_grad_enabled() and unit.state.reshard_after_forward is not False
@@ -239,7 +243,7 @@ class Runtime:
                 if in_backward():
                     self._recomputed.append(done)  # if it is the last of its checkpoint, its backward comes next
                 else:
-                    self._reshard(done, Phase.FORWARD)
+                    self._free(done, Phase.FORWARD)
 
     def prepare_inputs(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The inputs of a forward of `unit` on its device, and in the dtype that it asks for."""
@@ -272,6 +276,7 @@ class Runtime:
             known = self.backward_order if before == self._forwards_before else self._forwards_before[::-1]
             self._backward_tracker = OrderTracker(known)
             on_backward_end(self.finish_backward)
+            self._show_compute_s_work()
         return self.serial
 
     def before_backward(self, call: ForwardCall) -> None:
@@ -317,7 +322,7 @@ class Runtime:
             self._start_reduce(unit)
         for done in (unit, *unit.borrowed):
             if done.state.users == 0 and done.state.reshard_after_backward and not done.state.awaits_backward:
-                self._reshard(done, Phase.POST_BACKWARD)
+                self._free(done, Phase.POST_BACKWARD)
         self._prefetch(self._postponed, Phase.BACKWARD)
         self._postponed = []
         note_origin((self._calls[-1].unit if self._calls else self.units[0]).origin(Phase.BACKWARD))
@@ -330,6 +335,7 @@ class Runtime:
         self._finish_reductions()
         self._reduced.clear()
         self._calls.clear()
+        self._late.clear()
         self._recomputed.clear()
         for unit in self.units:
             unit.state.users = 0
@@ -402,6 +408,7 @@ class Runtime:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
         self._stack.clear()
         self._calls.clear()
+        self._late.clear()
         self._recomputed.clear()
         for reduction in self._reductions:
             reduction.abandon()
@@ -443,10 +450,12 @@ class Runtime:
         check_not_summoned(unit)
         if phase is Phase.IDLE:
             unit.notice_step()
+            self._show_compute_s_work()
         if not unit.can_occupy_slot and not unit.keeps_unsharded:
             self._make_room(unit)
         unit.start_unshard(phase)
         self._slots.note_unsharded(unit, self._tick())
+        self._free_late()
 
     def _make_room(self, unit: Unit) -> None:
         """Let `unit` have memory, though the unit that it takes turns with is unsharded."""
@@ -462,6 +471,33 @@ class Runtime:
         unit.reshard(phase, keep=keep)
         if not keep:
             self._slots.note_freed(unit, self._tick())
+
+    def _free(self, unit: Unit, phase: Phase) -> None:
+        """Reshard `unit`, which nobody needs: now, if a gather is under way or done that began before.
+
+        A gather waits until compute has done with all that was freed before it. So where it is not known which unit
+        comes next, this one is freed after that one's gather has begun, which has the time that this one computes.
+        """
+        if not self._lanes.gather.is_stream or self._is_next_under_way(phase):
+            self._reshard(unit, phase)
+        else:
+            self._late.append((unit, phase))
+
+    def _is_next_under_way(self, phase: Phase) -> bool:
+        """True if the unit that comes next is unsharded or on its way, or there is none."""
+        order = self._forward_tracker if phase is Phase.FORWARD else self._backward_tracker
+        coming = order.following(1)
+        return self.units[coming[0]].form is not Form.SHARDED if coming else order.is_at_end
+
+    def _free_late(self) -> None:
+        late, self._late = self._late, []
+        for unit, phase in late:
+            if unit.state.users == 0 and unit.form is Form.UNSHARDED and not unit.state.awaits_backward:
+                self._reshard(unit, phase)
+
+    def _show_compute_s_work(self) -> None:
+        """Have gathers from now on come behind all that compute has been given: shards may be others since."""
+        self._lanes.gather.wait(self._lanes.compute.mark())
 
     def _tick(self) -> int:
         self._clock += 1

@@ -222,7 +222,7 @@ class Unit:
         lanes = self.lanes
         secondary_nbytes = self.secondary_nbytes
         origin, in_common = self.origin(phase), self.slot.is_common
-        with torch.no_grad(), acting_for(origin, "messages"), lanes.gather.after(lanes.compute):
+        with torch.no_grad(), acting_for(origin, "messages"), lanes.gather.queueing():
             self._pending = [param_group.start_gather(origin, in_common=in_common) for param_group in stale]
             self._gathered = lanes.gather.mark()
         if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:

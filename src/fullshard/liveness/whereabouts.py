@@ -21,7 +21,7 @@ __all__ = ["End", "Task", "Whereabouts", "here"]
 
 
 class End(Protocol):
-    """The end of work that a device carries out while the host goes on: a `torch.cuda.Event`, or the like."""
+    """The end of work that a device carries out while the host goes on: an event of torch's, or the like."""
 
     def query(self) -> bool:
         """True once it has been reached; does not wait."""

@@ -1,0 +1,309 @@
+"""The engine run dry does what the engine does: the same numbers on real tensors, the same tape on fake ones."""
+
+import gc
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from small_models import ONE_AXIS, Chain, chain, inputs, sgd, whole_grads, wholes
+from test_races import OPTIONS, STRATEGIES, tape_of
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import ConfigError, StateError, clip_grad_norm_, dry, fully_shard
+from fullshard.device import current
+from fullshard.dry.lanes import OF_TORCH
+from fullshard.plan.ledger import peak_during
+from fullshard.tape.recorder import Phase
+from fullshard.tape.tape import Allocation, Collective, Free, Operation, Recorded, Waited
+from fullshard.testing import assert_same
+
+
+def learn(strategy: str, option: str) -> list[Any]:
+    """All that a run leaves, with accumulation, sums withheld and clipping."""
+    mesh = {"mesh": replicated(2, 1)} if "hsdp" in strategy else {}
+    model = chain(partial(fully_shard, strategy=strategy, **OPTIONS[option], **mesh))
+    optimizer, left = sgd(model), []
+    for step in range(3):
+        for last in (False, True):
+            model.set_requires_gradient_sync(last or step == 1)
+            model.set_requires_all_reduce(last)
+            loss = model(inputs(step + dist.get_rank())).float().square().mean()
+            loss.backward()
+            left.append(loss.detach().clone())
+        left += [clip_grad_norm_(model.parameters(), 0.5), whole_grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+def replicated(replicas: int, shards: int) -> Any:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+def agree_on_pretended_lanes(option: str) -> None:
+    for strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp"):
+        expected = learn(strategy, option)
+        with dry.taped(values=True) as tape:
+            assert_same(learn(strategy, option), expected, name=strategy)
+        assert not dry.races(tape), strategy
+
+
+@pytest.mark.parametrize("option", ["", "bf16", pytest.param("fp16", marks=pytest.mark.slow), "offload"])
+def test_lanes_change_no_bit(option):
+    run_ranks(2, agree_on_pretended_lanes, option)
+
+
+def told(tape: dry.Tape) -> list[Any]:
+    """What a tape tells from the first forward on, without the numbers of storages and marks: before it, values are
+    looked at where there are any.
+    """
+    left: list[Any] = []
+    start = next(i for i, entry in enumerate(tape.entries) if entry.origin.phase is Phase.FORWARD)
+    for entry in tape.entries[start:]:
+        match entry:
+            case Operation() | Collective():
+                spans = [[(access.start, access.stop) for access in (*entry.reads, *entry.writes)]]
+                left.append((entry.name, entry.lane, entry.origin, spans))
+            case Allocation() | Free():
+                left.append((type(entry), entry.nbytes, entry.lane, entry.origin))
+            case Recorded() | Waited():
+                left.append((type(entry), entry.lane))
+    return left
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_fake_tensors_leave_the_tape_that_real_ones_leave(strategy):
+    for loop, option in (("steps", "bf16"), ("accumulation", "offload")):
+        fakes, reals = (tape_of(strategy, loop, option, values=values) for values in (False, True))
+        assert told(fakes) == told(reals)
+        assert fakes.peak_bytes() == reals.peak_bytes() > 0
+        assert fakes.peak_bytes(of_host=True) == reals.peak_bytes(of_host=True)
+        assert (fakes.peak_bytes(of_host=True) > 0) == (option == "offload")
+
+
+def make(strategy: str = "zero3") -> Any:
+    return chain(partial(fully_shard, strategy=strategy))
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+def test_a_step_of_one_rank_of_any_world(strategy):
+    for world in (2, 512, 4096):
+        tape = dry.run(partial(make, strategy), inputs, world=world, steps=2, microbatches=2, max_norm=1.0)
+        kinds = Counter(entry.name for entry in tape.of(Collective))
+        units, reductions = 5, 2 * 5
+        gathers = {"ddp": 0, "zero1": 2, "zero2": 4, "zero3": 8}[strategy] * (units - 1)
+        gathers += {"ddp": 0, "zero1": 2, "zero2": 4, "zero3": 4}[strategy]  # of the root, once a microbatch
+        assert kinds["allgather_into_tensor_coalesced_"] == gathers
+        assert kinds["allreduce_coalesced_" if strategy == "ddp" else "reduce_scatter_tensor_coalesced_"] == reductions
+        assert all(entry.ranks == tuple(range(world)) for entry in tape.of(Collective))
+        flops = [entry.flops for entry in tape.of(Operation) if entry.origin.phase is Phase.FORWARD]
+        assert sum(flops) == 2 * 2 * 2 * 6 * (4 * 2 * 48 * 192 + 48 * 5)  # steps, microbatches, a product's two, rows
+
+
+def test_a_model_that_no_machine_has_memory_for():
+    width = 1 << 17
+
+    def make() -> nn.Module:
+        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)])  # of 64 GiB each
+        for layer in model:
+            fully_shard(layer)
+        return fully_shard(model)
+
+    tape = dry.run(make, lambda: torch.randn(1, width), world=4096, steps=1)
+    assert tape.peak_bytes() > 2 * 4 * width**2
+
+
+def peak_of_real_steps(strategy: str) -> tuple[int, int]:
+    """The most bytes at once of tensors made in some steps on the CPU: counted, and told by a tape."""
+
+    def train() -> None:
+        model = chain(partial(fully_shard, strategy=strategy))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            model(torch.ones(6, 48)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    counted = peak_during(train)[1]
+    gc.collect()
+    with dry.taped(lanes="cpu", values=True) as tape:
+        train()
+    return counted, tape.peak_bytes()
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+def test_the_peak_of_a_tape_is_that_of_the_run(strategy):
+    for counted, taped in run_ranks(1, peak_of_real_steps, strategy):
+        assert counted == taped
+
+
+def test_what_leaves_no_trace_is_freed():
+    """Steps alike need the same memory, and all of it is given back when the model is gone."""
+    tape = dry.run(make, inputs, world=8, steps=4)
+    assert sum(entry.nbytes for entry in tape.of(Allocation)) == sum(entry.nbytes for entry in tape.of(Free))
+
+
+def waits_of(tape: dry.Tape, lane: str, on: str) -> list[int]:
+    """The places on the tape where `lane` waits for `on`."""
+    of_lane = {entry.mark: entry.lane for entry in tape.of(Recorded)}
+    return [
+        i
+        for i, entry in enumerate(tape.entries)
+        if isinstance(entry, Waited) and entry.lane == lane and of_lane[entry.mark] == on
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
+def test_gathers_run_beside_computation_though_no_order_is_known(strategy):
+    """In the first forward, and where one goes another way, a gather waits for the unit before last."""
+    orders = [[0, 1, 2, 3], [3, 2, 1, 0]]
+
+    class Shuffled(Chain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for number in self.order:
+                x = self.layers[number](x)
+            return self.head(x)
+
+    with dry.world(8):
+        mesh = {"mesh": replicated(2, 4)} if strategy == "hsdp" else {}
+        with dry.taped() as tape, torch.no_grad():
+            model = chain(partial(fully_shard, strategy=strategy, **mesh), Shuffled())
+            for order in orders:
+                model.order = order
+                model(inputs())
+    marks = {entry.mark: i for i, entry in enumerate(tape.entries) if isinstance(entry, Recorded)}
+    began, known, beside = -1, -1, []  # where the unit before began to compute; what the gather lane has waited for
+    for i, entry in enumerate(tape.entries):
+        if isinstance(entry, Waited) and entry.lane == "gather":
+            known = max(known, marks[entry.mark])
+        elif isinstance(entry, Collective) and entry.origin.unit:
+            beside.append(known < began)
+            began = next(j for j in range(i, len(tape.entries)) if starts_computing(tape.entries[j], entry))
+    # 0 is gathered after the root, since it came next last time, and stays; 3 is taken for the last one.
+    assert beside == [False, True, True, True, *(False, True, False, True)]
+
+
+def starts_computing(entry: Any, gather: Collective) -> bool:
+    return isinstance(entry, Operation) and entry.lane == "compute" and entry.origin.unit == gather.origin.unit
+
+
+def reductions(tape: dry.Tape) -> list[int]:
+    return [i for i, it in enumerate(tape.entries) if isinstance(it, Collective) and it.name.startswith("reduce_scatt")]
+
+
+def test_sums_over_replicas_hold_nothing_up_until_the_one_after_next():
+    """The slow network of hybrid sharding has the backward of two units to itself."""
+    tape = dry.run(
+        lambda mesh: chain(partial(fully_shard, strategy="hsdp", mesh=mesh)),
+        inputs,
+        world=16,
+        make_mesh=lambda: replicated(2, 8),
+        steps=1,
+    )
+    started, held = reductions(tape), waits_of(tape, "compute", "replicate")
+    assert len(started) == len(held) == 5
+    for number, place in enumerate(held):
+        assert place > started[min(number + 1, 4)]
+    assert not waits_of(tape, "reduce", "replicate")
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "ddp"])
+def test_gradients_go_to_the_host_on_a_lane_of_their_own(strategy):
+    tape = tape_of(strategy, "steps", "offload")
+    copies = [entry for entry in tape.of(Operation) if entry.copies and entry.lane in ("compute", "offload")]
+    to_host = {entry.lane for entry in copies if entry.origin.phase is Phase.POST_BACKWARD}
+    assert to_host == {"offload"}
+    asked = [tape.entries[i].site for i in waits_of(tape, "host", "compute")]
+    assert all(site.startswith(OF_TORCH) for site in asked)
+    assert len(waits_of(tape, "host", "offload")) == 3
+
+
+def offloaded_under_ddp() -> None:
+    with dry.taped(values=True):
+        model = chain(partial(fully_shard, strategy="ddp", **OPTIONS["offload"]))
+        expected = chain(partial(fully_shard, strategy="ddp"))
+        for it in (model, expected):
+            for _ in range(2):
+                it(inputs()).square().mean().backward()
+        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_same(mine.grad.to_local(), theirs.grad.to_local())
+
+
+def test_whole_gradients_are_where_their_offloaded_parameters_are():
+    run_ranks(2, offloaded_under_ddp)
+
+
+def test_a_dry_run_says_what_it_cannot_do():
+    with pytest.raises(ConfigError, match=r"aten\.nonzero .*depends on values.*values=True"):
+        dry.run(make, inputs, world=2, loss=lambda model, batch: model(batch).nonzero().float().sum())
+    with pytest.raises(ConfigError, match="returned list, which is no tensor and has no loss"):
+        dry.run(lambda: fully_shard(Listing()), inputs, world=2)
+    for arguments in ({"world": 0}, {"world": 2, "rank": 2}, {"world": 2, "ranks_per_host": 0}):
+        with pytest.raises(ConfigError, match="there is no such rank"):
+            dry.run(make, inputs, **arguments)
+    for arguments in ({"steps": 0}, {"microbatches": 0}):
+        with pytest.raises(ConfigError, match="positive numbers are needed"):
+            dry.run(make, inputs, world=2, **arguments)
+    with pytest.raises(ConfigError, match=r"lanes='tpu'.*\"gpu\" or \"cpu\" is needed"):
+        dry.run(make, inputs, world=2, lanes="tpu")
+    with dry.world(2), pytest.raises(StateError, match="there is a real one"):
+        dry.run(make, inputs, world=2)
+    assert not dist.is_initialized()
+
+
+class Listing(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(48, 48)
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [super().forward(x)]
+
+
+class Module:
+    """A device's module of torch's, that has not been asked for anything yet."""
+
+    def __init__(self) -> None:
+        self.device: int | None = None
+
+    def is_initialized(self) -> bool:
+        return self.device is not None
+
+    def device_count(self) -> int:
+        return 4
+
+    def set_device(self, index: int) -> None:
+        self.device = index
+
+    def current_device(self) -> int:
+        self.device = self.device or 0
+        return self.device
+
+
+@pytest.mark.parametrize(("chosen", "found"), [(None, 3), (0, 0), (2, 2)])
+def test_a_rank_computes_on_the_device_of_its_number_unless_it_has_chosen_one(chosen, found, monkeypatch):
+    module = Module()
+    module.device = chosen
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert current.current_device("cuda") == torch.device("cuda", found)
+
+
+def test_nothing_above_the_seam_names_a_kind_of_accelerator():
+    from pathlib import Path
+
+    import fullshard
+
+    package = Path(fullshard.__file__).parent
+    rooms = ("engine", "comm", "liveness", "tape", "layout", "policy", "state", "optim", "checkpoint", "dry")
+    named = [
+        f"{path.relative_to(package)}: {line.strip()}"
+        for path in (*[path for room in rooms for path in (package / room).rglob("*.py")], *package.glob("*.py"))
+        for line in path.read_text().splitlines()
+        if "torch.cuda" in line
+    ]
+    assert not named
