@@ -230,7 +230,7 @@ def workload_of(world: int, device_type: str) -> Any:
 
 
 def sharded(workload: Any, model: Any, mesh: Any) -> Any:
-    """The trainer of `model`, sharded over `mesh`: as `fullshard.bench` does, but for the mesh, which a tape has not."""
+    """The trainer of `model`, sharded over `mesh`: as in `fullshard.bench`, but for the mesh, which no tape has."""
     import torch
 
     from fullshard import MixedPrecisionPolicy, fully_shard
