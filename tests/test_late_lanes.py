@@ -5,17 +5,16 @@ Without a GPU there is one order of work, and this shows no more than that nothi
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from late_lanes import QUEUES, late, some_late
-from small_models import Chain, chain
+from small_models import Chain, chain, leave
 from test_races import GROUPED, LOOPS, OPTIONS, is_common, scenarios
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fullshard import dry, fully_shard
@@ -27,6 +26,7 @@ Sleeping = Callable[[float], None]
 Scenario = tuple[str, str, str]
 
 GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+IN_THREADS = ("zero3", "hsdp", "hpZ", "hfsdp")
 ON_ONE_RANK = ("ddp", "zero1", "zero2", "zero3", "hsdp")
 ALONE = range(len(QUEUES))  # one lane is late
 TOGETHER = range(len(QUEUES), len(QUEUES) + 2)
@@ -42,23 +42,24 @@ def sleep_on_gpu(ms: float) -> None:
     torch.cuda._sleep(int(ms * 1.5e6))  # cycles
 
 
-def made(scenario: Scenario, device_type: str, lock: threading.Lock) -> Any:
-    strategy, loop, option = scenario
+def mesh_for(strategy: str, device_type: str) -> DeviceMesh:
     world = dist.get_world_size()
-    shape = (2, world // 2) if world > 1 else (1, 1)
-    names = ("replicate", "shard")
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names) if "hsdp" in strategy else None
-    mesh = mesh or init_device_mesh(device_type, (world,))
+    if "hsdp" not in strategy:
+        return init_device_mesh(device_type, (world,))
+    replicas = 2 if world > 1 else 1
+    return init_device_mesh(device_type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def learn(scenario: Scenario, mesh: DeviceMesh, lock: threading.Lock) -> list[Tensor]:
+    """This rank's parameters at the end of a scenario."""
+    strategy, loop, option = scenario
+    run, layer = LOOPS[loop]
     options = {"strategy": GROUPED.get(strategy, strategy), **OPTIONS[option]}
     with lock:
-        model = Chain([LOOPS[loop][1](48) for _ in range(3)])
-        return chain(partial(fully_shard, mesh=mesh, **options), model)
-
-
-def learn(scenario: Scenario, device_type: str, lock: threading.Lock) -> list[Tensor]:
-    """This rank's parameters at the end of a scenario."""
-    model = made(scenario, device_type, lock)
-    LOOPS[scenario[1]][0](model)
+        model = chain(leave, Chain([layer(48) for _ in range(3)]))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, **options)
+    run(model)
     params = (param.to_local() if isinstance(param, DTensor) else param for param in model.parameters())
     return [param.detach().cpu().clone() for param in params]
 
@@ -71,14 +72,15 @@ def new_accelerator(device_type: str) -> Accelerator:
 
 def differing_when_late(of: list[Scenario], device_type: str, sleep: Sleeping) -> list[str]:
     """The scenarios, and the lanes that were late, whose parameters had other bits than without delays."""
-    found = []
+    found, lock = [], threading.Lock()
+    mesh = mesh_for(of[0][0], device_type)  # of one strategy
     for scenario in of:
         with pretending(new_accelerator(device_type)):
-            expected = learn(scenario, device_type, threading.Lock())
+            expected = learn(scenario, mesh, lock)
         for seed in (*ALONE, *TOGETHER) if is_common(scenario) else TOGETHER:
             names, timed = some_late(seed)
             with pretending(late(new_accelerator(device_type), names, timed(sleep))):
-                actual = learn(scenario, device_type, threading.Lock())
+                actual = learn(scenario, mesh, lock)
             found += difference(actual, expected, f"{scenario}, seed {seed}: late {sorted(names)}")
     return found
 
@@ -119,7 +121,7 @@ def differing_in_threads(world: int, strategy: str, device_type: str, sleep: Sle
     scenario, found = (strategy, "steps", "bf16"), []
 
     def run(rank: int, lock: threading.Lock) -> list[Tensor]:
-        return learn(scenario, device_type, lock)
+        return learn(scenario, mesh_for(strategy, device_type), lock)
 
     with pretending(new_accelerator(device_type)):
         expected = run_threads(world, run)
@@ -132,7 +134,7 @@ def differing_in_threads(world: int, strategy: str, device_type: str, sleep: Sle
 
 
 @gpu
-@pytest.mark.parametrize("strategy", ["zero3", "hsdp", "hpZ", "hfsdp"])
+@pytest.mark.parametrize("strategy", IN_THREADS)
 def test_between_ranks_late_lanes_change_no_bit(strategy):
     [found] = run_ranks(1, differing_in_threads, 4, strategy, "cuda", sleep_on_gpu, timeout=100)
     assert not found
@@ -147,12 +149,12 @@ def count_sleeps(of: list[Scenario]) -> tuple[list[str], list[float]]:
 
 
 def test_late_lanes_sleep_and_results_are_the_same():
-    [(found, slept)] = run_ranks(1, count_sleeps, [("zero3", "steps", "bf16"), ("hsdp", "accumulation", "offload")])
+    [(found, slept)] = run_ranks(1, count_sleeps, [("hsdp", "steps", "bf16"), ("hsdp", "accumulation", "offload")])
     assert not found
     assert len(slept) > 100 and max(slept) == 1.0
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "hsdp"])
+@pytest.mark.parametrize("strategy", IN_THREADS)
 def test_ranks_may_be_threads(strategy):
     [found] = run_ranks(1, differing_in_threads, 4, strategy, "cpu", do_not_sleep)
     assert not found
