@@ -40,11 +40,13 @@ from fullshard.bench.model import Model, Shape
 from fullshard.bench.ours import ours
 from fullshard.bench.trainer import Trainer
 from fullshard.bench.workload import Workload
+from fullshard.device.accelerator import accelerator_for
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
-# A block of the second has as many parameters as one of Llama 3 8B.
+# A block of the last has as many parameters as one of Llama 3 8B.
 MODELS = {
+    "GPT-2": Shape(vocab=50304, width=768, layers=12, heads=12, seq=1024, batch=8),
     "GPT-2 XL": Shape(vocab=50304, width=1600, layers=48, heads=25, seq=1024, batch=2),
     "Llama 3 8B": Shape(vocab=32768, width=4096, layers=24, heads=32, mlp_ratio=5, seq=2048),
 }
@@ -147,47 +149,19 @@ def beside(part: str, model: str, world: int, rounds: int, steps: int) -> dict[s
 
 def in_threads(world: int, steps: int) -> dict[str, Any]:
     """The losses of ranks that are threads, averaged over them, and of the plain loop on all of their batches."""
-    from torch.testing._internal.distributed.multi_threaded_pg import _install_threaded_pg, _uninstall_threaded_pg
-
-    from fullshard.comm.native import NativeCollectives
-    from fullshard.comm.routes import register_backend
-    from fullshard.device.memory import Pool
-    from fullshard.engine import group_wires, runtime
-    from fullshard.tape import context
+    from threads import run_threads  # beside this file
 
     shape = Shape(vocab=512, width=256, layers=4, heads=4, seq=64)
     workload = Workload(shape=shape, world=world, device_type=DEVICE.type)
-    store, losses, failures = dist.HashStore(), [[0.0] * steps for _ in range(world)], []
-    building = threading.Lock()  # all threads draw from one generator
-    group_wires.scratch_of = Pool  # else threads would take one another's
-    runtime.drop_if_stale = context.drop_if_stale = lambda: None  # every thread has a default group of its own
-    register_backend("threaded", NativeCollectives)
-    runtime.watch = lambda: None  # a watchdog looks after processes
-    _install_threaded_pg()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
 
-    def run(rank: int) -> None:
-        try:
-            dist.init_process_group("threaded", store=store, rank=rank, world_size=world)
-            with torch.autograd.set_multithreading_enabled(False):  # ranks wait for one another within backward
-                with building:
-                    model = workload.model(DEVICE)
-                trainer = ours("zero3")(workload, model)
-                for number in range(steps):
-                    losses[rank][number] = trainer.step(workload.tokens(number, rank).to(DEVICE)).item()
-        except BaseException as error:
-            failures.append(error)
-            raise
+    def run(rank: int, lock: threading.Lock) -> list[float]:
+        with lock:
+            model = workload.model(DEVICE)
+        trainer = ours("zero3")(workload, model)
+        return [trainer.step(workload.tokens(number, rank).to(DEVICE)).item() for number in range(steps)]
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    torch._C._distributed_c10d._set_thread_isolation_mode(False)
-    _uninstall_threaded_pg()
-    if failures:
-        raise failures[0]
+    assert accelerator_for(DEVICE).lanes  # made before threads ask for them
+    losses = run_threads(world, run)
     model: Model = workload.model(DEVICE)
     optimizer = workload.make_optimizer(model.parameters())
     plain = []
@@ -207,7 +181,7 @@ def in_threads(world: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="alone,pretend,threads")
-    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--models", default="GPT-2 XL,Llama 3 8B", help=", ".join(MODELS))
     parser.add_argument("--worlds", default="8,64,512", help="that the fake backend pretends")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)

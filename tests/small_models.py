@@ -139,8 +139,8 @@ def gathered(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
         for name, t in sharded.items():
             starts[name] = end
             end += -(-prod(shapes[0][name]) * t.itemsize // 16) * 16
-        messages = [torch.zeros(end, dtype=torch.uint8) for _ in range(world)]
-        mine = torch.zeros(end, dtype=torch.uint8)
+        messages = [torch.zeros(end, dtype=torch.uint8, device=mesh.device_type) for _ in range(world)]
+        mine = torch.zeros_like(messages[0])
         for name in sharded:
             part = result[name].contiguous().view(-1).view(torch.uint8)
             mine[starts[name] : starts[name] + part.numel()] = part

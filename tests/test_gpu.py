@@ -1,5 +1,7 @@
 """What only a GPU can show, over NCCL in a world of one rank: bits, a host that never waits, memory that stays."""
 
+import threading
+import warnings
 from functools import partial
 from typing import Any
 
@@ -9,6 +11,7 @@ from small_models import ONE_AXIS, chain, inputs, leave, wholes
 from torch import nn
 
 from fullshard import MixedPrecisionPolicy, fully_shard, share_memory_between_units
+from fullshard.device.accelerator import accelerator_for
 from fullshard.testing import assert_same, run_ranks
 
 pytestmark = [
@@ -52,7 +55,8 @@ def steps_without_waiting(strategy: str) -> None:
     for _ in range(3):
         step(model, optimizer, x)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for _ in range(2):
             step(model, optimizer, x)
@@ -153,10 +157,31 @@ def agree_compiled() -> None:
     assert_same(compiled("reduce-overhead"), compiled(None), name="reduce-overhead")
 
 
+@pytest.mark.filterwarnings("default")  # of the compiler's: that TF32 is off, and what it imports
 def test_blocks_compiled_to_cuda_graphs_learn_the_same():
-    run_ranks(1, agree_compiled, backend="nccl")
+    run_ranks(1, agree_compiled, backend="nccl", timeout=150)
 
 
 def test_memory_is_the_same_in_every_step():
     [found] = run_ranks(1, memory_from_step_to_step, backend="nccl")
     assert len(set(found[3:])) == 1
+
+
+def test_threads_may_queue_work_on_the_same_lane_at_once():
+    lane = accelerator_for(torch.device("cuda", 0)).lanes.gather
+    inside, found = threading.Barrier(2), list[bool]()
+
+    def queue() -> None:
+        before = torch.accelerator.current_stream()
+        with lane.queueing(), lane.queueing():
+            inside.wait(10)
+            within = torch.accelerator.current_stream()
+            inside.wait(10)
+        found.append(within != before and torch.accelerator.current_stream() == before)
+
+    threads = [threading.Thread(target=queue) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True, True]

@@ -34,6 +34,7 @@ class Accelerator:
     """
 
     has_lanes = False
+    is_dry = False  # pretended, in the host's memory, whichever devices this machine has
 
     @cached_property
     def lanes(self) -> Lanes:
@@ -48,6 +49,9 @@ class Accelerator:
     def mark_here(self) -> Mark | None:
         """A mark behind all work queued on whichever lane is current; None if there is nothing to wait for."""
         return None
+
+    def end_pass(self) -> None:
+        """To be called when a forward or a backward is over: a graph that is recorded may end there."""
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate or free the memory of `storage`, on the lane that is current."""
@@ -87,6 +91,14 @@ class StreamAccelerator(Accelerator):
 
     def mark_here(self) -> Mark | None:
         return None if self.is_capturing else torch.accelerator.current_stream(self._device).record_event()
+
+    def end_pass(self) -> None:
+        """See `Accelerator.end_pass`. A graph cannot end before compute has waited for all lanes that are part of it.
+
+        The gather lane is from its first wait for compute on, though it has no work or waited again after its last.
+        """
+        if self.is_capturing:
+            self.lanes.compute.wait(self.lanes.gather.mark())
 
 
 _cpu = Accelerator()

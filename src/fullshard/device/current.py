@@ -23,12 +23,18 @@ __all__ = [
 ]
 
 
+def _found() -> torch.device | None:
+    """The accelerator of this machine; None if there is none, or another one is pretended in the host's memory."""
+    is_dry = accelerator_for(torch.device("cpu")).is_dry
+    return None if is_dry else torch.accelerator.current_accelerator(check_available=True)
+
+
 def usual_device_type() -> str:
     """The type of the accelerator, where there is one and the default process group can reach it; else "cpu".
 
     Asking does not touch the device: so a mesh that is made next can still select it by the rank's number.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = _found()
     on_cpu = found is None or (dist.is_initialized() and dist.get_backend() == "gloo")
     return "cpu" if on_cpu or found is None else found.type
 
@@ -57,13 +63,13 @@ def count_devices() -> int:
 
 def finish_copies() -> None:
     """Let the host wait for all that is queued on the current stream, such as copies to its memory."""
-    if torch.accelerator.is_available():
+    if _found() is not None:
         torch.accelerator.current_stream().synchronize()
 
 
 def mark_here() -> Mark | None:
     """A mark behind all work queued on the current stream; None without an accelerator, or while it records a graph."""
-    if not torch.accelerator.is_available():
+    if _found() is None:
         return None
     return accelerator_for(torch.accelerator.current_stream().device).mark_here()
 

@@ -94,14 +94,18 @@ class StreamLane(Lane):
         return self._own
 
     def queueing(self) -> AbstractContextManager[object]:
-        return self._stream
+        """See `Lane.queueing`. By a new handle of the stream: torch keeps the stream to go back to in the handle, which
+        until torch 2.12 cannot be entered twice, as it is by threads that share a lane.
+        """
+        own = self._own
+        return torch.Stream(stream_id=own.stream_id, device_index=own.device_index, device_type=own.device_type)
 
     def mark(self) -> Mark:
         return self._stream.record_event()
 
     def wait(self, mark: Mark | None) -> None:
         if mark is not None:
-            assert isinstance(mark, torch.Event)
+            assert type(mark) is torch.Event  # of a subclass, such as CUDA's, this would wait for nothing
             self._stream.wait_event(mark)
 
 

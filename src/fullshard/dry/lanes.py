@@ -70,6 +70,8 @@ class DryAccelerator(Accelerator):
         without: sites whose waits are left out: to see that a law depends on each of them.
     """
 
+    is_dry = True
+
     def __init__(self, tape: Tape, *, has_lanes: bool = True, without: frozenset[str] = frozenset()) -> None:
         self.has_lanes = has_lanes
         self.tape = tape

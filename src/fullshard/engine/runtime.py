@@ -231,6 +231,7 @@ class Runtime:
                 self._reshard(unit, Phase.FORWARD, keep=keep)
                 if over:
                     unit.release_secondary(Phase.FORWARD)
+        accelerator_for(self._device).end_pass()
         self.phase = Phase.IDLE
 
     def _leave(self, unit: Unit) -> None:
@@ -349,6 +350,7 @@ class Runtime:
                 self._reshard(unit, Phase.POST_BACKWARD, keep=keep)
         if any(unit.options.offloads for unit in self.units):  # the optimizer reads their gradients next
             self._lanes.host.wait(self._lanes.offload.mark())
+        accelerator_for(self._device).end_pass()
         agreed = self._backward_tracker.agrees
         self.backward_order = tuple(self._backward_tracker.seen)
         self.phase = Phase.IDLE

@@ -1,0 +1,104 @@
+"""`make gpu-check` without a GPU: each part is told of by itself, however another one ends."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks import gpu_check
+from benchmarks.gpu_check import FAILS, HANGS, HOLDS, LEFT_OUT, Part, check, outcomes_in, parts, verdict_of
+
+SCRIPT = gpu_check.__file__
+
+
+def saying(code: str) -> tuple[str, str]:
+    return "-c", f"print('before', flush=True); {code}"
+
+
+PLANTED = [
+    Part("hangs", "it ends", saying("import time; time.sleep(600)"), 2),
+    Part("fails", "it works", saying("raise SystemExit('a planted error')"), 30),
+    Part("is wrong", "it is right", saying('print(\'{"holds": false, "said": "twice as much"}\')'), 30),
+    Part("holds", "it holds", saying("print('{\"number\": 3}'); print('and more')"), 30),
+]
+
+
+def test_parts_that_fail_or_hang_are_told_so_and_the_others_run(tmp_path):
+    said: list[str] = []
+    found = check(PLANTED, tmp_path / "found.json", said.append)
+    assert {name: each["verdict"] for name, each in found.items()} == {
+        "hangs": HANGS,
+        "fails": FAILS,
+        "is wrong": FAILS,
+        "holds": HOLDS,
+    }
+    assert json.loads((tmp_path / "found.json").read_text()) == found
+    assert found["hangs"]["seconds"] < 10
+    assert found["hangs"]["tail"] == "before\n"
+    assert "a planted error" in found["fails"]["tail"]
+    assert found["holds"]["numbers"] == {"number": 3}
+    assert found["holds"]["tail"] == ""
+    assert "twice as much" in said[2]
+
+
+def test_what_a_part_has_started_ends_with_it(tmp_path):
+    """A rank that hangs would keep the GPU."""
+    kept = tmp_path / "child"
+    child = f"import time; time.sleep(3); open({str(kept)!r}, 'w')"
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(600)"
+    while_it_would = Part("waits", "", saying("import time; time.sleep(3)"), 30)
+    found = check([Part("hangs", "", saying(code), 1), while_it_would], tmp_path / "found.json", print)
+    assert found["hangs"]["verdict"] == HANGS
+    assert not kept.exists()
+
+
+def test_no_part_begins_when_no_time_is_left(tmp_path):
+    found = check(PLANTED[1:2], tmp_path / "found.json", print, seconds=1)
+    assert found["fails"]["verdict"] == LEFT_OUT
+
+
+def test_limits_leave_ten_minutes():
+    """Of one GPU: what several show takes a few seconds to skip."""
+    assert sum(part.limit_s for part in parts(dry=False) if part.name != "several GPUs") < 620
+
+
+def test_tests_that_came_before_a_hang_are_told():
+    said = (
+        "tests/test_gpu.py::test_a[late lanes] PASSED    [ 10%]\n"
+        "tests/test_gpu.py::test_b FAILED [ 20%]\n"
+        "tests/test_gpu.py::test_c \n"
+    )
+    assert outcomes_in(said) == {"test_a[late lanes]": "PASSED", "test_b": "FAILED"}
+    assert verdict_of(None, outcomes_in(said), is_test=True) == HANGS
+    assert verdict_of(0, {"test_a": "SKIPPED"}, is_test=True) == LEFT_OUT
+    assert verdict_of(1, {"test_a": "PASSED"}, is_test=True) == FAILS
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_without_a_gpu_it_says_so_in_one_line():
+    ran = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True)
+    assert ran.returncode == 2
+    assert ran.stderr.count("\n") == 1 and "--dry" in ran.stderr
+
+
+def test_it_names_what_is_missing(monkeypatch):
+    monkeypatch.setattr(gpu_check, "NEEDS", ("torch", "no_such_package"))
+    assert gpu_check.missing() == ["no_such_package"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_the_facts_and_the_prediction_are_written_in_a_dry_run(tmp_path):
+    path = tmp_path / "found.json"
+    chosen = "facts,prediction"
+    ran = subprocess.run(
+        [sys.executable, SCRIPT, "--dry", "--parts", chosen, "--json", str(path)], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout
+    found = json.loads(path.read_text())
+    assert found["facts"]["numbers"]["torch"] == torch.__version__
+    alone, of_eight = (found["prediction"]["numbers"]["predicted"][world] for world in ("1", "8"))
+    assert alone["peak_bytes"] > of_eight["peak_bytes"] > 0
+    assert alone["collectives"] and alone["operations"]
+    assert Path(SCRIPT).name in ran.args[1]

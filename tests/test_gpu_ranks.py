@@ -1,0 +1,57 @@
+"""What several GPUs show over NCCL: the laws of `test_gpu.py` between two ranks, and between as many as there are.
+
+Where all ranks have the same batch, the mean over two is exact in whichever order NCCL adds, so plain PyTorch on each
+rank is the reference. Of more, sums may differ in their last bits.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import ONE_AXIS, leave
+from test_gpu import agree_in_a_graph, agree_on_a_gpu, learn, steps_without_waiting
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import fully_shard
+from fullshard.testing import assert_same, run_ranks
+
+DEVICES = torch.cuda.device_count()
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICES < 2, reason="needs two CUDA devices")]
+
+
+def test_two_ranks_learn_the_bits_of_plain_pytorch():
+    run_ranks(2, agree_on_a_gpu, backend="nccl")
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+def test_in_a_step_of_two_ranks_the_host_never_waits(strategy):
+    run_ranks(2, steps_without_waiting, strategy, backend="nccl")
+
+
+@pytest.mark.parametrize("strategy", ONE_AXIS)
+def test_a_whole_step_of_two_ranks_in_a_cuda_graph_is_the_same_step(strategy):
+    run_ranks(2, agree_in_a_graph, strategy, backend="nccl")
+
+
+def agree_in_replicas() -> None:
+    expected = learn(leave)
+    for strategy in ("hsdp", "hsdp_zero2"):
+        mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard"))
+        assert_same(learn(partial(fully_shard, strategy=strategy, mesh=mesh)), expected, name=strategy)
+
+
+def test_two_replicas_learn_the_bits_of_plain_pytorch():
+    run_ranks(2, agree_in_replicas, backend="nccl")
+
+
+def learn_everywhere() -> tuple[list[Any], list[list[Any]]]:
+    assert dist.get_world_size() == DEVICES
+    return learn(leave), [learn(partial(fully_shard, strategy=strategy)) for strategy in ONE_AXIS]
+
+
+def test_all_ranks_learn_what_plain_pytorch_does():
+    for expected, found in run_ranks(DEVICES, learn_everywhere, backend="nccl"):
+        for each in found:
+            torch.testing.assert_close(each[0], expected[0], rtol=1e-4, atol=1e-5)

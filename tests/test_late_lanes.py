@@ -1,0 +1,177 @@
+"""The race checker's claims where lanes really run beside each other: however late one comes, the bits are the same.
+
+Without a GPU there is one order of work, and this shows no more than that nothing else changes.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from late_lanes import QUEUES, late, some_late
+from small_models import Chain, chain, leave
+from test_races import GROUPED, LOOPS, OPTIONS, is_common, scenarios
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fullshard import dry, fully_shard
+from fullshard.device.accelerator import Accelerator, StreamAccelerator, pretending
+from fullshard.dry.lanes import DryAccelerator
+from fullshard.testing import assert_same, run_ranks
+
+Sleeping = Callable[[float], None]
+Scenario = tuple[str, str, str]
+
+GPU = pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+IN_THREADS = ("zero3", "hsdp", "hpZ", "hfsdp")
+ON_ONE_RANK = ("ddp", "zero1", "zero2", "zero3", "hsdp")
+ALONE = range(len(QUEUES))  # one lane is late
+TOGETHER = range(len(QUEUES), len(QUEUES) + 2)
+
+
+def gpu(function: Any) -> Any:
+    for mark in GPU:
+        function = mark(function)
+    return function
+
+
+def sleep_on_gpu(ms: float) -> None:
+    torch.cuda._sleep(int(ms * 1.5e6))  # cycles
+
+
+def mesh_for(strategy: str, device_type: str) -> DeviceMesh:
+    world = dist.get_world_size()
+    if "hsdp" not in strategy:
+        return init_device_mesh(device_type, (world,))
+    replicas = 2 if world > 1 else 1
+    return init_device_mesh(device_type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+
+
+def learn(scenario: Scenario, mesh: DeviceMesh, lock: threading.Lock) -> list[Tensor]:
+    """This rank's parameters at the end of a scenario."""
+    strategy, loop, option = scenario
+    run, layer = LOOPS[loop]
+    options = {"strategy": GROUPED.get(strategy, strategy), **OPTIONS[option]}
+    with lock:
+        model = chain(leave, Chain([layer(48) for _ in range(3)]))
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, **options)
+    run(model)
+    params = (param.to_local() if isinstance(param, DTensor) else param for param in model.parameters())
+    return [param.detach().cpu().clone() for param in params]
+
+
+def new_accelerator(device_type: str) -> Accelerator:
+    accelerator = StreamAccelerator(torch.device("cuda", 0)) if device_type == "cuda" else Accelerator()
+    assert accelerator.lanes  # made before threads ask for them
+    return accelerator
+
+
+def differing_when_late(of: list[Scenario], device_type: str, sleep: Sleeping) -> list[str]:
+    """The scenarios, and the lanes that were late, whose parameters had other bits than without delays."""
+    found, lock = [], threading.Lock()
+    mesh = mesh_for(of[0][0], device_type)  # of one strategy
+    for scenario in of:
+        with pretending(new_accelerator(device_type)):
+            expected = learn(scenario, mesh, lock)
+        for seed in (*ALONE, *TOGETHER) if is_common(scenario) else TOGETHER:
+            names, timed = some_late(seed)
+            with pretending(late(new_accelerator(device_type), names, timed(sleep))):
+                actual = learn(scenario, mesh, lock)
+            found += difference(actual, expected, f"{scenario}, seed {seed}: late {sorted(names)}")
+    return found
+
+
+def difference(actual: Any, expected: Any, name: str) -> list[str]:
+    try:
+        assert_same(actual, expected, name=name)
+    except AssertionError as error:
+        return [str(error)]
+    return []
+
+
+def on_one_rank(strategy: str) -> Iterator[Scenario]:
+    """Those of `test_races.py`; of strategies that are parts of others, the common ones.
+
+    But captures, which `test_gpu.py` does really, and transforms, to which no inputs on the CPU may be given.
+    """
+    for scenario in scenarios():
+        chosen = is_common(scenario) or strategy in ("zero3", "hsdp")
+        if chosen and scenario[0] == strategy and scenario[1] not in ("capture", "transforms"):
+            yield scenario
+
+
+@gpu
+@pytest.mark.parametrize("strategy", ON_ONE_RANK)
+def test_on_one_rank_late_lanes_change_no_bit(strategy):
+    of = list(on_one_rank(strategy))
+    [found] = run_ranks(1, differing_when_late, of, "cuda", sleep_on_gpu, backend="nccl", timeout=100)
+    assert not found
+
+
+def differing_in_threads(world: int, strategy: str, device_type: str, sleep: Sleeping) -> list[str]:
+    """The same for several ranks that are threads: what they exchange comes late, and nobody's host waits for it."""
+    from benchmarks.threads import run_threads
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    scenario, found = (strategy, "steps", "bf16"), []
+
+    def run(rank: int, lock: threading.Lock) -> list[Tensor]:
+        return learn(scenario, mesh_for(strategy, device_type), lock)
+
+    with pretending(new_accelerator(device_type)):
+        expected = run_threads(world, run)
+    for seed in (*ALONE, *TOGETHER):
+        names, timed = some_late(seed)
+        with pretending(late(new_accelerator(device_type), names, timed(sleep))):
+            actual = run_threads(world, run)
+        found += difference(actual, expected, f"{scenario}, seed {seed}: late {sorted(names)}")
+    return found
+
+
+@gpu
+@pytest.mark.parametrize("strategy", IN_THREADS)
+def test_between_ranks_late_lanes_change_no_bit(strategy):
+    [found] = run_ranks(1, differing_in_threads, 4, strategy, "cuda", sleep_on_gpu, timeout=100)
+    assert not found
+
+
+# -- without a GPU ----------------------------------------------------------------------------------------------------
+
+
+def count_sleeps(of: list[Scenario]) -> tuple[list[str], list[float]]:
+    slept: list[float] = []
+    return differing_when_late(of, "cpu", slept.append), slept
+
+
+def test_late_lanes_sleep_and_results_are_the_same():
+    [(found, slept)] = run_ranks(1, count_sleeps, [("hsdp", "steps", "bf16"), ("hsdp", "accumulation", "offload")])
+    assert not found
+    assert len(slept) > 100 and max(slept) == 1.0
+
+
+@pytest.mark.parametrize("strategy", IN_THREADS)
+def test_ranks_may_be_threads(strategy):
+    [found] = run_ranks(1, differing_in_threads, 4, strategy, "cpu", do_not_sleep)
+    assert not found
+
+
+def do_not_sleep(ms: float) -> None:
+    pass
+
+
+@pytest.mark.parametrize("name", QUEUES)
+def test_each_lane_can_be_late(name):
+    """On pretended lanes too, where each sleep can be told by its lane."""
+    accelerator = DryAccelerator(dry.Tape())
+    where: list[str] = []
+    late(accelerator, [name], lambda: where.append(accelerator.lane))
+    lane = getattr(accelerator.lanes, name)
+    with lane.after(accelerator.lanes.host):
+        pass
+    assert lane.mark() is not None
+    assert where == [name, name]
