@@ -208,9 +208,20 @@ def prediction() -> dict[str, Any]:
         return {"predicted": found, "said": "predicted only"}
     measured = {world: in_process("measured", world) for world in found}
     ratios = {world: measured[world]["peak_bytes"] / found[world]["peak_bytes"] for world in found}
-    said = ", ".join(f"{ratio:.3f} of what is predicted at world {world}" for world, ratio in ratios.items())
+    reserved = {world: measured[world]["reserved_bytes"] / found[world]["reserved_bytes"] for world in found}
+    said = ", ".join(
+        f"{ratios[world]:.3f} of what is predicted at world {world} ({reserved[world]:.3f} of what is reserved)"
+        for world in found
+    )
     holds = all(abs(ratio - 1) < 0.05 for ratio in ratios.values())
-    return {"predicted": found, "measured": measured, "ratios": ratios, "holds": holds, "said": said}
+    return {
+        "predicted": found,
+        "measured": measured,
+        "ratios": ratios,
+        "ratios_of_reserved": reserved,
+        "holds": holds,
+        "said": said,
+    }
 
 
 def in_process(what: str, world: str) -> Any:
@@ -249,6 +260,7 @@ def predicted(world: int) -> dict[str, Any]:
 
     from fullshard import dry
     from fullshard.bench.model import Model
+    from fullshard.plan.allocator import allocator_use
     from fullshard.tape.tape import Allocation, Collective, Free, Operation
 
     workload = workload_of(world, "cpu")
@@ -269,7 +281,12 @@ def predicted(world: int) -> dict[str, Any]:
     step = entries[start:]
     operations = [entry for entry in step if isinstance(entry, Operation) and entry.lane != "host"]
     collectives = sum(isinstance(entry, Collective) for entry in step)
-    return {"peak_bytes": peak, "operations": len(operations), "collectives": collectives}
+    return {
+        "peak_bytes": peak,
+        "reserved_bytes": allocator_use(tape).reserved,
+        "operations": len(operations),
+        "collectives": collectives,
+    }
 
 
 def measured(world: int) -> dict[str, Any]:

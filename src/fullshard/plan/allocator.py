@@ -1,0 +1,190 @@
+"""What CUDA's caching allocator holds for the tensors of a tape: a model of it, block by block.
+
+torch asks the device for *segments* and cuts *blocks* from them. The rules are those of torch's
+`c10/cuda/CUDACachingAllocator.cpp` and its notes on memory management, with their numbers:
+
+    rounding     sizes are rounded up to 512 bytes
+    pools        up to 1 MiB from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones have a segment of
+                 their own, rounded up to 2 MiB. Each lane has pools of its own
+    choice       the smallest free block that is large enough, and of these the one at the lowest address
+    splitting    what is left of a block stays free: in the small pool from 512 bytes on, in the large one above 1 MiB
+    merging      a block that is freed joins its free neighbours in the segment; segments stay
+    expandable   `expandable_segments:True`: one segment a pool, which grows in steps of 2 or 20 MiB at its end
+
+Not modelled: what cuBLAS, NCCL and CUDA itself take, `max_split_size_mb`, garbage collection, and giving segments back
+when the device is full.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from fullshard.layout.offsets import align
+from fullshard.tape.tape import Allocation, Free, Tape
+
+__all__ = ["AllocatorUse", "CachingAllocator", "allocator_use"]
+
+_MIB = 1 << 20
+_STEP = 512
+_SMALL, _SMALL_SEGMENT = _MIB, 2 * _MIB
+_LARGE_FROM, _LARGE_SEGMENT = 10 * _MIB, 20 * _MIB
+_GROWTH = 2 * _MIB
+
+
+@dataclass(frozen=True)
+class AllocatorUse:
+    """The most bytes at once of tensors as they are, of the blocks that they have, and of segments."""
+
+    tensors: int
+    allocated: int
+    reserved: int
+
+
+@dataclass(eq=False)
+class _Block:
+    start: int
+    nbytes: int
+    pool: _Pool
+    before: _Block | None = None  # neighbours in the segment
+    after: _Block | None = None
+    is_free: bool = True
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """What the allocator chooses by."""
+        return self.nbytes, self.start
+
+
+@dataclass(eq=False)
+class _Pool:
+    is_small: bool
+    free: list[tuple[int, int]] = field(default_factory=list)  # sorted
+    blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)  # the free ones
+    last: _Block | None = None  # of an expandable segment
+
+    def add(self, block: _Block) -> None:
+        block.is_free = True
+        insort(self.free, block.order)
+        self.blocks[block.order] = block
+
+    def take(self, block: _Block) -> None:
+        block.is_free = False
+        del self.free[bisect_left(self.free, block.order)]
+        del self.blocks[block.order]
+
+    def best(self, nbytes: int) -> _Block | None:
+        """The smallest free block of at least `nbytes`."""
+        found = bisect_left(self.free, (nbytes, -1))
+        return self.blocks[self.free[found]] if found < len(self.free) else None
+
+
+class CachingAllocator:
+    """The allocator of one device.
+
+    Args:
+        expandable: whether segments are expandable.
+    """
+
+    def __init__(self, *, expandable: bool = False) -> None:
+        self._expandable = expandable
+        self._pools: dict[tuple[str, bool], _Pool] = {}
+        self._end = 0  # addresses: segments never meet
+        self.allocated = 0
+        """Bytes of blocks in use."""
+        self.reserved = 0
+        """Bytes of segments."""
+
+    def allocate(self, nbytes: int, lane: str) -> _Block:
+        """A block of at least `nbytes` from the pools of `lane`."""
+        size = align(max(nbytes, 1), _STEP)
+        is_small = size <= _SMALL
+        pool = self._pools.setdefault((lane, is_small), _Pool(is_small))
+        block = pool.best(size) or self._grow(pool, size)
+        pool.take(block)
+        left = block.nbytes - size
+        if left >= _STEP if is_small or self._expandable else left > _SMALL:
+            rest = _Block(block.start + size, left, pool, block, block.after)
+            if block.after is not None:
+                block.after.before = rest
+            if pool.last is block:
+                pool.last = rest
+            block.nbytes, block.after = size, rest
+            pool.add(rest)
+        self.allocated += block.nbytes
+        return block
+
+    def free(self, block: _Block) -> None:
+        """Give back a block, which joins its free neighbours."""
+        pool = block.pool
+        self.allocated -= block.nbytes
+        if block.before is not None and block.before.is_free:
+            first, second = block.before, block
+            pool.take(first)
+            block = _join(pool, first, second)
+        if block.after is not None and block.after.is_free:
+            pool.take(block.after)
+            block = _join(pool, block, block.after)
+        pool.add(block)
+
+    def _grow(self, pool: _Pool, size: int) -> _Block:
+        if not self._expandable:
+            nbytes = _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT if size < _LARGE_FROM else align(size, _GROWTH)
+            return self._segment(pool, nbytes)
+        last, step = pool.last, _SMALL_SEGMENT if pool.is_small else _LARGE_SEGMENT
+        if last is None:
+            pool.last = self._segment(pool, align(size, step))
+            return pool.last
+        at_end = last.nbytes if last.is_free else 0
+        grown = align(size - at_end, step)
+        self.reserved += grown
+        if last.is_free:
+            pool.take(last)
+            last.nbytes += grown
+            pool.add(last)
+            return last
+        pool.last = last.after = _Block(last.start + last.nbytes, grown, pool, last)
+        pool.add(pool.last)
+        return pool.last
+
+    def _segment(self, pool: _Pool, nbytes: int) -> _Block:
+        block = _Block(self._end, nbytes, pool)
+        self._end += 1 << 50 if self._expandable else nbytes
+        self.reserved += nbytes
+        pool.add(block)
+        return block
+
+
+def _join(pool: _Pool, first: _Block, second: _Block) -> _Block:
+    """Both as one block."""
+    first.nbytes += second.nbytes
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
+    if pool.last is second:
+        pool.last = first
+    return first
+
+
+def allocator_use(tape: Tape, *, expandable: bool = False) -> AllocatorUse:
+    """What the allocator of the tape's accelerator holds at most, of tensors, of blocks and of segments.
+
+    Args:
+        tape: of whole steps, on lanes. The host's memory is not the allocator's.
+        expandable: see `CachingAllocator`.
+    """
+    allocator = CachingAllocator(expandable=expandable)
+    held: dict[int, _Block] = {}
+    sizes: dict[int, int] = defaultdict(int)
+    tensors = most_tensors = most_allocated = 0
+    for entry in tape.entries:
+        if isinstance(entry, Allocation) and entry.lane != "host":
+            held[entry.storage] = allocator.allocate(entry.nbytes, entry.lane)
+            sizes[entry.storage] = entry.nbytes
+            tensors += entry.nbytes
+            most_tensors, most_allocated = max(most_tensors, tensors), max(most_allocated, allocator.allocated)
+        elif isinstance(entry, Free) and entry.storage in held:
+            allocator.free(held.pop(entry.storage))
+            tensors -= sizes.pop(entry.storage)
+    return AllocatorUse(most_tensors, most_allocated, allocator.reserved)

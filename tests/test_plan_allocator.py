@@ -1,0 +1,91 @@
+"""The model of the caching allocator: blocks lie in segments and never on each other, and memory is used again."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import chain, inputs
+
+from fullshard import dry, fully_shard
+from fullshard.plan.allocator import AllocatorUse, CachingAllocator, allocator_use
+
+MIB = 1 << 20
+sizes = st.one_of(st.integers(0, 4096), st.integers(0, 3 * MIB), st.integers(9 * MIB, 40 * MIB))
+requests = st.lists(st.tuples(sizes, st.sampled_from(["compute", "reduce"]), st.booleans()), max_size=60)
+kinds = pytest.mark.parametrize("expandable", [False, True])
+
+
+def blocks_after(allocator: CachingAllocator, wishes: Any) -> list[Any]:
+    """The blocks that are in use after requests, each of which also frees the oldest block or not."""
+    held: list[Any] = []
+    for nbytes, lane, frees in wishes:
+        held.append((allocator.allocate(nbytes, lane), nbytes, lane))
+        if frees:
+            allocator.free(held.pop(0)[0])
+    return held
+
+
+@kinds
+@given(wishes=requests)
+def test_blocks_are_large_enough_and_apart(expandable, wishes):
+    allocator = CachingAllocator(expandable=expandable)
+    held = blocks_after(allocator, wishes)
+    spans = sorted((block.start, block.start + block.nbytes) for block, _, _ in held)
+    assert all(one[1] <= other[0] for one, other in pairwise(spans))
+    assert all(block.nbytes >= nbytes and block.nbytes % 512 == 0 for block, nbytes, _ in held)
+    assert allocator.allocated == sum(block.nbytes for block, _, _ in held) <= allocator.reserved
+
+
+@kinds
+@given(wishes=requests)
+def test_what_is_freed_is_used_again(expandable, wishes):
+    allocator = CachingAllocator(expandable=expandable)
+    for block, _, _ in blocks_after(allocator, wishes):
+        allocator.free(block)
+    assert allocator.allocated == 0
+    reserved = allocator.reserved
+    for nbytes, lane, _ in wishes:
+        allocator.free(allocator.allocate(nbytes, lane))
+    assert allocator.reserved == reserved
+
+
+def reserved_for(*wishes: int, expandable: bool = False) -> int:
+    allocator = CachingAllocator(expandable=expandable)
+    for nbytes in wishes:
+        allocator.allocate(nbytes, "compute")
+    return allocator.reserved
+
+
+def test_segments_are_of_the_sizes_that_torch_documents():
+    assert reserved_for(1) == reserved_for(MIB, MIB) == 2 * MIB
+    assert reserved_for(MIB, MIB, 1) == 4 * MIB
+    assert reserved_for(MIB + 1) == reserved_for(*[9 * MIB] * 2) == 20 * MIB
+    assert reserved_for(10 * MIB) == 10 * MIB
+    assert reserved_for(11 * MIB + 1) == 12 * MIB
+    assert reserved_for(*[11 * MIB] * 3, expandable=True) == 40 * MIB
+
+
+def test_a_lane_never_has_memory_of_another():
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB, "compute"))
+    allocator.allocate(30 * MIB, "reduce")
+    assert allocator.reserved == 60 * MIB
+
+
+def test_a_large_block_is_split_only_where_much_is_left():
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB, "compute"))
+    assert allocator.allocate(29 * MIB, "compute").nbytes == 30 * MIB  # one MiB is left with it
+    allocator = CachingAllocator()
+    allocator.free(allocator.allocate(30 * MIB, "compute"))
+    assert allocator.allocate(28 * MIB, "compute").nbytes == 28 * MIB
+
+
+@kinds
+def test_a_tape_s_use(expandable):
+    tape = dry.run(lambda: chain(fully_shard), inputs, world=8)
+    use = allocator_use(tape, expandable=expandable)
+    assert use.tensors == tape.peak_bytes() <= use.allocated <= use.reserved
+    assert allocator_use(dry.Tape()) == AllocatorUse(0, 0, 0)
