@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.bench.model import Block, Model
 from fullshard.bench.trainer import Build, Trainer
@@ -27,7 +27,7 @@ from fullshard.device.lanes import Mark
 from fullshard.dry.lanes import DryAccelerator, DryLane
 from fullshard.tape.recorder import Origin, Phase, acting_for, note_origin
 
-__all__ = ["ddp", "deepspeed", "fsdp1", "fsdp2", "fsdp2_on_dry_lanes", "zero1"]
+__all__ = ["ddp", "deepspeed", "fsdp1", "fsdp2", "fsdp2_on_dry_lanes", "shard_by_fsdp2", "zero1"]
 
 
 def ddp(*, bucket_views: bool = False) -> Build:
@@ -92,6 +92,17 @@ def fsdp2(*, reshard_after_forward: bool | None = None, prefetch: bool = False) 
         return Trainer(workload, model, workload.make_optimizer(model.parameters()))
 
     return build
+
+
+def shard_by_fsdp2(compute: torch.dtype, reduce: torch.dtype) -> Callable[[nn.Module, DeviceMesh], object]:
+    """`fully_shard` of a module on a mesh, with parameters in one dtype and sums in another."""
+
+    def shard(module: nn.Module, mesh: DeviceMesh) -> object:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        return fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce))
+
+    return shard
 
 
 def deepspeed(stage: int) -> Build:
