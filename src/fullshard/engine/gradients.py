@@ -16,12 +16,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like, holders, storage_holders
-from fullshard.device.accelerator import is_capturing
+from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.layout.offsets import contiguous_strides
 
 __all__ = ["GradientState", "Gradients"]
+
+_CAST_AT_ONCE = 2**27
+"""Bytes of gradients that one kernel casts on an accelerator. More would be in memory twice for no gain."""
 
 
 @dataclass
@@ -64,22 +67,34 @@ class Gradients:
 
         In the reduce dtype and contiguous.
         """
-        grads, reduce = {}, self.plan.contract.reduce
+        grads: dict[int, Tensor] = {}
+        waiting: dict[int, Tensor] = {}  # to be cast together
+        nbytes, at_once = 0, _CAST_AT_ONCE if accelerator_for(self.plan.device).has_lanes else 0
         for i, param in enumerate(self.params):
-            grad = param.take_grad()
-            held = self.state.whole.pop(i, None)
-            if grad is not None:
-                if grad.layout is not torch.strided:
-                    grad = grad.to_dense()
-                if grad.dtype is not reduce:
-                    grad = grad.to(reduce)
-                if not grad.is_contiguous():
-                    grad = grad.contiguous()
-            if held is not None:
-                grad = held if grad is None else held.add_(grad)
-            if grad is not None:
-                grads[i] = grad
+            if (grad := param.take_grad()) is not None:
+                grads[i] = waiting[i] = grad if grad.layout is torch.strided else grad.to_dense()
+                nbytes += grad.nbytes
+                del grad
+                if nbytes >= at_once:
+                    self._cast(waiting, grads)
+                    nbytes = 0
+        self._cast(waiting, grads)
+        for i in range(len(self.params)):
+            if (held := self.state.whole.pop(i, None)) is not None:
+                grads[i] = held.add_(grads[i]) if i in grads else held
         return grads
+
+    def _cast(self, waiting: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
+        """Put those of `waiting`, which then is empty, into `grads`, contiguous and in the reduce dtype."""
+        reduce = self.plan.contract.reduce
+        odd = [i for i, grad in waiting.items() if grad.dtype is not reduce]
+        if len(odd) > 1:
+            cast = [torch.empty(waiting[i].shape, dtype=reduce, device=waiting[i].device) for i in odd]
+            torch._foreach_copy_(cast, [waiting.pop(i) for i in odd])
+            grads.update(zip(odd, cast, strict=True))
+        for i, grad in waiting.items():
+            grads[i] = grad.to(reduce).contiguous()
+        waiting.clear()
 
     def hold(self) -> None:
         """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""
@@ -141,6 +156,16 @@ class Gradients:
     def give(self, i: int) -> None:
         """Let the optimizer see what lies in `flat` as the gradient of parameter `i`."""
         self.params[i].sharded.grad = self._shards[i]
+
+    def hand_over(self) -> None:
+        """Leave the buffer to the optimizer's gradients alone, where to allocate another one is cheap.
+
+        So no memory is taken from `zero_grad` to the next backward. A graph's buffer, and one in page-locked memory,
+        are for all steps.
+        """
+        plan = self.plan
+        if accelerator_for(plan.device).has_lanes and not (plan.memory.offloaded or is_capturing(plan.device)):
+            self.drop_shards()
 
     def drop_shards(self) -> None:
         """Have no buffer for the gradient shards any more."""
