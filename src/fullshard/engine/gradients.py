@@ -65,7 +65,7 @@ class Gradients:
     def take(self) -> dict[int, Tensor]:
         """The whole gradients, by index of the parameter, that this microbatch and those held back have left.
 
-        In the reduce dtype and contiguous.
+        In the reduce dtype and contiguous; but those that the pack takes may be left for it to cast.
         """
         grads: dict[int, Tensor] = {}
         waiting: dict[int, Tensor] = {}  # to be cast together
@@ -73,7 +73,10 @@ class Gradients:
         for i, param in enumerate(self.params):
             if (grad := param.take_grad()) is not None:
                 grads[i] = waiting[i] = grad if grad.layout is torch.strided else grad.to_dense()
-                nbytes += grad.nbytes
+                if self._is_cast_by_pack(i):
+                    grads[i] = waiting.pop(i).contiguous()
+                else:
+                    nbytes += grad.nbytes
                 del grad
                 if nbytes >= at_once:
                     self._cast(waiting, grads)
@@ -84,23 +87,46 @@ class Gradients:
                 grads[i] = held.add_(grads[i]) if i in grads else held
         return grads
 
+    def _is_cast_by_pack(self, i: int) -> bool:
+        """True if the one kernel that writes the message casts the gradient of parameter `i`, too."""
+        contract, placed = self.plan.contract, self.plan.layout.params[i].in_place
+        is_cast = contract.compute == torch.bfloat16 and contract.reduce == torch.float32
+        packs = not placed and is_cast and self.plan.shards_optimizer
+        return packs and accelerator_for(self.plan.device).has_lanes
+
     def _cast(self, waiting: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
         """Put those of `waiting`, which then is empty, into `grads`, contiguous and in the reduce dtype."""
         reduce = self.plan.contract.reduce
         odd = [i for i, grad in waiting.items() if grad.dtype is not reduce]
-        if len(odd) > 1:
-            cast = [torch.empty(waiting[i].shape, dtype=reduce, device=waiting[i].device) for i in odd]
+        if len(odd) > 1 or any(self._padding(i) for i in odd):
+            cast = [self._room_for(i) for i in odd]
             torch._foreach_copy_(cast, [waiting.pop(i) for i in odd])
             grads.update(zip(odd, cast, strict=True))
         for i, grad in waiting.items():
             grads[i] = grad.to(reduce).contiguous()
         waiting.clear()
 
+    def _room_for(self, i: int) -> Tensor:
+        """Memory for the whole gradient of parameter `i`, and behind it for the rows that the last part may lack."""
+        spec, plan = self.plan.layout.params[i].spec, self.plan
+        padding = self._padding(i)
+        flat = torch.empty(spec.numel + padding, dtype=plan.contract.reduce, device=plan.device)
+        if padding:
+            flat[spec.numel :].zero_()
+        return flat[: spec.numel].view(spec.shape)
+
+    def _padding(self, i: int) -> int:
+        """Elements by which equal parts of parameter `i` are more than it has, if it travels in place."""
+        placed = self.plan.layout.params[i]
+        return placed.spec.part_numel * self.plan.layout.world - placed.spec.numel if placed.in_place else 0
+
     def hold(self) -> None:
         """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""
         if self.plan.contract.reduce == self.plan.contract.compute:
             return  # autograd goes on adding to them where they are
-        self.state.whole.update(self.take())
+        grads = self.take()
+        self._cast(dict(grads), grads)
+        self.state.whole.update(grads)
 
     def drop(self) -> None:
         """Forget the whole gradients that no reduction has taken."""
