@@ -46,7 +46,9 @@ class Attention(nn.Module):
         q, k, v = (each(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for each in (self.q, self.k, self.v))
         repeats = q.shape[1] // k.shape[1]
         k, v = (each.repeat_interleave(repeats, 1) if repeats > 1 else each for each in (rotated(k, turn), v))
-        return self.out(F.scaled_dot_product_attention(rotated(q, turn), k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.out(
+            F.scaled_dot_product_attention(rotated(q, turn), k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 def rotated(x: Tensor, turn: Tensor) -> Tensor:
@@ -268,7 +270,10 @@ def main() -> None:
                 explain({"plain": plain, **tapes})
     print(table(found))
     if args.json is not None:
-        told = [{"model": model, "ranks": world, **{s: asdict(c) for s, c in it.items()}} for (model, world), it in found.items()]
+        told = [
+            {"model": model, "ranks": world, **{s: asdict(c) for s, c in it.items()}}
+            for (model, world), it in found.items()
+        ]
         args.json.write_text(json.dumps({"torch": torch.__version__, "runs": told}, indent=1) + "\n")
 
 

@@ -45,7 +45,12 @@ def test_lanes_run_beside_each_other_and_the_host_asks_in_order():
 
 
 def test_what_a_lane_waits_for_is_told():
-    entries = [gather("gather", 20), Recorded(1, "gather", HERE), Waited(1, "compute", "here", HERE), work("compute", 2)]
+    entries = [
+        gather("gather", 20),
+        Recorded(1, "gather", HERE),
+        Waited(1, "compute", "here", HERE),
+        work("compute", 2),
+    ]
     timeline = lay_out(entries, COSTS)
     (stall,) = timeline.stalls
     assert (stall.lane, stall.start, stall.end) == ("compute", 2, 11)
