@@ -130,7 +130,8 @@ class StepTape:
 
     def launches_by_name(self) -> Counter[str]:
         """Launches by operation and lane."""
-        return Counter(f"{it.name} on {it.lane}" for it in (*self._operations(), *self._collectives()))
+        launched: list[Operation | Collective] = [*self._operations(), *self._collectives()]
+        return Counter(f"{it.name} on {it.lane}" for it in launched)
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """When all of it would run."""
@@ -201,7 +202,7 @@ def cast(module: M, dtype: torch.dtype) -> M:
 def _second_step(model: nn.Module, task: Task, tape: dry.Tape) -> int:
     """Take two steps; the number of entries on `tape` before the second."""
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], fused=True)
-    for number in range(2):
+    for _ in range(2):
         note_origin(Origin("", Phase.IDLE))
         gc.collect()
         begun = len(tape.entries)

@@ -14,7 +14,7 @@ Collectives and kernels do not slow each other down here, and every rank is take
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -128,13 +128,13 @@ class Timeline:
         """Seconds, up to the last thing on `lane`, in which the host had not yet asked for the next."""
         return self.end_of(lane) - self.busy_s(lane) - self.exposed_s(lane)
 
-    def exposed_by(self, lane: str) -> Counter[str]:
-        """Seconds exposed on `lane` by what it waited for, in words."""
-        found = Counter[str]()
+    def exposed_by(self, lane: str) -> dict[str, float]:
+        """Seconds exposed on `lane` by what it waited for, in words, the most first."""
+        found: dict[str, float] = defaultdict(float)
         for stall in self.stalls:
             if stall.lane == lane:
                 found[str(stall.cause or "what came before")] += stall.seconds
-        return found
+        return dict(sorted(found.items(), key=lambda it: -it[1]))
 
 
 def lay_out(entries: Iterable[Entry], costs: Costs | None = None) -> Timeline:
