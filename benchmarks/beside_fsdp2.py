@@ -59,7 +59,7 @@ def rotated(x: Tensor, turn: Tensor) -> Tensor:
 
 
 class RMSNorm(nn.Module):
-    """In its place `layer_norm`, one kernel there and one back: so is an RMSNorm on a GPU; on a CPU it takes a dozen."""
+    """In its place `layer_norm`: a kernel there and one back, as an RMSNorm is on a GPU; on a CPU that takes a dozen."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -282,8 +282,8 @@ def main() -> None:
                 explain({"plain": plain, **tapes})
     print(table(found))
     if args.json is not None:
-        told = [
-            {"model": model, "ranks": world, **{s: asdict(c) for s, c in it.items()}}
+        runs = [
+            {"model": model, "ranks": world, **{system: asdict(counts) for system, counts in it.items()}}
             for (model, world), it in found.items()
         ]
         args.json.write_text(json.dumps({"torch": torch.__version__, "runs": runs}, indent=1) + "\n")

@@ -1,5 +1,6 @@
 """Times read off a tape: lanes in order, nothing before what it waits for, and no second is lost."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -130,14 +131,14 @@ def test_nothing_overlaps_on_a_lane_and_no_second_is_lost(entries):
     assert [it.entry for it in timeline.placed] == [it for it in entries if isinstance(it, Operation | Collective)]
     for lane in LANES:
         ran = spans(timeline, lane)
-        assert all(end <= start for (_, end), (start, _) in zip(ran, ran[1:], strict=False))
+        assert all(end <= start for (_, end), (start, _) in pairwise(ran))
         waited = [(it.start, it.end) for it in timeline.stalls if it.lane == lane]
         together = sorted([*ran, *waited])
         idle = [start - end for (_, end), (start, _) in zip([(0.0, 0.0), *together], together, strict=False)]
         assert all(gap >= 0 for gap in idle)  # a lane waits or runs
         assert sum(idle) == pytest.approx(timeline.starved_s(lane))
     carried = sorted((it.start, it.end) for it in timeline.placed if isinstance(it.entry, Collective))
-    assert all(end <= start for (_, end), (start, _) in zip(carried, carried[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in pairwise(carried))
 
 
 @given(tapes())
