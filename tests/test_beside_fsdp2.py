@@ -96,11 +96,10 @@ def test_what_fsdp2_copies_is_what_its_source_says():
         "fsdp.split_with_sizes_copy": 2 * WORLD * shards,
         "fsdp.chunk_cat": 2 * WORLD * shards,  # fp32
     }
-    entries = [it for it in step_of(THEIRS).entries if isinstance(it, Operation) and it.origin.unit == "blocks.1"]
-    found = {
-        name: sum(it.writes[i].nbytes for it in entries if it.name == name for i in range(len(it.writes)))
-        for name in of_block
-    }
+    found = dict.fromkeys(of_block, 0)
+    for it in step_of(THEIRS).entries:
+        if isinstance(it, Operation) and it.origin.unit == "blocks.1" and it.name in found:
+            found[it.name] += sum(access.nbytes for access in it.writes)
     assert found == of_block
     beyond = step_of(THEIRS).counts(plain()).copied_bytes
     root = 2 * VOCABULARY * WIDTH * 2
@@ -132,22 +131,19 @@ def test_times_add_up(system):
 def test_lanes_are_given_to_fsdp2_for_the_duration_only():
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as theirs
 
-    before = (
-        theirs._get_device_handle,
-        theirs.alloc_storage,
-        theirs.FSDPParamGroup.unshard,
-        torch.accelerator.current_stream,
-    )
+    def patched() -> list[object]:
+        group = theirs.FSDPParamGroup
+        return [theirs._get_device_handle, theirs.alloc_storage, group.unshard, torch.accelerator.current_stream]
+
+    before = patched()
     with dry.world(2):
         mesh = init_device_mesh("cpu", (2,))
         with dry.taped() as tape, fsdp2_on_dry_lanes():
+            assert all(now is not then for now, then in zip(patched(), before, strict=True))
             shard_by_fsdp2(torch.bfloat16, torch.float32)(model := nn.Linear(8, 8), mesh)
             model(torch.ones(2, 8)).sum().backward()
     assert {it.lane for it in tape.of(Collective)} == {"gather", "reduce"}
-    assert before == (
-        *(theirs._get_device_handle, theirs.alloc_storage, theirs.FSDPParamGroup.unshard),
-        torch.accelerator.current_stream,
-    )
+    assert patched() == before
 
 
 def test_a_cast_model_has_its_ties():
