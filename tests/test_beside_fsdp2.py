@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fullshard import dry
 from fullshard.bench.beside import SYSTEMS, StepTape, Task, cast, plain_step, sharded_step
 from fullshard.bench.peers import fsdp2_on_dry_lanes, shard_by_fsdp2
+from fullshard.errors import StateError
 from fullshard.tape.tape import Collective, Operation
 
 WIDTH, LAYERS, VOCABULARY, SEQ, WORLD = 1024, 3, 1024, 64, 8
@@ -144,6 +145,11 @@ def test_lanes_are_given_to_fsdp2_for_the_duration_only():
             model(torch.ones(2, 8)).sum().backward()
     assert {it.lane for it in tape.of(Collective)} == {"gather", "reduce"}
     assert patched() == before
+
+
+def test_without_a_tape_there_are_no_lanes_to_give():
+    with pytest.raises(StateError, match=r"dry\.taped"), fsdp2_on_dry_lanes():
+        pass
 
 
 def test_a_cast_model_has_its_ties():

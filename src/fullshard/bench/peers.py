@@ -25,6 +25,7 @@ from fullshard.bench.workload import OPTIMIZERS, Workload
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import Mark
 from fullshard.dry.lanes import DryAccelerator, DryLane
+from fullshard.errors import StateError
 from fullshard.tape.recorder import Origin, Phase, acting_for, note_origin
 
 __all__ = ["ddp", "deepspeed", "fsdp1", "fsdp2", "fsdp2_on_dry_lanes", "shard_by_fsdp2", "zero1"]
@@ -160,6 +161,9 @@ def fsdp2_on_dry_lanes() -> Iterator[None]:
     Modules must be sharded within it. FSDP2 asks torch's module for its device (`torch.cuda`) for streams and events:
     here it gets lanes of the pretended accelerator. It frees and allocates storages: the tape is told. And work is said
     to be on behalf of the unit, in the phase, that FSDP2 does it for. Nothing else of FSDP2 is changed.
+
+    Raises:
+        StateError: nothing is pretended.
     """
     from torch.distributed.fsdp._fully_shard import (
         _fsdp_collectives,
@@ -170,7 +174,10 @@ def fsdp2_on_dry_lanes() -> Iterator[None]:
     )
 
     accelerator = accelerator_for(torch.device("cpu"))
-    assert isinstance(accelerator, DryAccelerator), "within dry.taped() only"
+    if not isinstance(accelerator, DryAccelerator):
+        raise StateError(
+            "FSDP2 gets pretended lanes within dry.taped() only: with dry.taped(), fsdp2_on_dry_lanes(): ..."
+        )
     streams = _Streams(accelerator)
 
     def allocate(tensor: Tensor) -> None:
@@ -206,7 +213,10 @@ _PHASES = {  # of FSDP2's groups of parameters: methods, and the phases in which
 
 
 def _on_behalf(method: Callable[..., Any], phase: Phase | None) -> Callable[..., Any]:
-    """A method of a group of parameters, whose work is recorded as on the group's behalf."""
+    """A method of a group of parameters, whose work is recorded as on the group's behalf.
+
+    What is computed after it is, too, until the module ends; then it is the root's.
+    """
 
     @wraps(method)
     def call(group: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,10 +224,9 @@ def _on_behalf(method: Callable[..., Any], phase: Phase | None) -> Callable[...,
         now = phase or (Phase.FORWARD if group._training_state.name == "FORWARD" else Phase.PRE_BACKWARD)
         with acting_for(Origin(unit, now)):
             result = method(group, *args, **kwargs)
-        if now != Phase.POST_BACKWARD and method.__name__.startswith("pre_"):
-            note_origin(Origin(unit, Phase.FORWARD if now == Phase.FORWARD else Phase.BACKWARD))
-        elif method.__name__.startswith("post_"):
-            note_origin(Origin("", Phase.FORWARD if now == Phase.FORWARD else Phase.BACKWARD))
+        if phase is not None:
+            begins = method.__name__.startswith("pre_")
+            note_origin(Origin(unit if begins else "", Phase.FORWARD if now is Phase.FORWARD else Phase.BACKWARD))
         return result
 
     return call
@@ -250,6 +259,8 @@ class _Streams:
 
 
 class _Stream:
+    """A lane as a `torch.Stream`."""
+
     def __init__(self, lane: DryLane) -> None:
         self.lane = lane
 
@@ -266,6 +277,8 @@ class _Stream:
 
 
 class _Event:
+    """A mark as a `torch.Event`, which may be recorded again."""
+
     def __init__(self, streams: _Streams | None) -> None:
         self._streams = streams
         self.mark: Mark | None = None
