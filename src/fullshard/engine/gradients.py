@@ -99,21 +99,23 @@ class Gradients:
         reduce = self.plan.contract.reduce
         odd = [i for i, grad in waiting.items() if grad.dtype is not reduce]
         if len(odd) > 1 or any(self._padding(i) for i in odd):
-            cast = [self._room_for(i) for i in odd]
+            cast = self._room_for(odd)
             torch._foreach_copy_(cast, [waiting.pop(i) for i in odd])
             grads.update(zip(odd, cast, strict=True))
         for i, grad in waiting.items():
             grads[i] = grad.to(reduce).contiguous()
         waiting.clear()
 
-    def _room_for(self, i: int) -> Tensor:
-        """Memory for the whole gradient of parameter `i`, and behind it for the rows that the last part may lack."""
-        spec, plan = self.plan.layout.params[i].spec, self.plan
-        padding = self._padding(i)
-        flat = torch.empty(spec.numel + padding, dtype=plan.contract.reduce, device=plan.device)
-        if padding:
-            flat[spec.numel :].zero_()
-        return flat[: spec.numel].view(spec.shape)
+    def _room_for(self, indices: Sequence[int]) -> list[Tensor]:
+        """Memory for whole gradients; and behind each, zeros for the rows that the last parts lack."""
+        plan, dtype = self.plan, self.plan.contract.reduce
+        specs = [plan.layout.params[i].spec for i in indices]
+        numels = [spec.numel + self._padding(i) for i, spec in zip(indices, specs, strict=True)]
+        flats = [torch.empty(numel, dtype=dtype, device=plan.device) for numel in numels]
+        rests = [flat[spec.numel :] for flat, spec in zip(flats, specs, strict=True) if flat.numel() > spec.numel]
+        if rests:
+            torch._foreach_zero_(rests)
+        return [flat[: spec.numel].view(spec.shape) for flat, spec in zip(flats, specs, strict=True)]
 
     def _padding(self, i: int) -> int:
         """Elements by which equal parts of parameter `i` are more than it has, if it travels in place."""
@@ -158,13 +160,26 @@ class Gradients:
         """A buffer for the gradient shards, in the stored dtype: last step's, unless somebody still refers to it."""
         flat = self.flat
         if flat is None or self._others_have_it(flat):
-            flat = self.flat = self.plan.memory.zeros(self.plan.layout.shard_numel, self.plan.contract.stored)
+            flat = self.flat = self._new_flat()
             shards = [self.shard_in(i, flat) for i in range(len(self.params))]
             self._shards = [dtensor_like(s, p.dtensor) for s, p in zip(shards, self.params, strict=True)]
             del shards
             self._holders = [holders(shard) for shard in self._shards]
             self._flat_holders = storage_holders(flat)
         return flat
+
+    def _new_flat(self) -> Tensor:
+        """Memory for gradient shards. Zeros, if it is for many steps; what lies between shards is never read."""
+        plan, numel = self.plan, self.plan.layout.shard_numel
+        if self._is_handed_over:
+            return torch.empty(numel, dtype=plan.contract.stored, device=plan.device)
+        return plan.memory.zeros(numel, plan.contract.stored)
+
+    @property
+    def _is_handed_over(self) -> bool:
+        """True if the buffer is for one step: allocating another is cheap, and no graph has it."""
+        plan = self.plan
+        return accelerator_for(plan.device).has_lanes and not (plan.memory.offloaded or is_capturing(plan.device))
 
     def _others_have_it(self, flat: Tensor) -> bool:
         if storage_holders(flat) != self._flat_holders:
@@ -189,8 +204,7 @@ class Gradients:
         So no memory is taken from `zero_grad` to the next backward. A graph's buffer, and one in page-locked memory,
         are for all steps.
         """
-        plan = self.plan
-        if accelerator_for(plan.device).has_lanes and not (plan.memory.offloaded or is_capturing(plan.device)):
+        if self._is_handed_over:
             self.drop_shards()
 
     def drop_shards(self) -> None:
