@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from fullshard.errors import LayoutError
 from fullshard.layout.group_layout import (
     ALIGNMENT_BYTES,
-    MAX_PADDING,
     ON_A_QUEUE,
     PAIRWISE,
     GroupLayout,
@@ -140,7 +139,7 @@ def test_on_a_queue_parameters_start_where_kernels_like_it(shapes, world, itemsi
 def test_what_is_in_place_has_little_padding_and_is_worth_a_message(shapes, world, itemsize, rule):
     for param_layout in lay_out(shapes, world, itemsize, rule=rule).in_place:
         assert param_layout.spec.dim == 0
-        assert param_layout.spec.padding <= MAX_PADDING * param_layout.spec.numel
+        assert param_layout.spec.padding <= rule.max_padding * param_layout.spec.numel
         assert param_layout.spec.part_numel * itemsize >= rule.least_part_nbytes
         assert param_layout.spec.numel * itemsize >= rule.least_nbytes
         assert param_layout.region.stop - param_layout.region.start == world * param_layout.spec.part_numel
@@ -180,7 +179,7 @@ def test_what_is_worth_a_message_on_a_queue_is_so_at_any_world_size():
 def test_padding_is_bounded(shapes, world, itemsize, rule):
     """What all ranks keep beyond the parameters themselves.
 
-    In place: at most MAX_PADDING of the parameter. Packed: the last ranks' missing rows, fewer than `world` of them
+    In place: at most `max_padding` of the parameter. Packed: the last ranks' missing rows, fewer than `world` of them
     (for a scalar, its other copies), and a gap before the next boundary in each rank's pack.
     """
     layout = lay_out(shapes, world, itemsize, rule=rule)
@@ -188,7 +187,7 @@ def test_padding_is_bounded(shapes, world, itemsize, rule):
     bound = 0.0
     for param_layout in layout.params:
         numel, rows = param_layout.spec.numel, max(1, (param_layout.spec.shape or (1,))[0])
-        bound += MAX_PADDING * numel if param_layout.in_place else (world - 1) * numel / rows + world * gap
+        bound += rule.max_padding * numel if param_layout.in_place else (world - 1) * numel / rows + world * gap
     assert world * layout.shard_numel - sum(param_layout.spec.numel for param_layout in layout.params) <= bound
     start_gap = rule.start_step_bytes // itemsize - 1
     assert layout.unsharded_numel <= sum(p.region.stop - p.region.start + start_gap for p in layout.params)
@@ -214,6 +213,19 @@ def test_a_parameter_that_would_be_mostly_padding_at_some_world_is_packed_there(
     """97 rows are 4 x 25 less 3, but 8 x 13 less 7."""
     in_place = {world: lay_out([(97, 512)], world, itemsize=4).params[0].in_place for world in (1, 2, 3, 4, 8)}
     assert in_place == {1: True, 2: True, 3: True, 4: True, 8: False}
+
+
+@given(MATRICES, st.sampled_from([8, 64, 96]), ITEMSIZES)
+def test_on_a_queue_padding_is_no_reason_for_a_copy(shape, world, itemsize):
+    """A packed parameter has it, too: its part of the message is as large."""
+    rule = replace(ON_A_QUEUE, least_nbytes=0)
+    layout = lay_out([shape], world, itemsize, rule=rule)
+    [param_layout] = layout.params
+    aligned = param_layout.spec.part_numel * itemsize % ALIGNMENT_BYTES == 0
+    assert param_layout.in_place == (aligned and param_layout.spec.dim == 0)
+    packed = lay_out([shape], world, itemsize, rule=replace(rule, most=0))
+    assert layout.shard_numel == packed.shard_numel
+    assert layout.unsharded_numel <= packed.unsharded_numel + world * packed.pack_numel
 
 
 def test_a_transformer_block_travels_in_place():

@@ -7,19 +7,28 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, wraps
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.bench.model import Block, Model
 from fullshard.bench.trainer import Build, Trainer
 from fullshard.bench.workload import OPTIMIZERS, Workload
+from fullshard.device.accelerator import accelerator_for
+from fullshard.device.lanes import Mark
+from fullshard.dry.lanes import DryAccelerator, DryLane
+from fullshard.errors import StateError
+from fullshard.tape.recorder import Origin, Phase, acting_for, note_origin
 
-__all__ = ["ddp", "deepspeed", "fsdp1", "fsdp2", "zero1"]
+__all__ = ["ddp", "deepspeed", "fsdp1", "fsdp2", "fsdp2_on_dry_lanes", "shard_by_fsdp2", "zero1"]
 
 
 def ddp(*, bucket_views: bool = False) -> Build:
@@ -86,6 +95,17 @@ def fsdp2(*, reshard_after_forward: bool | None = None, prefetch: bool = False) 
     return build
 
 
+def shard_by_fsdp2(compute: torch.dtype, reduce: torch.dtype) -> Callable[[nn.Module, DeviceMesh], object]:
+    """`fully_shard` of a module on a mesh, with parameters in one dtype and sums in another."""
+
+    def shard(module: nn.Module, mesh: DeviceMesh) -> object:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        return fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce))
+
+    return shard
+
+
 def deepspeed(stage: int) -> Build:
     """DeepSpeed's ZeRO of that stage, with the same optimizer of torch's. Its defaults clip gradients, and make buckets
     of 2 GB whatever the model; here nothing is clipped, and a bucket holds a block.
@@ -132,3 +152,143 @@ class _DeepSpeedTrainer(Trainer):
 def _ddp(workload: Workload, model: Model, bucket_views: bool) -> nn.Module:
     devices = [workload.device(dist.get_rank())] if workload.device_type == "cuda" else None
     return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=bucket_views)
+
+
+@contextmanager
+def fsdp2_on_dry_lanes() -> Iterator[None]:
+    """A context, within `dry.taped`, in which FSDP2 queues its work on pretended lanes, as on streams of a GPU.
+
+    Modules must be sharded within it. FSDP2 asks torch's module for its device (`torch.cuda`) for streams and events:
+    here it gets lanes of the pretended accelerator. It frees and allocates storages: the tape is told. And work is said
+    to be on behalf of the unit, in the phase, that FSDP2 does it for. Nothing else of FSDP2 is changed.
+
+    Raises:
+        StateError: nothing is pretended.
+    """
+    from torch.distributed.fsdp._fully_shard import (
+        _fsdp_collectives,
+        _fsdp_init,
+        _fsdp_param,
+        _fsdp_param_group,
+        _fsdp_state,
+    )
+
+    accelerator = accelerator_for(torch.device("cpu"))
+    if not isinstance(accelerator, DryAccelerator):
+        raise StateError(
+            "FSDP2 gets pretended lanes within dry.taped() only: with dry.taped(), fsdp2_on_dry_lanes(): ..."
+        )
+    streams = _Streams(accelerator)
+
+    def allocate(tensor: Tensor) -> None:
+        storage, nbytes = tensor.untyped_storage(), tensor.numel() * tensor.itemsize
+        if storage.size() != nbytes:
+            accelerator.resize(storage, nbytes)
+
+    def free(tensor: Tensor) -> None:
+        if tensor.untyped_storage().size():
+            accelerator.resize(tensor.untyped_storage(), 0)
+
+    with ExitStack() as stack:
+        for module in (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state):
+            stack.enter_context(patch.object(module, "_get_device_handle", lambda device_type: streams))
+        stack.enter_context(patch.object(torch.accelerator, "current_stream", streams.current_stream))
+        for module in (_fsdp_param, _fsdp_param_group):
+            stack.enter_context(patch.object(module, "alloc_storage", allocate))
+        stack.enter_context(patch.object(_fsdp_param, "free_storage", free))
+        for name, phase in _PHASES.items():
+            kind = _fsdp_param_group.FSDPParamGroup
+            stack.enter_context(patch.object(kind, name, _on_behalf(getattr(kind, name), phase)))
+        yield
+
+
+_STREAMS = "gather copy-in", "gather", "reduce", "all-reduce"  # of FSDP2, in the order in which it makes them
+_PHASES = {  # of FSDP2's groups of parameters: methods, and the phases in which they are called; None is what it says
+    "unshard": None,
+    "pre_forward": Phase.FORWARD,
+    "post_forward": Phase.FORWARD,
+    "pre_backward": Phase.PRE_BACKWARD,
+    "post_backward": Phase.POST_BACKWARD,
+}
+
+
+def _on_behalf(method: Callable[..., Any], phase: Phase | None) -> Callable[..., Any]:
+    """A method of a group of parameters, whose work is recorded as on the group's behalf.
+
+    What is computed after it is, too, until the module ends; then it is the root's.
+    """
+
+    @wraps(method)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        unit = group._module_fqn or ""
+        now = phase or (Phase.FORWARD if group._training_state.name == "FORWARD" else Phase.PRE_BACKWARD)
+        with acting_for(Origin(unit, now)):
+            result = method(group, *args, **kwargs)
+        if phase is not None:
+            begins = method.__name__.startswith("pre_")
+            note_origin(Origin(unit if begins else "", Phase.FORWARD if now is Phase.FORWARD else Phase.BACKWARD))
+        return result
+
+    return call
+
+
+class _Streams:
+    """What `torch.cuda` is to FSDP2, on pretended lanes. Names are torch's."""
+
+    def __init__(self, accelerator: DryAccelerator) -> None:
+        self._accelerator = accelerator
+        self._made = 0
+        self._of_lane = cache(lambda name: _Stream(DryLane(name, accelerator)))
+
+    def Stream(self, priority: int = 0) -> _Stream:  # noqa: N802
+        self._made += 1
+        name = _STREAMS[self._made - 1] if self._made <= len(_STREAMS) else f"stream {self._made}"
+        return self._of_lane(name)
+
+    def Event(self) -> _Event:  # noqa: N802
+        return _Event(self)
+
+    def stream(self, stream: _Stream) -> AbstractContextManager[object]:
+        return stream.lane.queueing()
+
+    def current_stream(self, device: object = None) -> _Stream:
+        return self._of_lane(self._accelerator.lane)
+
+    def current_device(self) -> int:
+        return 0
+
+
+class _Stream:
+    """A lane as a `torch.Stream`."""
+
+    def __init__(self, lane: DryLane) -> None:
+        self.lane = lane
+
+    def record_event(self, event: _Event | None = None) -> _Event:
+        event = event or _Event(None)
+        event.record(self)
+        return event
+
+    def wait_event(self, event: _Event) -> None:
+        self.lane.wait(event.mark)
+
+    def wait_stream(self, stream: _Stream) -> None:
+        self.lane.wait(stream.lane.mark())
+
+
+class _Event:
+    """A mark as a `torch.Event`, which may be recorded again."""
+
+    def __init__(self, streams: _Streams | None) -> None:
+        self._streams = streams
+        self.mark: Mark | None = None
+
+    def record(self, stream: _Stream | None = None) -> None:
+        if stream is None:
+            assert self._streams is not None
+            stream = self._streams.current_stream()
+        self.mark = stream.lane.mark()
+
+    def synchronize(self) -> None:
+        if self.mark is not None:
+            self.mark.synchronize()

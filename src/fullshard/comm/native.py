@@ -25,7 +25,8 @@ class NativeCollectives(Collectives):
         return _nothing
 
     def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None]:
-        # Rows missing in the last part are the one reason to copy a gradient: the backend wants equal parts.
+        # Rows missing in the last part are the one reason to copy a gradient: the backend wants equal parts. Who has
+        # made room for them behind it has spared that.
         equal = [_padded(whole, n * self.world) for whole, n in zip(of.wholes, of.part_numels, strict=True)]
         receive = [s if s.numel() == n else s.new_empty(n) for s, n in zip(of.sums, of.part_numels, strict=True)]
         reduce_scatter_each(receive, equal, self.group)
@@ -53,4 +54,8 @@ def _nothing() -> None:
 
 
 def _padded(whole: Tensor, numel: int) -> Tensor:
-    return whole if whole.numel() == numel else torch.nn.functional.pad(whole, (0, numel - whole.numel()))
+    if whole.numel() == numel:
+        return whole
+    if whole.storage_offset() == 0 and whole.untyped_storage().nbytes() == numel * whole.itemsize:
+        return whole.as_strided((numel,), (1,))
+    return torch.nn.functional.pad(whole, (0, numel - whole.numel()))

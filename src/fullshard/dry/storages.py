@@ -65,8 +65,10 @@ class Storages:
             known = self._known[storage._cdata]
         start = int(tensor.storage_offset())
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        stop = start + last + 1 if tensor.numel() else start
-        return Access(known.number, start * tensor.itemsize, stop * tensor.itemsize)
+        numel, size = tensor.numel(), tensor.itemsize
+        stop = start + last + 1 if numel else start
+        touched = numel * size if numel < stop - start else None
+        return Access(known.number, start * size, stop * size, touched)
 
     def forget(self) -> None:
         """Take no notice any more."""

@@ -34,7 +34,9 @@ _COPIES = frozenset(
         *("copy_", "_to_copy", "clone", "cat", "stack", "_foreach_copy_", "_foreach_copy", "_chunk_cat"),
         *("split_with_sizes_copy", "constant_pad_nd"),
     )
-)
+) | {"fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy", "fsdp.chunk_cat"}  # of torch's FSDP2
+_COPIES_INTO_FIRST_RESULT = "fsdp.all_gather_copy_in"
+"""Its schema does not say that it writes: copies of its first argument to its first result, a part of the second."""
 _NO_MEMORY = frozenset(
     ("aten._unsafe_view", "aten.set_", "aten.lift_fresh", "aten.detach", "aten.alias", "prim.device")
 )
@@ -79,6 +81,8 @@ class Watch(TorchDispatchMode):
         name = str(func._overloadpacket)
         lane = self._lane_for(given)
         written = list(_tensors(_written(func, args, kwargs)))
+        if name == _COPIES_INTO_FIRST_RESULT:
+            given = list(_tensors(args[0]))
         reads = () if name in _NO_VALUES else tuple(map(self._storages.access, _without(given, written, func)))
         writes = tuple(map(self._storages.access, written))
         result = self._run(name, func, args, kwargs)
@@ -89,6 +93,8 @@ class Watch(TorchDispatchMode):
                 made.append(tensor)
         if name in _NO_VALUES:
             return result
+        if name == _COPIES_INTO_FIRST_RESULT:
+            writes += (self._storages.access(result[0]),)
         writes += tuple(map(self._storages.access, made))
         flops = flops_of(func, args, kwargs, result)
         self._tape.note(Operation(name, lane, self._tape.origin, reads, writes, flops, name in _COPIES))
@@ -156,7 +162,8 @@ def _one(tensor: Tensor) -> bool | int | float:
 def _kind(func: OpOverload) -> str:
     if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
         return "view" if "wait_tensor" in func.name() else "collective"
-    return "view" if func.is_view or str(func._overloadpacket) in _NO_MEMORY else "operation"
+    told = func.is_view or func.namespace == "profiler" or str(func._overloadpacket) in _NO_MEMORY
+    return "view" if told else "operation"
 
 
 @cache
@@ -172,9 +179,16 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 
 def _without(given: Sequence[Tensor], written: Sequence[Tensor], func: OpOverload) -> Iterator[Tensor]:
     """The tensors that are read. What is written counts as read too, unless all of it is replaced."""
-    replaces = str(func._overloadpacket) in ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_")
-    outs = {id(tensor) for tensor in written} if replaces or func._overloadname == "out" else set()
+    outs = {id(tensor) for tensor in written} if _replaces(func) else set()
     return (tensor for tensor in given if id(tensor) not in outs)
+
+
+@cache
+def _replaces(func: OpOverload) -> bool:
+    """True if all of what an operation writes to is replaced."""
+    if str(func._overloadpacket) in ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_"):
+        return True
+    return func._overloadname == "out" or (func.namespace == "fsdp" and bool(_writing(func)))
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

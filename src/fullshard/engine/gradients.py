@@ -16,13 +16,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like, holders, storage_holders
-from fullshard.device.accelerator import is_capturing
+from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.layout.offsets import contiguous_strides
 from fullshard.tape.recorder import allocating
 
 __all__ = ["GradientState", "Gradients"]
+
+_CAST_AT_ONCE = 2**27
+"""Bytes of gradients that one kernel casts on an accelerator. More would be in memory twice for no gain."""
 
 
 @dataclass
@@ -63,30 +66,70 @@ class Gradients:
     def take(self) -> dict[int, Tensor]:
         """The whole gradients, by index of the parameter, that this microbatch and those held back have left.
 
-        In the reduce dtype and contiguous.
+        In the reduce dtype and contiguous; but those that the pack takes may be left for it to cast.
         """
-        grads, reduce = {}, self.plan.contract.reduce
+        grads: dict[int, Tensor] = {}
+        waiting: dict[int, Tensor] = {}  # to be cast together
+        nbytes, at_once = 0, _CAST_AT_ONCE if accelerator_for(self.plan.device).has_lanes else 0
         for i, param in enumerate(self.params):
-            grad = param.take_grad()
-            held = self.state.whole.pop(i, None)
-            if grad is not None:
-                if grad.layout is not torch.strided:
-                    grad = grad.to_dense()
-                if grad.dtype is not reduce:
-                    grad = grad.to(reduce)
-                if not grad.is_contiguous():
-                    grad = grad.contiguous()
-            if held is not None:
-                grad = held if grad is None else held.add_(grad)
-            if grad is not None:
-                grads[i] = grad
+            if (grad := param.take_grad()) is not None:
+                grads[i] = waiting[i] = grad if grad.layout is torch.strided else grad.to_dense()
+                if self._is_cast_by_pack(i):
+                    grads[i] = waiting.pop(i).contiguous()
+                else:
+                    nbytes += grad.nbytes
+                del grad
+                if nbytes >= at_once:
+                    self._cast(waiting, grads)
+                    nbytes = 0
+        self._cast(waiting, grads)
+        for i in range(len(self.params)):
+            if (held := self.state.whole.pop(i, None)) is not None:
+                grads[i] = held.add_(grads[i]) if i in grads else held
         return grads
+
+    def _is_cast_by_pack(self, i: int) -> bool:
+        """True if the one kernel that writes the message casts the gradient of parameter `i`, too."""
+        contract, placed = self.plan.contract, self.plan.layout.params[i].in_place
+        is_cast = contract.compute == torch.bfloat16 and contract.reduce == torch.float32
+        packs = not placed and is_cast and self.plan.shards_optimizer
+        return packs and accelerator_for(self.plan.device).has_lanes
+
+    def _cast(self, waiting: dict[int, Tensor], grads: dict[int, Tensor]) -> None:
+        """Put those of `waiting`, which then is empty, into `grads`, contiguous and in the reduce dtype."""
+        reduce = self.plan.contract.reduce
+        odd = [i for i, grad in waiting.items() if grad.dtype is not reduce]
+        if len(odd) > 1 or any(self._padding(i) for i in odd):
+            cast = self._room_for(odd)
+            torch._foreach_copy_(cast, [waiting.pop(i) for i in odd])
+            grads.update(zip(odd, cast, strict=True))
+        for i, grad in waiting.items():
+            grads[i] = grad.to(reduce).contiguous()
+        waiting.clear()
+
+    def _room_for(self, indices: Sequence[int]) -> list[Tensor]:
+        """Memory for whole gradients; and behind each, zeros for the rows that the last parts lack."""
+        plan, dtype = self.plan, self.plan.contract.reduce
+        specs = [plan.layout.params[i].spec for i in indices]
+        numels = [spec.numel + self._padding(i) for i, spec in zip(indices, specs, strict=True)]
+        flats = [torch.empty(numel, dtype=dtype, device=plan.device) for numel in numels]
+        rests = [flat[spec.numel :] for flat, spec in zip(flats, specs, strict=True) if flat.numel() > spec.numel]
+        if rests:
+            torch._foreach_zero_(rests)
+        return [flat[: spec.numel].view(spec.shape) for flat, spec in zip(flats, specs, strict=True)]
+
+    def _padding(self, i: int) -> int:
+        """Elements by which equal parts of parameter `i` are more than it has, if it travels in place."""
+        placed = self.plan.layout.params[i]
+        return placed.spec.part_numel * self.plan.layout.world - placed.spec.numel if placed.in_place else 0
 
     def hold(self) -> None:
         """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""
         if self.plan.contract.reduce == self.plan.contract.compute:
             return  # autograd goes on adding to them where they are
-        self.state.whole.update(self.take())
+        grads = self.take()
+        self._cast(dict(grads), grads)
+        self.state.whole.update(grads)
 
     def drop(self) -> None:
         """Forget the whole gradients that no reduction has taken."""
@@ -119,13 +162,26 @@ class Gradients:
         flat = self.flat
         if flat is None or self._others_have_it(flat):
             with allocating("gradient shards"):
-                flat = self.flat = self.plan.memory.zeros(self.plan.layout.shard_numel, self.plan.contract.stored)
+                flat = self.flat = self._new_flat()
             shards = [self.shard_in(i, flat) for i in range(len(self.params))]
             self._shards = [dtensor_like(s, p.dtensor) for s, p in zip(shards, self.params, strict=True)]
             del shards
             self._holders = [holders(shard) for shard in self._shards]
             self._flat_holders = storage_holders(flat)
         return flat
+
+    def _new_flat(self) -> Tensor:
+        """Memory for gradient shards. Zeros, if it is for many steps; what lies between shards is never read."""
+        plan, numel = self.plan, self.plan.layout.shard_numel
+        if self._is_handed_over:
+            return torch.empty(numel, dtype=plan.contract.stored, device=plan.device)
+        return plan.memory.zeros(numel, plan.contract.stored)
+
+    @property
+    def _is_handed_over(self) -> bool:
+        """True if the buffer is for one step: allocating another is cheap, and no graph has it."""
+        plan = self.plan
+        return accelerator_for(plan.device).has_lanes and not (plan.memory.offloaded or is_capturing(plan.device))
 
     def _others_have_it(self, flat: Tensor) -> bool:
         if storage_holders(flat) != self._flat_holders:
@@ -143,6 +199,15 @@ class Gradients:
     def give(self, i: int) -> None:
         """Let the optimizer see what lies in `flat` as the gradient of parameter `i`."""
         self.params[i].sharded.grad = self._shards[i]
+
+    def hand_over(self) -> None:
+        """Leave the buffer to the optimizer's gradients alone, where to allocate another one is cheap.
+
+        So no memory is taken from `zero_grad` to the next backward. A graph's buffer, and one in page-locked memory,
+        are for all steps.
+        """
+        if self._is_handed_over:
+            self.drop_shards()
 
     def drop_shards(self) -> None:
         """Have no buffer for the gradient shards any more."""

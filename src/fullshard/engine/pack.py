@@ -35,7 +35,7 @@ class Pack:
         self._layout = layout
         self._rank = rank
         self._columns = list(_columns(layout))
-        self._gaps: dict[int, Tensor] = {}  # columns of zeros, by their number
+        self._gaps: dict[tuple[int, torch.dtype], Tensor] = {}  # columns of zeros, by their number
 
     def pairs(self, i: int, whole: Tensor, message: Tensor) -> Iterator[_Pair]:
         """Pairs (stretch of parameter `i`, stretch of `message`) that hold the same values."""
@@ -55,26 +55,30 @@ class Pack:
 
         Args:
             message: (world, pack_numel). Padding becomes zeros.
-            grads: whole gradients by index of the parameter; what is missing becomes zeros.
+            grads: whole gradients by index of the parameter; what is missing becomes zeros. All of one dtype, which may
+                be another than that of the message, are cast in the same kernel.
         """
         if is_capturing(message.device):  # [Note: one kernel, and CUDA graphs]
             message.zero_()
             _copy_each([pair for i in self._layout.packed if i in grads for pair in self._parts(i, grads[i], message)])
             return
         world = self._layout.world
+        dtypes = {grads[i].dtype for i in self._layout.packed if i in grads}
+        dtype = dtypes.pop() if len(dtypes) == 1 else message.dtype
         columns, odd = [], []
         for i, width in self._columns:
-            grad = grads.get(i)
-            if grad is None:
-                columns.append(self._gap(width, message) if i < 0 else message.new_zeros(world, width))
+            if (grad := grads.get(i)) is None:
+                zeros = self._gap(width, message, dtype) if i < 0 else message.new_zeros(world, width, dtype=dtype)
+                columns.append(zeros)
                 continue
+            grad = grad.to(dtype)
             spec = self._layout.params[i].spec
             if spec.dim == 0:
                 columns.append(grad)
             elif spec.dim is None:
                 columns.append(grad.view(1, -1).expand(world, -1).contiguous())
             else:
-                columns.append(message.new_zeros(world, width))
+                columns.append(message.new_zeros(world, width, dtype=dtype))
                 odd.append(i)
         torch._chunk_cat(columns, 0, world, out=message)
         for i in odd:
@@ -89,11 +93,11 @@ class Pack:
             for part, row in self.pairs(i, grad, message):
                 yield row, part
 
-    def _gap(self, width: int, message: Tensor) -> Tensor:
+    def _gap(self, width: int, message: Tensor, dtype: torch.dtype) -> Tensor:
         """So many columns of zeros. Not expanded: a GPU has one kernel for columns that are contiguous."""
-        if width not in self._gaps:
-            self._gaps[width] = message.new_zeros(message.shape[0], width)
-        return self._gaps[width]
+        if (width, dtype) not in self._gaps:
+            self._gaps[width, dtype] = message.new_zeros(message.shape[0], width, dtype=dtype)
+        return self._gaps[width, dtype]
 
 
 class Unpacking:

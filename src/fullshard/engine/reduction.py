@@ -147,6 +147,7 @@ class Reduction(ABC):
             self._gradients.expect_step()
             self._deliver()
             self._kept.clear()
+            self._gradients.hand_over()
         else:
             for i in self._summed:
                 term, kept = self._first_sum(i), self._first_sums.get(i)

@@ -50,9 +50,6 @@ ALIGNMENT_BYTES = 16
 FEW_OPERATIONS = 16
 """So many operations in one group cost a queue little more than one."""
 
-MAX_PADDING = 1 / 32
-"""The share of a parameter that may be added as rows that exist on no rank, before the parameter is packed."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class MessageRule:
@@ -66,6 +63,7 @@ class MessageRule:
     most: int | None = None  # so many in a group, the largest ones; None for any number
     always_from_nbytes: int = 0  # whole parameters of this size are worth it beyond `most`, too
     start_step_bytes: int = ALIGNMENT_BYTES  # parameters start at multiples of this
+    max_padding: float = 1 / 32  # the share of a parameter that may be added as rows that exist on no rank
 
 
 PAIRWISE = MessageRule(least_part_nbytes=16 << 10)
@@ -76,6 +74,7 @@ ON_A_QUEUE = MessageRule(
     most=FEW_OPERATIONS,
     always_from_nbytes=8 << 20,
     start_step_bytes=256,  # kernels are chosen by alignment; a GPU's allocator starts plain tensors so, or better
+    max_padding=1.0,  # any: parts in the pack are of one size, too, so it has as many rows too many, and a copy besides
 )
 """For a backend's own collectives on a queue: NCCL and its like."""
 
@@ -145,7 +144,7 @@ def fits_in_place(spec: ShardSpec, itemsize: int, rule: MessageRule = PAIRWISE) 
         and 0 < part_bytes >= rule.least_part_nbytes
         and spec.numel * itemsize >= rule.least_nbytes
         and part_bytes % ALIGNMENT_BYTES == 0
-        and spec.padding <= MAX_PADDING * spec.numel
+        and spec.padding <= rule.max_padding * spec.numel
     )
 
 

@@ -23,11 +23,12 @@ class Access:
     storage: int
     start: int
     stop: int
+    touched: int | None = None  # how many of them, if not all: a strided tensor leaves some out
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it spans."""
-        return self.stop - self.start
+        """How many bytes are read or written."""
+        return self.stop - self.start if self.touched is None else self.touched
 
 
 @dataclass(frozen=True, slots=True)

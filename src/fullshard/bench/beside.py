@@ -1,0 +1,225 @@
+"""Training steps of this library and of a peer, run dry and counted: nothing is measured, so nothing is noisy."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fullshard import MixedPrecisionPolicy, dry, fully_shard
+from fullshard.bench import peers
+from fullshard.plan.timeline import Costs, Timeline, lay_out
+from fullshard.tape.recorder import Origin, Phase, note_origin
+from fullshard.tape.tape import Allocation, Collective, Entry, Free, Operation, Recorded, Waited
+
+__all__ = ["SYSTEMS", "Counts", "StepTape", "Task", "cast", "plain_step", "sharded_step"]
+
+SMALL = 10**6  # bytes of a message whose latency counts for more than its size
+COMPUTE, REDUCE = torch.bfloat16, torch.float32
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model and a batch.
+
+    Args:
+        make_model: makes it whole. Given a batch, it returns its loss.
+        units: the modules that are units; what is in none of them is the root's.
+        make_batch: makes the batch of one rank.
+    """
+
+    make_model: Callable[[], nn.Module]
+    units: Callable[[nn.Module], Sequence[nn.Module]]
+    make_batch: Callable[[], Tensor]
+
+
+Shard = Callable[[nn.Module, DeviceMesh], object]
+
+
+@dataclass(frozen=True)
+class _System:
+    shard: Shard
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def _ours(module: nn.Module, mesh: DeviceMesh) -> object:
+    return fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=COMPUTE, reduce_dtype=REDUCE))
+
+
+SYSTEMS = {
+    "fullshard": _System(_ours),
+    "fsdp2": _System(peers.shard_by_fsdp2(COMPUTE, REDUCE), peers.fsdp2_on_dry_lanes),
+}
+
+
+@dataclass(frozen=True)
+class StepTape:
+    """The tape of a training step, of the second: the first is taken in an order that is yet unknown.
+
+    `casts` has, for each unit, the bytes that its shards on this rank have in the compute dtype, of those parameters
+    that are of another dtype at rest. `grads` has the elements of all trainable parameters.
+    """
+
+    entries: list[Entry]
+    held: int  # bytes of tensors that were there when it began
+    casts: dict[str, int]
+    grads: int
+    races: int  # in both steps
+
+    def peak_bytes(self) -> int:
+        """The most bytes of tensors that are alive at once, on the accelerator."""
+        held = peak = self.held
+        for entry in self.entries:
+            held += _grown(entry)
+            peak = max(peak, held)
+        return peak
+
+    def copied_bytes(self) -> int:
+        """Bytes that copies write."""
+        return sum(access.nbytes for it in self._operations() if it.copies for access in it.writes)
+
+    def needed_copies(self) -> int:
+        """Bytes that copies must write where parameters rest and are summed in another dtype than they compute in.
+
+        A cast of this rank's shards for every gather of a unit, and one of every gradient.
+        """
+        gathers = {(it.origin.unit, it.origin.phase) for it in self._collectives() if "gather" in it.name}
+        return sum(self.casts[unit] for unit, _ in gathers) + self.grads * REDUCE.itemsize
+
+    def counts(self, plain: StepTape) -> Counts:
+        """What there is to count, beside the same step of the plain model."""
+        collectives = self._collectives()
+        sizes = [size for it in collectives for size in it.sizes]
+        timeline = self.timeline()
+        return Counts(
+            launches=self.launches(),
+            launches_beyond_plain=self.launches() - plain.launches(),
+            copied_bytes=self.copied_bytes() - plain.copied_bytes() - self.needed_copies(),
+            collectives=len(collectives),
+            messages=len(sizes),
+            sent_bytes=sum(sizes),
+            small_messages=sum(sum(it.sizes) < SMALL for it in collectives),
+            host_operations=sum(isinstance(it, Operation | Collective | Recorded | Waited) for it in self.entries),
+            peak_bytes=self.peak_bytes(),
+            exposed_s=timeline.exposed_s("compute"),
+            step_s=timeline.end,
+            races=self.races,
+        )
+
+    def launches(self) -> int:
+        """Operations on lanes of the accelerator, and collectives: one that is of several tensors is one launch."""
+        return len(self._operations()) + len(self._collectives())
+
+    def copies_by_name(self) -> Counter[str]:
+        """Bytes that copies write, by operation, lane and phase."""
+        found = Counter[str]()
+        for it in self._operations():
+            if it.copies:
+                found[f"{it.name} on {it.lane}, {it.origin.phase.value}"] += sum(access.nbytes for access in it.writes)
+        return found
+
+    def launches_by_name(self) -> Counter[str]:
+        """Launches by operation and lane."""
+        launched: list[Operation | Collective] = [*self._operations(), *self._collectives()]
+        return Counter(f"{it.name} on {it.lane}" for it in launched)
+
+    def timeline(self, costs: Costs | None = None) -> Timeline:
+        """When all of it would run."""
+        return lay_out(self.entries, costs)
+
+    def _operations(self) -> list[Operation]:
+        return [it for it in self.entries if isinstance(it, Operation) and it.lane != "host"]
+
+    def _collectives(self) -> list[Collective]:
+        return [it for it in self.entries if isinstance(it, Collective)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """One step of one rank, in numbers."""
+
+    launches: int
+    launches_beyond_plain: int
+    copied_bytes: int  # beyond those of the plain model and those that must be
+    collectives: int
+    messages: int  # tensors in them
+    sent_bytes: int  # what this rank gives to collectives
+    small_messages: int  # collectives of less than `SMALL` bytes
+    host_operations: int  # operations, collectives, marks and waits that the host asks for
+    peak_bytes: int
+    exposed_s: float  # in which compute waits for a collective, on the machine of `Costs`
+    step_s: float
+    races: int
+
+
+def sharded_step(system: str, task: Task, world: int) -> StepTape:
+    """A step under a system of `SYSTEMS`, on rank 0 of so many."""
+    chosen = SYSTEMS[system]
+    with dry.world(world):
+        mesh = init_device_mesh("cpu", (world,))
+        with dry.taped() as tape, chosen.context():
+            model = task.make_model()
+            units = {name: it for name, it in model.named_modules() if any(it is unit for unit in task.units(model))}
+            casts = {name: _cast_bytes(unit.parameters(), world) for name, unit in units.items()}
+            casts[""] = _cast_bytes(model.parameters(), world) - sum(casts.values())
+            grads = sum(param.numel() for param in model.parameters() if param.requires_grad)
+            for module in (*units.values(), model):
+                chosen.shard(module, mesh)
+            begun = _second_step(model, task, tape)
+    return StepTape(
+        tape.entries[begun:], sum(map(_grown, tape.entries[:begun])), casts, grads, races=len(dry.races(tape))
+    )
+
+
+def plain_step(task: Task) -> StepTape:
+    """A step of the plain model on one rank, all of it in the compute dtype."""
+    with dry.taped() as tape:
+        begun = _second_step(cast(task.make_model(), COMPUTE), task, tape)
+    return StepTape(tape.entries[begun:], sum(map(_grown, tape.entries[:begun])), {"": 0}, 0, races=0)
+
+
+def cast(module: M, dtype: torch.dtype) -> M:
+    """`module` with parameters of `dtype`; `Module.to` cannot do that on fake tensors. Tied ones stay tied."""
+    made = dict[nn.Parameter, nn.Parameter]()
+    for each in module.modules():
+        for name, param in each.named_parameters(recurse=False):
+            if param not in made:
+                made[param] = nn.Parameter(param.detach().to(dtype), param.requires_grad)
+            setattr(each, name, made[param])
+    return module
+
+
+def _second_step(model: nn.Module, task: Task, tape: dry.Tape) -> int:
+    """Take two steps; the number of entries on `tape` before the second."""
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], fused=True)
+    for _ in range(2):
+        note_origin(Origin("", Phase.IDLE))
+        gc.collect()
+        begun = len(tape.entries)
+        model(task.make_batch()).backward()
+        note_origin(Origin("", Phase.STEP))
+        optimizer.step()
+        optimizer.zero_grad()
+    return begun
+
+
+def _cast_bytes(params: Iterable[nn.Parameter], world: int) -> int:
+    """Bytes, in the compute dtype, of this rank's shards of those that are of another one."""
+    return sum(-(-param.numel() // world) * COMPUTE.itemsize for param in params if param.dtype != COMPUTE)
+
+
+def _grown(entry: Entry) -> int:
+    """By how many bytes `entry` makes the accelerator's memory fuller."""
+    if isinstance(entry, Allocation | Free) and entry.lane != "host":
+        return entry.nbytes if isinstance(entry, Allocation) else -entry.nbytes
+    return 0

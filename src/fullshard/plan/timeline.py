@@ -1,0 +1,226 @@
+"""Times read off a tape: when each operation and collective would run on a machine of given speeds.
+
+A discrete-event layout. The host asks for one entry of the tape after the other, and each costs it time. What it asks
+for goes to a lane, which does things in order: a thing starts when it has been asked for, when the lane has done what
+came before, when every mark that the lane was told to wait for has been reached, and, if it is a collective, when the
+communicator (the set of its ranks) is free. So each second of a lane up to the end of its last thing is one of three:
+
+    busy        it runs something
+    exposed     it waits for a mark that another lane has yet to reach, or for a communicator
+    starved     the host has not asked for anything yet
+
+Collectives and kernels do not slow each other down here, and every rank is taken to come when this one does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from fullshard.tape.tape import Collective, Entry, Operation, Recorded, Waited
+
+__all__ = ["Costs", "Placed", "Stall", "Timeline", "lay_out"]
+
+HOST = "host"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The speeds of a machine. Defaults are a host of 8 NVIDIA H100 SXM, each with a network card of its own.
+
+    Peaks are those of NVIDIA's data sheet of the H100 SXM: 989e12 dense bf16 FLOP/s, 3.35e12 B/s of HBM3, and 900e9 B/s
+    of NVLink both ways together, so 450e9 one way. A card of 400 Gb/s carries 50e9 B/s. The shares of these peaks that
+    kernels reach (65 % and 80 %), the launch, the latency and the host's times are assumptions: of eager PyTorch an
+    operation takes the host some 6 us. Ratios between two tapes depend on them little, seconds do.
+    """
+
+    flops_per_s: float = 0.65 * 989e12
+    memory_bytes_per_s: float = 0.8 * 3.35e12
+    launch_s: float = 2e-6  # of a lane, between two kernels
+    latency_s: float = 20e-6  # of a collective
+    ranks_per_host: int = 8
+    link_bytes_per_s: float = 450e9  # of one rank to others of its host, one way
+    network_bytes_per_s: float = 50e9  # of one rank to other hosts, one way
+    host_s: float = 6e-6  # to ask for an operation or a collective
+    host_mark_s: float = 1e-6  # to set a mark, or to let a lane wait for one
+    host_memory_bytes_per_s: float = 20e9
+
+    def of_operation(self, operation: Operation) -> float:
+        """Seconds that `operation` takes a lane of the accelerator."""
+        return self.launch_s + max(operation.flops / self.flops_per_s, operation.nbytes / self.memory_bytes_per_s)
+
+    def of_collective(self, collective: Collective) -> float:
+        """Seconds that `collective` takes from when all ranks are there.
+
+        With n ranks, L of them on each host, and a whole of S bytes, a ring has each rank take S (n - 1) / n from its
+        neighbour. With as many rings as cards, S (n - L) / n of that come into each host over its L cards. The slower
+        of the two counts; an all-reduce does it twice.
+        """
+        ranks = len(collective.ranks)
+        if ranks < 2:
+            return self.launch_s
+        read, written = (sum(it.nbytes for it in those) for those in (collective.reads, collective.writes))
+        whole = max(read, written)
+        here = collective.ranks[0] // self.ranks_per_host
+        on_host = sum(rank // self.ranks_per_host == here for rank in collective.ranks)
+        within = whole * (ranks - 1) / ranks / self.link_bytes_per_s
+        across = whole * (ranks - on_host) / ranks / (on_host * self.network_bytes_per_s)
+        rounds = 2 if "reduce" in collective.name and "scatter" not in collective.name else 1
+        return self.latency_s + rounds * max(within if on_host > 1 else 0.0, across)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An operation or a collective, and when it ran. Seconds from the start of the tape."""
+
+    entry: Operation | Collective
+    asked: float  # when the host had asked for it
+    start: float
+    end: float
+
+    def __str__(self) -> str:
+        origin = self.entry.origin
+        return f"{self.entry.name} of {origin.unit or 'the root'} ({origin.phase.value})"
+
+
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A time in which a lane had something to do and waited. `cause` is what it waited for, if that is on the tape."""
+
+    lane: str
+    start: float
+    end: float
+    cause: Placed | None
+
+    @property
+    def seconds(self) -> float:
+        """How long it was."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A tape laid out in time."""
+
+    placed: list[Placed]  # in the host's order
+    stalls: list[Stall]
+    host_s: float  # when the host has asked for everything, and waited for what it had to
+
+    @property
+    def end(self) -> float:
+        """When all is done, and the host has got so far too."""
+        return max([self.host_s, *(it.end for it in self.placed)])
+
+    def end_of(self, lane: str) -> float:
+        """When the last thing on `lane` is done."""
+        return max((it.end for it in self.placed if it.entry.lane == lane), default=0.0)
+
+    def busy_s(self, lane: str) -> float:
+        """Seconds in which `lane` runs something."""
+        return sum(it.end - it.start for it in self.placed if it.entry.lane == lane)
+
+    def exposed_s(self, lane: str) -> float:
+        """Seconds in which `lane` has something to do and waits for another lane, or for a communicator."""
+        return sum(stall.seconds for stall in self.stalls if stall.lane == lane)
+
+    def starved_s(self, lane: str) -> float:
+        """Seconds, up to the last thing on `lane`, in which the host had not yet asked for the next."""
+        return self.end_of(lane) - self.busy_s(lane) - self.exposed_s(lane)
+
+    def exposed_by(self, lane: str) -> dict[str, float]:
+        """Seconds exposed on `lane` by what it waited for, in words, the most first."""
+        found: dict[str, float] = defaultdict(float)
+        for stall in self.stalls:
+            if stall.lane == lane:
+                found[str(stall.cause or "what came before")] += stall.seconds
+        return dict(sorted(found.items(), key=lambda it: -it[1]))
+
+
+def lay_out(entries: Iterable[Entry], costs: Costs | None = None) -> Timeline:
+    """`entries` of a tape laid out on a machine of these costs, beginning when all of it is idle.
+
+    A part of a tape will do: marks that were set before it have been reached.
+    """
+    layout = _Layout(costs or Costs())
+    for entry in entries:
+        layout.place(entry)
+    return Timeline(layout.placed, layout.stalls, layout.now)
+
+
+@dataclass(slots=True)
+class _Point:
+    """A point in time, and what is over then."""
+
+    time: float = 0.0
+    cause: Placed | None = None
+
+
+@dataclass(slots=True)
+class _LaneState:
+    done: _Point = field(default_factory=_Point)  # the last thing that was placed
+    held: _Point = field(default_factory=_Point)  # the latest mark that it was told to wait for
+
+    @property
+    def ready(self) -> _Point:
+        return self.held if self.held.time > self.done.time else self.done
+
+
+class _Layout:
+    def __init__(self, costs: Costs) -> None:
+        self.placed: list[Placed] = []
+        self.stalls: list[Stall] = []
+        self.now = 0.0  # the host's
+        self._costs = costs
+        self._lanes: dict[str, _LaneState] = defaultdict(_LaneState)
+        self._communicators: dict[tuple[int, ...], _Point] = defaultdict(_Point)
+        self._marks: dict[int, _Point] = {}
+
+    def place(self, entry: Entry) -> None:
+        match entry:
+            case Operation() if entry.lane == HOST:
+                begun = self.now
+                self.now += self._costs.host_s + entry.nbytes / self._costs.host_memory_bytes_per_s
+                self.placed.append(Placed(entry, begun, begun, self.now))
+            case Operation():
+                self.now += self._costs.host_s
+                self._run(entry, self._costs.of_operation(entry), _Point())
+            case Collective():
+                self.now += self._costs.host_s
+                communicator = self._communicators[entry.ranks]
+                ran = self._run(entry, self._costs.of_collective(entry), communicator)
+                self._communicators[entry.ranks] = _Point(ran.end, ran)
+            case Recorded():
+                self.now += self._costs.host_mark_s
+                self._marks[entry.mark] = self._reached(entry.lane)
+            case Waited():
+                self.now += self._costs.host_mark_s
+                self._wait(entry.lane, self._marks.get(entry.mark, _Point()))
+
+    def _run(self, entry: Operation | Collective, seconds: float, communicator: _Point) -> Placed:
+        """Place `entry` on its lane: behind what is there, what it waits for, and what its communicator carries."""
+        lane = self._lanes[entry.lane]
+        last = communicator if communicator.time > lane.ready.time else lane.ready
+        could = max(self.now, lane.done.time)
+        start = max(could, last.time)
+        if start > could:
+            self.stalls.append(Stall(entry.lane, could, start, last.cause))
+        placed = Placed(entry, self.now, start, start + seconds)
+        self.placed.append(placed)
+        lane.done = _Point(placed.end, placed)
+        return placed
+
+    def _reached(self, lane: str) -> _Point:
+        """When `lane` comes to a mark that is set now."""
+        if lane == HOST:
+            return _Point(self.now)
+        ready = self._lanes[lane].ready
+        return ready if ready.time > self.now else _Point(self.now, ready.cause)
+
+    def _wait(self, lane: str, point: _Point) -> None:
+        if lane == HOST:
+            if point.time > self.now:
+                self.stalls.append(Stall(HOST, self.now, point.time, point.cause))
+                self.now = point.time
+        elif point.time > self._lanes[lane].held.time:
+            self._lanes[lane].held = point

@@ -1,0 +1,162 @@
+"""A step of this library beside one of torch's FSDP2, counted on tapes: exact, the same each time, and less copied."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import dry
+from fullshard.bench.beside import SYSTEMS, StepTape, Task, cast, plain_step, sharded_step
+from fullshard.bench.peers import fsdp2_on_dry_lanes, shard_by_fsdp2
+from fullshard.errors import StateError
+from fullshard.tape.tape import Collective, Operation
+
+WIDTH, LAYERS, VOCABULARY, SEQ, WORLD = 1024, 3, 1024, 64, 8
+OURS, THEIRS = SYSTEMS
+BLOCK = 8 * WIDTH * WIDTH + 4 * WIDTH + WIDTH + 2 * WIDTH  # elements
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).float(), tokens)
+
+
+TASK = Task(
+    make_model=Model,
+    units=lambda model: list(model.blocks),
+    make_batch=lambda: torch.zeros(SEQ, dtype=torch.long),
+)
+
+
+@cache
+def step_of(system: str, world: int = WORLD) -> StepTape:
+    return sharded_step(system, TASK, world)
+
+
+@cache
+def plain() -> StepTape:
+    return plain_step(TASK)
+
+
+def collectives(system: str) -> list[Collective]:
+    return [it for it in step_of(system).entries if isinstance(it, Collective)]
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_counts_are_the_same_each_time(system):
+    assert sharded_step(system, TASK, WORLD).counts(plain()) == step_of(system).counts(plain())
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_there_is_no_race(system):
+    assert step_of(system).races == 0
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_each_unit_is_gathered_twice_and_the_root_once(system):
+    gathered = {(it.origin.unit, it.origin.phase) for it in collectives(system) if "gather" in it.name}
+    assert len(gathered) == 2 * LAYERS + 1
+
+
+def test_ours_copies_no_tenth_of_what_fsdp2_does():
+    ours, theirs = (step_of(system).counts(plain()) for system in SYSTEMS)
+    assert 0 <= ours.copied_bytes <= 0.1 * theirs.copied_bytes
+    assert ours.sent_bytes == pytest.approx(theirs.sent_bytes, rel=0.01)  # small ones begin on aligned addresses
+    assert ours.host_operations <= theirs.host_operations
+    assert ours.peak_bytes <= 1.02 * theirs.peak_bytes
+
+
+def test_what_fsdp2_copies_is_what_its_source_says():
+    """Of each block: a cast into one buffer and from there into the message, a copy out, and one of the gradients."""
+    shards = 2 * BLOCK // WORLD  # bytes in bf16
+    of_block = {
+        "aten._foreach_copy_": 2 * shards,  # before each of two gathers
+        "fsdp.all_gather_copy_in": 2 * shards,
+        "fsdp.split_with_sizes_copy": 2 * WORLD * shards,
+        "fsdp.chunk_cat": 2 * WORLD * shards,  # fp32
+    }
+    found = dict.fromkeys(of_block, 0)
+    for it in step_of(THEIRS).entries:
+        if isinstance(it, Operation) and it.origin.unit == "blocks.1" and it.name in found:
+            found[it.name] += sum(access.nbytes for access in it.writes)
+    assert found == of_block
+    beyond = step_of(THEIRS).counts(plain()).copied_bytes
+    root = 2 * VOCABULARY * WIDTH * 2
+    assert beyond == LAYERS * 2 * (shards + WORLD * shards) + root // WORLD + root
+
+
+def test_what_ours_copies_beyond_need_are_the_small_ones():
+    ours = step_of(OURS).counts(plain()).copied_bytes
+    small = 2 * (4 * WIDTH + 3 * WIDTH)
+    assert ours == 2 * LAYERS * small
+
+
+def test_more_ranks_cost_no_more_operations():
+    for system in SYSTEMS:
+        few, many = (step_of(system, world).counts(plain()) for world in (WORLD, 512))
+        assert (few.launches, few.collectives) == (many.launches, many.collectives)
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_times_add_up(system):
+    timeline = step_of(system).timeline()
+    assert timeline.busy_s("compute") > 0
+    assert timeline.exposed_s("compute") > 0
+    together = timeline.busy_s("compute") + timeline.exposed_s("compute") + timeline.starved_s("compute")
+    assert together == pytest.approx(timeline.end_of("compute"))
+    assert timeline.end >= timeline.end_of("compute")
+
+
+def test_lanes_are_given_to_fsdp2_for_the_duration_only():
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as theirs
+
+    def patched() -> list[object]:
+        group = theirs.FSDPParamGroup
+        return [theirs._get_device_handle, theirs.alloc_storage, group.unshard, torch.accelerator.current_stream]
+
+    before = patched()
+    with dry.world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        with dry.taped() as tape, fsdp2_on_dry_lanes():
+            assert all(now is not then for now, then in zip(patched(), before, strict=True))
+            shard_by_fsdp2(torch.bfloat16, torch.float32)(model := nn.Linear(8, 8), mesh)
+            model(torch.ones(2, 8)).sum().backward()
+    assert {it.lane for it in tape.of(Collective)} == {"gather", "reduce"}
+    assert patched() == before
+
+
+def test_without_a_tape_there_are_no_lanes_to_give():
+    with pytest.raises(StateError, match=r"dry\.taped"), fsdp2_on_dry_lanes():
+        pass
+
+
+def test_a_cast_model_has_its_ties():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model[1].weight = model[0].weight
+    model[0].bias.requires_grad_(False)
+    cast(model, torch.bfloat16)
+    assert model[1].weight is model[0].weight
+    assert model[0].weight.dtype == torch.bfloat16
+    assert [param.requires_grad for param in model.parameters()] == [True, False, True]

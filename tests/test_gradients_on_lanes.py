@@ -1,0 +1,106 @@
+"""Gradients where an accelerator is pretended: cast by few kernels, with no copy beyond, in no memory beyond."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from shared_ranks import run_ranks
+from small_models import Chain, Layer, chain, inputs, sgd, wholes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import MixedPrecisionPolicy, dry, fully_shard
+from fullshard.dry import Tape
+from fullshard.engine.registry import units_in
+from fullshard.tape.tape import Allocation, Collective, Free, Operation
+from fullshard.testing import assert_same
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def trained(mesh: Any, **options: Any) -> dict[str, Tensor]:
+    model = chain(partial(fully_shard, mesh=mesh, mp_policy=POLICY, **options))
+    optimizer = sgd(model)
+    for step in range(3):
+        with model.no_sync():
+            model(inputs(step)).float().square().mean().backward()
+        for microbatch in range(2):  # the second adds to what the first has left
+            model(inputs(10 * step + microbatch)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return wholes(model)
+
+
+def train_on_lanes_and_without(strategy: str) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    expected = trained(mesh, strategy=strategy)
+    with dry.taped(values=True):
+        found = trained(mesh, strategy=strategy)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+def test_numbers_are_those_of_a_cpu(strategy):
+    run_ranks(2, train_on_lanes_and_without, strategy)
+
+
+def steps_of(make_layer: Callable[[], nn.Module]) -> Tape:
+    """The tape of two steps of three such layers, each a unit."""
+    with dry.world(8):
+        mesh = init_device_mesh("cpu", (8,))
+        with dry.taped() as tape:
+            layers = [make_layer() for _ in range(3)]
+            model = chain(partial(fully_shard, mesh=mesh, mp_policy=POLICY), Chain(layers))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(2):
+                model(inputs()).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(group.gradients.flat is None for unit in units_in(model) for group in unit.param_groups)
+    return tape
+
+
+def test_no_memory_of_gradients_outlives_those_of_the_optimizer():
+    tape = steps_of(Layer)
+    gradients = {it.storage for it in tape.of(Allocation) if it.purpose == "gradients"}
+    taken = [it.nbytes for it in tape.of(Allocation) if it.storage in gradients]
+    given_back = [it.nbytes for it in tape.of(Free) if it.storage in gradients]
+    assert sum(taken) - sum(given_back) < 1000 < max(taken)  # zeros for the gaps of packs
+    assert not dry.races(tape)
+
+
+def casts(tape: Tape) -> list[Operation]:
+    """The copies of unit `layers.1` after backward."""
+    where = "layers.1", "post-backward"
+    return [it for it in tape.of(Operation) if it.copies and (it.origin.unit, it.origin.phase.value) == where]
+
+
+def test_the_pack_casts_what_it_takes():
+    tape = steps_of(Layer)
+    assert {it.name for it in casts(tape)} == {"aten._chunk_cat"}
+
+
+class Wide(nn.Module):
+    """Five matrices that travel in place; the rows of the last, 1023, divide by no 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ParameterList(torch.zeros(1024, 1024) for _ in range(4))
+        self.odd = nn.Parameter(torch.zeros(1023, 1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in (*self.rows, self.odd):
+            x = x + (x.repeat(1, 22)[:, :1024] @ each.t())[:, :48]
+        return x
+
+
+def test_what_travels_in_place_is_cast_at_once_and_copied_no_more():
+    tape = steps_of(Wide)
+    copies = [it for it in tape.of(Operation) if it.copies and it.origin.unit == "layers.1" and it.lane == "reduce"]
+    assert copies == [] or {it.name for it in copies} == {"aten.copy_"}  # of the last part of the sum
+    assert not any("pad" in it.name for it in tape.of(Operation))
+    sent = [it for it in tape.of(Collective) if "scatter" in it.name and it.origin.unit == "layers.1"]
+    assert sent
+    assert all(it.sizes.count(4 << 20) == 5 for it in sent)  # with a row of padding

@@ -1,0 +1,157 @@
+"""Times read off a tape: lanes in order, nothing before what it waits for, and no second is lost."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fullshard.plan.timeline import Costs, Timeline, lay_out
+from fullshard.tape.recorder import Origin, Phase
+from fullshard.tape.tape import Access, Collective, Entry, Operation, Recorded, Waited
+
+HERE = Origin("blocks.0", Phase.FORWARD)
+LANES = ("compute", "gather", "reduce")
+COSTS = Costs(
+    flops_per_s=1.0,
+    memory_bytes_per_s=1.0,
+    launch_s=0.0,
+    latency_s=0.0,
+    link_bytes_per_s=1.0,
+    host_s=1.0,
+    host_mark_s=0.0,
+)  # a second for each byte, and for each thing that the host asks for
+
+
+def work(lane: str, nbytes: int) -> Operation:
+    return Operation("work", lane, HERE, (Access(1, 0, nbytes),), ())
+
+
+def gather(lane: str, nbytes: int, ranks: tuple[int, ...] = (0, 1)) -> Collective:
+    reads, writes = (Access(1, 0, nbytes // len(ranks)),), (Access(2, 0, nbytes),)
+    return Collective("all_gather", lane, HERE, reads, writes, ranks, (nbytes // len(ranks),))
+
+
+def spans(timeline: Timeline, lane: str) -> list[tuple[float, float]]:
+    return [(it.start, it.end) for it in timeline.placed if it.entry.lane == lane]
+
+
+def test_lanes_run_beside_each_other_and_the_host_asks_in_order():
+    timeline = lay_out([work("compute", 5), gather("gather", 8), work("compute", 1)], COSTS)
+    assert spans(timeline, "compute") == [(1, 6), (6, 7)]
+    assert spans(timeline, "gather") == [(2, 6)]  # half of it comes from the other rank
+    assert timeline.end == 7
+    assert timeline.starved_s("compute") == 1
+
+
+def test_what_a_lane_waits_for_is_told():
+    entries = [
+        gather("gather", 20),
+        Recorded(1, "gather", HERE),
+        Waited(1, "compute", "here", HERE),
+        work("compute", 2),
+    ]
+    timeline = lay_out(entries, COSTS)
+    (stall,) = timeline.stalls
+    assert (stall.lane, stall.start, stall.end) == ("compute", 2, 11)
+    assert stall.cause is timeline.placed[0]
+    assert timeline.exposed_by("compute") == {"all_gather of blocks.0 (forward)": 9}
+    assert (timeline.busy_s("compute"), timeline.exposed_s("compute"), timeline.starved_s("compute")) == (2, 9, 2)
+
+
+def test_a_mark_behind_a_mark_names_what_was_waited_for_first():
+    entries = [
+        *(gather("gather", 20), Recorded(1, "gather", HERE), Waited(1, "reduce", "here", HERE)),
+        *(Recorded(2, "reduce", HERE), Waited(2, "compute", "here", HERE), work("compute", 2)),
+    ]
+    (stall,) = lay_out(entries, COSTS).stalls
+    assert stall.cause is not None
+    assert stall.cause.entry.lane == "gather"
+
+
+def test_a_communicator_carries_one_collective_at_a_time():
+    both = [gather("gather", 20), gather("reduce", 20)]
+    assert spans(lay_out(both, COSTS), "reduce") == [(11, 21)]
+    apart = [gather("gather", 20), gather("reduce", 20, ranks=(2, 3))]
+    assert spans(lay_out(apart, COSTS), "reduce") == [(2, 12)]
+
+
+def test_the_host_that_waits_asks_for_nothing():
+    entries = [work("compute", 9), Recorded(1, "compute", HERE), Waited(1, "host", "here", HERE), work("compute", 1)]
+    timeline = lay_out(entries, COSTS)
+    assert spans(timeline, "compute") == [(1, 10), (11, 12)]
+    assert timeline.exposed_s("host") == 9
+    assert timeline.host_s == 11
+
+
+def test_marks_set_before_the_part_that_is_laid_out_have_been_reached():
+    assert lay_out([Waited(7, "compute", "here", HERE), work("compute", 1)], COSTS).end == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "seconds"),
+    [(1, 0), (2, 80 / 2 / 10), (8, 80 * 7 / 8 / 10), (16, 80 * 15 / 16 / 10), (64, 80 * 7 / 8 / 8)],
+)
+def test_a_ring_takes_as_long_as_its_slowest_link(ranks, seconds):
+    costs = Costs(launch_s=0, latency_s=0, link_bytes_per_s=10, network_bytes_per_s=1)
+    assert costs.of_collective(gather("gather", 80, tuple(range(ranks)))) == pytest.approx(seconds)
+
+
+def test_an_all_reduce_goes_round_twice():
+    costs = Costs(latency_s=0)
+    whole = Access(1, 0, 80)
+    once, twice = (
+        Collective(name, "reduce", HERE, (whole,), (whole,), (0, 1), (80,)) for name in ("reduce_scatter", "allreduce_")
+    )
+    assert costs.of_collective(twice) == 2 * costs.of_collective(once)
+
+
+@st.composite
+def tapes(draw: Any) -> list[Entry]:
+    entries: list[Entry] = []
+    marks = 0
+    for kind in draw(st.lists(st.sampled_from(("work", "gather", "record", "wait")), max_size=40)):
+        lane = draw(st.sampled_from((*LANES, "host")))
+        if kind == "work":
+            entries.append(work(lane, draw(st.integers(0, 9))))
+        elif kind == "gather" and lane != "host":
+            entries.append(gather(lane, 2 * draw(st.integers(0, 9))))
+        elif kind == "record":
+            marks += 1
+            entries.append(Recorded(marks, lane, HERE))
+        elif marks:
+            entries.append(Waited(draw(st.integers(1, marks)), lane, "here", HERE))
+    return entries
+
+
+@given(tapes())
+def test_nothing_overlaps_on_a_lane_and_no_second_is_lost(entries):
+    timeline = lay_out(entries, COSTS)
+    assert [it.entry for it in timeline.placed] == [it for it in entries if isinstance(it, Operation | Collective)]
+    for lane in LANES:
+        ran = spans(timeline, lane)
+        assert all(end <= start for (_, end), (start, _) in pairwise(ran))
+        waited = [(it.start, it.end) for it in timeline.stalls if it.lane == lane]
+        together = sorted([*ran, *waited])
+        idle = [start - end for (_, end), (start, _) in zip([(0.0, 0.0), *together], together, strict=False)]
+        assert all(gap >= 0 for gap in idle)  # a lane waits or runs
+        assert sum(idle) == pytest.approx(timeline.starved_s(lane))
+    carried = sorted((it.start, it.end) for it in timeline.placed if isinstance(it.entry, Collective))
+    assert all(end <= start for (_, end), (start, _) in pairwise(carried))
+
+
+@given(tapes())
+def test_nothing_starts_before_what_it_waits_for(entries):
+    timeline = lay_out(entries, COSTS)
+    placed = iter(timeline.placed)
+    done, reached = dict.fromkeys((*LANES, "host"), 0.0), dict[int, float]()
+    for entry in entries:
+        if isinstance(entry, Operation | Collective):
+            it = next(placed)
+            assert it.start >= max(done[entry.lane], it.asked)
+            done[entry.lane] = it.end
+        elif isinstance(entry, Recorded):
+            reached[entry.mark] = done[entry.lane]
+        elif isinstance(entry, Waited):
+            done[entry.lane] = max(done[entry.lane], reached[entry.mark])
