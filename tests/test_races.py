@@ -112,7 +112,7 @@ def withholding_replicas(model: Any) -> None:
 
 
 def stepping_in_backward(model: Any) -> None:
-    optimizers = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()}
+    optimizers = {param: torch.optim.AdamW([param], fused=True) for param in model.parameters()}
 
     def take(param: Tensor) -> None:
         optimizers[param].step()
@@ -122,6 +122,32 @@ def stepping_in_backward(model: Any) -> None:
         param.register_post_accumulate_grad_hook(take)
     for number in range(3):
         model(inputs(number)).float().square().mean().backward()
+
+
+def stepping_between_uses(model: Any) -> None:
+    """A layer is used twice under reentrant checkpoints: its gradients come, and are stepped with, use by use."""
+
+    def forward(x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for i in (0, 1, 0, 2):
+            x = checkpoint(model.layers[i], x, use_reentrant=True)
+        return model.head(x)
+
+    model.forward = forward
+    stepping_in_backward(model)
+
+
+def writing_in_hooks(model: Any) -> None:
+    """A hook on one layer writes to the shards of another, which comes later."""
+    last = list(model.layers[-1].parameters())
+
+    @torch.no_grad()
+    def decay(*_: object) -> None:
+        for param in last:
+            param.mul_(0.9)
+
+    model.layers[0].register_forward_hook(decay)
+    plainly(model)
 
 
 def failing(model: Any) -> None:
@@ -191,6 +217,8 @@ LOOPS: dict[str, tuple[Loop, type[Layer]]] = {
     "accumulation without sync": (without_sync, Layer),
     "replicas withheld": (withholding_replicas, Layer),
     "hooks": (stepping_in_backward, Layer),
+    "hooks between uses": (stepping_between_uses, Layer),
+    "writing in hooks": (writing_in_hooks, Layer),
     "checkpointing": (plainly, Checkpointed),
     "shared gradients": (plainly, TwiceUsed),
     "failing backward": (failing, BreakingLayer),
@@ -281,6 +309,7 @@ def needless(among: Iterable[tuple[str, str, str]]) -> dict[str, list[tuple[str,
 
 def test_every_wait_is_needed():
     among = [*filter(is_common, scenarios()), ("hsdp", "hooks", "offload"), ("zero3", "Muon", "")]
+    among += [("zero3", "hooks between uses", ""), ("zero3", "writing in hooks", "")]
     among += [("zero3", "optimizer on another stream", ""), ("zero3", "transforms", "")]
     among += [("zero3", "evaluation and writing", "offload")]
     assert not needless(among)

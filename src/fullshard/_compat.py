@@ -50,6 +50,7 @@ __all__ = [
     "all_reduce_each",
     "are_real",
     "at_start",
+    "copyable_fakes",
     "data_dependent_errors",
     "default_store",
     "dtensor_like",
@@ -71,6 +72,7 @@ __all__ = [
     "is_wrapper_type",
     "joined_mesh",
     "make_dtensor",
+    "marks_of",
     "on_backward_end",
     "outside_of_function_transforms",
     "outside_of_graphs",
@@ -339,14 +341,30 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
 
 
 def fake_tensors() -> FakeTensorMode:
-    """A context in which tensors have shapes, dtypes and devices, but no memory."""
-    return FakeTensorMode()
+    """A context in which tensors have shapes, dtypes and devices, but no memory. Real ones beside them become such."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def outside_of_modes() -> AbstractContextManager[Any]:
     """A context in which tensors have values, such as the ranks of a mesh, and nobody watches operations."""
     context: AbstractContextManager[Any] = _disable_current_modes()
     return context
+
+
+@contextmanager
+def copyable_fakes() -> Iterator[None]:
+    """A context in which `copy.deepcopy` of a fake tensor, such as a buffer, is a clone of it."""
+
+    def cloned(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo[id(tensor)]
+
+    FakeTensor.__deepcopy__ = cloned  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del FakeTensor.__deepcopy__
 
 
 @contextmanager
@@ -383,6 +401,12 @@ data_dependent_errors = (DataDependentOutputException, DynamicOutputShapeExcepti
 """Raised for operations whose results depend on values, which fake tensors do not have."""
 
 
+def marks_of(param: Tensor) -> dict[str, Any]:
+    """The attributes that users have left on `param`; not those of a fake tensor's own, such as its device."""
+    own = vars(param.new_empty(0)) if isinstance(param, FakeTensor) else {}
+    return {name: value for name, value in vars(param).items() if name not in own}
+
+
 def address(tensor: Tensor) -> Any:
     """A value that tells where the memory of `tensor` begins, without memory too."""
     if type(tensor) is FakeTensor:
@@ -403,9 +427,10 @@ def finished_work() -> Any:
     return FakeWork().boxed()
 
 
-def group_of(args: Sequence[Any]) -> tuple[tuple[int, ...], bool]:
-    """The ranks of the process group among the arguments of an operation on one, and whether it really sends."""
-    given = next(value for value in args if isinstance(value, str | torch.ScriptObject))
+def group_of(func: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], bool]:
+    """The ranks of the process group that an operation is about, and whether it really sends."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = args[names.index("group_name" if "group_name" in names else "process_group")]
     group = (
         dist.distributed_c10d._resolve_process_group(cast(Any, given))
         if isinstance(given, str)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.device.accelerator import accelerator_for
 from fullshard.engine.hooks import (
     changing_shards,
     is_in_use,
@@ -216,6 +217,7 @@ class FSDPModule:
         unit = unit_of(_module(self))
         unit.state.is_unsharded_by_hand = False
         unit.reshard()
+        accelerator_for(unit.device).end_pass()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

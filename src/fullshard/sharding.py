@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fullshard._compat import dtensor_like
+from fullshard._compat import dtensor_like, marks_of
 from fullshard.comm.mesh import broadcast_from_first, resolve_axes, resolve_groups
 from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.at_rest import explain_mixtures
@@ -191,7 +191,7 @@ def _on_meta(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
     """A parameter like the one that `param` was made of, without values."""
     local = torch.empty(param.layout.spec.shape, dtype=param.local.dtype, device="meta")
     made = nn.Parameter(param.view.make_unsharded(local), requires_grad=param.sharded.requires_grad)
-    vars(made).update(copy.deepcopy(vars(param.sharded), memo))
+    vars(made).update(copy.deepcopy(marks_of(param.sharded), memo))
     return made
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fullshard._compat import storage_references
 from fullshard.device.accelerator import Accelerator, accelerator_for
+from fullshard.device.lanes import Lane
 from fullshard.layout.offsets import contiguous_strides
 
 __all__ = ["MemoryKind", "Pool", "Slot", "new_storage", "scratch_of", "typed_view"]
@@ -87,14 +88,19 @@ class Slot:
         self.occupant: object | None = None
         self._own_references = 0
 
-    def allocate(self, occupant: object, nbytes: int) -> None:
-        """Allocate `nbytes` for `occupant`; the slot must be free or already its own. Contents are undefined."""
+    def allocate(self, occupant: object, nbytes: int, lane: Lane) -> None:
+        """Allocate `nbytes` for `occupant`; the slot must be free or already its own. Contents are undefined.
+
+        Args:
+            occupant: who has it from now on.
+            nbytes: how much it needs.
+            lane: whose memory it is to be, if there is not enough yet.
+        """
         assert self.occupant in (None, occupant), "two units in one slot"
         self.occupant = occupant
         if self.storage.nbytes() < nbytes:
-            accelerator = accelerator_for(self.device)
-            with accelerator.lanes.gather.queueing():
-                accelerator.resize(self.storage, nbytes)
+            with lane.queueing():
+                accelerator_for(self.device).resize(self.storage, nbytes)
 
     def free(self) -> None:
         """Give up the contents, and the memory unless the slot is shared. Gathers from now on may have it."""

@@ -121,6 +121,7 @@ class DryAccelerator(Accelerator):
 
     def mark(self, lane: str) -> Mark:
         """A new mark on the lane of that name."""
+        self._check_current(lane)
         self._marks += 1
         self.tape.note(Recorded(self._marks, lane, self.tape.origin))
         host = self.lanes.host
@@ -129,9 +130,14 @@ class DryAccelerator(Accelerator):
 
     def note_wait(self, mark: int, lane: str, site: str = "") -> None:
         """Write down that `lane` waits for `mark`, by order of `site`; if that is empty, of whoever calls."""
+        self._check_current(lane)
         site = site or _site()
         if site not in self._without:
             self.tape.note(Waited(mark, lane, site, self.tape.origin))
+
+    def _check_current(self, lane: str) -> None:
+        """The compute lane is whichever is current, so that within another one's context it would be that."""
+        assert lane != LANES[0] or self.lane in (lane, "host"), f"compute was asked for within lane {self.lane}"
 
     def hold_host(self, lane: str, operation: str) -> None:
         """Let the host wait for `lane`, as an operation of torch's has it wait."""

@@ -3,7 +3,8 @@
 Two accesses to the same bytes on different lanes, of which one is a write, need to be ordered: one lane must have
 waited for a mark that the other set behind its access. And memory that is freed goes back to the lane that it was
 allocated on, which hands it out again at once: so when that lane allocates next, every access of the other lanes to
-what was freed must lie before. (torch's own sanitizer for CUDA streams forgets memory when it is freed, and cannot see
+what was freed must lie before; and so must all that the lane itself was given, when another lane uses what it
+allocated. (torch's own sanitizer for CUDA streams forgets memory when it is freed, and cannot see
 that.) The host is a lane, too: it reads what copies to its memory have written, and writes what others still read.
 
 Which access lies before which is kept by vector clocks (Fidge, 1988; Mattern, 1989): a lane has a count of its own
@@ -116,11 +117,17 @@ class _Reader:
             uses[lane, access.start, access.stop, writes] = use
 
     def _allocate(self, entry: Allocation) -> None:
-        clock = self._clock(entry.lane)
-        for use in self._freed.pop(entry.lane, []):
+        if entry.lane == GIVEN:
+            return
+        clock, lane = self._clock(entry.lane), entry.lane
+        for use in self._freed.pop(lane, []):
             if clock.get(use.lane, 0) < use.time:
-                new = _Use("the next allocation", entry.lane, entry.origin, 0, use.access, writes=True)
+                new = _Use("the next allocation", lane, entry.origin, 0, use.access, writes=True)
                 self._report("may be handed out again while in use:", use, new)
+        # Other lanes may have it once they come behind what this one was given before: it may still use that memory.
+        access = Access(entry.storage, 0, entry.nbytes)
+        made = _Use("its allocation", lane, entry.origin, clock.get(lane, 0), access, writes=True)
+        self._memory[entry.storage].uses[lane, 0, entry.nbytes, True] = made
 
     def _free(self, entry: Free) -> None:
         memory = self._memory.pop(entry.storage, None)

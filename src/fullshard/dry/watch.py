@@ -37,9 +37,7 @@ _COPIES = frozenset(
 ) | {"fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy", "fsdp.chunk_cat"}  # of torch's FSDP2
 _COPIES_INTO_FIRST_RESULT = "fsdp.all_gather_copy_in"
 """Its schema does not say that it writes: copies of its first argument to its first result, a part of the second."""
-_NO_MEMORY = frozenset(
-    ("aten._unsafe_view", "aten.set_", "aten.lift_fresh", "aten.detach", "aten.alias", "prim.device")
-)
+_NO_MEMORY = frozenset(("aten._unsafe_view", "aten.set_", "aten.detach", "aten.alias", "prim.device"))
 _NO_VALUES = frozenset(
     ("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided")
 )
@@ -70,10 +68,10 @@ class Watch(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         kind, given = _kind(func), list(_tensors((args, kwargs)))
-        if self._fakes is not None and are_real(given):  # such as the ranks of a mesh
+        if self._fakes is not None and are_real(given) and kind != "constant":  # such as the ranks of a mesh
             with outside_of_modes():
                 return func(*args, **kwargs)
-        if kind == "view":
+        if kind in ("view", "constant"):
             with uncached(self._fakes):
                 return func(*args, **kwargs)
         if kind == "collective":
@@ -135,7 +133,7 @@ class Watch(TorchDispatchMode):
                 sizes += [tensor.nbytes for tensor in tensors]
             if not argument.name.startswith("input"):
                 writes += [self._storages.access(tensor) for tensor in tensors]
-        functional, ranks, sends = func.namespace != "c10d", *group_of(args)
+        functional, ranks, sends = func.namespace != "c10d", *group_of(func, args)
         if functional or (sends and self._fakes is None):
             result = func(*args, **kwargs)
         else:
@@ -162,6 +160,8 @@ def _one(tensor: Tensor) -> bool | int | float:
 def _kind(func: OpOverload) -> str:
     if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
         return "view" if "wait_tensor" in func.name() else "collective"
+    if str(func._overloadpacket) == "aten.lift_fresh":
+        return "constant"
     told = func.is_view or func.namespace == "profiler" or str(func._overloadpacket) in _NO_MEMORY
     return "view" if told else "operation"
 

@@ -155,8 +155,12 @@ class Reduction(ABC):
         for scratch in self._scratch:
             self._wires.scratch.give(scratch)
 
-    def call_hooks(self) -> None:
-        """Call what users have registered to be called when a gradient is complete, such as an optimizer's step."""
+    def call_hooks(self) -> bool:
+        """Call what users have registered to be called when a gradient is complete, such as an optimizer's step.
+
+        Returns:
+            Whether there was any.
+        """
         gradients, hooked = self._gradients, False
         for i in self._summed if self._finishes else ():
             param = gradients.params[i].sharded
@@ -165,6 +169,7 @@ class Reduction(ABC):
                 hooked = True
         if hooked and not any(param.has_grad for param in gradients.params):
             gradients.drop_shards()  # they have been used, and those of other units are to have that memory
+        return hooked
 
     def _take(self, numel: int) -> Tensor:
         scratch = self._wires.scratch.take(numel, self._plan.contract.reduce)
@@ -438,8 +443,9 @@ class UnitReduction:
                 reduction.deliver()
         self._read.clear()
         delivered, self._reductions = self._reductions, []
-        for reduction in delivered:
-            reduction.call_hooks()
+        hooked = [reduction.call_hooks() for reduction in delivered]
+        if any(hooked):  # they may have written to shards
+            self._lanes.gather.wait(self._lanes.compute.mark())
 
     def abandon(self) -> None:
         """Let what is under way arrive, and forget it: a message that nobody takes would be taken for a later one."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fullshard._compat import in_backward, in_pipeline_stage, on_backward_end
 from fullshard.comm.mesh import broadcast_from_first
 from fullshard.device.accelerator import accelerator_for, is_capturing
-from fullshard.device.lanes import Mark
+from fullshard.device.lanes import Lanes, Mark
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import are_alike, check_ranks_agree
 from fullshard.engine.finite import Tally, raise_on_every_rank, tally
@@ -69,8 +69,6 @@ class Runtime:
         self._buffers_differ = True  # between ranks: each has seen other data since they were broadcast
         self._is_in_pipeline = False  # the last forward was: a stage may take its backward in two parts
         self._step = 0
-        self._device = units[0].device
-        self._lanes = units[0].lanes
         self.after_optimizer: Mark | None = None  # the next forward waits for it
         self._stack: list[tuple[Unit, ForwardCall | None]] = []
         self._calls: list[ForwardCall] = []  # those in whose backward we are
@@ -90,7 +88,7 @@ class Runtime:
         self._tallies: list[Tally] = []
         self._clock = 0
         self._postponed: list[Unit] = []
-        self._slots = SlotSharing(self.units, self._device)
+        self._slots = SlotSharing(self.units)
         name_units(root, units)
         drop_if_stale()  # what belongs to an earlier default process group
         watch()
@@ -101,6 +99,15 @@ class Runtime:
             unit.state.is_root = root in unit.modules
             # Experts on some of these ranks have seen the tokens of all.
             unit.state.averaged_over = len(data_ranks) if unit.axes.ranks <= data_ranks else unit.axes.world
+
+    @property
+    def _device(self) -> torch.device:
+        """Where compute runs: `Module.to` may have changed it."""
+        return self.units[0].device
+
+    @property
+    def _lanes(self) -> Lanes:
+        return self.units[0].lanes
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -133,8 +140,6 @@ class Runtime:
         check_not_summoned(unit)
         if not self._stack and self.phase is not Phase.IDLE and not in_backward():
             self.recover()
-        self._lanes.compute.wait(self.after_optimizer)
-        self.after_optimizer = None
         self._show_compute_s_work()
         for needed in (unit, *unit.borrowed):
             needed.notice_step()
@@ -175,8 +180,6 @@ class Runtime:
             self.recover()
         self.phase = Phase.FORWARD
         self._is_in_pipeline = in_pipeline_stage()
-        self._lanes.compute.wait(self.after_optimizer)
-        self.after_optimizer = None
         self._show_compute_s_work()
         self._forward_tracker = OrderTracker(self._orders.get(top.state.number, ()))
         if is_capturing(self._device):
@@ -459,6 +462,7 @@ class Runtime:
         check_not_summoned(unit)
         if phase is Phase.IDLE:
             unit.notice_step()
+        if phase is Phase.IDLE or (self._lanes.gather.is_stream and not unit.shows_its_shards):
             self._show_compute_s_work()
         if not unit.can_occupy_slot and not unit.keeps_unsharded:
             self._make_room(unit)
@@ -482,14 +486,14 @@ class Runtime:
             self._slots.note_freed(unit, self._tick())
 
     def _free(self, unit: Unit, phase: Phase) -> None:
-        """Reshard `unit`, which nobody needs: now, if a gather is under way or done that began before.
+        """Reshard `unit`, which nobody needs; and free it now, if the gather of the next one began before, or later.
 
         A gather waits until compute has done with all that was freed before it. So where it is not known which unit
         comes next, this one is freed after that one's gather has begun, which has the time that this one computes.
         """
-        if not self._lanes.gather.is_stream or self._is_next_under_way(phase):
-            self._reshard(unit, phase)
-        else:
+        is_late = self._lanes.gather.is_stream and not self._is_next_under_way(phase)
+        self._reshard(unit, phase, keep=is_late)
+        if is_late:
             self._late.append((unit, phase))
 
     def _is_next_under_way(self, phase: Phase) -> bool:
@@ -501,12 +505,17 @@ class Runtime:
     def _free_late(self) -> None:
         late, self._late = self._late, []
         for unit, phase in late:
-            if unit.state.users == 0 and unit.form is Form.UNSHARDED and not unit.state.awaits_backward:
+            if unit.form is Form.SHARDED:
                 self._reshard(unit, phase)
 
     def _show_compute_s_work(self) -> None:
         """Have gathers from now on come behind all that compute has been given: shards may be others since."""
-        self._lanes.gather.wait(self._lanes.compute.mark())
+        self._lanes.compute.wait(self.after_optimizer)
+        self.after_optimizer = None
+        if self._lanes.gather.is_stream:
+            self._lanes.gather.wait(self._lanes.compute.mark())
+            for unit in self.units:
+                unit.note_shown_shards()
 
     def _tick(self) -> int:
         self._clock += 1

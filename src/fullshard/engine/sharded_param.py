@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard._compat import at_start, dtensor_like, has_values, make_dtensor, set_local_tensor
+from fullshard._compat import at_start, dtensor_like, has_values, make_dtensor, marks_of, set_local_tensor
 from fullshard.comm.mesh import own_part
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_view import ParamView
@@ -76,7 +76,7 @@ class ShardedParam:
         self._on_grad: Callable[[ShardedParam], None] | None = None
         self._watched = False
         self._made_of: tuple[int | None, int | None] = None, None
-        for attribute, value in vars(source.param).items():  # marks that users leave on their parameters
+        for attribute, value in marks_of(source.param).items():  # marks that users leave on their parameters
             setattr(self.sharded, attribute, value)
             setattr(self.unsharded, attribute, value)
 
@@ -177,7 +177,7 @@ class ShardedParam:
         current = self.shown
         changed = current is not self.sharded
         self.sharded = current
-        vars(current).update(vars(self.unsharded))  # marks that users left, which torch does not carry over
+        vars(current).update(marks_of(self.unsharded))  # marks that users left, which torch does not carry over
         return changed
 
     def watch(self, on_grad: Callable[[ShardedParam], None]) -> None:
@@ -207,7 +207,7 @@ class ShardedParam:
         """Start the unsharded form afresh, in another dtype or on another device."""
         nothing = torch.empty(0, dtype=compute, device=device)
         self.unsharded = nn.Parameter(self.view.make_unsharded(nothing), requires_grad=self.sharded.requires_grad)
-        vars(self.unsharded).update(vars(self.sharded))
+        vars(self.unsharded).update(marks_of(self.sharded))
         if self._on_grad is not None:
             self.watch(self._on_grad)
 

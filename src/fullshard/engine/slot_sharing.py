@@ -21,18 +21,22 @@ class SlotSharing:
 
     Args:
         units: the root's, by number.
-        device: where they compute.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
+    def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._device = device
-        wished = switches.shares_memory_between_units
-        self._is_cpu = not accelerator_for(device).has_lanes
-        self.is_enabled = self._is_cpu if wished is None else wished
+        self._is_wished = switches.shares_memory_between_units  # None: as is best for the device
         self._is_assigned = False
         self._since: dict[int, int] = {}  # when each unit that is unsharded came to be so
         self._intervals: list[Interval] = []
+
+    @property
+    def _is_cpu(self) -> bool:
+        return not accelerator_for(self._units[0].device).has_lanes
+
+    @property
+    def _is_enabled(self) -> bool:
+        return self._is_cpu if self._is_wished is None else self._is_wished
 
     def note_unsharded(self, unit: Unit, time: int) -> None:
         """Note that `unit` needs its memory from `time` on, if not from earlier."""
@@ -46,8 +50,8 @@ class SlotSharing:
 
     def give_own_memory(self, unit: Unit) -> None:
         """Let `unit`, whose slot another unit needs at the same time, have memory of its own."""
-        self.is_enabled = False
-        unit.move(Slot(self._device))
+        self._is_wished = False
+        unit.move(Slot(unit.device))
 
     def end_microbatch(self, *, is_typical: bool) -> None:
         """Assign slots, once, after a microbatch that ran in the order of the one before."""
@@ -59,15 +63,15 @@ class SlotSharing:
 
     def _assign(self) -> None:
         units = [unit for unit in self._units if not unit.keeps_unsharded and unit.unsharded_nbytes]
-        if not units or not (self.is_enabled or self._is_cpu):  # on a CPU other ranks may ask
+        if not units or not (self._is_enabled or self._is_cpu):  # on a CPU other ranks may ask
             return
         nbytes = {unit.state.number: unit.unsharded_nbytes for unit in units}
-        may_move = self.is_enabled and not any(unit.slot.is_referenced for unit in units)
+        may_move = self._is_enabled and not any(unit.slot.is_referenced for unit in units)
         mine = [interval for interval in self._intervals if interval.unit in nbytes and may_move]
         assigned = assign_slots(mine, nbytes)
         sizes = [max(nbytes[unit] for unit in assigned if assigned[unit] == slot) for slot in set(assigned.values())]
         storages = _common_storages(units, sizes, f"{assigned} {nbytes}") or [None] * len(sizes)
-        slots = [Slot(self._device, shared=True, common=storage) for storage in storages]
+        slots = [Slot(units[0].device, shared=True, common=storage) for storage in storages]
         for number in sorted(assigned, key=lambda number: -nbytes[number]):  # the largest sizes the slot
             self._units[number].move(slots[assigned[number]])
         for slot in slots:

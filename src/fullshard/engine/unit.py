@@ -81,6 +81,7 @@ class Unit:
         self._pending: list[Pending] = []
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
+        self._shown: list[int] = []  # versions of shards that gathers come behind
         by_kind = _by_kind(sources)
         where = _device_of(sources, device)
         memory = MemoryKind(where) if where.type == "meta" else self._memory
@@ -201,6 +202,19 @@ class Unit:
         return self._withholds or any(param_group.gradients.are_waiting for param_group in self.param_groups)
 
     @property
+    def _versions(self) -> list[int]:
+        return [param_group.gather.version for param_group in self.param_groups]
+
+    def note_shown_shards(self) -> None:
+        """Note that gathers come behind all that was written to shards so far."""
+        self._shown = self._versions
+
+    @property
+    def shows_its_shards(self) -> bool:
+        """True if nobody is known to have written to shards since. (Fused optimizers do, unnoticed, between steps.)"""
+        return self._shown == self._versions
+
+    @property
     def lanes(self) -> Lanes:
         """The lanes of the device that computes."""
         return accelerator_for(self.device).lanes
@@ -289,7 +303,7 @@ class Unit:
     def _allocate(self, phase: Phase) -> None:
         if self.keeps_unsharded or self.occupies_slot:
             return
-        self.slot.allocate(self, self.unsharded_nbytes)
+        self.slot.allocate(self, self.unsharded_nbytes, self.lanes.gather)
         if not self._has_views:
             self._give_views()
         self._note("allocate", phase, self.unsharded_nbytes)
@@ -356,7 +370,7 @@ class Unit:
         if not self._occupies_lastingly(slot):
             return [None] * len(plans)
         occupant, slot.occupant = slot.occupant, None
-        slot.allocate(self, _nbytes(plans))
+        slot.allocate(self, _nbytes(plans), self.lanes.compute)
         slot.occupant = occupant if slot.shared else self
         return _stretches(slot, plans)
 

@@ -19,9 +19,10 @@ microseconds however many they are: a shard of 16 KiB takes 2 x 16 KiB / 5 GB/s 
 
 On a queue (GPUs) a message is one operation, on the whole parameter, in a group of operations. A GPU reads and writes
 2.5 TB/s, so a copy of 1 MiB takes 2 x 1 MiB / 2.5 TB/s = 0.8 us: about what one operation more costs among a few, at
-any world size. Beyond some 16 operations, which a backend's channels carry side by side, each costs 5 to 10 us (980
-small ones in one group took 70 times as long as one flat call: https://github.com/NVIDIA/nccl/issues/725). A copy takes
-that long from 8 MiB on: 2 x 8 MiB / 2.5 TB/s = 6.7 us.
+any world size. Beyond some 16 operations, which a backend's channels carry side by side, each costs some microseconds
+(980 small ones in one group took 70 times as long as one flat call: https://github.com/NVIDIA/nccl/issues/725), as a
+copy of several MiB does. But the copy is not all: the message takes as much memory as the parameters again. Among
+parameters of 2 MiB and more, such as experts kept apart, that decides: they all travel in place.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ PAIRWISE = MessageRule(least_part_nbytes=16 << 10)
 ON_A_QUEUE = MessageRule(
     least_nbytes=1 << 20,
     most=FEW_OPERATIONS,
-    always_from_nbytes=8 << 20,
+    always_from_nbytes=2 << 20,
     start_step_bytes=256,  # kernels are chosen by alignment; a GPU's allocator starts plain tensors so, or better
     max_padding=1.0,  # any: parts in the pack are of one size, too, so it has as many rows too many, and a copy besides
 )

@@ -26,7 +26,7 @@ from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.state.optim_state import OWN
-from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
+from fullshard.tape.recorder import Origin, Phase, Recorder, active_recorder, note_origin
 
 __all__ = ["step_shards", "watch_optimizers"]
 
@@ -62,18 +62,20 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         note_outside(optimizer)
         _step_shards(optimizer)
     recorder = active_recorder()
-    if recorder is not None:
-        _interrupted.append(recorder.origin)
+    if recorder is not None and recorder.origin is not _STEP:  # as it still is after a step that raised
+        _interrupted[recorder] = recorder.origin
         note_origin(_STEP)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if _interrupted:
-        note_origin(_interrupted.pop())
+    recorder = active_recorder()
+    if recorder is not None and recorder.origin is _STEP:
+        note_origin(_interrupted.pop(recorder))
 
 
 _STEP = Origin("", Phase.STEP)
-_interrupted: list[Origin] = []  # for whom work was recorded before a step, which may be taken within backward
+# For whom work was recorded before a step, which may be taken within backward.
+_interrupted: weakref.WeakKeyDictionary[Recorder, Origin] = weakref.WeakKeyDictionary()
 
 
 def step_shards(optimizer: OptimizerT) -> OptimizerT:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fullshard._compat import dtensor_like
+from fullshard._compat import dtensor_like, marks_of
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
@@ -125,7 +125,7 @@ def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wis
         return None
     whole = nn.Parameter(value.to(device), requires_grad=param.sharded.requires_grad)
     whole.grad = None if grad is None else grad.to(device)
-    vars(whole).update(vars(param.sharded))  # marks that users left
+    vars(whole).update(marks_of(param.sharded))  # marks that users left
     return whole
 
 
