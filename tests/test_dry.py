@@ -1,5 +1,6 @@
 """The engine run dry does what the engine does: the same numbers on real tensors, the same tape on fake ones."""
 
+import copy
 import gc
 from collections import Counter
 from functools import partial
@@ -14,7 +15,7 @@ from test_races import OPTIONS, STRATEGIES, tape_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import ConfigError, StateError, clip_grad_norm_, dry, fully_shard
+from fullshard import ConfigError, FullyShardedDataParallel, StateError, clip_grad_norm_, dry, fully_shard
 from fullshard.device import current
 from fullshard.dry.lanes import OF_TORCH
 from fullshard.plan.ledger import peak_during
@@ -86,14 +87,14 @@ def test_fake_tensors_leave_the_tape_that_real_ones_leave(strategy):
         assert (fakes.peak_bytes(of_host=True) > 0) == (option == "offload")
 
 
-def make(strategy: str = "zero3") -> Any:
+def make_chain(strategy: str = "zero3") -> Any:
     return chain(partial(fully_shard, strategy=strategy))
 
 
 @pytest.mark.parametrize("strategy", ONE_AXIS)
 def test_a_step_of_one_rank_of_any_world(strategy):
     for world in (2, 512, 4096):
-        tape = dry.run(partial(make, strategy), inputs, world=world, steps=2, microbatches=2, max_norm=1.0)
+        tape = dry.run(partial(make_chain, strategy), inputs, world=world, steps=2, microbatches=2, max_norm=1.0)
         kinds = Counter(entry.name for entry in tape.of(Collective))
         units, reductions = 5, 2 * 5
         gathers = {"ddp": 0, "zero1": 2, "zero2": 4, "zero3": 8}[strategy] * (units - 1)
@@ -145,7 +146,7 @@ def test_the_peak_of_a_tape_is_that_of_the_run(strategy):
 def test_what_leaves_no_trace_is_freed():
     """All memory is given back when the model is gone."""
     with dry.world(8), dry.taped() as tape:
-        model = make()
+        model = make_chain()
         model(inputs()).mean().backward()
         del model
         gc.collect()
@@ -242,21 +243,69 @@ def test_whole_gradients_are_where_their_offloaded_parameters_are():
     run_ranks(2, offloaded_under_ddp)
 
 
+class Masked(nn.Linear):
+    """Has a constant as buffer, and makes another one in forward."""
+
+    def __init__(self) -> None:
+        super().__init__(48, 48)
+        self.register_buffer("offset", torch.tensor([1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 0, super().forward(x), torch.tensor(0.0)) + self.offset
+
+
+def by_twos(layer: nn.Module) -> Any:
+    model = nn.Sequential(layer, copy.deepcopy(layer))
+    for part in model:
+        fully_shard(part)
+    return fully_shard(model)
+
+
+def from_meta() -> Any:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48))
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model).to_empty(device="cpu")
+
+
+def clipped(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: torch.nn.utils.clip_grad_norm_(param, 1.0))
+    return model(batch).mean()
+
+
+@pytest.mark.parametrize("values", [False, True])
+def test_models_that_people_have_run_dry(values):
+    makers = [
+        lambda: by_twos(Masked()),
+        lambda: by_twos(nn.BatchNorm1d(48)),
+        lambda: by_twos(nn.TransformerEncoderLayer(48, 4, 64)),
+        lambda: FullyShardedDataParallel(nn.Sequential(nn.Linear(48, 48), nn.Dropout())),
+        from_meta,
+    ]
+    for maker in makers:
+        tape = dry.run(maker, inputs, world=8, values=values, microbatches=2, max_norm=1.0)
+        assert not dry.races(tape)
+    learning_rate = partial(torch.optim.AdamW, lr=torch.tensor(0.1), fused=True)
+    dry.run(make_chain, inputs, world=8, values=values, make_optimizer=learning_rate, loss=clipped)
+
+
 def test_a_dry_run_says_what_it_cannot_do():
     with pytest.raises(ConfigError, match=r"aten\.nonzero .*depends on values.*values=True"):
-        dry.run(make, inputs, world=2, loss=lambda model, batch: model(batch).nonzero().float().sum())
+        dry.run(make_chain, inputs, world=2, loss=lambda model, batch: model(batch).nonzero().float().sum())
     with pytest.raises(ConfigError, match="returned list, which is no tensor and has no loss"):
         dry.run(lambda: fully_shard(Listing()), inputs, world=2)
     for arguments in ({"world": 0}, {"world": 2, "rank": 2}, {"world": 2, "ranks_per_host": 0}):
         with pytest.raises(ConfigError, match="there is no such rank"):
-            dry.run(make, inputs, **arguments)
+            dry.run(make_chain, inputs, **arguments)
     for arguments in ({"steps": 0}, {"microbatches": 0}):
         with pytest.raises(ConfigError, match="positive numbers are needed"):
-            dry.run(make, inputs, world=2, **arguments)
+            dry.run(make_chain, inputs, world=2, **arguments)
     with pytest.raises(ConfigError, match=r"lanes='tpu'.*\"gpu\" or \"cpu\" is needed"):
-        dry.run(make, inputs, world=2, lanes="tpu")
+        dry.run(make_chain, inputs, world=2, lanes="tpu")
     with dry.world(2), pytest.raises(StateError, match="there is a real one"):
-        dry.run(make, inputs, world=2)
+        dry.run(make_chain, inputs, world=2)
     assert not dist.is_initialized()
 
 

@@ -62,6 +62,7 @@ __all__ = [
     "group_made_alone",
     "group_of",
     "group_timeout_s",
+    "has_group",
     "has_values",
     "holders",
     "holds_tensors",
@@ -427,8 +428,13 @@ def finished_work() -> Any:
     return FakeWork().boxed()
 
 
+def has_group(func: Any) -> bool:
+    """True if an operation of torch's is one on a process group."""
+    return any(argument.name in ("group_name", "process_group") for argument in func._schema.arguments)
+
+
 def group_of(func: Any, args: Sequence[Any]) -> tuple[tuple[int, ...], bool]:
-    """The ranks of the process group that an operation is about, and whether it really sends."""
+    """The ranks of the process group that an operation is on, and whether it really sends."""
     names = [argument.name for argument in func._schema.arguments]
     given = args[names.index("group_name" if "group_name" in names else "process_group")]
     group = (

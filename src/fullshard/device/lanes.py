@@ -13,10 +13,10 @@ and is freed by the host only when the lane that owns it has waited for every ot
 reference keeps it. Where a lane waits for all that compute has queued, that includes what compute has waited for. So no
 tensor needs `record_stream`, and peak memory is the same in every run.
 
-The gather lane waits for compute when memory of its own is freed, not when a gather starts; and at the beginning of a
-forward or a backward, since shards may have changed. A gather is started before the memory of the unit before it is
-freed. So it runs beside that unit's computation even where the host only then learnt that it is needed; and at most two
-units are unsharded at once, though the host never waits.
+The gather lane waits for compute when memory of its own is freed, not when a gather starts; and where shards may have
+changed: at the beginning of a forward or a backward, after hooks on gradients, and when their versions say so. A gather
+is started before the memory of the unit before it is freed. So it runs beside that unit's computation even where the
+host only then learnt that it is needed; and at most two units are unsharded at once, though the host never waits.
 `dry/races.py` holds all this to a law: see there.
 """
 

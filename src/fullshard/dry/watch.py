@@ -18,6 +18,7 @@ from fullshard._compat import (
     finished_work,
     flops_of,
     group_of,
+    has_group,
     is_wrapper_type,
     outside_of_modes,
     uncached,
@@ -159,7 +160,7 @@ def _one(tensor: Tensor) -> bool | int | float:
 @cache
 def _kind(func: OpOverload) -> str:
     if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-        return "view" if "wait_tensor" in func.name() else "collective"
+        return "collective" if has_group(func) else "view"
     if str(func._overloadpacket) == "aten.lift_fresh":
         return "constant"
     told = func.is_view or func.namespace == "profiler" or str(func._overloadpacket) in _NO_MEMORY
