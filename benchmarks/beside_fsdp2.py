@@ -269,6 +269,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--explain", action="store_true", help="name the operations")
     args = parser.parse_args()
+    unknown = set(args.models.split(",")) - set(MODELS)
+    if unknown:
+        parser.error(f"--models {args.models}: there is no {', '.join(sorted(unknown))}; choose of {', '.join(MODELS)}")
     found: dict[tuple[str, int], dict[str, Counts]] = {}
     for model in args.models.split(","):
         task = task_of(model, args.layers)

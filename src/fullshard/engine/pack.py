@@ -68,8 +68,7 @@ class Pack:
         columns, odd = [], []
         for i, width in self._columns:
             if (grad := grads.get(i)) is None:
-                zeros = self._gap(width, message, dtype) if i < 0 else message.new_zeros(world, width, dtype=dtype)
-                columns.append(zeros)
+                columns.append(self._gap(width, message, dtype))
                 continue
             grad = grad.to(dtype)
             spec = self._layout.params[i].spec
@@ -78,12 +77,10 @@ class Pack:
             elif spec.dim is None:
                 columns.append(grad.view(1, -1).expand(world, -1).contiguous())
             else:
-                columns.append(message.new_zeros(world, width, dtype=dtype))
+                columns.append(self._gap(width, message, dtype))
                 odd.append(i)
         torch._chunk_cat(columns, 0, world, out=message)
-        for i in odd:
-            for part, row in self.pairs(i, grads[i], message):
-                row.copy_(part)
+        _copy_each([(row, part) for i in odd for part, row in self.pairs(i, grads[i], message)])
 
     def _parts(self, i: int, grad: Tensor, message: Tensor) -> Iterator[_Pair]:
         """Pairs (stretch of `message`, every rank's part of the gradient of parameter `i`, which has its values)."""
