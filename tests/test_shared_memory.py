@@ -349,7 +349,7 @@ def train_and_count() -> tuple[int, int]:
 
 
 def test_training_needs_one_block_and_not_more_with_time():
-    """For what is reduced: the memory that gathers needed before units took turns on memory in common is given up. There
+    """For what is reduced: the memory that gathers needed before units took turns on common memory is given up. There
     is one more, and stays, where the other rank was late once.
     """
     for few, many in run_ranks(2, train_and_count):
