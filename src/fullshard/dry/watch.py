@@ -90,7 +90,7 @@ class Watch(TorchDispatchMode):
             if not self._storages.is_known(tensor) and not tensor.is_meta:
                 self._storages.note_allocated(tensor.untyped_storage(), lane)
                 made.append(tensor)
-        if name in _NO_VALUES:
+        if name in _NO_VALUES or not (given or made):  # such as a question about dtypes
             return result
         if name == _COPIES_INTO_FIRST_RESULT:
             writes += (self._storages.access(result[0]),)
