@@ -156,8 +156,9 @@ def holders(tensor: DTensor) -> Any:
     """A value that stays equal until somebody refers to `tensor` or its local tensor, or replaces either."""
     outer: Any = tensor
     local: Any = tensor._local_tensor
+    place = local.data_ptr() if type(local) is Tensor else address(local)
     counts = sys.getrefcount(outer), outer._use_count(), sys.getrefcount(local), local._use_count()
-    return counts, len(vars(outer)), outer.requires_grad, id(local), address(local), local.shape, local.stride()
+    return counts, len(vars(outer)), outer.requires_grad, id(local), place, local.shape, local.stride()
 
 
 def storage_holders(tensor: Tensor) -> tuple[int, int]:

@@ -71,21 +71,27 @@ class Gradients:
         grads: dict[int, Tensor] = {}
         waiting: dict[int, Tensor] = {}  # to be cast together
         nbytes, at_once = 0, _CAST_AT_ONCE if accelerator_for(self.plan.device).has_lanes else 0
+        reduce = self.plan.contract.reduce
         for i, param in enumerate(self.params):
-            if (grad := param.take_grad()) is not None:
-                grads[i] = waiting[i] = grad if grad.layout is torch.strided else grad.to_dense()
-                if self._is_cast_by_pack(i):
-                    grads[i] = waiting.pop(i).contiguous()
-                else:
-                    nbytes += grad.nbytes
-                del grad
-                if nbytes >= at_once:
-                    self._cast(waiting, grads)
-                    nbytes = 0
-        self._cast(waiting, grads)
-        for i in range(len(self.params)):
-            if (held := self.state.whole.pop(i, None)) is not None:
-                grads[i] = held.add_(grads[i]) if i in grads else held
+            if (grad := param.take_grad()) is None:
+                continue
+            if grad.layout is not torch.strided:
+                grad = grad.to_dense()
+            if grad.dtype is reduce or self._is_cast_by_pack(i):
+                grads[i] = grad if grad.is_contiguous() else grad.contiguous()
+                continue
+            grads[i] = waiting[i] = grad
+            nbytes += grad.nbytes
+            del grad
+            if nbytes >= at_once:
+                self._cast(waiting, grads)
+                nbytes = 0
+        if waiting:
+            self._cast(waiting, grads)
+        if self.state.whole:
+            for i in range(len(self.params)):
+                if (held := self.state.whole.pop(i, None)) is not None:
+                    grads[i] = held.add_(grads[i]) if i in grads else held
         return grads
 
     def _is_cast_by_pack(self, i: int) -> bool:

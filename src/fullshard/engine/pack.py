@@ -70,7 +70,7 @@ class Pack:
             if (grad := grads.get(i)) is None:
                 columns.append(self._gap(width, message, dtype))
                 continue
-            grad = grad.to(dtype)
+            grad = grad if grad.dtype is dtype else grad.to(dtype)
             spec = self._layout.params[i].spec
             if spec.dim == 0:
                 columns.append(grad)

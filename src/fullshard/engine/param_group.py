@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,7 +59,9 @@ class ParamGroup:
             self.gather = TwoLevelGather(self.params, storage, wires.gathers, wires.scratch)
         else:
             self.gather = Gather(self.params, storage, wires.gathers, wires.scratch)
-        self._addresses = [address(param.local) for param in self.params]
+        is_plain = all(type(param.local) is Tensor for param in self.params)
+        self._address: Callable[[Tensor], Any] = Tensor.data_ptr if is_plain else address
+        self._addresses = [self._address(param.local) for param in self.params]
         self._without_rows = [param for param in self.params if not param.local.numel()]  # have no address
         self._unsharded = unsharded
         self._point_to(unsharded)
@@ -123,7 +126,8 @@ class ParamGroup:
         stored, device = self.plan.contract.stored, self.plan.memory.device
         if any(param.local.dtype != stored or param.local.device != device for param in self._without_rows):
             return False
-        return [address(param.local) for param in self.params] == self._addresses
+        locate = self._address
+        return [locate(param.local) for param in self.params] == self._addresses
 
     @property
     def is_trained(self) -> bool:

@@ -127,10 +127,10 @@ class Reduction(ABC):
     @property
     def is_read_by_host(self) -> bool:
         """True if the host itself reads what has landed at once: to add it to what there is, or in hooks."""
+        if not self.has_to_land:
+            return False
         params = [self._gradients.params[i] for i in self._summed]
-        return self.has_to_land and (
-            self._accumulates or any(param.has_grad or grad_hooks(param.sharded) for param in params)
-        )
+        return self._accumulates or any(param.has_grad or grad_hooks(param.sharded) for param in params)
 
     @property
     def has_to_land(self) -> bool:

@@ -42,7 +42,7 @@ from fullshard.liveness.whereabouts import here
 from fullshard.policy.precision import is_castable
 from fullshard.policy.switches import switches
 from fullshard.tape.context import drop_if_stale
-from fullshard.tape.recorder import Origin, Phase, note_origin
+from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
 
 __all__ = ["Runtime", "cast_outputs", "check_not_summoned", "runtime_or_none"]
 
@@ -130,7 +130,7 @@ class Runtime:
             self._prefetch_backward(unit)
         if call is not None:
             args, kwargs = call.watch_inputs((args, kwargs))
-        note_origin(unit.origin(Phase.FORWARD))
+        _note(unit, Phase.FORWARD)
         return args, kwargs
 
     def before_transformed_forward(self, unit: Unit) -> None:
@@ -170,9 +170,9 @@ class Runtime:
         if not self._stack and not in_backward():
             self._end_forward(unit)
         if self._stack:
-            note_origin(self._stack[-1][0].origin(Phase.FORWARD))
+            _note(self._stack[-1][0], Phase.FORWARD)
         else:
-            note_origin(self.units[0].origin(Phase.BACKWARD if in_backward() else Phase.FORWARD))
+            _note(self.units[0], Phase.BACKWARD if in_backward() else Phase.FORWARD)
         return output
 
     def _begin_forward(self, top: Unit) -> None:
@@ -333,8 +333,9 @@ class Runtime:
 
     def _note_backward(self) -> None:
         """Have what follows recorded as the backward of the innermost unit that is in its own."""
-        innermost = max(self._calls, key=lambda call: call.start, default=None)
-        note_origin((self.units[0] if innermost is None else innermost.unit).origin(Phase.BACKWARD))
+        if active_recorder() is not None:
+            innermost = max(self._calls, key=lambda call: call.start, default=None)
+            _note(self.units[0] if innermost is None else innermost.unit, Phase.BACKWARD)
 
     def finish_backward(self) -> None:
         """Settle what is left when autograd has run its last node: reductions, unused parameters, unsharded units."""
@@ -553,6 +554,12 @@ class Runtime:
         for unit in units:
             if unit.form is Form.SHARDED and (unit.can_occupy_slot or unit.keeps_unsharded):
                 self.start_unshard(unit, phase)
+
+
+def _note(unit: Unit, phase: Phase) -> None:
+    """Have what follows recorded as on behalf of `unit`."""
+    if active_recorder() is not None:
+        note_origin(unit.origin(phase))
 
 
 def cast_outputs(unit: Unit, output: Any) -> Any:
