@@ -261,7 +261,7 @@ def predicted(world: int) -> dict[str, Any]:
     from fullshard import dry
     from fullshard.bench.model import Model
     from fullshard.plan.allocator import allocator_use
-    from fullshard.tape.tape import Allocation, Collective, Free, Operation
+    from fullshard.tape.tape import HOST, Collective, Operation
 
     workload = workload_of(world, "cpu")
     with dry.world(world):
@@ -272,17 +272,11 @@ def predicted(world: int) -> dict[str, Any]:
             for _ in range(3):
                 start = len(tape.entries)
                 trainer.step(tokens)
-            entries = list(tape.entries)
-    held = peak = 0
-    for number, entry in enumerate(entries):
-        if isinstance(entry, Allocation | Free) and entry.lane != "host":
-            held += entry.nbytes if isinstance(entry, Allocation) else -entry.nbytes
-            peak = max(peak, held) if number >= start else held
-    step = entries[start:]
-    operations = [entry for entry in step if isinstance(entry, Operation) and entry.lane != "host"]
+    step = tape.entries[start:]
+    operations = [entry for entry in step if isinstance(entry, Operation) and entry.lane != HOST]
     collectives = sum(isinstance(entry, Collective) for entry in step)
     return {
-        "peak_bytes": peak,
+        "peak_bytes": tape.peak_bytes(since=start),
         "reserved_bytes": allocator_use(tape).reserved,
         "operations": len(operations),
         "collectives": collectives,

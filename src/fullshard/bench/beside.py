@@ -17,7 +17,7 @@ from fullshard import MixedPrecisionPolicy, dry, fully_shard
 from fullshard.bench import peers
 from fullshard.plan.timeline import Costs, Timeline, lay_out
 from fullshard.tape.recorder import Origin, Phase, note_origin
-from fullshard.tape.tape import Allocation, Collective, Entry, Free, Operation, Recorded, Waited
+from fullshard.tape.tape import HOST, Collective, Entry, Operation, Recorded, Waited
 
 __all__ = ["SYSTEMS", "Counts", "StepTape", "Task", "cast", "plain_step", "sharded_step"]
 
@@ -71,18 +71,10 @@ class StepTape:
     """
 
     entries: list[Entry]
-    held: int  # bytes of tensors that were there when it began
+    peak_bytes: int  # the most bytes of tensors that are alive at once, on the accelerator
     casts: dict[str, int]
     grads: int
     races: int  # in both steps
-
-    def peak_bytes(self) -> int:
-        """The most bytes of tensors that are alive at once, on the accelerator."""
-        held = peak = self.held
-        for entry in self.entries:
-            held += _grown(entry)
-            peak = max(peak, held)
-        return peak
 
     def copied_bytes(self) -> int:
         """Bytes that copies write."""
@@ -110,7 +102,7 @@ class StepTape:
             sent_bytes=sum(sizes),
             small_messages=sum(sum(it.sizes) < SMALL for it in collectives),
             host_operations=sum(isinstance(it, Operation | Collective | Recorded | Waited) for it in self.entries),
-            peak_bytes=self.peak_bytes(),
+            peak_bytes=self.peak_bytes,
             exposed_s=timeline.exposed_s("compute"),
             step_s=timeline.end,
             races=self.races,
@@ -138,7 +130,7 @@ class StepTape:
         return lay_out(self.entries, costs)
 
     def _operations(self) -> list[Operation]:
-        return [it for it in self.entries if isinstance(it, Operation) and it.lane != "host"]
+        return [it for it in self.entries if isinstance(it, Operation) and it.lane != HOST]
 
     def _collectives(self) -> list[Collective]:
         return [it for it in self.entries if isinstance(it, Collective)]
@@ -176,16 +168,14 @@ def sharded_step(system: str, task: Task, world: int) -> StepTape:
             for module in (*units.values(), model):
                 chosen.shard(module, mesh)
             begun = _second_step(model, task, tape)
-    return StepTape(
-        tape.entries[begun:], sum(map(_grown, tape.entries[:begun])), casts, grads, races=len(dry.races(tape))
-    )
+    return StepTape(tape.entries[begun:], tape.peak_bytes(since=begun), casts, grads, races=len(dry.races(tape)))
 
 
 def plain_step(task: Task) -> StepTape:
     """A step of the plain model on one rank, all of it in the compute dtype."""
     with dry.taped() as tape:
         begun = _second_step(cast(task.make_model(), COMPUTE), task, tape)
-    return StepTape(tape.entries[begun:], sum(map(_grown, tape.entries[:begun])), {"": 0}, 0, races=0)
+    return StepTape(tape.entries[begun:], tape.peak_bytes(since=begun), {"": 0}, 0, races=0)
 
 
 def cast(module: M, dtype: torch.dtype) -> M:
@@ -216,10 +206,3 @@ def _second_step(model: nn.Module, task: Task, tape: dry.Tape) -> int:
 def _cast_bytes(params: Iterable[nn.Parameter], world: int) -> int:
     """Bytes, in the compute dtype, of this rank's shards of those that are of another one."""
     return sum(-(-param.numel() // world) * COMPUTE.itemsize for param in params if param.dtype != COMPUTE)
-
-
-def _grown(entry: Entry) -> int:
-    """By how many bytes `entry` makes the accelerator's memory fuller."""
-    if isinstance(entry, Allocation | Free) and entry.lane != "host":
-        return entry.nbytes if isinstance(entry, Allocation) else -entry.nbytes
-    return 0

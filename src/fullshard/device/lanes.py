@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -143,9 +143,6 @@ def _current(device: torch.device) -> Iterator[None]:
         torch.accelerator.set_device_index(before)
 
 
-LANES = "compute", "gather", "reduce", "replicate", "offload", "host"
-
-
 @dataclass(frozen=True)
 class Lanes:
     """The lanes of one device, which all that computes there shares."""
@@ -156,3 +153,7 @@ class Lanes:
     replicate: Lane  # sums over the replicate axis, or across groups: the slow network holds up nothing else
     offload: Lane  # copies to the host
     host: Lane
+
+
+LANES = tuple(lane.name for lane in fields(Lanes))
+"""Their names, in that order."""

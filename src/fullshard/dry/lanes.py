@@ -14,7 +14,7 @@ from torch import Tensor
 from fullshard.device.accelerator import Accelerator
 from fullshard.device.lanes import LANES, Lane, Lanes, Mark
 from fullshard.dry.storages import Storages
-from fullshard.tape.tape import Recorded, Tape, Waited
+from fullshard.tape.tape import HOST, Recorded, Tape, Waited
 
 __all__ = ["OF_TORCH", "DryAccelerator", "DryLane"]
 
@@ -99,7 +99,7 @@ class DryAccelerator(Accelerator):
         to_host = self.storages.is_host(other)
         if to_host == self.storages.is_host(tensor):
             return tensor
-        return self._copied(tensor, "host" if to_host else self.lane)
+        return self._copied(tensor, HOST if to_host else self.lane)
 
     def _copied(self, tensor: Tensor, lane: str) -> Tensor:
         with self.on_lane(lane):
@@ -107,7 +107,7 @@ class DryAccelerator(Accelerator):
         return copied.copy_(tensor)
 
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        with self.on_lane("host"):
+        with self.on_lane(HOST):
             return torch.zeros(numel, dtype=dtype)
 
     @contextmanager
@@ -137,13 +137,13 @@ class DryAccelerator(Accelerator):
 
     def _check_current(self, lane: str) -> None:
         """The compute lane is whichever is current, so that within another one's context it would be that."""
-        assert lane != LANES[0] or self.lane in (lane, "host"), f"compute was asked for within lane {self.lane}"
+        assert lane != LANES[0] or self.lane in (lane, HOST), f"compute was asked for within lane {self.lane}"
 
     def hold_host(self, lane: str, operation: str) -> None:
         """Let the host wait for `lane`, as an operation of torch's has it wait."""
         self._marks += 1
         self.tape.note(Recorded(self._marks, lane, self.tape.origin))
-        self.note_wait(self._marks, "host", f"{OF_TORCH}{operation}")
+        self.note_wait(self._marks, HOST, f"{OF_TORCH}{operation}")
 
 
 def _site() -> str:

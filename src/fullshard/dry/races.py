@@ -15,11 +15,11 @@ mark takes the larger ones. Whatever is queued lies behind what the host has don
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fullshard.dry.storages import GIVEN
 from fullshard.tape.recorder import Origin
-from fullshard.tape.tape import Access, Allocation, Collective, Free, Operation, Recorded, Tape, Waited
+from fullshard.tape.tape import HOST, Access, Allocation, Collective, Free, Operation, Recorded, Tape, Waited
 
 __all__ = ["Race", "races"]
 
@@ -59,11 +59,8 @@ class _Use:
     writes: bool
 
 
-@dataclass
-class _Memory:
-    """What was done with a storage: the last use of each lane for each stretch."""
-
-    uses: dict[tuple[str, int, int, bool], _Use] = field(default_factory=dict)
+_Uses = dict[tuple[str, int, int, bool], _Use]
+"""What was done with a storage: the last use of each lane for each stretch, whether it writes or reads."""
 
 
 def races(tape: Tape) -> list[Race]:
@@ -79,7 +76,7 @@ class _Reader:
         self.found: list[Race] = []
         self._clocks: dict[str, Clock] = defaultdict(Clock)
         self._marks: dict[int, Clock] = {}
-        self._memory: dict[int, _Memory] = defaultdict(_Memory)
+        self._uses: dict[int, _Uses] = defaultdict(dict)  # by storage
         self._freed: dict[str, list[_Use]] = defaultdict(list)  # by the lane that has the memory back
 
     def read(self, entry: object) -> None:
@@ -98,8 +95,8 @@ class _Reader:
     def _clock(self, lane: str) -> Clock:
         """What the work of `lane` that is queued now lies behind: whatever the host has done is among it."""
         clock = self._clocks[lane]
-        if lane != "host":
-            _join(clock, self._clocks["host"])
+        if lane != HOST:
+            _join(clock, self._clocks[HOST])
         return clock
 
     def _use(self, entry: Operation | Collective) -> None:
@@ -110,7 +107,7 @@ class _Reader:
             if access.nbytes == 0:
                 continue
             use = _Use(entry.name, lane, entry.origin, clock[lane], access, writes)
-            uses = self._memory[access.storage].uses
+            uses = self._uses[access.storage]
             for other in uses.values():
                 if _conflict(use, other) and clock.get(other.lane, 0) < other.time:
                     self._report("both use", other, use)
@@ -127,12 +124,12 @@ class _Reader:
         # Other lanes may have it once they come behind what this one was given before: it may still use that memory.
         access = Access(entry.storage, 0, entry.nbytes)
         made = _Use("its allocation", lane, entry.origin, clock.get(lane, 0), access, writes=True)
-        self._memory[entry.storage].uses[lane, 0, entry.nbytes, True] = made
+        self._uses[entry.storage][lane, 0, entry.nbytes, True] = made
 
     def _free(self, entry: Free) -> None:
-        memory = self._memory.pop(entry.storage, None)
-        if memory is not None and entry.lane not in ("host", GIVEN):  # pinned memory waits by itself
-            self._freed[entry.lane] += [use for use in memory.uses.values() if use.lane != entry.lane]
+        uses = self._uses.pop(entry.storage, {})
+        if entry.lane not in (HOST, GIVEN):  # pinned memory waits by itself
+            self._freed[entry.lane] += [use for use in uses.values() if use.lane != entry.lane]
 
     def _report(self, what: str, first: _Use, second: _Use) -> None:
         self.found.append(

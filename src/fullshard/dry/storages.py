@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard.tape.tape import Access, Allocation, Free, Tape
+from fullshard.tape.tape import HOST, Access, Allocation, Free, Tape
 
 __all__ = ["GIVEN", "Storages"]
 
@@ -54,7 +54,7 @@ class Storages:
     def is_host(self, tensor: Tensor) -> bool:
         """True if the memory of `tensor` is the host's, beside that of an accelerator."""
         known = self._known.get(tensor.untyped_storage()._cdata)
-        return known is not None and known.lane == "host"
+        return known is not None and known.lane == HOST
 
     def access(self, tensor: Tensor) -> Access:
         """The bytes that `tensor` spans."""

@@ -25,7 +25,7 @@ from fullshard._compat import (
 )
 from fullshard.dry.lanes import DryAccelerator
 from fullshard.errors import ConfigError
-from fullshard.tape.tape import Collective, Operation
+from fullshard.tape.tape import HOST, Collective, Operation
 
 __all__ = ["Watch"]
 
@@ -97,13 +97,13 @@ class Watch(TorchDispatchMode):
         writes += tuple(map(self._storages.access, made))
         flops = flops_of(func, args, kwargs, result)
         self._tape.note(Operation(name, lane, self._tape.origin, reads, writes, flops, name in _COPIES))
-        if self._accelerator.has_lanes and lane != "host" and self._holds_host(name, given, args, kwargs):
+        if self._accelerator.has_lanes and lane != HOST and self._holds_host(name, given, args, kwargs):
             self._accelerator.hold_host(lane, name)
         return result
 
     def _lane_for(self, given: Sequence[Tensor]) -> str:
         """The lane that an operation runs on: the host's if it touches the host's memory only."""
-        return "host" if given and all(map(self._storages.is_host, given)) else self._accelerator.lane
+        return HOST if given and all(map(self._storages.is_host, given)) else self._accelerator.lane
 
     def _holds_host(self, name: str, given: Sequence[Tensor], args: Any, kwargs: Any) -> bool:
         """True if the host waits until the operation is over."""

@@ -18,11 +18,10 @@ when the device is full.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
 from dataclasses import dataclass, field
 
 from fullshard.layout.offsets import align
-from fullshard.tape.tape import Allocation, Free, Tape
+from fullshard.tape.tape import HOST, Allocation, Free, Tape
 
 __all__ = ["AllocatorUse", "CachingAllocator", "allocator_use"]
 
@@ -176,15 +175,13 @@ def allocator_use(tape: Tape, *, expandable: bool = False) -> AllocatorUse:
     """
     allocator = CachingAllocator(expandable=expandable)
     held: dict[int, _Block] = {}
-    sizes: dict[int, int] = defaultdict(int)
     tensors = most_tensors = most_allocated = 0
     for entry in tape.entries:
-        if isinstance(entry, Allocation) and entry.lane != "host":
+        if isinstance(entry, Allocation) and entry.lane != HOST:
             held[entry.storage] = allocator.allocate(entry.nbytes, entry.lane)
-            sizes[entry.storage] = entry.nbytes
             tensors += entry.nbytes
             most_tensors, most_allocated = max(most_tensors, tensors), max(most_allocated, allocator.allocated)
         elif isinstance(entry, Free) and entry.storage in held:
             allocator.free(held.pop(entry.storage))
-            tensors -= sizes.pop(entry.storage)
+            tensors -= entry.nbytes
     return AllocatorUse(most_tensors, most_allocated, allocator.reserved)

@@ -10,7 +10,7 @@ from enum import Enum
 from types import MappingProxyType
 
 from fullshard.tape.recorder import Origin, Phase
-from fullshard.tape.tape import Allocation, Collective, Entry, Free, Operation, Tape
+from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Operation, Tape
 
 __all__ = ["MemoryPeak", "State", "memory_curve", "memory_peak"]
 
@@ -79,7 +79,7 @@ def _walk(tape: Tape, of_host: bool) -> Iterator[tuple[int, Counter[State], dict
     states = _states(tape.entries)
     held, alive = Counter[State](), dict[int, tuple[int, State]]()
     for place, entry in enumerate(tape.entries):
-        if isinstance(entry, Allocation) and (entry.lane == "host") == of_host:
+        if isinstance(entry, Allocation) and (entry.lane == HOST) == of_host:
             state = states[place]
             held[state] += entry.nbytes
             alive[entry.storage] = entry.nbytes, state

@@ -18,11 +18,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from fullshard.tape.tape import Collective, Entry, Operation, Recorded, Waited
+from fullshard.tape.tape import HOST, Collective, Entry, Operation, Recorded, Waited
 
 __all__ = ["Costs", "Placed", "Stall", "Timeline", "lay_out"]
-
-HOST = "host"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,11 @@ from typing import TypeVar
 
 from fullshard.tape.recorder import Origin, Recorder
 
-__all__ = ["Access", "Allocation", "Collective", "Entry", "Free", "Operation", "Recorded", "Tape", "Waited"]
+__all__ = ["HOST", "Access", "Allocation", "Collective", "Entry", "Free", "Operation", "Recorded", "Tape", "Waited"]
+
+
+HOST = "host"
+"""The lane of the host, which has memory of its own beside an accelerator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +131,16 @@ class Tape(Recorder):
         """The entries of one kind, in order."""
         return (entry for entry in self.entries if isinstance(entry, kind))
 
-    def peak_bytes(self, *, of_host: bool = False) -> int:
-        """The most bytes of tensors that were alive at once in the device's memory, or in the host's beside it."""
+    def peak_bytes(self, *, since: int = 0, of_host: bool = False) -> int:
+        """The most bytes of tensors that were alive at once in the device's memory, or in the host's beside it.
+
+        Args:
+            since: the place on the tape from which on to look.
+            of_host: whether it is the host's.
+        """
         held = peak = 0
-        for entry in self.entries:
-            if isinstance(entry, Allocation | Free) and (entry.lane == "host") == of_host:
+        for place, entry in enumerate(self.entries):
+            if isinstance(entry, Allocation | Free) and (entry.lane == HOST) == of_host:
                 held += entry.nbytes if isinstance(entry, Allocation) else -entry.nbytes
-                peak = max(peak, held)
+            peak = max(peak, held) if place >= since else held
         return peak

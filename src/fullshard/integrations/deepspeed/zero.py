@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
-from fullshard._compat import dtensor_like, make_dtensor
+from fullshard._compat import dtensor_like, make_dtensor, marks_of
 from fullshard.comm.routes import collectives_for
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import check_idle
@@ -92,7 +92,7 @@ def _show_whole(it: Managed) -> tuple[nn.Parameter, nn.Parameter]:
     mesh = param.dtensor.device_mesh
     replicated = make_dtensor(whole.detach(), mesh, (Replicate(),) * mesh.ndim, tuple(whole.shape))
     content = nn.Parameter(replicated, requires_grad=trained)
-    vars(content).update(vars(param.sharded))  # marks that users left
+    vars(content).update(marks_of(param.sharded))  # marks that users left
     torch.utils.swap_tensors(param.sharded, content)
     param.show(whole)
     return whole, content
