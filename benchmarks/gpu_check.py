@@ -66,7 +66,7 @@ class Result:
 
 def by_pytest(name: str, claim: str, file: str, limit_s: float) -> Part:
     """Without what `conftest.py` needs, and without a cache, since the clone may be of somebody else."""
-    options = ("--noconftest", "-p", "no:cacheprovider", "-v", "--color=no", "-m", "not slow")
+    options = ("--noconftest", "-p", "no:cacheprovider", "-v", "--color=no", "-m", "gpu and not slow")
     return Part(name, claim, ("-m", "pytest", *options, file), limit_s)
 
 
@@ -75,9 +75,9 @@ def parts(*, dry: bool) -> list[Part]:
     several = "ranks learn the bits of plain PyTorch by NCCL"
     return [
         Part("facts", "torch reaches the GPU", (*one, "facts"), 40),
-        by_pytest("tests", "one rank learns the bits of plain PyTorch, in CUDA graphs too", "tests/test_gpu.py", 170),
-        by_pytest("late lanes", "however late a lane is, no bit is another one", "tests/test_late_lanes.py", 170),
-        Part("prediction", "the tape tells a step's memory within 5 %", (*one, "prediction"), 60),
+        by_pytest("tests", "one rank learns the bits of plain PyTorch, in CUDA graphs too", "tests/test_gpu.py", 120),
+        by_pytest("late lanes", "however late a lane is, no bit is another one", "tests/test_late_lanes.py", 190),
+        Part("prediction", "the tape tells a step's memory within 5 %", (*one, "prediction"), 90),
         by_pytest("several GPUs", several, "tests/test_gpu_ranks.py", 100),
         Part("time", "no step takes 5 % longer than FSDP2's", (*one, "steps", "1" if dry else "2"), 170),
     ]

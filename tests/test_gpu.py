@@ -154,6 +154,7 @@ def compiled(mode: str | None) -> list[Any]:
 
 
 def agree_compiled() -> None:
+    compiled(None)  # the compiler measures variants of a kernel once, and keeps to the fastest
     assert_same(compiled("reduce-overhead"), compiled(None), name="reduce-overhead")
 
 

@@ -17,6 +17,7 @@ from test_docs import code_blocks, page, section
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fullshard import ConfigError, ShardedGradScaler, StateError, fully_shard
 from fullshard.engine.registry import units_in
@@ -162,6 +163,31 @@ def steps_in_backward_agree() -> None:
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_steps_within_backward_give_the_bits_of_steps_after_it(world):
     run_ranks(world, steps_in_backward_agree)
+
+
+def stepping_between_uses(shard: Any) -> dict[str, Tensor | None]:
+    """Reentrant checkpoints take gradients use by use: the earlier use is computed anew, with what the hook made."""
+    model = chain(shard)
+    step_when_ready(model)
+
+    def forward(x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        for i in (0, 1, 0, 2):
+            x = checkpoint(model.layers[i], x, use_reentrant=True)
+        return model.head(x)
+
+    model.forward = forward
+    for step in range(3):
+        model(inputs(step)).square().mean().backward()
+    return wholes(model)
+
+
+def steps_between_uses_agree() -> None:
+    agree_with_plain(stepping_between_uses, "ddp", "zero1", "zero2", "zero3")
+
+
+def test_a_layer_used_twice_is_computed_anew_with_what_a_hook_has_made_of_it():
+    run_ranks(2, steps_between_uses_agree)
 
 
 def accumulate_then_step() -> None:

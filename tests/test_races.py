@@ -194,6 +194,9 @@ def stepping_beside_compute(model: Any) -> None:
         with lanes.offload.after(lanes.compute):
             optimizer.step()
         model.set_post_optim_event(lanes.offload.mark())
+    lanes.compute.wait(lanes.offload.mark())
+    for param in model.parameters():
+        param.to_local().sum()
 
 
 def transforming(model: Any) -> None:

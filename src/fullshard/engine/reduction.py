@@ -155,6 +155,11 @@ class Reduction(ABC):
         for scratch in self._scratch:
             self._wires.scratch.give(scratch)
 
+    @property
+    def has_hooks(self) -> bool:
+        """True if users have registered something to be called when these gradients are complete."""
+        return self._finishes and any(grad_hooks(self._gradients.params[i].sharded) for i in self._summed)
+
     def call_hooks(self) -> bool:
         """Call what users have registered to be called when a gradient is complete, such as an optimizer's step.
 
@@ -411,6 +416,11 @@ class UnitReduction:
         self.is_late = last is not self._lanes.reduce
         if self.is_late:
             self._ended = last.mark()
+
+    @property
+    def has_hooks(self) -> bool:
+        """True if users have registered something to be called at its end, which may write to the unit's shards."""
+        return any(reduction.has_hooks for reduction in self._reductions)
 
     def complete_if_come(self) -> None:
         """Free the whole gradients already, if nobody need wait for other ranks. Not for a lane that is a stream."""

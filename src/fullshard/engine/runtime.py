@@ -461,6 +461,8 @@ class Runtime:
         if unit.form is not Form.SHARDED:
             return
         check_not_summoned(unit)
+        if self._awaits_hooks(unit):
+            self._finish_reductions()
         if phase is Phase.IDLE:
             unit.notice_step()
         if phase is Phase.IDLE or (self._lanes.gather.is_stream and not unit.shows_its_shards):
@@ -552,8 +554,13 @@ class Runtime:
 
     def _prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
         for unit in units:
-            if unit.form is Form.SHARDED and (unit.can_occupy_slot or unit.keeps_unsharded):
+            may_move = unit.can_occupy_slot or unit.keeps_unsharded
+            if unit.form is Form.SHARDED and may_move and not self._awaits_hooks(unit):
                 self.start_unshard(unit, phase)
+
+    def _awaits_hooks(self, unit: Unit) -> bool:
+        """True if gradients of an earlier use are under way, to hooks that may step with them before this use."""
+        return unit in self._reductions and self._reductions[unit].has_hooks
 
 
 def _note(unit: Unit, phase: Phase) -> None:

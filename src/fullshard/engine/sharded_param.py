@@ -18,6 +18,7 @@ from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_view import ParamView
 from fullshard.errors import StateError
 from fullshard.layout.group_layout import ParamLayout
+from fullshard.layout.offsets import contiguous_strides
 
 __all__ = ["Owner", "ShardedParam", "Source", "digest", "full_copy"]
 
@@ -224,10 +225,12 @@ def digest(tensor: Tensor) -> int | None:
     if not has_values(local):
         return None
     local = local.view(torch.uint8) if local.dtype.itemsize == 1 else local
-    numel = local.numel()
-    positions = torch.arange(min(numel, _SAMPLES), device=local.device) * numel // max(1, min(numel, _SAMPLES))
-    sample = local[torch.unravel_index(positions, local.shape)] if local.ndim else local
-    return crc32(bytes(sample.reshape(-1).view(torch.uint8).tolist()))
+    numel, strides = local.numel(), contiguous_strides(local.shape)
+    sample = []
+    for offset in (i * numel // _SAMPLES for i in range(_SAMPLES if numel else 0)):
+        position = tuple(offset // stride % size for stride, size in zip(strides, local.shape, strict=True))
+        sample.append(local[position])
+    return crc32(bytes(torch.stack(sample).view(torch.uint8).tolist())) if sample else 0
 
 
 @torch.no_grad()
