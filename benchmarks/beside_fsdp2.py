@@ -4,7 +4,7 @@
 
 No GPU is needed. Both run dry: their own code, on tensors without memory, on the lanes of a pretended GPU, as rank 0 of
 a world that is pretended too. All that they do is written on a tape, and counted there; so the numbers are exact, and
-the same whenever this is run. Times alone depend on assumed speeds (`fullshard.plan.timeline.Costs`: H100s, 8 a host).
+the same whenever this is run. Times alone depend on assumed speeds (`fullshard.plan.costs.Costs`: H100s, 8 a host).
 
 Each transformer block is a unit, and the root takes the rest. Parameters rest in fp32 (the frozen ones of `lora` in
 bf16), compute in bf16 and are summed in fp32; AdamW is fused; a rank has one sequence, of 4096 tokens (GPT-2: of 1024);

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fullshard.plan.timeline import Costs, Timeline, lay_out
+from fullshard.plan.costs import Costs
+from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Collective, Entry, Operation, Recorded, Waited
 

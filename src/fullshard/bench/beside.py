@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard import MixedPrecisionPolicy, dry, fully_shard
 from fullshard.bench import peers
-from fullshard.plan.timeline import Costs, Timeline, lay_out
+from fullshard.plan.costs import Costs
+from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Origin, Phase, note_origin
 from fullshard.tape.tape import HOST, Collective, Entry, Operation, Recorded, Waited
 

@@ -1,0 +1,152 @@
+"""Descriptions of machines: what an accelerator computes, remembers and sends in a second, with the sources.
+
+A description is a TOML file. Those of `plan/machines` come with the package; `fullshard calibrate` writes one of the
+machine it runs on; and users write their own, in which `like` names a description that has whatever is left out:
+
+    like = "h100-80"
+    name = "our cluster"
+    ranks_per_host = 4
+
+    [network]
+    bytes_per_s = 25e9
+
+Facts come from data sheets. What kernels reach of them is fitted, by at most three constants an accelerator: they are
+in the table `fitted`, and whatever is predicted with them says so.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from fullshard.errors import ConfigError
+
+__all__ = ["Fitted", "Hardware", "Link", "hardware", "known_hardware"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How one rank sends to others over one kind of wire.
+
+    Args:
+        bytes_per_s: the bus bandwidth of collectives over it, for each rank, one way.
+        step_s: seconds that each step of a collective's algorithm takes beside its bytes.
+    """
+
+    bytes_per_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """What was measured, not looked up: three constants of an accelerator, or of a core.
+
+    Args:
+        matmul_share: the share of the peak rate that large matrix products reach within a step.
+        memory_share: the share of the memory's bandwidth that other kernels reach.
+        host_s: seconds that the host takes to ask for one operation.
+    """
+
+    matmul_share: float
+    memory_share: float
+    host_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of machine: hosts of `ranks_per_host` accelerators, or of cores.
+
+    Args:
+        name: what it is asked for by.
+        kind: "gpu" (any accelerator with streams) or "cpu".
+        title: its name in words.
+        memory_bytes: of one accelerator; of a host's whole memory for a CPU.
+        flops_per_s: dense peak by dtype ("float32", "bfloat16", "float16", "float8"), of one accelerator, or one core.
+        memory_bytes_per_s: of one accelerator's memory, reading and writing together; or what one core moves.
+        ranks_per_host: how many accelerators, or cores, a host has.
+        base_s: seconds that a collective takes before its first byte.
+        link: between ranks of a host.
+        network: between hosts, each rank's share of them.
+        host_link_bytes_per_s: between an accelerator and its host's memory, one way.
+        host_memory_bytes: of a host.
+        fitted: what was measured.
+        sources: where the figures are from, one sentence each.
+    """
+
+    name: str
+    kind: str
+    title: str
+    memory_bytes: float
+    flops_per_s: Mapping[str, float]
+    memory_bytes_per_s: float
+    ranks_per_host: int
+    base_s: float
+    link: Link
+    network: Link
+    host_link_bytes_per_s: float
+    host_memory_bytes: float
+    fitted: Fitted
+    sources: tuple[str, ...]
+
+    def with_hosts_of(self, ranks: int) -> Hardware:
+        """The same with another number of ranks on a host."""
+        return replace(self, ranks_per_host=ranks)
+
+
+_MACHINES = files("fullshard.plan") / "machines"
+_PARTS = {"link": Link, "network": Link, "fitted": Fitted}
+
+
+def known_hardware() -> list[str]:
+    """The names of the descriptions that come with the package."""
+    return sorted(path.name.removesuffix(".toml") for path in _MACHINES.iterdir() if path.name.endswith(".toml"))
+
+
+def hardware(name: str) -> Hardware:
+    """The description of that name, or in the TOML file of that path.
+
+    Raises:
+        ConfigError: there is none, or what the file says is not a description.
+    """
+    found = _read(name, seen=())
+    missing = [field.name for field in fields(Hardware) if field.name not in found]
+    if missing:
+        raise ConfigError(
+            f"{name}: says nothing of {', '.join(missing)}. Say so, or name what is like it: "
+            f'like = "{known_hardware()[0]}"'
+        )
+    try:
+        parts = {part: kind(**found[part]) for part, kind in _PARTS.items()}
+        return Hardware(**{**found, **parts, "sources": tuple(found["sources"])})
+    except TypeError as error:
+        raise ConfigError(f"{name}: {error}. docs/plan.md shows a description.") from error
+
+
+def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
+    """What a description and those that it is like say together."""
+    if name in seen:
+        raise ConfigError(f"{name}: is like itself ({' -> '.join((*seen, name))}). Leave one `like` out.")
+    if name in known_hardware():
+        text = (_MACHINES / f"{name}.toml").read_text()
+    elif name.endswith(".toml") and Path(name).is_file():
+        text = Path(name).read_text()
+    else:
+        raise ConfigError(
+            f"{name}: no hardware of that name is known, nor is there such a file. Take one of "
+            f"{', '.join(known_hardware())}, `here` for this machine, or the path of a TOML file."
+        )
+    try:
+        said = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{name}: is no TOML: {error}.") from error
+    base: dict[str, Any] = _read(like, (*seen, name)) if (like := said.pop("like", None)) else {}
+    unknown = sorted(said.keys() - {field.name for field in fields(Hardware)})
+    if unknown:
+        raise ConfigError(f"{name}: {', '.join(unknown)}: unknown. docs/plan.md shows a description.")
+    for key, value in said.items():
+        base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
+    return base
