@@ -96,7 +96,8 @@ class Watch(TorchDispatchMode):
             writes += (self._storages.access(result[0]),)
         writes += tuple(map(self._storages.access, made))
         flops = flops_of(func, args, kwargs, result)
-        self._tape.note(Operation(name, lane, self._tape.origin, reads, writes, flops, name in _COPIES))
+        dtype = str(next(_tensors(result)).dtype).removeprefix("torch.") if flops else ""
+        self._tape.note(Operation(name, lane, self._tape.origin, reads, writes, flops, name in _COPIES, dtype))
         if self._accelerator.has_lanes and lane != HOST and self._holds_host(name, given, args, kwargs):
             self._accelerator.hold_host(lane, name)
         return result

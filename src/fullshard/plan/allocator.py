@@ -18,10 +18,11 @@ when the device is full.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fullshard.layout.offsets import align
-from fullshard.tape.tape import HOST, Allocation, Free, Tape
+from fullshard.tape.tape import HOST, Allocation, Entry, Free, Tape
 
 __all__ = ["AllocatorUse", "CachingAllocator", "allocator_use"]
 
@@ -166,17 +167,19 @@ def _join(pool: _Pool, first: _Block, second: _Block) -> _Block:
     return first
 
 
-def allocator_use(tape: Tape, *, expandable: bool = False) -> AllocatorUse:
+def allocator_use(tape: Tape, *, since: int = 0, expandable: bool = False) -> AllocatorUse:
     """What the allocator of the tape's accelerator holds at most, of tensors, of blocks and of segments.
 
     Args:
         tape: of whole steps, on lanes. The host's memory is not the allocator's.
+        since: the place on the tape from which on to look. What is alive there is taken to come from an allocator that
+            holds nothing else, as after `torch.cuda.empty_cache()`.
         expandable: see `CachingAllocator`.
     """
     allocator = CachingAllocator(expandable=expandable)
     held: dict[int, _Block] = {}
     tensors = most_tensors = most_allocated = 0
-    for entry in tape.entries:
+    for entry in (*_alive(tape.entries[:since]), *tape.entries[since:]):
         if isinstance(entry, Allocation) and entry.lane != HOST:
             held[entry.storage] = allocator.allocate(entry.nbytes, entry.lane)
             tensors += entry.nbytes
@@ -185,3 +188,14 @@ def allocator_use(tape: Tape, *, expandable: bool = False) -> AllocatorUse:
             allocator.free(held.pop(entry.storage))
             tensors -= entry.nbytes
     return AllocatorUse(most_tensors, most_allocated, allocator.reserved)
+
+
+def _alive(entries: Sequence[Entry]) -> list[Allocation]:
+    """The allocations that are still alive behind `entries`."""
+    alive: dict[int, Allocation] = {}
+    for entry in entries:
+        if isinstance(entry, Allocation):
+            alive[entry.storage] = entry
+        elif isinstance(entry, Free):
+            alive.pop(entry.storage, None)
+    return list(alive.values())

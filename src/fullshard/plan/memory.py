@@ -59,12 +59,18 @@ def memory_curve(tape: Tape, *, of_host: bool = False) -> Iterator[tuple[int, Ma
         yield place, MappingProxyType(dict(held))
 
 
-def memory_peak(tape: Tape, *, of_host: bool = False) -> MemoryPeak:
-    """The moment at which most memory is needed, all 0 if there is no memory at all. Arguments as of `memory_curve`."""
+def memory_peak(tape: Tape, *, since: int = 0, of_host: bool = False) -> MemoryPeak:
+    """The moment at which most memory is needed, all 0 if there is no memory at all.
+
+    Args:
+        tape: of whole steps.
+        since: the place on the tape from which on to look, such as where a model has been sharded.
+        of_host: see `memory_curve`.
+    """
     most, place, by_state, alive = 0, 0, Counter[State](), dict[int, tuple[int, State]]()
     for at, held, living in _walk(tape, of_host):
         total = held.total()
-        if total > most:
+        if total > most and at >= since:
             most, place, by_state, alive = total, at, held.copy(), dict(living)
     origin = tape.entries[place].origin if tape.entries else Origin("", Phase.IDLE)
     largest = sorted(alive.values(), key=lambda it: -it[0])[:_SHOWN]

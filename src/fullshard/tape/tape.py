@@ -39,7 +39,8 @@ class Access:
 class Operation:
     """An operation of torch's on a lane: what it reads and writes, and the floating-point operations it takes.
 
-    `copies` tells whether it moves values and computes none.
+    `copies` tells whether it moves values and computes none. `dtype` is that of what products of matrices give, such as
+    "bfloat16"; empty for other operations.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Operation:
     writes: tuple[Access, ...]
     flops: int = 0
     copies: bool = False
+    dtype: str = ""
 
     @property
     def nbytes(self) -> int:

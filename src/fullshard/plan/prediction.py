@@ -1,0 +1,174 @@
+"""What a run needs and how long a step of it takes, before it is started: read off a tape of the engine run dry."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard import dry
+from fullshard.errors import ConfigError
+from fullshard.plan.allocator import allocator_use
+from fullshard.plan.costs import costs_of
+from fullshard.plan.hardware import Hardware
+from fullshard.plan.memory import MemoryPeak, memory_peak
+from fullshard.plan.timeline import Timeline, lay_out
+from fullshard.tape.recorder import Phase
+from fullshard.tape.tape import Collective, Entry, Operation, Tape
+
+__all__ = ["Prediction", "model_flops", "predict", "read_off", "steps_of"]
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """One rank of a run, as a tape of it tells.
+
+    Args:
+        hardware: the machine.
+        world: how many ranks there are.
+        peak: the moment at which most bytes of tensors are alive once the model is sharded, the first step included.
+        host_peak: the same of the host's memory beside an accelerator.
+        reserved_bytes: what the caching allocator of an accelerator holds at most; 0 for a CPU.
+        step: a step as it is from the second on, laid out in time.
+        flops: of the forward and backward of a step, on one rank, without what checkpoints compute again.
+        sent_bytes: what this rank gives to collectives in a step.
+        dtype: of most matrix products.
+    """
+
+    hardware: Hardware
+    world: int
+    peak: MemoryPeak
+    host_peak: MemoryPeak
+    reserved_bytes: int
+    step: Timeline
+    flops: float
+    sent_bytes: int
+    dtype: str
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that a step takes."""
+        return self.step.end
+
+    @property
+    def needed_bytes(self) -> int:
+        """What has to fit into the memory of an accelerator, or of a process."""
+        return max(self.peak.nbytes, self.reserved_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """True if it does."""
+        return self.needed_bytes <= self.hardware.memory_bytes
+
+    @property
+    def flops_utilisation(self) -> float:
+        """The share of the peak rate that the model's own FLOPs come to: model FLOPs utilisation (MFU).
+
+        As PaLM has it (Chowdhery et al., 2022, appendix B): what checkpoints compute again does not count.
+        """
+        return self.flops / self.step_s / self.hardware.flops_per_s[self.dtype]
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds of a step in which compute waits for other ranks or for copies."""
+        return self.step.exposed_s(COMPUTE)
+
+
+def predict(
+    make_model: Callable[..., nn.Module],
+    make_batch: Callable[[], Any],
+    *,
+    hardware: Hardware,
+    world: int,
+    microbatches: int = 1,
+    max_norm: float | None = None,
+    make_mesh: Callable[[], DeviceMesh] | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+) -> Prediction:
+    """What a run of these arguments needs and how long it takes, on `world` ranks of `hardware`.
+
+    Nothing is run but the host's part of two steps, on tensors without memory. Arguments are those of
+    `fullshard.dry.run`.
+
+    Raises:
+        ConfigError: as `fullshard.dry.run` does.
+        StateError: there is a default process group in this process.
+    """
+    tape = dry.run(
+        make_model,
+        make_batch,
+        world=world,
+        ranks_per_host=hardware.ranks_per_host,
+        make_mesh=make_mesh,
+        loss=loss,
+        make_optimizer=make_optimizer,
+        microbatches=microbatches,
+        max_norm=max_norm,
+        lanes="gpu" if hardware.kind == "gpu" else "cpu",
+    )
+    return read_off(tape, hardware, world)
+
+
+def read_off(tape: Tape, hardware: Hardware, world: int) -> Prediction:
+    """The prediction that a tape of at least two steps gives.
+
+    Raises:
+        ConfigError: there are fewer on it.
+    """
+    begins = steps_of(tape.entries)
+    if len(begins) < 2:
+        raise ConfigError(f"a tape of {len(begins)} steps: the first differs from later ones. Take two, at least.")
+    step, dtype = tape.entries[begins[-1] :], _compute_dtype(tape.entries)
+    return Prediction(
+        hardware=hardware,
+        world=world,
+        peak=memory_peak(tape, since=begins[0]),
+        host_peak=memory_peak(tape, since=begins[0], of_host=True),
+        reserved_bytes=allocator_use(tape, since=begins[0]).reserved if hardware.kind == "gpu" else 0,
+        step=lay_out(step, costs_of(hardware, dtype=dtype)),
+        flops=model_flops(step),
+        sent_bytes=sum(sum(it.sizes) for it in step if isinstance(it, Collective)),
+        dtype=dtype,
+    )
+
+
+def steps_of(entries: Sequence[Entry]) -> list[int]:
+    """The places at which steps begin: with the first forward, and with each that follows an optimizer's step."""
+    begins, stepped = [], True
+    for place, entry in enumerate(entries):
+        phase = entry.origin.phase
+        if phase is Phase.STEP:
+            stepped = True
+        elif stepped and phase is Phase.FORWARD:
+            begins.append(place)
+            stepped = False
+    return begins
+
+
+def model_flops(step: Sequence[Entry]) -> float:
+    """FLOPs of forwards, and twice as many for backwards: one product of matrices becomes two there."""
+    forward, backwards = 0, set[int]()  # the microbatches whose backward has begun: forwards after that are done again
+    for entry in step:
+        origin = entry.origin
+        if origin.phase in (Phase.PRE_BACKWARD, Phase.BACKWARD, Phase.POST_BACKWARD):
+            backwards.add(origin.microbatch)
+        if isinstance(entry, Operation) and origin.microbatch not in backwards:
+            forward += entry.flops
+    return 3.0 * forward
+
+
+def _compute_dtype(entries: Sequence[Entry]) -> str:
+    """The dtype in which most FLOPs are done."""
+    flops = Counter[str]()
+    for entry in entries:
+        if isinstance(entry, Operation) and entry.dtype:
+            flops[entry.dtype] += entry.flops
+    return max(flops, key=lambda dtype: flops[dtype], default="float32")
