@@ -74,12 +74,12 @@ def parts(*, dry: bool) -> list[Part]:
     one = str(Path(__file__)), "--one"
     several = "ranks learn the bits of plain PyTorch by NCCL"
     return [
-        Part("facts", "torch reaches the GPU", (*one, "facts"), 40),
-        by_pytest("tests", "one rank learns the bits of plain PyTorch, in CUDA graphs too", "tests/test_gpu.py", 120),
-        by_pytest("late lanes", "however late a lane is, no bit is another one", "tests/test_late_lanes.py", 190),
-        Part("prediction", "the tape tells a step's memory within 5 %", (*one, "prediction"), 90),
+        Part("facts", "torch reaches the GPU", (*one, "facts"), 20),
+        by_pytest("tests", "one rank learns the bits of plain PyTorch, in CUDA graphs too", "tests/test_gpu.py", 90),
+        by_pytest("late lanes", "however late a lane is, no bit is another one", "tests/test_late_lanes.py", 170),
+        Part("prediction", "the tape tells a step's memory within 5 %", (*one, "prediction"), 70),
         by_pytest("several GPUs", several, "tests/test_gpu_ranks.py", 100),
-        Part("time", "no step takes 5 % longer than FSDP2's", (*one, "steps", "1" if dry else "2"), 170),
+        Part("time", "no step takes 5 % longer than FSDP2's", (*one, "steps", "1" if dry else "2"), 250),
     ]
 
 
@@ -333,7 +333,7 @@ def steps(rounds: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "steps.json"
-        what = "--parts", "alone,pretend,threads", "--models", "GPT-2", "--worlds", "8", "--steps", "5"
+        what = "--parts", "alone,pretend,threads", "--models", "GPT-2", "--worlds", "8", "--steps", "8"
         script = str(ROOT / "benchmarks" / "one_gpu.py")
         subprocess.run((sys.executable, script, *what, "--rounds", str(rounds), "--json", str(path)), check=True)
         tables = json.loads(path.read_text())

@@ -102,7 +102,7 @@ class StreamAccelerator(Accelerator):
 
 
 _cpu = Accelerator()
-_known: dict[torch.device, Accelerator] = {}
+_known: dict[torch.device, Accelerator] = {torch.device("cpu"): _cpu, torch.device("meta"): _cpu}
 _pretended: Accelerator | None = None
 
 
@@ -110,13 +110,14 @@ def accelerator_for(device: torch.device) -> Accelerator:
     """The accelerator that `device` names, always the same one."""
     if _pretended is not None:
         return _pretended
+    known = _known.get(device)  # asked for some hundred times a step
+    if known is not None:
+        return known
     if device.type in ("cpu", "meta"):
         return _cpu
     if device == torch.device(device.type) and torch.accelerator.is_available():  # whichever is current
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    if device not in _known:
-        _known[device] = StreamAccelerator(device)
-    return _known[device]
+        return accelerator_for(torch.device(device.type, torch.accelerator.current_device_index()))
+    return _known.setdefault(device, StreamAccelerator(device))
 
 
 @contextmanager
