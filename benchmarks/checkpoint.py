@@ -32,7 +32,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from fullshard.bench import peers
-from fullshard.bench.memory import PeakMemory
 from fullshard.bench.model import SIZES
 from fullshard.bench.ours import ours
 from fullshard.bench.spread import ratios
@@ -43,6 +42,7 @@ from fullshard.bench.workload import Workload
 from fullshard.checkpoint import async_save, load, save
 from fullshard.checkpoint.keeper import MEMORY
 from fullshard.checkpoint.safety_copy import SafetyCopies
+from fullshard.plan.memory_used import PeakMemory
 
 OURS = "fullshard"
 DD = "dd with fsync"

@@ -29,7 +29,6 @@ import fullshard.bench.command
 import fullshard.bench.rounds
 import fullshard.bench.settings
 from fullshard.bench.floor import FloorSeconds, FloorTurn
-from fullshard.bench.memory import PeakMemory, process_bytes
 from fullshard.bench.model import SIZES
 from fullshard.bench.picture import draw
 from fullshard.bench.progress import shown
@@ -42,6 +41,7 @@ from fullshard.bench.training import Training
 from fullshard.bench.turns import Span
 from fullshard.bench.workload import Workload
 from fullshard.cli import main
+from fullshard.plan.memory_used import PeakMemory, process_bytes
 from fullshard.testing import run_ranks
 
 TINY = Workload(shape=SIZES["tiny"], world=2)

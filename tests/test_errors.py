@@ -1568,10 +1568,11 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 SOURCE = Path(fullshard.__file__).parent
 # Files and folders whose mistakes are made in tests of their own: of commands, liveness, shared memory, exports, safety
-# copies, runs in ranks, integrations and benches.
+# copies, runs in ranks, integrations, benches and predictions.
 ELSEWHERE = {
     *("cli", "command_line.py", "train", "bench", "integrations", "testing/ranks.py", "testing/same.py"),
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "dry"),
+    *("plan/hardware.py", "plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),
 }
 # What other ranks do, or what the numbers are, is no mistake of a call: tests of agreement, watchdog, finite, commit.

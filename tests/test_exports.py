@@ -48,6 +48,7 @@ DOCUMENTED = {
         "compare_ranks",
         "explain",
         "fully_shard",
+        "predict_beside",
         "recording",
         "register_fsdp_forward_method",
         "set_collective_timeout",

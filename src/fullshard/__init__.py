@@ -27,6 +27,7 @@ from fullshard.fully_shard import (
 )
 from fullshard.liveness.watchdog import set_collective_timeout
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
+from fullshard.plan.beside import predict_beside
 from fullshard.plan.explain import explain
 from fullshard.policy.offload import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
@@ -96,6 +97,7 @@ __all__ = [
     "compare_ranks",
     "explain",
     "fully_shard",
+    "predict_beside",
     "recording",
     "register_fsdp_forward_method",
     "set_collective_timeout",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fullshard.bench.memory import Memory, PeakMemory
 from fullshard.bench.workload import Workload
+from fullshard.plan.memory_used import Memory, PeakMemory
 
 __all__ = ["Plain"]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from fullshard.bench.floor import FLOOR, Floor, FloorSeconds
-from fullshard.bench.memory import Memory, available_bytes
 from fullshard.bench.plain import Plain
 from fullshard.bench.report import BenchReport, Failure, SystemResult
 from fullshard.bench.team import Team, TeamFailed
 from fullshard.bench.training import WATCHED_STEPS, Training
 from fullshard.bench.turns import Span
 from fullshard.bench.workload import Workload
+from fullshard.plan.memory_used import Memory, available_bytes
 from fullshard.train.bytes_table import in_bytes
 
 __all__ = ["Plan", "Tell", "measure"]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from fullshard._compat import storage_watch
-from fullshard.bench.memory import Memory, PeakMemory
 from fullshard.bench.systems import SYSTEMS
 from fullshard.bench.turns import Turn, timed
 from fullshard.bench.workload import Workload
+from fullshard.plan.memory_used import Memory, PeakMemory
 
 __all__ = ["WATCHED_STEPS", "Prepared", "Training"]
 

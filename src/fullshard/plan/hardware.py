@@ -25,7 +25,7 @@ from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["Fitted", "Hardware", "Link", "hardware", "known_hardware"]
+__all__ = ["Fitted", "Hardware", "Link", "hardware", "hardware_named_like", "known_hardware"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,15 @@ _PARTS = {"link": Link, "network": Link, "fitted": Fitted}
 def known_hardware() -> list[str]:
     """The names of the descriptions that come with the package."""
     return sorted(path.name.removesuffix(".toml") for path in _MACHINES.iterdir() if path.name.endswith(".toml"))
+
+
+def hardware_named_like(device_name: str, memory_bytes: float) -> Hardware | None:
+    """The description of an accelerator that calls itself so and has about so much memory; None if none is known."""
+    for name in known_hardware():
+        found = hardware(name)
+        if name.split("-")[0].upper() in device_name.upper() and abs(found.memory_bytes / memory_bytes - 1) < 0.1:
+            return found
+    return None
 
 
 def hardware(name: str) -> Hardware:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from fullshard.errors import ConfigError
 from fullshard.plan.allocator import allocator_use
 from fullshard.plan.costs import costs_of
 from fullshard.plan.hardware import Hardware
-from fullshard.plan.memory import MemoryPeak, memory_peak
+from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak
 from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import Collective, Entry, Operation, Tape
@@ -35,6 +35,7 @@ class Prediction:
         world: how many ranks there are.
         peak: the moment at which most bytes of tensors are alive once the model is sharded, the first step included.
         host_peak: the same of the host's memory beside an accelerator.
+        most_by_state: the most bytes of each state, which come at different moments.
         reserved_bytes: what the caching allocator of an accelerator holds at most; 0 for a CPU.
         step: a step as it is from the second on, laid out in time.
         flops: of the forward and backward of a step, on one rank, without what checkpoints compute again.
@@ -46,6 +47,7 @@ class Prediction:
     world: int
     peak: MemoryPeak
     host_peak: MemoryPeak
+    most_by_state: Mapping[State, int]
     reserved_bytes: int
     step: Timeline
     flops: float
@@ -132,12 +134,21 @@ def read_off(tape: Tape, hardware: Hardware, world: int) -> Prediction:
         world=world,
         peak=memory_peak(tape, since=begins[0]),
         host_peak=memory_peak(tape, since=begins[0], of_host=True),
+        most_by_state=_most_by_state(tape, begins[0]),
         reserved_bytes=allocator_use(tape, since=begins[0]).reserved if hardware.kind == "gpu" else 0,
         step=lay_out(step, costs_of(hardware, dtype=dtype)),
         flops=model_flops(step),
         sent_bytes=sum(sum(it.sizes) for it in step if isinstance(it, Collective)),
         dtype=dtype,
     )
+
+
+def _most_by_state(tape: Tape, since: int) -> Mapping[State, int]:
+    most = Counter[State]()
+    for place, held in memory_curve(tape):
+        if place >= since:
+            most |= Counter(held)
+    return most
 
 
 def steps_of(entries: Sequence[Entry]) -> list[int]:

@@ -19,11 +19,15 @@ from fullshard.checkpoint.exporting import write_safetensors
 from fullshard.checkpoint.keeper import kept_folder
 from fullshard.checkpoint.manifest import step_of
 from fullshard.checkpoint.safety_copy import SafetyCopies
+from fullshard.plan.beside import FirstSteps, say_if_too_large
+from fullshard.plan.forecast import Measured, compare
+from fullshard.plan.memory_used import PeakMemory
 from fullshard.train.bytes_table import RunLedgers
 from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
 from fullshard.train.model import byte_losses
 from fullshard.train.parallelism import part_of, replicas_of, rows_of, sequences_of
+from fullshard.train.predicting import Foresight, by_state, start_forecast
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
 from fullshard.train.ranks import Rank, gather_in_rank_order
 from fullshard.train.resuming import AUTO
@@ -49,11 +53,11 @@ class Trained:
     gradient_norm: Tensor
 
 
-def train(settings: TrainSettings, source: TextSource, rank: Rank) -> int:
+def train(settings: TrainSettings, source: TextSource, rank: Rank, *, predicts: bool = False) -> int:
     """Train on this rank from first weights, or from a checkpoint, to a finished output folder: the exit code.
 
     Every rank of the process group calls it. The settings and the source are taken as sound; `check` has seen them on
-    every rank.
+    every rank. If it `predicts`, the first rank shows what the run is expected to need, and then what it did need.
 
     Raises:
         ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or the checkpoint is
@@ -62,12 +66,17 @@ def train(settings: TrainSettings, source: TextSource, rank: Rank) -> int:
     """
     check_machines(settings, rank)
     settings = resolved(settings, rank)
+    forecasting = start_forecast(settings, rank) if predicts else None
+    peak = PeakMemory(rank.device)
     out = agreed_folder(settings, rank)
     folder = RunFolder(out, writes=rank.leads)
     text = agreed_text(source, out, rank)
     model = sharded_gpt(settings, rank)
     display = display_for(Console(), shows=rank.leads)
     trainer = Trainer(settings=settings, rank=rank, text=text, model=model, folder=folder, display=display)
+    if forecasting is not None:
+        peak.reset()  # a model may be made whole before it is sharded
+        trainer.foresight = Foresight(forecasting, peak)
     if settings.checkpoints.safety_copy_every:
         trainer.copies = SafetyCopies(kept_folder(os.getppid()))
     saves = settings.checkpoints.checkpoint_every > 0
@@ -75,6 +84,8 @@ def train(settings: TrainSettings, source: TextSource, rank: Rank) -> int:
         try:
             return trainer.run(stop)
         finally:
+            if trainer.foresight is not None:
+                trainer.foresight.close()
             display.close()
 
 
@@ -92,6 +103,7 @@ class Trainer:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     pending: PendingSave | None = None  # the checkpoint that is being written
     copies: SafetyCopies | None = None
+    foresight: Foresight | None = None  # on the rank that shows, in a run that predicts
 
     def __post_init__(self) -> None:
         self.optimizer = optimizer_of(self.model, self.settings.optimization)
@@ -99,6 +111,7 @@ class Trainer:
     def run(self, stop: StopRequest | None) -> int:
         """All remaining steps, with saves, reports and evaluations between them, then the end; the exit code."""
         done = self.begin()
+        self.foresee()
         for step in range(done + 1, self.settings.optimization.steps + 1):
             if stop is not None:
                 stop.exchange()
@@ -118,6 +131,26 @@ class Trainer:
             self.measure_memory()
         self.finish()
         return 0
+
+    def foresee(self) -> None:
+        """Show what is predicted, and have it shown beside what is measured once the third step is done."""
+        if self.foresight is None:
+            return
+        try:
+            forecast = self.foresight.forecasting.result()
+        except ConfigError as error:
+            self.display.show_problem(str(error))
+            return
+        self.folder.write_line("forecast", forecast.as_dict())
+        self.display.show_forecast(forecast)
+        say_if_too_large(forecast, self.display.show_problem)
+
+        def done(measured: Measured) -> None:
+            measured = replace(measured, by_state=by_state(self.ledgers.measured))
+            self.folder.write_line("measured", measured.as_dict())
+            self.display.show_comparison(compare(forecast, measured))
+
+        self.foresight.steps = FirstSteps(self.model, self.optimizer, self.foresight.peak, done)
 
     def train_step(self, step: int) -> Trained:
         """Step `step`, the first being 0: all its microbatches, then one step of the optimizer."""

@@ -13,6 +13,7 @@ from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text as Styled
 
+from fullshard.plan.forecast import Comparison, Forecast, comparison_table
 from fullshard.train.bytes_table import RunLedgers, bytes_table, in_bytes
 from fullshard.train.run_folder import METRICS, SAMPLES, WEIGHTS
 
@@ -68,6 +69,12 @@ class Display:
 
     def remember_memory(self, ledgers: RunLedgers) -> None:
         """The memory of a rank is known, and shown from here on."""
+
+    def show_forecast(self, forecast: Forecast) -> None:
+        """It is predicted what a rank will need."""
+
+    def show_comparison(self, comparison: Comparison) -> None:
+        """It is known what a rank did need."""
 
     def advance(self, step: int) -> None:
         """One more step is done, `step` in all."""
@@ -125,6 +132,15 @@ class LineDisplay(Display):
     def remember_memory(self, ledgers: RunLedgers) -> None:
         ours, ddp = in_bytes(ledgers.measured.total), in_bytes(ledgers.ddp.total)
         self._memory = f"  {ours} a rank (ddp {ddp})"
+
+    def show_forecast(self, forecast: Forecast) -> None:
+        step = f", {forecast.step_s * 1e3:.3g} ms a step" if forecast.step_s else ""
+        self.say(f"Predicted: {in_bytes(forecast.needed_bytes)} a rank{step}; most in {forecast.peak_at}")
+
+    def show_comparison(self, comparison: Comparison) -> None:
+        self.console.print(comparison_table(comparison))
+        for cause in comparison.causes:
+            self.say(cause)
 
     def report(self, report: StepReport) -> None:
         now = time.monotonic()

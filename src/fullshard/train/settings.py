@@ -132,6 +132,9 @@ class RunSettings:
     """Bytes in one sample."""
     temperature: float = 0.7
     """Temperature of samples: near 0 the likeliest byte, 1 as the model believes."""
+    predict: bool = True
+    """Predict, before the first step, the memory and the time of a step by a dry run in a process of its own, and show
+    them after the third beside what was measured. Times need a description of this machine: fullshard calibrate."""
     prompt: MaybeStr = None
     """Text that samples continue. Left out: a line break."""
     config: MaybePath = None

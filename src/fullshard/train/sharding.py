@@ -23,8 +23,12 @@ def sharded_gpt(settings: TrainSettings, rank: Rank) -> ShardedGPT:
     """The GPT with its first weights, each block a unit and the rest one more. The same weights at every world size."""
     model = GPT(shape_of(settings.model), checkpoint_blocks=settings.memory.activation_checkpointing)
     initialize(model, settings.run.seed).to(rank.device)
-    mesh = mesh_of(settings, rank)
-    policy = precision_of(settings.memory, rank.device)
+    return shard(model, settings, mesh_of(settings, rank), rank.device.type)
+
+
+def shard(model: GPT, settings: TrainSettings, mesh: DeviceMesh, device_type: str) -> ShardedGPT:
+    """`model`, sharded over `mesh` as the settings say, for computing on a device of that type."""
+    policy = precision_of(settings.memory, torch.device(device_type))
     for block in model.blocks:
         fully_shard(block, mesh=mesh, strategy=settings.parallelism.strategy, mp_policy=policy)
     fully_shard(model, mesh=mesh, strategy=settings.parallelism.strategy, mp_policy=policy)

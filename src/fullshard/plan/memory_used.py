@@ -1,15 +1,17 @@
-"""The peak memory of a process or a device."""
+"""The memory that a process or a device has, and its peak."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["Memory", "PeakMemory", "available_bytes", "process_bytes"]
+__all__ = ["Memory", "PeakMemory", "available_bytes", "memory_for_a_rank", "process_bytes"]
 
 _PROCESS = Path("/proc/self")
+_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 _RESET_PEAK = "5"  # see proc(5), clear_refs
 
 
@@ -71,6 +73,22 @@ def available_bytes() -> int | None:
         return _fields(Path("/proc/meminfo"))["MemAvailable"]
     except (OSError, KeyError):
         return None
+
+
+def memory_for_a_rank(device: torch.device, local_world: int) -> int:
+    """Bytes that one rank can have: all of its accelerator, or its share of what this machine, or its container, has.
+
+    Args:
+        device: that the rank computes on.
+        local_world: how many ranks the machine has.
+    """
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+    free = available_bytes()
+    with suppress(OSError, ValueError):  # no such limit, or "max"
+        limit = int(_CONTAINER.read_text())
+        free = limit if free is None else min(free, limit)
+    return (1 << 62 if free is None else free) // local_world
 
 
 def _fields(path: Path) -> dict[str, int]:

@@ -1,0 +1,198 @@
+"""What a run of the trainer is expected to need, by the engine run dry on the run's own model and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import ConfigError
+from fullshard.plan.beside import STEPS, FirstSteps
+from fullshard.plan.forecast import Comparison, Forecast, Forecasting, Measured, compare, forecast_of
+from fullshard.plan.hardware import Hardware, hardware, hardware_named_like
+from fullshard.plan.ledger import Ledger
+from fullshard.plan.memory import State
+from fullshard.plan.memory_used import PeakMemory, memory_for_a_rank
+from fullshard.plan.prediction import Prediction, predict
+from fullshard.train.model import GPT, byte_losses, shape_of
+from fullshard.train.parallelism import rows_of
+from fullshard.train.ranks import Rank
+from fullshard.train.run_folder import lines_of
+from fullshard.train.settings import TrainSettings
+from fullshard.train.sharding import mesh_of, shard
+
+__all__ = [
+    "Foresight",
+    "Machine",
+    "by_state",
+    "comparison_of",
+    "forecast_run",
+    "machine_of",
+    "start_forecast",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a forecast has to know of the machines that a run is on.
+
+    Args:
+        device_type: "cpu" or that of an accelerator.
+        device_name: of the accelerator; empty for a CPU.
+        memory_bytes: what one rank has.
+        world: all ranks.
+        local_world: those of one machine.
+        machines: how many there are.
+    """
+
+    device_type: str
+    device_name: str
+    memory_bytes: int
+    world: int
+    local_world: int
+    machines: int
+
+
+def machine_of(rank: Rank) -> Machine:
+    """The machines that `rank` is on, all taken to be like its own."""
+    is_cpu = rank.device.type == "cpu"
+    module = torch.get_device_module(rank.device)
+    return Machine(
+        device_type=rank.device.type,
+        device_name="" if is_cpu else module.get_device_name(rank.device),
+        memory_bytes=memory_for_a_rank(rank.device, rank.local_world),
+        world=rank.world,
+        local_world=rank.local_world,
+        machines=rank.machines,
+    )
+
+
+@dataclass
+class Foresight:
+    """A forecast under way, and what measures the run beside it."""
+
+    forecasting: Forecasting
+    peak: PeakMemory
+    steps: FirstSteps | None = None
+
+    def close(self) -> None:
+        """Predict and measure no more."""
+        self.forecasting.close()
+        if self.steps is not None:
+            self.steps.close()
+
+
+def by_state(ledger: Ledger) -> dict[str, int]:
+    """The bytes of a ledger under the names that a forecast has for them."""
+    return {
+        State.PARAMETERS.value: ledger.parameters,
+        State.OPTIMIZER.value: ledger.optimizer_state,
+        State.SHARDED_GRADIENTS.value: ledger.gradients,
+        State.UNSHARDED.value: ledger.gathered_peak,
+        State.ACTIVATIONS.value: ledger.activations,
+    }
+
+
+def comparison_of(out: Path) -> Comparison:
+    """What was predicted of the run in `out` beside what it measured, by its metrics.
+
+    Steps are timed over the whole run there, but for the first three.
+
+    Raises:
+        ConfigError: there is no such run, or it has predicted or measured nothing.
+    """
+    lines = list(lines_of(out))
+    found = {line["kind"]: line for line in lines if line["kind"] in ("forecast", "measured")}
+    if len(found) < 2:
+        raise ConfigError(
+            f"{out}: no run that was predicted and has come to its third step. Train with --predict, which is the "
+            "default, and --steps 3 or more."
+        )
+    forecast = Forecast(**_fields_of(Forecast, found["forecast"]))
+    measured = Measured(**_fields_of(Measured, found["measured"]))
+    steps = [line for line in lines if line["kind"] == "step" and line["step"] >= STEPS]
+    if len(steps) > 1:
+        first, last = steps[0], steps[-1]
+        mean_s = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])
+        measured = replace(measured, step_s=mean_s)
+    return compare(forecast, measured)
+
+
+def _fields_of(kind: type, line: Mapping[str, Any]) -> dict[str, Any]:
+    names = [field.name for field in fields(kind)]
+    return {name: line[name] for name in names if name in line}
+
+
+def start_forecast(settings: TrainSettings, rank: Rank) -> Forecasting | None:
+    """The forecast of this run, under way beside it; None on ranks that show nothing, and of runs too short for it."""
+    if not (rank.leads and settings.run.predict and settings.optimization.steps >= STEPS):
+        return None
+    return Forecasting(forecast_run, settings, machine_of(rank))
+
+
+def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
+    """What one rank of a run of these settings needs on `machine`; and if that is not there, what would fit."""
+    described = _described(machine)
+    forecast = partial(forecast_of, limit_bytes=machine.memory_bytes, times=described is not None)
+    found = forecast(_predicted(settings, machine, described))
+    if found.fits:
+        return found
+    fitting = (
+        say for say, other in _smaller(settings, machine.world) if forecast(_predicted(other, machine, described)).fits
+    )
+    return replace(found, would_fit=tuple(next(([say] for say in fitting), [])))
+
+
+def _predicted(settings: TrainSettings, machine: Machine, described: Hardware | None) -> Prediction:
+    stand_in = replace(hardware("h100-80"), kind="cpu" if machine.device_type == "cpu" else "gpu")
+    rank = Rank(
+        index=0,
+        world=machine.world,
+        local_index=0,
+        local_world=machine.local_world,
+        machines=machine.machines,
+        device=torch.device("cpu"),
+    )
+    rows = rows_of(settings.optimization, machine.world) // machine.world
+    gpt = partial(GPT, shape_of(settings.model), checkpoint_blocks=settings.memory.activation_checkpointing)
+    return predict(
+        lambda mesh: shard(gpt(), settings, mesh, machine.device_type),
+        lambda: torch.zeros((rows, settings.text.seq), dtype=torch.int64),
+        hardware=(described or stand_in).with_hosts_of(machine.local_world),
+        world=machine.world,
+        microbatches=settings.optimization.accumulate,
+        max_norm=settings.optimization.clip or float("inf"),
+        make_mesh=lambda: mesh_of(settings, rank),
+        loss=lambda model, batch: byte_losses(model(batch), batch).mean(),
+    )
+
+
+def _described(machine: Machine) -> Hardware | None:
+    """This machine as it was measured, or as its accelerator is known; None if neither is."""
+    try:
+        here = hardware("here")
+    except ConfigError:
+        here = None
+    kind = "cpu" if machine.device_type == "cpu" else "gpu"
+    if here is not None and here.kind == kind:
+        return here
+    return hardware_named_like(machine.device_name, machine.memory_bytes) if kind == "gpu" else None
+
+
+def _smaller(settings: TrainSettings, world: int) -> Iterator[tuple[str, TrainSettings]]:
+    """Settings that need less memory, the cheapest change first, with the options that ask for them."""
+    sharded = replace(settings, parallelism=replace(settings.parallelism, strategy="zero3", replicas=None))
+    recomputed = replace(sharded, memory=replace(sharded.memory, activation_checkpointing=True))
+    yield "--strategy zero3", sharded
+    yield "--strategy zero3 --activation-checkpointing", recomputed
+    batch, accumulate = settings.optimization.batch, settings.optimization.accumulate
+    while batch is not None and batch % (2 * world) == 0:
+        batch, accumulate = batch // 2, accumulate * 2
+        yield (
+            f"--strategy zero3 --activation-checkpointing --batch {batch} --accumulate {accumulate}",
+            replace(recomputed, optimization=replace(settings.optimization, batch=batch, accumulate=accumulate)),
+        )

@@ -1,0 +1,174 @@
+"""What is predicted beside what is measured: the numbers, the causes that are named, and the run that shows them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_models import Chain, Layer, chain, inputs
+from test_train_loop import QUICK, this_rank
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import dry, fully_shard, predict_beside
+from fullshard.errors import ConfigError
+from fullshard.plan.beside import say_if_too_large
+from fullshard.plan.forecast import Forecast, Forecasting, Measured, compare
+from fullshard.plan.hardware import hardware
+from fullshard.plan.memory_used import memory_for_a_rank
+from fullshard.plan.prediction import predict, read_off
+from fullshard.testing import run_ranks
+from fullshard.train.check import check
+from fullshard.train.loop import train
+from fullshard.train.options import parse_settings
+from fullshard.train.predicting import Machine, comparison_of, forecast_run
+
+FORECAST = Forecast(
+    hardware="a machine",
+    peak_bytes=900,
+    peak_at="backward of layers.0",
+    by_state={"activations": 500, "optimizer state": 200},
+    needed_bytes=1000,
+    limit_bytes=2000,
+    step_s=1.0,
+    gather_s=0.2,
+    reduce_s=0.1,
+    exposed_s=0.1,
+)
+
+
+def causes(**measured: Any) -> str:
+    return " ".join(compare(FORECAST, Measured(**measured)).causes).lower()
+
+
+def test_every_number_that_both_have_is_compared():
+    measured = Measured(step_s=1.05, needed_bytes=990, by_state={"activations": 500, "messages": 7}, gather_s=0.2)
+    found = {row.name.strip(): round(row.difference, 3) for row in compare(FORECAST, measured).rows}
+    assert found == {"memory": -0.01, "activations": 0.0, "step": 0.05, "gathers under way": 0.0}
+    assert not compare(FORECAST, measured).causes
+    assert not compare(replace(FORECAST, step_s=0.0), Measured(step_s=9.0)).rows  # no machine was described
+
+
+def test_a_difference_is_explained_by_what_took_the_time():
+    assert "input" in causes(step_s=1.5, input_s=0.45)
+    assert "slower link" in causes(step_s=1.5, gather_s=0.65, reduce_s=0.1, input_s=0.01)
+    assert "reductions" in causes(step_s=1.5, gather_s=0.2, reduce_s=0.55)
+    assert "waited for a core" in causes(step_s=1.5, gather_s=0.2, core_s=0.4)
+    assert "slower compute" in causes(step_s=1.5, gather_s=0.2, core_s=0.01, input_s=0.01)
+    assert "described as slower" in causes(step_s=0.5)
+    assert "20% more memory" in causes(needed_bytes=1200)
+    assert causes(step_s=1.09, needed_bytes=1090, input_s=0.09) == ""
+
+
+def test_what_is_too_large_is_said_with_what_would_fit():
+    said: list[str] = []
+    say_if_too_large(FORECAST, said.append)
+    say_if_too_large(replace(FORECAST, limit_bytes=999, would_fit=("--strategy zero3",)), said.append)
+    assert len(said) == 1 and "backward of layers.0" in said[0] and said[0].endswith("fit: --strategy zero3.")
+    assert memory_for_a_rank(torch.device("cpu"), 4) <= memory_for_a_rank(torch.device("cpu"), 1) / 4
+
+
+def settings_of(*argv: str) -> Any:
+    return parse_settings([*QUICK, *argv])
+
+
+def machine(memory_bytes: int) -> Machine:
+    return Machine(device_type="cpu", device_name="", memory_bytes=memory_bytes, world=2, local_world=2, machines=1)
+
+
+def test_a_run_that_does_not_fit_is_told_what_would():
+    whole = settings_of("--strategy", "ddp", "--width", "64", "--layers", "4")
+    needed = forecast_run(whole, machine(1 << 40)).needed_bytes
+    found = forecast_run(whole, machine(int(0.8 * needed)))
+    assert not found.fits and found.would_fit[0].startswith("--strategy zero3")
+    assert not forecast_run(settings_of(), machine(1000)).would_fit
+
+
+def break_off(*_: object) -> Forecast:
+    raise ValueError("a planted error")
+
+
+def of_script() -> None: ...
+
+
+def test_the_process_beside_says_why_it_has_nothing_to_say():
+    with pytest.raises(ConfigError, match=r"nothing could be predicted: .*a planted error"):
+        Forecasting(break_off).result()
+    function = of_script
+    function.__module__ = "__main__"
+    with pytest.raises(ConfigError, match=r"of_script is of the script that runs.*into a module"):
+        Forecasting(break_off, function)
+    with pytest.raises(ConfigError, match="no units"):
+        predict_beside(nn.Linear(1, 1), torch.optim.SGD([torch.ones(1)]), chain, inputs)
+
+
+def make_chain() -> nn.Module:
+    return chain(fully_shard)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+def train_beside() -> list[Any]:
+    said: list[Any] = []
+    model = make_chain()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    predict_beside(model, optimizer, make_chain, inputs, hardware="h100-80", loss=loss_of, tell=said.append)
+    before = len(said)
+    for step in range(5):
+        loss_of(model, inputs(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            assert len(said) == before
+    return [before, *(getattr(it, "title", it) for it in said)]
+
+
+def run_and_predict(out: Path) -> None:
+    rank = this_rank()
+    settings = parse_settings([*QUICK, "--steps", "5", "--out", str(out)])
+    train(settings, check(settings, rank.world), rank, predicts=True)
+
+
+def both(out: Path) -> list[Any]:
+    run_and_predict(out)
+    return train_beside()
+
+
+def test_a_run_shows_what_was_predicted_beside_what_was_measured(tmp_path):
+    first, second = run_ranks(2, both, tmp_path / "run")
+    assert second == [0] and first[0] == 0 and first[1].startswith("predicted beside measured")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    found = {line["kind"]: line for line in lines}
+    predicted, measured = found["forecast"]["by_state"], found["measured"]["by_state"]
+    for state in ("parameters at rest", "optimizer state", "gradients that the optimizer sees", "unsharded parameters"):
+        assert predicted[state] == measured[state], state
+    assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.02)
+    assert found["measured"]["step_s"] > 0
+    assert {row.name for row in comparison_of(tmp_path / "run").rows} >= {"memory", "  activations"}
+    with pytest.raises(ConfigError, match="no run that was predicted"):
+        comparison_of(tmp_path)
+
+
+class Checkpointed(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def test_a_prediction_counts_the_model_s_own_work():
+    def prediction(layer: type[Layer], machine: Any = None) -> Any:
+        def make() -> nn.Module:
+            return chain(fully_shard, Chain([layer() for _ in range(3)]))
+
+        return predict(make, inputs, hardware=machine or hardware("h100-80"), world=4, loss=loss_of)
+
+    plain, recomputing = prediction(Layer), prediction(Checkpointed)
+    assert plain.flops == recomputing.flops > 0
+    assert plain.fits and 0 < plain.flops_utilisation < 1
+    assert plain.peak.nbytes <= sum(plain.most_by_state.values())
+    assert prediction(Layer, replace(hardware("h100-80"), memory_bytes_per_s=1e9)).step_s > plain.step_s
+    with pytest.raises(ConfigError, match="a tape of 0 steps"):
+        read_off(dry.Tape(), hardware("h100-80"), 1)
