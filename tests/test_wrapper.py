@@ -91,12 +91,12 @@ class Talking(Chain):
         return self.layers[index]
 
 
-STRUCTURE = """FullyShardedDataParallel(
+STRUCTURE = f"""FullyShardedDataParallel(
   (_fsdp_wrapped_module): Talking(
     (layers): ModuleList(
       (0-3): 4 x FullyShardedDataParallel(
         (_fsdp_wrapped_module): Layer(
-          (norm): LayerNorm((48,), eps=1e-05, elementwise_affine=True, bias=True)
+          (norm): {nn.LayerNorm(48)}
           (up): Linear(in_features=48, out_features=192, bias=True)
           (down): Linear(in_features=192, out_features=48, bias=True)
         )
@@ -104,7 +104,7 @@ STRUCTURE = """FullyShardedDataParallel(
     )
     (head): Linear(in_features=48, out_features=5, bias=True)
   )
-)"""
+)"""  # torch 2.11 does not say whether it has a bias
 
 
 def look_like_a_module() -> None:
