@@ -27,12 +27,15 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.bench import peers
@@ -88,7 +91,9 @@ def send_nothing() -> torch.library.Library:
 
 
 def measure(system: str, model: str, world: int, steps: int) -> dict[str, float]:
-    """Milliseconds of a step, the median; and on a GPU the most MB that were allocated and reserved in a step."""
+    """Milliseconds of a step, the median; on a GPU also those until the host had asked for all of it, those of its
+    kernels and copies one after the other, and the most MB that were allocated and reserved.
+    """
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
@@ -100,22 +105,34 @@ def measure(system: str, model: str, world: int, steps: int) -> dict[str, float]
     workload = workload_of(model, world)
     trainer = BUILDS[system](workload, workload.model(DEVICE))
     tokens = workload.tokens(0, 0).to(DEVICE)
-    taken = []
+    taken, asked = [], []
     for number in range(3 + steps):
         if number == 3 and GPU:
             torch.cuda.reset_peak_memory_stats()
         finish()
         start = time.perf_counter()
         trainer.step(tokens)
+        asked.append(1e3 * (time.perf_counter() - start))
         finish()
         taken.append(1e3 * (time.perf_counter() - start))
     found = {"ms": statistics.median(taken[3:])}
     if GPU:
         found |= {
+            "host ms": statistics.median(asked[3:]),
+            "GPU ms": busy_ms(lambda: trainer.step(tokens)),
             "allocated": torch.cuda.max_memory_allocated() / 1e6,
             "reserved": torch.cuda.max_memory_reserved() / 1e6,
         }
     return found
+
+
+def busy_ms(step: Callable[[], object]) -> float:
+    """Milliseconds of a step's kernels and copies on the GPU, one after the other."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        step()
+        finish()
+    of_gpu = (event for event in seen.events() if event.device_type == DeviceType.CUDA)
+    return sum(event.device_time for event in of_gpu if not event.is_user_annotation) / 1e3
 
 
 def finish() -> None:
