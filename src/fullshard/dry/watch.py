@@ -21,6 +21,7 @@ from fullshard._compat import (
     has_group,
     is_wrapper_type,
     outside_of_modes,
+    skipped_flops_of,
     uncached,
 )
 from fullshard.dry.lanes import DryAccelerator
@@ -97,7 +98,9 @@ class Watch(TorchDispatchMode):
         writes += tuple(map(self._storages.access, made))
         flops = flops_of(func, args, kwargs, result)
         dtype = str(next(_tensors(result)).dtype).removeprefix("torch.") if flops else ""
-        self._tape.note(Operation(name, lane, self._tape.origin, reads, writes, flops, name in _COPIES, dtype))
+        skipped = skipped_flops_of(func, args, kwargs, flops) if flops else 0
+        origin = self._tape.origin
+        self._tape.note(Operation(name, lane, origin, reads, writes, flops, name in _COPIES, dtype, skipped))
         if self._accelerator.has_lanes and lane != HOST and self._holds_host(name, given, args, kwargs):
             self._accelerator.hold_host(lane, name)
         return result
