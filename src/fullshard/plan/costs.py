@@ -101,10 +101,11 @@ class Costs:
 
     def of_operation(self, operation: Operation) -> float:
         """Seconds that `operation` takes a lane of the accelerator."""
-        nbytes = operation.nbytes
-        if operation.name in _REREAD:
-            nbytes += sum(it.nbytes for it in operation.reads)
-        return self.launch_s + max(self._flops_s(operation), nbytes / self.memory_bytes_per_s)
+        return self.launch_s + max(self._flops_s(operation), self._bytes_s(operation))
+
+    def beside(self, operation: Operation) -> float:
+        """The same while a collective runs, which takes some of the multiprocessors, and leaves memory alone."""
+        return self.launch_s + max((1 + self.slowdown) * self._flops_s(operation), self._bytes_s(operation))
 
     def of_collective(self, collective: Collective) -> float:
         """Seconds that `collective` takes from when all ranks are there.
@@ -156,6 +157,10 @@ class Costs:
             bases, share = (_RING_BASES_S["ll128"], _TREE_BASES_S["ll128"]), _LL128_SHARE
             speeds = share * self.link_bytes_per_s, share * across
             yield _Protocol(*bases, link.ll128_step_s, network.ll128_step_s, *speeds)
+
+    def _bytes_s(self, operation: Operation) -> float:
+        twice = operation.reads if operation.name in _REREAD else ()
+        return (operation.nbytes + sum(it.nbytes for it in twice)) / self.memory_bytes_per_s
 
     def _flops_s(self, operation: Operation) -> float:
         flops = operation.flops - operation.skipped_flops
