@@ -194,7 +194,7 @@ class Costs:
         return ceil(tiles * cuts / self.multiprocessors) * 2 * tile * inner / cuts
 
 
-def _dims(operation: Operation, flops: float) -> tuple[float, float, float] | None:
+def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
     """Rows, inner dimension and columns of a product of two matrices, from their bytes; None if it is no such product.
 
     Of A (m, k), B (k, n) and their product the bytes are a = s m k, b = s k n and c = s m n with s bytes an element,
@@ -207,7 +207,8 @@ def _dims(operation: Operation, flops: float) -> tuple[float, float, float] | No
     if not (a and b and c):
         return None
     itemsize = (2 * (a * b * c) ** 0.5 / flops) ** (2 / 3)
-    return flops / 2 / (b / itemsize), flops / 2 / (c / itemsize), flops / 2 / (a / itemsize)
+    rows, inner, columns = (round(itemsize * flops / 2 / nbytes) for nbytes in (b, c, a))
+    return rows, inner, columns
 
 
 def costs_of(hardware: Hardware, *, dtype: str = "bfloat16") -> Costs:
