@@ -1,5 +1,7 @@
 """Descriptions of machines: what ships is whole and plausible, and a wrong one is told what to do."""
 
+from itertools import pairwise
+
 import pytest
 
 from fullshard.errors import ConfigError
@@ -43,7 +45,7 @@ def test_figures_are_in_an_order_that_machines_have(name):
 
 def test_newer_accelerators_are_faster():
     chips = [hardware(name) for name in ("v100-32", "a100-80", "h100-80", "b200")]
-    for older, newer in zip(chips, chips[1:], strict=False):
+    for older, newer in pairwise(chips):
         assert newer.flops_per_s["float16"] > older.flops_per_s["float16"]
         assert newer.memory_bytes_per_s > older.memory_bytes_per_s
         assert newer.link.bytes_per_s > older.link.bytes_per_s

@@ -1,15 +1,15 @@
 """Seconds that the entries of a tape take on a machine.
 
-An operation takes the larger of its FLOPs over a rate and its bytes over the memory's bandwidth, and a launch. Two kinds
-of operations with FLOPs have a rate of their own:
+An operation takes the larger of its FLOPs over a rate and its bytes over the memory's bandwidth, and a launch. Two
+kinds of operations have FLOPs:
 
     products of matrices    cut into tiles, of which each multiprocessor computes one at a time. All tiles of a wave take
                             as long as one, so that a last wave of few tiles costs as much as a full one. A long inner
                             dimension may be cut too, if partial sums are then written and added. Of several cuts the
-                            fastest counts, as libraries choose.
+                            fastest counts, as libraries choose
     attention               a share of the peak rate of its own, forward and backward: kernels fuse a softmax into
-                            their two products, and five products in backward. Blocks that a causal mask leaves out cost
-                            nothing.
+                            their two products, and do five products in backward. Blocks that a causal mask leaves out
+                            cost nothing
 
 A collective takes what NCCL's own model of itself says (`src/graph/tuning.cc` of NCCL): a base, steps, and bytes over
 the bus bandwidth, for each algorithm (ring, and tree for an all-reduce) and each protocol, of which the fastest counts.
@@ -35,7 +35,7 @@ _RING_BASES_S = {"ll": 6.6e-6, "ll128": 14e-6}
 _TREE_BASES_S = {"ll": 6.8e-6, "ll128": 14e-6}
 _LL128_SHARE = 120 / 128
 _REREAD = frozenset(("aten.native_layer_norm_backward",))
-"""Operations of two kernels, each of which reads the large tensors: one for the input's gradient, one for the weights'."""
+"""Operations of two kernels that read all of it: one for the input's gradient, one for the weights'."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ communicator (the set of its ranks) is free. So each second of a lane up to the 
     exposed     it waits for a mark that another lane has yet to reach, or for a communicator
     starved     the host has not asked for anything yet
 
-What is computed while a collective runs takes longer, by `Costs.beside`: as far as the host had asked for the collective
-before. Collectives are not slowed down, and every rank is taken to come when this one does.
+What is computed while a collective runs takes longer, by `Costs.beside`, as far as the host had asked for the
+collective before. Collectives are not slowed down, and every rank is taken to come when this one does.
 """
 
 from __future__ import annotations
