@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fullshard import dry
+from fullshard import CPUOffloadPolicy, dry, fully_shard
 from fullshard.plan.costs import Costs, costs_of
 from fullshard.plan.hardware import Attention, hardware
 from fullshard.plan.timeline import lay_out
@@ -111,6 +111,27 @@ def test_bytes_and_flops_do_not_add_up():
     reads = (Access(1, 0, 30),)
     assert costs.of_operation(Operation("work", "compute", HERE, reads, (), flops=100)) == 30
     assert costs.of_operation(Operation("work", "compute", HERE, reads, (), flops=1000)) == 100
+
+
+def test_copies_between_host_and_accelerator_take_the_link_between_them():
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(1 << 20))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.weight).sum()
+
+    def make() -> nn.Module:
+        return fully_shard(Scaled(), offload_policy=CPUOffloadPolicy())
+
+    tape = dry.run(make, lambda: torch.ones(1 << 20), world=4, steps=1)
+    copies = [it for it in tape.of(Operation) if it.crosses and it.origin.phase is not Phase.IDLE]
+    assert {it.lane for it in copies} == {"gather", "offload"}  # parameters come, gradients go
+    for it in copies:
+        nbytes = sum(access.nbytes for access in it.writes)
+        assert nbytes == MIB  # a quarter
+        assert A100.of_operation(it) == pytest.approx(A100.launch_s + nbytes / hardware("a100-80").host_link_bytes_per_s)
 
 
 def test_products_are_as_fast_as_their_dtype_allows():

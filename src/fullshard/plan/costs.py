@@ -3,10 +3,10 @@
 An operation takes the larger of its FLOPs over a rate and its bytes over the memory's bandwidth, and a launch. Two
 kinds of operations have FLOPs:
 
-    products of matrices    cut into tiles, of which each multiprocessor computes one at a time. All tiles of a wave take
-                            as long as one, so that a last wave of few tiles costs as much as a full one. A long inner
-                            dimension may be cut too, if partial sums are then written and added. Of several cuts the
-                            fastest counts, as libraries choose
+    products of matrices    cut into tiles, of which each multiprocessor computes one at a time. All tiles of a wave
+                            take as long as one, so that a last wave of few tiles costs as much as a full one. A long
+                            inner dimension may be cut too, if partial sums are then written and added. Of several cuts
+                            the fastest counts, as libraries choose
     attention               a share of the peak rate of its own, forward and backward: kernels fuse a softmax into
                             their two products, and do five products in backward. Blocks that a causal mask leaves out
                             cost nothing
@@ -98,6 +98,7 @@ class Costs:
     host_s: float = 6e-6
     host_mark_s: float = 1e-6
     host_memory_bytes_per_s: float = 20e9
+    host_link_bytes_per_s: float = 55e9
 
     def of_operation(self, operation: Operation) -> float:
         """Seconds that `operation` takes a lane of the accelerator."""
@@ -159,6 +160,8 @@ class Costs:
             yield _Protocol(*bases, link.ll128_step_s, network.ll128_step_s, *speeds)
 
     def _bytes_s(self, operation: Operation) -> float:
+        if operation.crosses:
+            return sum(it.nbytes for it in operation.writes) / self.host_link_bytes_per_s
         twice = operation.reads if operation.name in _REREAD else ()
         return (operation.nbytes + sum(it.nbytes for it in twice)) / self.memory_bytes_per_s
 
@@ -229,4 +232,5 @@ def costs_of(hardware: Hardware, *, dtype: str = "bfloat16") -> Costs:
         network=hardware.network,
         slowdown=hardware.collective_multiprocessors / (parts - hardware.collective_multiprocessors) if parts else 0.0,
         host_s=fitted.host_s,
+        host_link_bytes_per_s=hardware.host_link_bytes_per_s,
     )

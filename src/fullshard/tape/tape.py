@@ -41,7 +41,8 @@ class Operation:
 
     `copies` tells whether it moves values and computes none. `dtype` is that of what products of matrices give, such as
     "bfloat16"; empty for other operations. `flops` are those of the formula, and `skipped_flops` those of them that a
-    kernel need not do: attention under a causal mask leaves out the blocks above the diagonal.
+    kernel need not do: attention under a causal mask leaves out the blocks above the diagonal. `crosses` tells whether
+    it copies between the memory of the host and that of an accelerator.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Operation:
     copies: bool = False
     dtype: str = ""
     skipped_flops: int = 0
+    crosses: bool = False
 
     @property
     def nbytes(self) -> int:
