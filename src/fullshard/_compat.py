@@ -82,6 +82,7 @@ __all__ = [
     "reduce_scatter_each",
     "set_local_tensor",
     "shares_memory",
+    "skipped_flops_of",
     "storage_holders",
     "storage_info",
     "storage_references",
@@ -464,12 +465,29 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 
+def skipped_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:
+    """How many of an operation's `flops` its kernel leaves out: attention's, under a causal mask.
+
+    FlashAttention computes blocks of 128 queries by 128 keys: those on the diagonal whole, and none above it.
+    """
+    packet = func._overloadpacket
+    if packet not in _ATTENTION:
+        return 0
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if not given.get("is_causal", False):
+        return 0
+    blocks = max(given["query"].shape[-2], given["key"].shape[-2]) / 128
+    return int(flops * max(0.0, 0.5 - 0.5 / blocks))
+
+
 _ATTENTION_ON_CPU = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
+_ATTENTION = frozenset((*_ATTENTION_ON_CPU, *_ATTENTION_ON_CPU.values()))
 
 
 def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:

@@ -21,6 +21,7 @@ from fullshard._compat import (
     has_group,
     is_wrapper_type,
     outside_of_modes,
+    skipped_flops_of,
     uncached,
 )
 from fullshard.dry.lanes import DryAccelerator
@@ -97,7 +98,10 @@ class Watch(TorchDispatchMode):
         writes += tuple(map(self._storages.access, made))
         flops = flops_of(func, args, kwargs, result)
         dtype = str(next(_tensors(result)).dtype).removeprefix("torch.") if flops else ""
-        self._tape.note(Operation(name, lane, self._tape.origin, reads, writes, flops, name in _COPIES, dtype))
+        skipped = skipped_flops_of(func, args, kwargs, flops) if flops else 0
+        origin, copies = self._tape.origin, name in _COPIES
+        crosses = copies and self._crosses(given)
+        self._tape.note(Operation(name, lane, origin, reads, writes, flops, copies, dtype, skipped, crosses))
         if self._accelerator.has_lanes and lane != HOST and self._holds_host(name, given, args, kwargs):
             self._accelerator.hold_host(lane, name)
         return result
@@ -110,9 +114,13 @@ class Watch(TorchDispatchMode):
         """True if the host waits until the operation is over."""
         if name in _READ_BY_HOST:
             return True
-        if len({self._storages.is_host(tensor) for tensor in given}) < 2 or name not in _COPIES:
+        if not self._crosses(given) or name not in _COPIES:
             return False
         return not (kwargs.get("non_blocking") or (name == "aten.copy_" and len(args) > 2 and args[2]))
+
+    def _crosses(self, given: Sequence[Tensor]) -> bool:
+        """True if some tensors are in the host's memory and others in an accelerator's."""
+        return len({self._storages.is_host(tensor) for tensor in given}) > 1
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if self._fakes is not None and name in ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero"):

@@ -1,13 +1,54 @@
-"""Seconds that the entries of a tape take on a machine."""
+"""Seconds that the entries of a tape take on a machine.
+
+An operation takes the larger of its FLOPs over a rate and its bytes over the memory's bandwidth, and a launch. Two
+kinds of operations have FLOPs:
+
+    products of matrices    cut into tiles, of which each multiprocessor computes one at a time. All tiles of a wave
+                            take as long as one, so that a last wave of few tiles costs as much as a full one. A long
+                            inner dimension may be cut too, if partial sums are then written and added. Of several cuts
+                            the fastest counts, as libraries choose
+    attention               a share of the peak rate of its own, forward and backward: kernels fuse a softmax into
+                            their two products, and do five products in backward. Blocks that a causal mask leaves out
+                            cost nothing
+
+A collective takes what NCCL's own model of itself says (`src/graph/tuning.cc` of NCCL): a base, steps, and bytes over
+the bus bandwidth, for each algorithm (ring, and tree for an all-reduce) and each protocol, of which the fastest counts.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, log2
+from types import MappingProxyType
 
-from fullshard.plan.hardware import Hardware
-from fullshard.tape.tape import Collective, Operation
+from fullshard.plan.hardware import Attention, Hardware, Link
+from fullshard.tape.tape import Access, Collective, Operation
 
 __all__ = ["Costs", "costs_of"]
+
+_TILES = ((256, 128), (128, 256), (128, 128))
+_INNER_CUTS = (1, 2, 3, 4, 6, 8)
+_PARTIAL_SUM_BYTES = 4
+_TREE_SHARE = 0.92  # of the bus bandwidth, under Simple
+_RING_BASES_S = {"ll": 6.6e-6, "ll128": 14e-6}
+_TREE_BASES_S = {"ll": 6.8e-6, "ll128": 14e-6}
+_LL128_SHARE = 120 / 128
+_REREAD = frozenset(("aten.native_layer_norm_backward",))
+"""Operations of two kernels that read all of it: one for the input's gradient, one for the weights'."""
+
+
+@dataclass(frozen=True)
+class _Protocol:
+    """How NCCL sends over the links within a host and between hosts."""
+
+    ring_base_s: float
+    tree_base_s: float
+    step_s: float
+    network_step_s: float
+    bytes_per_s: float  # bus bandwidth within a host
+    network_bytes_per_s: float  # of one rank
+    tree_share: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,52 +59,178 @@ class Costs:
     of NVLink both ways together, so 450e9 one way. A card of 400 Gb/s carries 50e9 B/s. The shares of these peaks that
     kernels reach (65 % and 80 %), the launch, the latency and the host's times are assumptions: of eager PyTorch an
     operation takes the host some 6 us. Ratios between two tapes depend on them little, seconds do.
+
+    Args:
+        flops_per_s: of large products of matrices, of dtypes that `flops_by_dtype` does not have.
+        flops_by_dtype: the same by the dtype of what they give.
+        memory_bytes_per_s: of kernels that are bound by memory.
+        launch_s: of a lane, between two kernels.
+        multiprocessors: that tiles of products are spread over; 0 if they are not cut.
+        attention: see `Attention`, of `peak_by_dtype`; as other products, if None.
+        peak_by_dtype: the peak rates.
+        latency_s: of a collective under the protocol Simple, before its first step.
+        ranks_per_host: ranks are numbered host by host.
+        link_bytes_per_s: bus bandwidth of one rank to others of its host, one way.
+        network_bytes_per_s: of one rank to other hosts, one way.
+        link: for its steps and protocols; without it, and without `network`, steps take no time.
+        network: likewise.
+        slowdown: how much longer computing takes beside a collective: 0.1 is a tenth.
+        host_s: to ask for an operation or a collective.
+        host_mark_s: to set a mark, or to let a lane wait for one.
+        host_memory_bytes_per_s: of copies within the host's memory.
+        host_link_bytes_per_s: of copies between the host's memory and an accelerator's.
     """
 
     flops_per_s: float = 0.65 * 989e12
+    flops_by_dtype: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     memory_bytes_per_s: float = 0.8 * 3.35e12
-    launch_s: float = 2e-6  # of a lane, between two kernels
-    latency_s: float = 20e-6  # of a collective
+    launch_s: float = 2e-6
+    multiprocessors: int = 0
+    attention: Attention | None = None
+    peak_by_dtype: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    latency_s: float = 20e-6
     ranks_per_host: int = 8
-    link_bytes_per_s: float = 450e9  # of one rank to others of its host, one way
-    network_bytes_per_s: float = 50e9  # of one rank to other hosts, one way
-    host_s: float = 6e-6  # to ask for an operation or a collective
-    host_mark_s: float = 1e-6  # to set a mark, or to let a lane wait for one
+    link_bytes_per_s: float = 450e9
+    network_bytes_per_s: float = 50e9
+    link: Link | None = None
+    network: Link | None = None
+    slowdown: float = 0.0
+    host_s: float = 6e-6
+    host_mark_s: float = 1e-6
     host_memory_bytes_per_s: float = 20e9
+    host_link_bytes_per_s: float = 55e9
 
     def of_operation(self, operation: Operation) -> float:
         """Seconds that `operation` takes a lane of the accelerator."""
-        return self.launch_s + max(operation.flops / self.flops_per_s, operation.nbytes / self.memory_bytes_per_s)
+        return self.launch_s + max(self._flops_s(operation), self._bytes_s(operation))
+
+    def beside(self, operation: Operation) -> float:
+        """The same while a collective runs, which takes some of the multiprocessors, and leaves memory alone."""
+        return self.launch_s + max((1 + self.slowdown) * self._flops_s(operation), self._bytes_s(operation))
 
     def of_collective(self, collective: Collective) -> float:
         """Seconds that `collective` takes from when all ranks are there.
 
-        With n ranks, L of them on each host, and a whole of S bytes, a ring has each rank take S (n - 1) / n from its
-        neighbour. With as many rings as cards, S (n - L) / n of that come into each host over its L cards. The slower
-        of the two counts; an all-reduce does it twice.
+        With n ranks on h hosts, a ring of k rounds (one to gather or to scatter sums, two for an all-reduce) has
+        k (n - 1) steps, k (h - 1) of which cross hosts, and each rank sends k S (n - 1) / n of a whole of S bytes: over
+        the link within its host, or over as many cards as a host has of the ranks. A tree goes up and down once: within
+        hosts along a chain, between them in log2 h steps.
         """
         ranks = len(collective.ranks)
         if ranks < 2:
             return self.launch_s
         read, written = (sum(it.nbytes for it in those) for those in (collective.reads, collective.writes))
-        whole = max(read, written)
-        here = collective.ranks[0] // self.ranks_per_host
-        on_host = sum(rank // self.ranks_per_host == here for rank in collective.ranks)
-        within = whole * (ranks - 1) / ranks / self.link_bytes_per_s
-        across = whole * (ranks - on_host) / ranks / (on_host * self.network_bytes_per_s)
-        rounds = 2 if "reduce" in collective.name and "scatter" not in collective.name else 1
-        return self.latency_s + rounds * max(within if on_host > 1 else 0.0, across)
+        is_all_reduce = "reduce" in collective.name and "scatter" not in collective.name
+        return min(self._ways(max(read, written), self._places(collective.ranks), is_all_reduce))
+
+    def _places(self, ranks: Sequence[int]) -> tuple[int, int, int]:
+        """How many ranks there are, on how many hosts, and how many on the host of the first."""
+        hosts = [rank // self.ranks_per_host for rank in ranks]
+        return len(ranks), len(set(hosts)), hosts.count(hosts[0])
+
+    def _ways(self, whole: int, places: tuple[int, int, int], is_all_reduce: bool) -> Iterator[float]:
+        """Seconds by each algorithm and protocol that there is."""
+        ranks, hosts, on_host = places
+        rounds = 2 if is_all_reduce else 1
+        for way in self._protocols():
+            bus = way.bytes_per_s if on_host > 1 else float("inf")
+            if hosts > 1:
+                bus = min(bus, on_host * way.network_bytes_per_s)
+            crossing = rounds * (hosts - 1)
+            within = rounds * (ranks - 1) - crossing
+            sent = rounds * whole * (ranks - 1) / ranks
+            yield way.ring_base_s + within * way.step_s + crossing * way.network_step_s + sent / bus
+            if is_all_reduce and hosts > 1:
+                steps = (on_host - 1) * way.step_s + log2(hosts) * way.network_step_s
+                yield way.tree_base_s + 2 * steps + sent / (way.tree_share * bus)
+
+    def _protocols(self) -> Iterator[_Protocol]:
+        link, network, across = self.link, self.network, self.network_bytes_per_s
+        steps = (link.step_s, network.step_s) if link and network else (0.0, 0.0)
+        yield _Protocol(self.latency_s, self.latency_s, *steps, self.link_bytes_per_s, across, _TREE_SHARE)
+        if link is None or network is None:
+            return
+        if link.ll_step_s and network.ll_step_s:
+            half, most = self.link_bytes_per_s / 2, link.ll_bytes_per_s or float("inf")
+            bases = _RING_BASES_S["ll"], _TREE_BASES_S["ll"]
+            yield _Protocol(*bases, link.ll_step_s, network.ll_step_s, min(half, most), across / 2)
+        if link.ll128_step_s and network.ll128_step_s:
+            bases, share = (_RING_BASES_S["ll128"], _TREE_BASES_S["ll128"]), _LL128_SHARE
+            speeds = share * self.link_bytes_per_s, share * across
+            yield _Protocol(*bases, link.ll128_step_s, network.ll128_step_s, *speeds)
+
+    def _bytes_s(self, operation: Operation) -> float:
+        if operation.crosses:
+            return sum(it.nbytes for it in operation.writes) / self.host_link_bytes_per_s
+        twice = operation.reads if operation.name in _REREAD else ()
+        return (operation.nbytes + sum(it.nbytes for it in twice)) / self.memory_bytes_per_s
+
+    def _flops_s(self, operation: Operation) -> float:
+        flops = operation.flops - operation.skipped_flops
+        if not flops:
+            return 0.0
+        rate = self.flops_by_dtype.get(operation.dtype, self.flops_per_s)
+        if "attention" in operation.name:
+            if self.attention is not None and operation.dtype in self.peak_by_dtype:
+                shares = self.attention
+                share = shares.backward if "backward" in operation.name else shares.forward
+                rate = share * self.peak_by_dtype[operation.dtype]
+            return flops / rate
+        return self._product_s(operation, flops, rate)
+
+    def _product_s(self, operation: Operation, flops: float, rate: float) -> float:
+        """Seconds of a product of matrices: of tiles in waves, if there are multiprocessors."""
+        dims = _dims(operation, flops) if self.multiprocessors else None
+        if dims is None:
+            return flops / rate
+        rows, inner, columns = dims
+        each = rate / self.multiprocessors
+        return min(
+            self._waves(ceil(rows / high) * ceil(columns / wide), high * wide, inner, cuts) / each
+            + (2 * cuts * rows * columns * _PARTIAL_SUM_BYTES / self.memory_bytes_per_s if cuts > 1 else 0.0)
+            for high, wide in _TILES
+            for cuts in _INNER_CUTS
+        )
+
+    def _waves(self, tiles: int, tile: int, inner: float, cuts: int) -> float:
+        """FLOPs, one after the other, of the multiprocessor that has most."""
+        return ceil(tiles * cuts / self.multiprocessors) * 2 * tile * inner / cuts
+
+
+def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
+    """Rows, inner dimension and columns of a product of two matrices, from their bytes; None if it is no such product.
+
+    Of A (m, k), B (k, n) and their product the bytes are a = s m k, b = s k n and c = s m n with s bytes an element,
+    and FLOPs are 2 m k n: four equations for four unknown. Products of many pairs at once are not of that kind.
+    """
+    if operation.name not in ("aten.mm", "aten.addmm"):
+        return None
+    matrices: Sequence[Access] = operation.reads[-2:]
+    a, b, c = (it.nbytes for it in (*matrices, operation.writes[0]))
+    if not (a and b and c):
+        return None
+    itemsize = (2 * (a * b * c) ** 0.5 / flops) ** (2 / 3)
+    rows, inner, columns = (round(itemsize * flops / 2 / nbytes) for nbytes in (b, c, a))
+    return rows, inner, columns
 
 
 def costs_of(hardware: Hardware, *, dtype: str = "bfloat16") -> Costs:
-    """The costs of a tape on `hardware`, where matrix products are of `dtype`."""
-    fitted = hardware.fitted
+    """The costs of a tape on `hardware`. Products of matrices whose dtype is not told of are taken to be of `dtype`."""
+    fitted, parts = hardware.fitted, hardware.multiprocessors
     return Costs(
         flops_per_s=fitted.matmul_share * hardware.flops_per_s[dtype],
+        flops_by_dtype={name: fitted.matmul_share * rate for name, rate in hardware.flops_per_s.items()},
         memory_bytes_per_s=fitted.memory_share * hardware.memory_bytes_per_s,
+        multiprocessors=parts,
+        attention=hardware.attention,
+        peak_by_dtype=hardware.flops_per_s,
         latency_s=hardware.base_s,
         ranks_per_host=hardware.ranks_per_host,
         link_bytes_per_s=hardware.link.bytes_per_s,
         network_bytes_per_s=hardware.network.bytes_per_s,
+        link=hardware.link,
+        network=hardware.network,
+        slowdown=hardware.collective_multiprocessors / (parts - hardware.collective_multiprocessors) if parts else 0.0,
         host_s=fitted.host_s,
+        host_link_bytes_per_s=hardware.host_link_bytes_per_s,
     )

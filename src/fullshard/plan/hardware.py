@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["Fitted", "Hardware", "Link", "hardware", "hardware_named_like", "known_hardware"]
+__all__ = ["Attention", "Fitted", "Hardware", "Link", "hardware", "hardware_named_like", "known_hardware"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +35,25 @@ class Link:
     Args:
         bytes_per_s: the bus bandwidth of collectives over it, for each rank, one way.
         step_s: seconds that each step of a collective's algorithm takes beside its bytes.
+        ll_step_s: the same under NCCL's protocol LL, whose messages carry a flag beside each 4 bytes. 0 if there is
+            none.
+        ll128_step_s: the same under LL128, with a flag beside each 120 bytes.
+        ll_bytes_per_s: the most that LL carries; half of `bytes_per_s`, if 0.
     """
 
     bytes_per_s: float
     step_s: float
+    ll_step_s: float = 0.0
+    ll128_step_s: float = 0.0
+    ll_bytes_per_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """The shares of the peak rate that kernels of attention reach, of the FLOPs that they do."""
+
+    forward: float
+    backward: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +90,10 @@ class Hardware:
         host_memory_bytes: of a host.
         fitted: what was measured.
         sources: where the figures are from, one sentence each.
+        multiprocessors: how many parts of an accelerator compute tiles of a matrix product by themselves (streaming
+            multiprocessors, compute units). 0 if products are not cut into tiles.
+        collective_multiprocessors: how many of them a collective takes while it runs.
+        attention: of kernels of the FlashAttention family; as other products of matrices, if None.
     """
 
     name: str
@@ -91,6 +110,9 @@ class Hardware:
     host_memory_bytes: float
     fitted: Fitted
     sources: tuple[str, ...]
+    multiprocessors: int = 0
+    collective_multiprocessors: int = 0
+    attention: Attention | None = None
 
     def with_hosts_of(self, ranks: int) -> Hardware:
         """The same with another number of ranks on a host."""
@@ -98,7 +120,7 @@ class Hardware:
 
 
 _MACHINES = files("fullshard.plan") / "machines"
-_PARTS = {"link": Link, "network": Link, "fitted": Fitted}
+_PARTS = {"link": Link, "network": Link, "fitted": Fitted, "attention": Attention}
 
 
 def known_hardware() -> list[str]:
@@ -122,14 +144,14 @@ def hardware(name: str) -> Hardware:
         ConfigError: there is none, or what the file says is not a description.
     """
     found = _read(name, seen=())
-    missing = [field.name for field in fields(Hardware) if field.name not in found]
+    missing = [field.name for field in fields(Hardware) if field.default is MISSING and field.name not in found]
     if missing:
         raise ConfigError(
             f"{name}: says nothing of {', '.join(missing)}. Say so, or name what is like it: "
             f'like = "{known_hardware()[0]}"'
         )
     try:
-        parts = {part: kind(**found[part]) for part, kind in _PARTS.items()}
+        parts = {part: kind(**found[part]) for part, kind in _PARTS.items() if part in found}
         return Hardware(**{**found, **parts, "sources": tuple(found["sources"])})
     except TypeError as error:
         raise ConfigError(f"{name}: {error}. docs/plan.md shows a description.") from error

@@ -9,12 +9,13 @@ communicator (the set of its ranks) is free. So each second of a lane up to the 
     exposed     it waits for a mark that another lane has yet to reach, or for a communicator
     starved     the host has not asked for anything yet
 
-Collectives and kernels do not slow each other down here, and every rank is taken to come when this one does.
+What is computed while a collective runs takes longer, by `Costs.beside`, as far as the host had asked for the
+collective before. Collectives are not slowed down, and every rank is taken to come when this one does.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -102,6 +103,9 @@ def lay_out(entries: Iterable[Entry], costs: Costs | None = None) -> Timeline:
     return Timeline(layout.placed, layout.stalls, layout.now)
 
 
+_BESIDE = 32  # collectives that are remembered, to find those that run beside something
+
+
 @dataclass(slots=True)
 class _Point:
     """A point in time, and what is over then."""
@@ -129,6 +133,7 @@ class _Layout:
         self._lanes: dict[str, _LaneState] = defaultdict(_LaneState)
         self._communicators: dict[tuple[int, ...], _Point] = defaultdict(_Point)
         self._marks: dict[int, _Point] = {}
+        self._carried: deque[tuple[float, float]] = deque(maxlen=_BESIDE)  # when collectives ran
 
     def place(self, entry: Entry) -> None:
         match entry:
@@ -138,12 +143,13 @@ class _Layout:
                 self.placed.append(Placed(entry, begun, begun, self.now))
             case Operation():
                 self.now += self._costs.host_s
-                self._run(entry, self._costs.of_operation(entry), _Point())
+                self._run(entry, self._costs.of_operation(entry), _Point(), beside=self._costs.beside(entry))
             case Collective():
                 self.now += self._costs.host_s
                 communicator = self._communicators[entry.ranks]
                 ran = self._run(entry, self._costs.of_collective(entry), communicator)
                 self._communicators[entry.ranks] = _Point(ran.end, ran)
+                self._carried.append((ran.start, ran.end))
             case Recorded():
                 self.now += self._costs.host_mark_s
                 self._marks[entry.mark] = self._reached(entry.lane)
@@ -151,18 +157,44 @@ class _Layout:
                 self.now += self._costs.host_mark_s
                 self._wait(entry.lane, self._marks.get(entry.mark, _Point()))
 
-    def _run(self, entry: Operation | Collective, seconds: float, communicator: _Point) -> Placed:
-        """Place `entry` on its lane: behind what is there, what it waits for, and what its communicator carries."""
+    def _run(
+        self, entry: Operation | Collective, seconds: float, communicator: _Point, beside: float | None = None
+    ) -> Placed:
+        """Place `entry` on its lane: behind what is there, what it waits for, and what its communicator carries.
+
+        Args:
+            entry: what is placed.
+            seconds: that it takes.
+            communicator: when it is free.
+            beside: seconds that it takes beside a collective; as many, if None.
+        """
         lane = self._lanes[entry.lane]
         last = communicator if communicator.time > lane.ready.time else lane.ready
         could = max(self.now, lane.done.time)
         start = max(could, last.time)
         if start > could:
             self.stalls.append(Stall(entry.lane, could, start, last.cause))
-        placed = Placed(entry, self.now, start, start + seconds)
+        slowed = beside is not None and beside > seconds
+        end = self._end_beside(start, seconds, beside) if slowed and beside else start + seconds
+        placed = Placed(entry, self.now, start, end)
         self.placed.append(placed)
         lane.done = _Point(placed.end, placed)
         return placed
+
+    def _end_beside(self, start: float, alone: float, beside: float) -> float:
+        """When something that starts at `start` ends, which takes `alone` seconds, or `beside` while others send."""
+        now, left = start, 1.0  # the share of it that is still to do
+        for begun, over in self._carried:
+            if over <= now:
+                continue
+            free = max(0.0, begun - now)
+            if left * alone <= free:
+                break
+            left, now = left - free / alone, now + free
+            if left * beside <= over - now:
+                return now + left * beside
+            left, now = left - (over - now) / beside, over
+        return now + left * alone
 
     def _reached(self, lane: str) -> _Point:
         """When `lane` comes to a mark that is set now."""

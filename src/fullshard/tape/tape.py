@@ -40,7 +40,9 @@ class Operation:
     """An operation of torch's on a lane: what it reads and writes, and the floating-point operations it takes.
 
     `copies` tells whether it moves values and computes none. `dtype` is that of what products of matrices give, such as
-    "bfloat16"; empty for other operations.
+    "bfloat16"; empty for other operations. `flops` are those of the formula, and `skipped_flops` those of them that a
+    kernel need not do: attention under a causal mask leaves out the blocks above the diagonal. `crosses` tells whether
+    it copies between the memory of the host and that of an accelerator.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Operation:
     flops: int = 0
     copies: bool = False
     dtype: str = ""
+    skipped_flops: int = 0
+    crosses: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,752 @@
+"""Predicted beside published: step times of models that others have trained on GPUs, and what this engine's tape says.
+
+    python benchmarks/published.py
+
+Nothing is measured here, and no GPU is needed. Four parts; `benchmarks/data/README.md` has the sources:
+
+mpt       115 rows that MosaicML published: MPT models from 125M to 70B parameters, trained by PyTorch's FSDP1. Two
+          constants a GPU type are fitted on the rows of 8 GPUs and sequences of 2048 tokens; the others are predicted.
+vtrain    160 rows of GPTs under DDP on 2 and 4 A100, by the constants that are shipped.
+pytorch   runs that PyTorch's team published of GPTs of 175B and 1T parameters.
+large     how long a prediction takes of 70B parameters on 4096 ranks.
+
+What the rows were trained with and this engine does not do is added to its tape, and said: see `as_fsdp1`, `FusedLoss`,
+`DecoupledAdamW` and `KERNELS_OF_2023`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, dry, fully_shard
+from fullshard.plan.allocator import allocator_use
+from fullshard.plan.costs import Costs, costs_of
+from fullshard.plan.hardware import Attention, Fitted, Hardware, hardware
+from fullshard.plan.memory import memory_peak
+from fullshard.plan.prediction import steps_of
+from fullshard.plan.timeline import lay_out
+from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Tape
+
+DATA = Path(__file__).parent / "data"
+
+
+# -- what was trained -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A GPT, and what one rank trains it on.
+
+    Args:
+        width: of the residual stream.
+        heads: of attention.
+        vocab: rows of the embedding, which is the output's too.
+        seq: tokens of a sequence.
+        batch: sequences of a microbatch, on one rank.
+        checkpointing: whether blocks compute their forward again in backward.
+        has_metrics: whether each microbatch has its loss computed twice more without gradients, in float32.
+        has_kernel: whether attention is one kernel; otherwise products, a mask, a softmax and a dropout.
+    """
+
+    width: int
+    heads: int
+    vocab: int
+    seq: int
+    batch: int
+    checkpointing: bool
+    has_metrics: bool = True
+    has_kernel: bool = True
+
+
+class Block(nn.Module):
+    """Attention, then an MLP of four times the width, each added to its input; biases everywhere."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self.heads, self.has_kernel = shape.heads, shape.has_kernel
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True) if self.has_kernel else _plain(q, k, v)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention as minGPT has it."""
+    scores = (q @ k.transpose(-2, -1)) * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
+    return F.dropout(F.softmax(scores, dim=-1), 0.1) @ v
+
+
+class Gpt(nn.Module):
+    """Tokens in, the loss of the next token out."""
+
+    def __init__(self, shape: Shape, blocks: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.tokens, self.places = nn.Embedding(shape.vocab, shape.width), nn.Embedding(shape.seq, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(blocks))
+        self.norm = nn.LayerNorm(shape.width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.shape.checkpointing else block(x)
+        scores = F.linear(self.norm(x), self.tokens.weight).flatten(0, 1)
+        if self.shape.has_metrics:
+            with torch.no_grad():
+                for _ in range(2):
+                    F.cross_entropy(scores.float(), tokens.flatten())
+        return FusedLoss.apply(scores, tokens.flatten())
+
+
+class FusedLoss(torch.autograd.Function):
+    """Cross entropy in one kernel each way: forward reads the scores, backward writes their gradient over them."""
+
+    @staticmethod
+    def forward(context: Any, scores: Tensor, targets: Tensor) -> Tensor:
+        context.save_for_backward(scores)
+        return torch.logsumexp(scores, dim=-1).sum()
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (scores,) = context.saved_tensors
+        return scores.mul_(grad), None
+
+
+class DecoupledAdamW(torch.optim.Optimizer):
+    """AdamW as Composer has it: one kernel for each arithmetic operation, over the parameters of a unit of FSDP1."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 1e-4})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [it for group in self.param_groups for it in group["params"] if it.grad is not None]
+        for start in range(0, len(params), OF_A_BLOCK):
+            some = params[start : start + OF_A_BLOCK]
+            for param in some:
+                if not self.state[param]:
+                    self.state[param] = {name: torch.zeros_like(param) for name in ("first", "second")}
+            values, grads = [_local(it) for it in some], [_local(it.grad) for it in some]
+            first, second = ([_local(self.state[it][name]) for it in some] for name in ("first", "second"))
+            torch._foreach_mul_(first, 0.9)
+            torch._foreach_add_(first, grads, alpha=0.1)
+            torch._foreach_mul_(second, 0.95)
+            torch._foreach_addcmul_(second, grads, grads, value=0.05)
+            roots = torch._foreach_sqrt(second)
+            torch._foreach_add_(roots, 1e-8)
+            torch._foreach_mul_(values, 0.99)
+            torch._foreach_addcdiv_(values, first, roots, value=-1e-4)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+# -- tapes of it ------------------------------------------------------------------------------------------------------
+
+DEPTHS = 3, 5
+OF_A_BLOCK = 12  # parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A shape, and how it is trained.
+
+    Args:
+        shape: of the model and its microbatches.
+        world: how many GPUs there are.
+        reduce_dtype: of sums of gradients.
+        compute_dtype: of everything else but the optimizer.
+        strategy: of `fully_shard`. Under "ddp" only the last microbatch of a step reduces; under others, each does.
+        offloads: whether parameters, and with them SGD without momentum, are on the CPU; otherwise AdamW.
+        is_fsdp1: whether FSDP1 trained it.
+    """
+
+    shape: Shape
+    world: int
+    reduce_dtype: torch.dtype = torch.float32
+    compute_dtype: torch.dtype = torch.bfloat16
+    strategy: Literal["ddp", "zero3"] = "zero3"
+    offloads: bool = False
+    is_fsdp1: bool = True
+
+
+def tape_of(task: Task, blocks: int, microbatches: int) -> Tape:
+    """Two steps of `task`, the first of one microbatch, the second of `microbatches`."""
+    shape = task.shape
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=task.compute_dtype, reduce_dtype=task.reduce_dtype),
+        "offload_policy": CPUOffloadPolicy() if task.offloads else None,
+        "strategy": task.strategy,
+    }
+    with dry.world(task.world), dry.taped() as tape:
+        model = Gpt(shape, blocks)
+        for block in model.blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        make = partial(torch.optim.SGD, lr=0.1, foreach=True) if task.offloads else DecoupledAdamW
+        optimizer = make(model.parameters())
+        for several in (1, microbatches):
+            for number in range(several):
+                model.set_requires_gradient_sync(task.strategy != "ddp" or number == several - 1)
+                model(torch.zeros(shape.batch, shape.seq, dtype=torch.long)).backward()
+            if not task.offloads:
+                clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+    return tape
+
+
+def as_fsdp1(entries: Iterable[Entry], task: Task) -> Iterator[Entry]:
+    """`entries` with what FSDP1 does beyond this engine's: its parameters are views of one flat parameter a unit.
+
+    So backward writes the gradients of a unit one behind the other into the flat one's, and divides that before it is
+    sent (`_post_backward_hook` of torch/distributed/fsdp/_runtime_utils.py). This engine divides what it has received.
+    """
+    for entry in entries:
+        if task.is_fsdp1 and isinstance(entry, Collective) and "reduce_scatter" in entry.name:
+            sent = sum(entry.sizes)
+            computed = sent * task.compute_dtype.itemsize // task.reduce_dtype.itemsize
+            for name, nbytes in (("flatten", computed), ("divide", sent)):
+                flat = (Access(0, 0, nbytes),)
+                yield Operation(f"fsdp1.{name}", "compute", entry.origin, flat, flat)
+        yield entry
+
+
+def second_step(task: Task, blocks: int, microbatches: int) -> list[Entry]:
+    """What is laid out of the second step, which is as all later ones are."""
+    entries = tape_of(task, blocks, microbatches).entries
+    step = as_fsdp1(entries[steps_of(entries)[1] :], task)
+    return [it for it in step if not isinstance(it, Allocation | Free)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step of any number of blocks and microbatches, as two of few blocks tell.
+
+    Blocks are alike and so are microbatches: whatever one more takes, the next one takes too. `tests/test_published.py`
+    holds that to whole tapes.
+    """
+
+    parts: tuple[tuple[list[Entry], ...], ...]  # of either depth: before, in, and after the second microbatch
+
+    @classmethod
+    def of(cls, task: Task) -> Step:
+        """That of `task`."""
+        return cls(parts=tuple(_parts(second_step(task, blocks, 2)) for blocks in DEPTHS))
+
+    def seconds(self, costs: Costs, blocks: int, microbatches: int) -> float:
+        """How long it takes."""
+        few, more = (self._of_depth(parts, costs, microbatches) for parts in self.parts)
+        return _at(few, more, blocks)
+
+    def _of_depth(self, parts: tuple[list[Entry], ...], costs: Costs, microbatches: int) -> float:
+        before, again, after = parts
+        one = lay_out([*before, *after], costs).end
+        if microbatches == 1:
+            return one
+        return one + (microbatches - 1) * (lay_out([*before, *again, *after], costs).end - one)
+
+
+def _at(few: float, more: float, blocks: int) -> float:
+    """What grows by as much with each block, of `blocks`, given that of either depth."""
+    return few + (blocks - DEPTHS[0]) * (more - few) / (DEPTHS[1] - DEPTHS[0])
+
+
+def _parts(entries: list[Entry]) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    places = [place for place, it in enumerate(entries) if it.origin.microbatch == 2]
+    first, last = places[0], places[-1] + 1
+    return entries[:first], entries[first:last], entries[last:]
+
+
+# -- MPT rows ---------------------------------------------------------------------------------------------------------
+
+GPUS = {"a100_80gb": "a100-80", "h100_80gb": "h100-80"}
+REDUCE_DTYPES = {"a100_80_2023a": torch.bfloat16, "a100_80_2023b": torch.bfloat16, "h100_2023": torch.float32}
+"""PURE reduced gradients in bf16. What DEFAULT did in October 2023 was not published: `--reduce` tries the other."""
+
+KERNELS_OF_2023 = {
+    "a100-80": Attention(forward=0.40, backward=0.30),
+    "h100-80": Attention(forward=0.175, backward=0.175),
+}
+"""Shares of the peak of the first FlashAttention (in Triton), which the rows were trained with.
+
+A100: the paper of FlashAttention-2 (Dao, 2023) says 30 to 50 % forward and 25 to 35 % backward. H100: half of the 35 %
+that the paper of FlashAttention-3 (Shah et al., 2024) gives for FlashAttention-2, which is twice as fast as the first.
+"""
+
+CALIBRATED_ON = "8 GPUs, sequences of 2048 tokens"
+FAR = 0.08  # relative error from which on a row is listed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What was published of one run, and its task."""
+
+    name: str
+    set: str
+    gpu: str
+    blocks: int
+    microbatches: int
+    task: Task
+    measured: float  # tokens a second and GPU
+
+    @property
+    def calibrates(self) -> bool:
+        """True if the constants may be fitted on it."""
+        return self.task.world == 8 and self.task.shape.seq == 2048
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank in a step."""
+        return self.task.shape.batch * self.task.shape.seq * self.microbatches
+
+
+def mpt_rows(reduce_dtypes: Mapping[str, torch.dtype]) -> list[Row]:
+    """The rows as published."""
+    with (DATA / "mosaicml_rows.csv").open() as file:
+        return [_mpt_row(it, reduce_dtypes[it["Set"]]) for it in csv.DictReader(file)]
+
+
+def _mpt_row(it: Mapping[str, str], reduce_dtype: torch.dtype) -> Row:
+    shape = Shape(
+        width=int(it["d_model"]),
+        heads=int(it["n_heads"]),
+        vocab=int(it["vocab"]),
+        seq=int(it["SeqLen"]),
+        batch=int(it["MicroBatchSize"]),
+        checkpointing=it["ActCkpt"] == "True",
+    )
+    return Row(
+        name=f"{it['Model']}, sequences of {it['SeqLen']}, {it['GPUs']} GPUs, microbatch {it['MicroBatchSize']}",
+        set=it["Set"],
+        gpu=GPUS[it["GPU"]],
+        blocks=int(it["n_layers"]),
+        microbatches=int(it["GradAccum"]),
+        task=Task(shape=shape, world=int(it["GPUs"]), reduce_dtype=reduce_dtype),
+        measured=float(it["TokensPerSecPerGPU"]),
+    )
+
+
+class Steps:
+    """The step of each task, run dry once."""
+
+    def __init__(self) -> None:
+        self._found: dict[Task, Step] = {}
+
+    def of(self, task: Task) -> Step:
+        if task not in self._found:
+            self._found[task] = Step.of(task)
+        return self._found[task]
+
+
+def predicted(row: Row, steps: Steps, machine: Hardware) -> float:
+    """Tokens a second and GPU."""
+    return row.tokens / steps.of(row.task).seconds(costs_of(machine), row.blocks, row.microbatches)
+
+
+def as_in_2023(gpu: str, matmul_share: float | None = None, memory_share: float | None = None) -> Hardware:
+    """A GPU with the kernels of attention of 2023, and other constants than are shipped, if given."""
+    machine = replace(hardware(gpu), attention=KERNELS_OF_2023[gpu])
+    if matmul_share is None or memory_share is None:
+        return machine
+    return replace(machine, fitted=replace(machine.fitted, matmul_share=matmul_share, memory_share=memory_share))
+
+
+def calibrated(gpu: str, rows: Sequence[Row], steps: Steps) -> Fitted:
+    """The constants with the least mean error on the rows of `gpu` that calibrate: two, on a grid of hundredths."""
+
+    def error(shares: tuple[float, float]) -> float:
+        machine = as_in_2023(gpu, *shares)
+        return sum(abs(math.log(predicted(row, steps, machine) / row.measured)) for row in rows)
+
+    best = 0.7, 0.8
+    for step in (0.1, 0.04, 0.02, 0.01):
+        near = [
+            (best[0] + i * step, best[1] + j * step)
+            for i in range(-2, 3)
+            for j in range(-2, 3)
+            if best[0] + i * step < 1 and best[1] + j * step < 1
+        ]
+        best = min(near, key=error)
+    return replace(hardware(gpu).fitted, matmul_share=round(best[0], 2), memory_share=round(best[1], 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """A row, and what was predicted of it."""
+
+    row: Row
+    predicted: float
+
+    @property
+    def error(self) -> float:
+        """Relative; more tokens than measured are positive."""
+        return self.predicted / self.row.measured - 1
+
+
+def reason(far: Beside, found: Sequence[Beside], machine: Hardware) -> str:
+    """What is known about a large error: the memory that a whole tape asks for, and the same run in another set."""
+    row = far.row
+    tape = tape_of(row.task, row.blocks, min(row.microbatches, 2))
+    use = allocator_use(tape, since=steps_of(tape.entries)[0])
+    told = [
+        f"tensors {use.tensors / 1e9:.0f} GB and segments {use.reserved / 1e9:.0f} of {machine.memory_bytes / 1e9:.0f}"
+    ]
+    if use.reserved > machine.memory_bytes:
+        told[0] += ", so an allocator must free and ask again, and no cost here has that"
+    for it in found:
+        same = replace(it.row.task, reduce_dtype=row.task.reduce_dtype) == row.task
+        if same and it.row.gpu == row.gpu and it.row.set != row.set:
+            ratio = row.measured / it.row.measured - 1
+            told.append(f"measured {ratio:+.0%} beside the same run of {it.row.set}, which is {it.error:+.0%} off")
+    return "; ".join(told)
+
+
+def summary(found: Sequence[Beside]) -> dict[str, float]:
+    """Errors in per cent, and the rank correlation."""
+    errors = sorted(abs(it.error) for it in found)
+    return {
+        "rows": len(found),
+        "mean": 100 * statistics.fmean(errors),
+        "p95": 100 * statistics.quantiles(errors, n=20, method="inclusive")[-1],
+        "rank": statistics.correlation(
+            _ranks([it.predicted for it in found]), _ranks([it.row.measured for it in found])
+        ),
+    }
+
+
+def _ranks(values: Sequence[float]) -> list[int]:
+    """The place of each in order; of equal ones the first's."""
+    order = sorted(values)
+    return [order.index(value) for value in values]
+
+
+def mpt(reduce_dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    """All rows, predicted by constants from the few that calibrate."""
+    rows, steps = mpt_rows(reduce_dtypes), Steps()
+    found: list[Beside] = []
+    machines = {}
+    for gpu in KERNELS_OF_2023:
+        of_gpu = [row for row in rows if row.gpu == gpu]
+        fitted = calibrated(gpu, [row for row in of_gpu if row.calibrates], steps)
+        machines[gpu] = replace(as_in_2023(gpu), fitted=fitted)
+        shipped = "as shipped" if fitted == hardware(gpu).fitted else f"shipped: {hardware(gpu).fitted}"
+        print(f"{gpu}, on rows of {CALIBRATED_ON}: {fitted} ({shipped}); host_s is not fitted")
+        found += [Beside(row=row, predicted=predicted(row, steps, machines[gpu])) for row in of_gpu]
+    others = [it for it in found if not it.row.calibrates]
+    parts = {"calibrated on": [it for it in found if it.row.calibrates]}
+    parts |= {name: [it for it in others if it.row.set == name] for name in sorted({row.set for row in rows})}
+    parts["all others"] = others
+    told = {name: summary(those) for name, those in parts.items()}
+    print(f"{'':16} rows  mean error  95th percentile  rank correlation")
+    for name, it in told.items():
+        print(f"{name:16} {it['rows']:4}  {it['mean']:8.1f} %  {it['p95']:13.1f} %  {it['rank']:16.4f}")
+    print(f"rows that are more than {FAR:.0%} off:")
+    reasons = {}
+    for it in sorted(found, key=lambda it: -abs(it.error)):
+        if abs(it.error) > FAR:
+            reasons[it.row] = reason(it, found, machines[it.row.gpu])
+            print(f"  {it.error:+6.1%}  {it.row.set}: {it.row.name}: {reasons[it.row]}", flush=True)
+    return {
+        "fitted": {gpu: asdict(machine.fitted) for gpu, machine in machines.items()},
+        "attention": {gpu: asdict(shares) for gpu, shares in KERNELS_OF_2023.items()},
+        "reduce_dtypes": {name: str(dtype) for name, dtype in reduce_dtypes.items()},
+        "summary": told,
+        "rows": [
+            {
+                "set": it.row.set,
+                "row": it.row.name,
+                "calibrates": it.row.calibrates,
+                "measured": it.row.measured,
+                "predicted": round(it.predicted, 1),
+                "error": round(it.error, 4),
+                "known": reasons.get(it.row, ""),
+            }
+            for it in found
+        ],
+    }
+
+
+# -- data parallel, as vTrain measured it -----------------------------------------------------------------------------
+
+
+def vtrain() -> dict[str, Any]:
+    """GPTs under DDP on 2 and 4 A100 of a host, by the constants that are shipped.
+
+    Assumed: float16, 51200 tokens, attention of several kernels, AdamW, no checkpointing, gradients in float32.
+    """
+    costs, laid_out = costs_of(hardware("a100-80"), dtype="float16"), dict[tuple[Task, int, int], float]()
+    errors, rows = dict[int, list[float]](), []
+    with (DATA / "vtrain_dp_rows.csv").open() as file:
+        table = list(csv.reader(file))[1:]
+    for row in table:
+        world, global_batch, batch, width, heads, layers, seq, *_ = map(int, row[:-1])
+        shape = Shape(
+            width=width,
+            heads=heads,
+            vocab=51200,
+            seq=seq,
+            batch=batch,
+            checkpointing=False,
+            has_metrics=False,
+            has_kernel=False,
+        )
+        task = Task(shape=shape, world=world, compute_dtype=torch.float16, strategy="ddp", is_fsdp1=False)
+
+        def of(blocks: int, microbatches: int, task: Task = task) -> float:
+            key = task, blocks, microbatches
+            if key not in laid_out:
+                laid_out[key] = lay_out(second_step(task, blocks, microbatches), costs).end
+            return laid_out[key]
+
+        microbatches = global_batch // world // batch
+        one, two = (_at(of(DEPTHS[0], count), of(DEPTHS[1], count), layers) for count in (1, 2))
+        seconds, measured = one + (microbatches - 1) * (two - one), float(row[-1]) / 1e3
+        errors.setdefault(batch, []).append(seconds / measured - 1)
+        rows.append({"row": row[:-1], "measured_s": measured, "predicted_s": round(seconds, 6)})
+    told = {
+        batch: {
+            "rows": len(of_batch),
+            "mean": 100 * statistics.fmean(map(abs, of_batch)),
+            "bias": 100 * statistics.fmean(of_batch),
+        }
+        for batch, of_batch in sorted(errors.items())
+    }
+    print("vTrain's rows, DDP on 2 and 4 A100, by sequences of a microbatch (seconds predicted over measured):")
+    for batch, it in told.items():
+        print(f"  {batch}: {it['rows']} rows, mean error {it['mean']:.0f} %, of which bias {it['bias']:+.0f} %")
+    return {"summary": told, "rows": rows}
+
+
+# -- PyTorch's own runs -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A run of PyTorch's, the least and the most TFLOP/s a GPU that were published, and what had to be assumed."""
+
+    name: str
+    task: Task
+    blocks: int
+    gpu: str
+    network_bytes_per_s: float
+    published: tuple[float, float]
+    assumed: str
+
+
+def pytorch_runs() -> list[Published]:
+    gpt175 = Shape(
+        width=12288,
+        heads=96,
+        vocab=50000,
+        seq=512,
+        batch=20,
+        checkpointing=True,
+        has_metrics=False,
+        has_kernel=False,
+    )
+    gpt1t = replace(gpt175, width=25600, heads=160, seq=2048, batch=4)
+    half: dict[str, Any] = {"reduce_dtype": torch.float16, "compute_dtype": torch.float16, "offloads": True}
+    blog = "attention of several kernels, FLOPs with what checkpoints compute again"
+    paper = "A100-80, 2 Tbit/s a host, sequences of 2048, bfloat16, AdamW, attention of several kernels, 128 GPUs"
+    return [
+        Published(
+            name="GPT 175B, batch 20, 128 GPUs",
+            task=Task(shape=gpt175, world=128, **half),
+            blocks=96,
+            gpu="a100-40",
+            network_bytes_per_s=6e9,
+            published=(159, 159),
+            assumed=blog,
+        ),
+        Published(
+            name="GPT 1T, batch 4, 128 GPUs",
+            task=Task(shape=gpt1t, world=128, **half),
+            blocks=128,
+            gpu="a100-40",
+            network_bytes_per_s=6e9,
+            published=(84, 84),
+            assumed=blog,
+        ),
+        *(
+            Published(
+                name=f"GPT 175B, batch {batch}",
+                task=Task(shape=replace(gpt175, seq=2048, batch=batch), world=128, reduce_dtype=torch.bfloat16),
+                blocks=96,
+                gpu="a100-80",
+                network_bytes_per_s=31e9,
+                published=(0.55 * 312, 0.60 * 312),
+                assumed=paper,
+            )
+            for batch in (1, 2)
+        ),
+    ]
+
+
+def megatron_flops(shape: Shape, blocks: int) -> float:
+    """FLOPs of a step on one GPU with checkpointing (Narayanan et al., 2021, equation 3)."""
+    share = 1 + shape.seq / 6 / shape.width + shape.vocab / 16 / blocks / shape.width
+    return 96 * shape.batch * shape.seq * blocks * shape.width**2 * share
+
+
+def pytorch() -> list[dict[str, Any]]:
+    """TFLOP/s a GPU, and what the tape says of memory."""
+    told = []
+    for run in pytorch_runs():
+        machine = hardware(run.gpu)
+        machine = replace(machine, network=replace(machine.network, bytes_per_s=run.network_bytes_per_s))
+        seconds = Step.of(run.task).seconds(costs_of(machine), run.blocks, 1)
+        rate = megatron_flops(run.task.shape, run.blocks) / seconds / 1e12
+        low, high = run.published
+        error = rate / (low if rate < low else high) - 1 if not low <= rate <= high else 0.0
+        peaks = []
+        for blocks in DEPTHS:
+            tape = tape_of(run.task, blocks, 1)
+            peaks.append(memory_peak(tape, since=steps_of(tape.entries)[0]))
+        peak = _at(peaks[0].nbytes, peaks[1].nbytes, run.blocks)
+        parts = {
+            state.value: _at(nbytes, peaks[1].by_state[state], run.blocks)
+            for state, nbytes in peaks[0].by_state.items()
+        }
+        print(
+            f"{run.name}: {rate:.0f} TFLOP/s, published {low:.0f} to {high:.0f}: {error:+.0%}. Assumed: {run.assumed}"
+        )
+        print(f"  {rate * 3 / 4:.0f} without what checkpoints compute again", end="; ")
+        print(f"tensors {peak / 1e9:.0f} GB at the peak, of {machine.memory_bytes / 1e9:.0f}: ", end="")
+        print(", ".join(f"{name} {nbytes / 1e9:.0f}" for name, nbytes in parts.items() if nbytes > 1e9), flush=True)
+        told.append(
+            {
+                "run": run.name,
+                "published": run.published,
+                "predicted": round(rate, 1),
+                "error": round(error, 3),
+                "assumed": run.assumed,
+                "peak_gb": round(peak / 1e9, 1),
+                "memory_gb": round(machine.memory_bytes / 1e9, 1),
+                "peak_parts_gb": {name: round(nbytes / 1e9, 1) for name, nbytes in parts.items()},
+            }
+        )
+    return told
+
+
+# -- 70B parameters on 4096 ranks -------------------------------------------------------------------------------------
+
+
+def large() -> dict[str, float]:
+    """Seconds, and the most bytes of this process: 80 blocks of width 8192, every one of them on the tape."""
+    start = time.perf_counter()
+    shape = Shape(width=8192, heads=64, vocab=128256, seq=2048, batch=1, checkpointing=True, has_metrics=False)
+    entries = second_step(Task(shape=shape, world=4096, is_fsdp1=False), 80, 1)
+    step = lay_out(entries, costs_of(hardware("h100-80"))).end
+    return {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time(),
+        "bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "step_s": step,
+    }
+
+
+def large_alone() -> dict[str, float]:
+    """`large` in a process of its own."""
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", __file__, "--large"], check=True, capture_output=True, text=True
+    )
+    it: dict[str, float] = json.loads(ran.stdout)
+    print(f"70B parameters on 4096 H100: a step of {it['step_s']:.2f} s, told within {it['seconds']:.0f} s", end=" ")
+    print(f"({it['cpu_seconds']:.0f} s of one core) and {it['bytes'] / 1e9:.2f} GB")
+    return it
+
+
+# -- all of it --------------------------------------------------------------------------------------------------------
+
+
+def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Predicted over measured tokens, a point a row."""
+    from matplotlib.figure import Figure  # late: it is slow to import
+
+    figure = Figure(figsize=(7, 6.2), layout="constrained")
+    axes = figure.subplots()
+    ends = [0.8 * min(it["measured"] for it in rows), 1.25 * max(it["measured"] for it in rows)]
+    axes.plot(ends, ends, color="#333333", linewidth=0.8)
+    axes.plot(ends, [0.9 * it for it in ends], ends, [1.1 * it for it in ends], color="#a9b4bd", linewidth=0.8)
+    for name, color in (("a100_80_2023a", "#a9b4bd"), ("a100_80_2023b", "#2a6f97"), ("h100_2023", "#c1121f")):
+        those = [it for it in rows if it["set"] == name]
+        for is_filled in (False, True):
+            shown = [it for it in those if it["calibrates"] is is_filled]
+            axes.scatter(
+                [it["measured"] for it in shown],
+                [it["predicted"] for it in shown],
+                s=22,
+                edgecolors=color,
+                facecolors=color if is_filled else "none",
+                label=f"{name}, calibrated on" if is_filled else name,
+            )
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+    axes.set_xlabel("measured tokens a second and GPU (MosaicML, 2023)")
+    axes.set_ylabel("predicted; thin lines are 10 % off")
+    axes.legend(loc="upper left")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="mpt,vtrain,pytorch,large")
+    parser.add_argument(
+        "--reduce",
+        action="append",
+        default=[],
+        metavar="SET=DTYPE",
+        help="the dtype in which a set's runs reduced gradients, as h100_2023=bfloat16",
+    )
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--large", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.large:
+        print(json.dumps(large()))
+        return
+    reduced = REDUCE_DTYPES | {name: getattr(torch, dtype) for name, dtype in (it.split("=", 1) for it in args.reduce)}
+    path = args.results / "published.json"
+    found = json.loads(path.read_text()) if path.is_file() else {}
+    parts = {"mpt": lambda: mpt(reduced), "vtrain": vtrain, "pytorch": pytorch, "large": large_alone}
+    for part in args.parts.split(","):
+        start = time.perf_counter()
+        found[part] = parts[part]()
+        print(f"-- {part}: {time.perf_counter() - start:.0f} s\n", flush=True)
+    found["versions"] = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    if "mpt" in found:
+        draw(found["mpt"]["rows"], args.results / "published.png")
+
+
+if __name__ == "__main__":
+    main()
