@@ -131,7 +131,9 @@ def test_copies_between_host_and_accelerator_take_the_link_between_them():
     for it in copies:
         nbytes = sum(access.nbytes for access in it.writes)
         assert nbytes == MIB  # a quarter
-        assert A100.of_operation(it) == pytest.approx(A100.launch_s + nbytes / hardware("a100-80").host_link_bytes_per_s)
+        assert A100.of_operation(it) == pytest.approx(
+            A100.launch_s + nbytes / hardware("a100-80").host_link_bytes_per_s
+        )
 
 
 def test_products_are_as_fast_as_their_dtype_allows():
