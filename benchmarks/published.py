@@ -742,10 +742,10 @@ def main() -> None:
         start = time.perf_counter()
         found[part] = parts[part]()
         print(f"-- {part}: {time.perf_counter() - start:.0f} s\n", flush=True)
-    found["versions"] = {"torch": torch.__version__, "python": sys.version.split()[0]}
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    if "mpt" in found:
-        draw(found["mpt"]["rows"], args.results / "published.png")
+        found["versions"] = {"torch": torch.__version__, "python": sys.version.split()[0]}
+        path.write_text(json.dumps(found, indent=1) + "\n")
+        if part == "mpt":
+            draw(found["mpt"]["rows"], args.results / "published.png")
 
 
 if __name__ == "__main__":
