@@ -1,0 +1,114 @@
+"""`here`: a description of the machine that this runs on, measured in under a minute."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import ConfigError
+from fullshard.plan.gpu_speeds import gpu_speeds, large_rate
+from fullshard.plan.hardware import HERE, hardware, known_hardware
+
+__all__ = ["calibrate", "write_description"]
+
+Tell = Callable[[str], None]
+"""Called with what is measured next."""
+
+DTYPE = "bfloat16"  # whose share of the peak is the one that is fitted
+LARGE_BYTES = 2**28  # of a tensor that no cache holds
+
+
+def calibrate(
+    device: torch.device | str | None = None,
+    *,
+    like: str | None = None,
+    seconds: float = 45.0,
+    tell: Tell = lambda _: None,
+) -> dict[str, Any]:
+    """The description of this machine, as `fullshard.plan.hardware.described` and a TOML file take it.
+
+    Args:
+        device: what is described: the current accelerator, if None and there is one, and else the CPU.
+        like: the known hardware that a GPU is like: it has what cannot be measured here, as peaks and links to others.
+            By the GPU's name, if None.
+        seconds: how long it may take, about. With less, sizes are measured less often.
+        tell: called with what is measured next.
+
+    Raises:
+        ConfigError: no known hardware is like the GPU, or there is too little time.
+    """
+    if seconds <= 0:
+        raise ConfigError(f"calibrate(seconds={seconds:g}): takes some time. Give it 45 seconds.")
+    current = torch.accelerator.current_accelerator()
+    chosen = torch.device(device) if device is not None else current or torch.device("cpu")
+    if chosen.type == "cpu":
+        raise NotImplementedError
+    if not torch.cuda.is_available() or chosen.type != "cuda":
+        raise ConfigError(
+            f"calibrate({str(chosen)!r}): measured are CPUs and what torch.cuda reaches. Take one of them."
+        )
+    return _gpu(torch.device("cuda", chosen.index or 0), like, tell)
+
+
+def write_description(said: dict[str, Any], path: Path) -> None:
+    """Write a description as TOML; folders are made."""
+    import tomli_w  # late: only who writes needs it
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(said))
+
+
+def _gpu(device: torch.device, like: str | None, tell: Tell) -> dict[str, Any]:
+    about = torch.cuda.get_device_properties(device)
+    like = like or _like(about.name, about.total_memory)
+    base = hardware(like)
+    found = gpu_speeds(device, tell)
+    large = [max(it["copy"], it["add"]) for it in found["memory"] if it["nbytes"] >= LARGE_BYTES]
+    return {
+        "like": like,
+        "name": HERE,
+        "kind": "gpu",
+        "title": f"{about.name}, measured",
+        "memory_bytes": about.total_memory,
+        "ranks_per_host": torch.cuda.device_count(),
+        "host_link_bytes_per_s": min(found["to_device_bytes_per_s"], found["to_host_bytes_per_s"]),
+        "host_memory_bytes": _memory_bytes(),
+        "fitted": {
+            "matmul_share": large_rate(found["products"][DTYPE]) / base.flops_per_s[DTYPE],
+            "memory_share": max(large) / base.memory_bytes_per_s,
+            "host_s": found["host_s"],
+        },
+        "measured": found,
+        "sources": [
+            f"measured by fullshard calibrate with torch {torch.__version__}, Python {platform.python_version()}",
+            f"peaks, memory and links to other GPUs: those of {like}",
+        ],
+    }
+
+
+def _like(gpu: str, memory_bytes: int) -> str:
+    """The known hardware that a GPU of this name and memory is like.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    words = re.split(r"[^a-z0-9]+", gpu.lower())
+    known = {name: hardware(name) for name in known_hardware()}
+    named = {name: it for name, it in known.items() if it.kind == "gpu" and name.split("-")[0] in words}
+    if not named:
+        raise ConfigError(
+            f"{gpu}: none of {', '.join(known)} is called so, and links to other GPUs cannot be measured on one. Say "
+            f"which one it is like: --like {next(iter(known))}"
+        )
+    return min(named, key=lambda name: abs(named[name].memory_bytes - memory_bytes))
+
+
+def _memory_bytes() -> int:
+    """Of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
