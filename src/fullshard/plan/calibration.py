@@ -50,9 +50,7 @@ def calibrate(
     if chosen.type == "cpu":
         raise NotImplementedError
     if not torch.cuda.is_available() or chosen.type != "cuda":
-        raise ConfigError(
-            f"calibrate({str(chosen)!r}): measured are CPUs and what torch.cuda reaches. Take one of them."
-        )
+        raise ConfigError(f"calibrate({str(chosen)!r}): neither a CPU nor reached by torch.cuda. Take one of these.")
     return _gpu(torch.device("cuda", chosen.index or 0), like, tell)
 
 

@@ -72,7 +72,7 @@ def _timed(call: Callable[[], object], calls: int) -> float:
         call()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3 / calls
+    return float(start.elapsed_time(end)) / 1e3 / calls
 
 
 def _product(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> dict[str, float]:
@@ -100,7 +100,7 @@ def _launch_s(device: torch.device) -> float:
     """Seconds from one tiny kernel to the next, where all of them have been queued before the first one starts."""
     one = torch.zeros(1, device=device)
     one.add_(1.0)
-    found = []
+    found: list[float] = []
     for _ in range(ROUNDS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
