@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,9 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import MixedPrecisionPolicy, dry, fully_shard
 from fullshard._compat import fake_store
 from fullshard.bench.model import Model, Shape
+from fullshard.bench.team import Team
 from fullshard.bench.trainer import Trainer
+from fullshard.bench.turns import Span
 from fullshard.bench.workload import Workload
 from fullshard.plan.calibration import calibrate
 from fullshard.plan.costs import Costs, costs_of
@@ -150,6 +153,55 @@ def predicted_on_gpu(case: Case, here: Hardware) -> dict[str, Any]:
         "flops": sum(operation.flops for operation in operations),
         "bytes": sum(operation.nbytes for operation in operations),
     }
+
+
+# -- measured on CPUs -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds of one rank for a turn of steps: by the clock, and of a core; and the pages that it touched first."""
+
+    span: Span
+    core_s: float
+    faults: int
+
+
+class Stepping:
+    """A rank that takes steps when it is asked to."""
+
+    def __init__(self, workload: Workload, *, case: Case) -> None:
+        rank = dist.get_rank()
+        model = workload.model(workload.device(rank))
+        self._trainer = trainer_of(case, workload, model, mesh_of(case, "cpu"))
+        self._tokens = workload.tokens(0, rank)
+
+    def run(self, steps: int) -> Turn:
+        dist.barrier()
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        start = time.perf_counter()
+        for _ in range(steps):
+            self._trainer.step(self._tokens)
+        end, now = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+        core_s = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+        return Turn(Span(start, end), core_s, now.ru_minflt - used.ru_minflt)
+
+
+@dataclass
+class Measured:
+    """A case that is under way: what a step has taken in each round."""
+
+    team: Team
+    seconds: list[float]
+    core_s: list[float]  # of all ranks
+    faults: list[int]  # of rank 0
+
+    def turn(self, steps: int, *, counts: bool) -> None:
+        turns = self.team.ask("run", steps)
+        if counts:
+            self.seconds.append(Span.seconds(turn.span for turn in turns) / steps)
+            self.core_s.append(sum(turn.core_s for turn in turns) / steps)
+            self.faults.append(turns[0].faults // steps)
 
 
 # -- measured on a GPU ------------------------------------------------------------------------------------------------

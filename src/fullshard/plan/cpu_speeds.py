@@ -1,0 +1,260 @@
+"""What a core reaches while all cores of the machine do the same, measured.
+
+    products   FLOP/s of matrix products by dtype and size, of operands that the cache has
+    kernels    of other operations, by dtype: seconds for each byte that they write, of tensors that the cache has
+    memory     seconds for each byte that comes from or goes to memory behind the caches, beside those
+    pages      seconds of a page that is touched first, for each byte of it
+    steps      seconds of an operation, of a unit's hooks and of a collective beside what is in their bytes
+
+Measured is the time of the core, not of the clock, so that other processes on the machine spoil it little. A process for
+each core measures, all of them the same at about the same time: caches and memory are shared as in a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.fully_shard import fully_shard
+from fullshard.plan.operations import counted
+
+__all__ = ["DIMS", "cpu_speeds"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DIMS = (16, 64, 256, 1024, 4096)  # rows, inner and columns of products
+ROWS, WIDTH = 256, 512  # of the tensors that kernels are measured with, which a cache has
+HEADS, HEAD = 8, 64
+LAYERS = 4
+PRODUCTS_SHARE, KERNELS_SHARE = 0.45, 0.25  # of the time
+
+Call = Callable[[], object]
+
+
+def cpu_speeds(cores: int, seconds: float) -> dict[str, Any]:
+    """Measure on so many cores at once, for about so long; what the first of them has found."""
+    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "fullshard.plan.cpu_speeds", folder, str(cores), str(seconds)]
+        others = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(1, cores)]
+        try:
+            ran = subprocess.run([*command, "0"], env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def measure(world: int, seconds: float) -> dict[str, Any]:
+    """All of it, by this rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    count = len(DTYPES) * len(DIMS) ** 3
+    products = {
+        name: [
+            [[_product(dtype, m, k, n, PRODUCTS_SHARE * seconds / count) for n in DIMS] for k in DIMS] for m in DIMS
+        ]
+        for name, dtype in DTYPES.items()
+    }
+    kernels = {name: _kernels(dtype, KERNELS_SHARE * seconds / 80) for name, dtype in DTYPES.items()}
+    return {"dims": list(DIMS), "products": products, "kernels": kernels, **_memory(), **_steps(world)}
+
+
+def _core_s(call: Call, budget_s: float, least: int = 2) -> float:
+    """Seconds of the core for a call: the least of some, after one that does not count."""
+    call()
+    once = _timed(call, 1)
+    calls = max(1, min(100, int(50e-6 / max(once, 1e-7))))
+    best, rounds, end = once, 0, time.perf_counter() + budget_s
+    while rounds < least or time.perf_counter() < end:
+        best = min(best, _timed(call, calls))
+        rounds += 1
+    return best
+
+
+def _timed(call: Call, calls: int) -> float:
+    start = time.thread_time()
+    for _ in range(calls):
+        call()
+    return (time.thread_time() - start) / calls
+
+
+def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: float) -> float:
+    """Seconds of a product as a linear layer's forward has it."""
+    left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
+    out = torch.empty(rows, columns, dtype=dtype)
+    return _core_s(lambda: torch.mm(left, right.t(), out=out), budget_s, least=1)
+
+
+def _kernels(dtype: torch.dtype, budget_s: float) -> dict[str, list[float]]:
+    """By operation: seconds of a call on tensors that the cache has, the bytes read and written as a tape counts them."""
+    found = {}
+    for call in _calls(dtype):
+        for operation in counted(call):
+            seconds = _core_s(call, budget_s)
+            read, written = (sum(it.nbytes for it in those) for those in (operation.reads, operation.writes))
+            found[operation.name] = [seconds, read, written, operation.flops]
+    return found
+
+
+def _calls(dtype: torch.dtype) -> list[Call]:
+    """One operation each."""
+    a, b, out = (torch.randn(ROWS, WIDTH).to(dtype) for _ in range(3))
+    wide = torch.randn(ROWS, WIDTH)
+    weight, bias = torch.ones(WIDTH, dtype=dtype), torch.zeros(WIDTH, dtype=dtype)
+    aten = torch.ops.aten
+    normed = aten.native_layer_norm(a, [WIDTH], weight, bias, 1e-5)
+    scores = aten._log_softmax(wide, 1, False)
+    targets = torch.arange(ROWS) % WIDTH
+    one = torch.ones(())
+    indices = torch.arange(ROWS)
+    half = 2 if dtype is torch.float32 else 1
+    q, k, v = (torch.randn(1, HEADS, ROWS // half, HEAD).to(dtype) for _ in range(3))
+    attended = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    states = [torch.zeros(ROWS * WIDTH) for _ in range(4)]
+    steps = [torch.ones(())]
+    other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
+    calls: list[Call] = [
+        lambda: a + b,
+        lambda: a.add_(b, alpha=1e-9),
+        lambda: torch.mul(a, b),
+        lambda: a.mul_(1.0),
+        lambda: a.div_(1.0),
+        lambda: out.copy_(a),
+        lambda: torch._foreach_div_([a], 1.0),
+        lambda: torch._foreach_mul_([a], 1.0),
+        lambda: torch._foreach_add_([a], [b], alpha=1e-9),
+        lambda: torch._foreach_copy_([out], [a]),
+        lambda: a.zero_(),
+        lambda: b.clone(),
+        lambda: wide.to(dtype) if dtype is not torch.float32 else wide.to(other),
+        lambda: torch.cat([b, b], 1),
+        lambda: torch._chunk_cat([b], 0, 2),
+        lambda: b.sum(0),
+        lambda: b.mean(),
+        lambda: torch._foreach_norm([b]),
+        lambda: torch.relu(b),
+        lambda: F.silu(b),
+        lambda: F.gelu(b),
+        lambda: aten.gelu_backward(b, out),
+        lambda: aten.native_layer_norm(b, [WIDTH], weight, bias, 1e-5),
+        lambda: aten.native_layer_norm_backward(
+            b, out, [WIDTH], normed[1], normed[2], weight, bias, [True, True, True]
+        ),
+        lambda: aten._log_softmax(wide, 1, False),
+        lambda: aten._log_softmax_backward_data(wide, scores, 1, torch.float32),
+        lambda: aten.nll_loss_forward(scores, targets, None, 1, -100),
+        lambda: aten.nll_loss_backward(one, scores, targets, None, 1, -100, torch.tensor(float(ROWS))),
+        lambda: aten.embedding(b, indices),
+        lambda: aten.embedding_dense_backward(b, indices, ROWS, -1, False),
+        lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
+        lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            q, q, k, v, attended[0], attended[1], 0.0, True
+        ),
+        lambda: aten._fused_adamw_(
+            [states[0]], [states[1]], [states[2]], [states[3]], [], steps,
+            lr=1e-9, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        ),
+    ]  # fmt: skip
+    return calls
+
+
+def _memory(mib: int = 64) -> dict[str, float]:
+    """Seconds for each byte from and to memory, beyond those from a cache; of a page that is new; and the cache."""
+    numel = mib * 2**20 // 4
+    small = numel // 256
+    large, target = torch.ones(numel), torch.ones(numel)
+    near, near_target = torch.ones(small), torch.ones(small)
+    read_s = _core_s(lambda: large.sum(), 0.3) / large.nbytes - _core_s(lambda: near.sum(), 0.1) / near.nbytes
+    copy_s = _core_s(lambda: target.copy_(large), 0.3) / large.nbytes
+    copy_near_s = _core_s(lambda: near_target.copy_(near), 0.1) / near.nbytes
+    new_s = _core_s(lambda: torch.empty(numel).fill_(1.0), 0.3) / large.nbytes
+    fill_s = _core_s(lambda: target.fill_(1.0), 0.3) / large.nbytes
+    return {
+        "read_s": max(read_s, 0.0),
+        "write_s": max(copy_s - copy_near_s - read_s, 0.0),
+        "page_s": max(new_s - fill_s, 0.0),
+        "cache_bytes": _cache_bytes(),
+        "streamed_bytes_per_s": 2 / copy_s,
+    }
+
+
+def _cache_bytes() -> int:
+    """The largest size of which a sum is no slower by half than of a small one."""
+    near = torch.ones(2**18)
+    base_s, size = _core_s(lambda: near.sum(), 0.05) / near.nbytes, near.nbytes
+    while size < 2**28:
+        tensor = torch.ones(size // 2)  # twice as large, in float32
+        if _core_s(lambda tensor=tensor: tensor.sum(), 0.05) / tensor.nbytes > 1.5 * base_s:  # type: ignore[misc]
+            break
+        size = tensor.nbytes
+    return size
+
+
+def _steps(world: int) -> dict[str, float]:
+    """Seconds of an operation beside its bytes, and of what a unit adds to a step beside copies of its parameters.
+
+    Of the steps of a transformer that is too small for bytes to count, as it is and sharded over the ranks.
+    """
+    plain, sharded = _small_step(), _small_step(shard=fully_shard)
+    operations = len(counted(plain))
+    plain_s, sharded_s = (min(_whole_s(step, 5) for _ in range(20)) for step in (plain, sharded))
+    return {
+        "operation_s": plain_s / operations,
+        "unit_s": max(0.0, sharded_s - plain_s) / (1 + LAYERS),
+        "ranks": float(world),
+    }
+
+
+def _small_step(shard: Callable[[nn.Module], object] = lambda module: None) -> Call:
+    layers = [nn.TransformerEncoderLayer(16, 1, 32, dropout=0.0, batch_first=True, norm_first=True) for _ in range(LAYERS)]
+    model = nn.Sequential(*layers)
+    for module in (*model, model):
+        shard(module)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = torch.randn(1, 4, 16)
+
+    def step() -> None:
+        model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def _whole_s(call: Call, calls: int) -> float:
+    """Seconds of the core for a call, of all threads of this process."""
+    start = time.process_time()
+    for _ in range(calls):
+        call()
+    return (time.process_time() - start) / calls
+
+
+def main(folder: str, world: str, seconds: str, rank: str) -> None:
+    """Measure as one of `world` ranks, and print it as JSON."""
+    store = dist.FileStore(f"{folder}/store", int(world))
+    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world))
+    found = measure(int(world), float(seconds))
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
