@@ -1,9 +1,14 @@
 """Step times that are predicted of this machine, beside measured ones.
 
+    python benchmarks/predicted_time.py                           # CPU ranks: all strategies at 2 and 4 ranks
     python benchmarks/predicted_time.py --gpu --json gpu.json     # one GPU: alone, and as a rank of a pretended world
 
 Predicted is what the engine run dry leaves on its tape, laid out with the costs of `here`: the machine as `fullshard
 calibrate` has measured it. Nothing is fitted on a step.
+
+On CPUs: GPTs whose ranks have a thread each. Measured are the time by the clock, the least and the median of some rounds,
+and the time that cores were busy for the step, of all ranks, over the cores. Nothing else should run: where it does, the
+clock tells of that, too, and the busy time is what a step would take without it, if no rank waited for another one.
 
 On one GPU: GPTs of 30M to 1.5B parameters in bfloat16, parameters at rest in float32, fused AdamW. Steps are queued one
 behind the other, as in training; the time is that of the GPU from the end of one step to the end of the next. In a
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import resource
 import statistics
 import time
@@ -22,7 +28,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,17 +38,22 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import MixedPrecisionPolicy, dry, fully_shard
 from fullshard._compat import fake_store
-from fullshard.bench.model import Model, Shape
+from fullshard.bench.model import SIZES, Model, Shape
 from fullshard.bench.team import Team
 from fullshard.bench.trainer import Trainer
 from fullshard.bench.turns import Span
 from fullshard.bench.workload import Workload
 from fullshard.plan.calibration import calibrate
 from fullshard.plan.costs import Costs, costs_of
-from fullshard.plan.hardware import Hardware, described
+from fullshard.plan.cpu_costs import core_seconds, step_seconds
+from fullshard.plan.hardware import Hardware, described, hardware
 from fullshard.plan.timeline import lay_out
 from fullshard.tape.context import drop_if_stale
 from fullshard.tape.tape import HOST, Collective, Entry, Operation
+
+ONE_LEVEL = ("zero3", "zero2", "zero1", "ddp")
+ALL = (*ONE_LEVEL, "hsdp", "hsdp_zero2")
+RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +69,17 @@ class Case:
 
     def workload(self, device_type: str) -> Workload:
         return Workload(shape=self.shape, world=self.world, dtype=self.dtype, device_type=device_type)
+
+
+ON_CPUS = (
+    *(Case(name=f"34M {it}, 2 ranks", shape=SIZES["34m"], world=2, strategy=it, dtype="fp32") for it in ONE_LEVEL),
+    *(Case(name=f"34M {it}, 4 ranks", shape=SIZES["34m"], world=4, strategy=it, dtype="fp32") for it in ALL),
+    Case(name="34M zero3, bf16, 2 ranks", shape=SIZES["34m"], world=2, dtype="bf16"),
+    Case(name="34M zero2, bf16, 4 ranks", shape=SIZES["34m"], world=4, strategy="zero2", dtype="bf16"),
+    Case(name="34M zero3, batch 4, 2 ranks", shape=replace(SIZES["34m"], batch=4), world=2, dtype="fp32"),
+    Case(name="wide 86M zero3, 2 ranks", shape=SIZES["wide86m"], world=2, dtype="fp32"),
+    Case(name="wide 86M ddp, 2 ranks", shape=SIZES["wide86m"], world=2, strategy="ddp", dtype="fp32"),
+)
 
 
 def gpt(width: int, layers: int, batch: int, seq: int = 1024, vocab: int = 50304) -> Shape:
@@ -95,25 +118,26 @@ def trainer_of(case: Case, workload: Workload, model: Model, mesh: DeviceMesh) -
 
 @dataclass(frozen=True)
 class Step:
-    """The tape of a case's third step, and the most bytes of tensors in it."""
+    """The tape of a case's last step of several, what came before it, and the most bytes of tensors in it."""
 
     entries: list[Entry]
+    before: list[Entry]
     peak_bytes: int
 
 
-def dry_step(case: Case, *, lanes: str) -> Step:
+def dry_step(case: Case, *, lanes: Literal["gpu", "cpu"], steps: int = 3) -> Step:
     """The step of rank 0, of the engine run dry."""
     workload = case.workload("cpu")
     with dry.world(case.world):
         mesh = mesh_of(case, "cpu")
-        with dry.taped(lanes="gpu" if lanes == "gpu" else "cpu") as tape:
+        with dry.taped(lanes=lanes) as tape:
             trainer = trainer_of(case, workload, Model(case.shape), mesh)
             tokens = torch.zeros(case.shape.batch, case.shape.seq + 1, dtype=torch.int64)
-            for _ in range(3):
+            for _ in range(steps):
                 gc.collect()
                 begun = len(tape.entries)
                 trainer.step(tokens)
-    return Step(tape.entries[begun:], tape.peak_bytes(since=begun))
+    return Step(tape.entries[begun:], tape.entries[:begun], tape.peak_bytes(since=begun))
 
 
 def mesh_of(case: Case, device_type: str) -> DeviceMesh:
@@ -187,21 +211,92 @@ class Stepping:
         return Turn(Span(start, end), core_s, now.ru_minflt - used.ru_minflt)
 
 
-@dataclass
-class Measured:
-    """A case that is under way: what a step has taken in each round."""
+def predicted_on_cpus(case: Case, here: Hardware) -> dict[str, Any]:
+    """Milliseconds of a step, and of a core by what they are for."""
+    step = dry_step(case, lanes="cpu", steps=4)
+    about: dict[str, Any] = {"ranks": case.world, "dtype": "bfloat16" if case.dtype == "bf16" else "float32"}
+    parts = core_seconds(step.entries, here, before=step.before, **about)
+    return {
+        "ms": 1e3 * step_seconds(step.entries, here, before=step.before, **about),
+        "core_ms": {what: 1e3 * seconds for what, seconds in parts.items()},
+        "new_pages": round(parts.get("pages", 0.0) / here.measured["page_s"] / 4096),
+    }
 
-    team: Team
-    seconds: list[float]
-    core_s: list[float]  # of all ranks
-    faults: list[int]  # of rank 0
 
-    def turn(self, steps: int, *, counts: bool) -> None:
-        turns = self.team.ask("run", steps)
-        if counts:
-            self.seconds.append(Span.seconds(turn.span for turn in turns) / steps)
-            self.core_s.append(sum(turn.core_s for turn in turns) / steps)
-            self.faults.append(turns[0].faults // steps)
+def measured_on_cpus(case: Case, cores: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of a step by the clock in each round, and those that cores were busy for it, over the cores."""
+    team = Team(partial(Stepping, case=case), case.workload("cpu"))
+    try:
+        team.ask("run", 3)
+        turns = [team.ask("run", 2) for _ in range(rounds)]
+    finally:
+        team.end()
+    clock = [1e3 * Span.seconds(it.span for it in turn) / 2 for turn in turns]
+    busy = [1e3 * sum(it.core_s for it in turn) / 2 / min(cores, case.world) for turn in turns]
+    return {
+        "ms": statistics.median(clock),
+        "least_ms": min(clock),
+        "busy_ms": statistics.median(busy),
+        "rounds": clock,
+        "rounds_busy": busy,
+        "new_pages": statistics.median(it.faults // 2 for turn in turns for it in turn),
+        "load": os.getloadavg()[0],
+    }
+
+
+def on_cpus(cases: Sequence[Case], here: Hardware, rounds: int) -> list[dict[str, Any]]:
+    print(f"{'':28} predicted   clock, least and median    busy   predicted over least, over busy   load", flush=True)
+    rows = []
+    for case in cases:
+        predicted = predicted_on_cpus(case, here)
+        measured = measured_on_cpus(case, here.ranks_per_host, rounds)
+        row = {
+            "case": asdict(case),
+            "predicted": predicted,
+            "measured": measured,
+            "ratio": predicted["ms"] / measured["least_ms"],
+            "ratio_of_busy": predicted["ms"] / measured["busy_ms"],
+        }
+        print(
+            f"{case.name:28} {predicted['ms']:8.1f} ms {measured['least_ms']:9.1f} {measured['ms']:9.1f} ms "
+            f"{measured['busy_ms']:9.1f} ms {row['ratio']:12.3f} {row['ratio_of_busy']:12.3f} {measured['load']:14.1f}",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
+
+
+def summary_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """How far predictions are off, by the clock and beside the busy time."""
+    found = {}
+    for what in ("ratio", "ratio_of_busy"):
+        errors = [abs(row[what] - 1) for row in rows]
+        found[what] = {
+            "mean_error": statistics.fmean(errors),
+            "worst": max(errors),
+            "within_10_percent": sum(error <= 0.1 for error in errors),
+            "cases": len(errors),
+        }
+    return found
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Predicted over measured."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 6))
+    for what, said, mark in (("least_ms", "by the clock, least", "o"), ("busy_ms", "cores busy", "x")):
+        measured = [row["measured"][what] for row in rows]
+        axes.plot(measured, [row["predicted"]["ms"] for row in rows], mark, label=said)
+    ends = [0.8 * min(row["predicted"]["ms"] for row in rows), 1.2 * max(row["measured"]["least_ms"] for row in rows)]
+    for factor, style in ((1.0, "-"), (0.9, ":"), (1.1, ":")):
+        axes.plot(ends, [factor * end for end in ends], style, color="grey", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="predicted, ms a step")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
 
 
 # -- measured on a GPU ------------------------------------------------------------------------------------------------
@@ -310,12 +405,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="on one GPU")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
-    parser.add_argument("--json", help="a file for all of it")
+    parser.add_argument("--rounds", type=int, default=6, help="of two steps, on CPUs")
+    parser.add_argument("--here", help="a description of this machine; left out, it is measured")
+    parser.add_argument("--json", help="a file for all of it; on CPUs, its picture lies beside it")
     args = parser.parse_args()
-    found = on_gpu([case for case in ON_A_GPU if args.only in case.name])
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump(found, file, indent=1)
+    if args.gpu:
+        found = on_gpu([case for case in ON_A_GPU if args.only in case.name])
+        path = args.json
+    else:
+        said = None if args.here else calibrate("cpu", tell=lambda what: print(f"measuring: {what}", flush=True))
+        here = hardware(args.here) if said is None else described(said)
+        rows = on_cpus([case for case in ON_CPUS if args.only in case.name], here, args.rounds)
+        about = {"machine": here.title, "torch": torch.__version__, "here": said or args.here}
+        found = {**about, "summary": summary_of(rows), "rows": rows}
+        path = args.json or str(RESULTS / "predicted_time.json")
+        draw(rows, Path(path).with_suffix(".png"))
+        print(json.dumps(found["summary"]))
+    if path:
+        Path(path).write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps({row["case"]["name"]: row.get("ratio") for row in found["rows"]}))
 
 

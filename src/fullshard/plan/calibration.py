@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fullshard.errors import ConfigError
+from fullshard.plan.cpu_speeds import cpu_speeds
 from fullshard.plan.gpu_speeds import gpu_speeds, large_rate
 from fullshard.plan.hardware import HERE, hardware, known_hardware
 
@@ -21,6 +22,7 @@ Tell = Callable[[str], None]
 """Called with what is measured next."""
 
 DTYPE = "bfloat16"  # whose share of the peak is the one that is fitted
+NETWORK_BYTES_PER_S, NETWORK_STEP_S = 1.25e9, 50e-6
 LARGE_BYTES = 2**28  # of a tensor that no cache holds
 
 
@@ -48,7 +50,7 @@ def calibrate(
     current = torch.accelerator.current_accelerator()
     chosen = torch.device(device) if device is not None else current or torch.device("cpu")
     if chosen.type == "cpu":
-        raise NotImplementedError
+        return _cpu(seconds, tell)
     if not torch.cuda.is_available() or chosen.type != "cuda":
         raise ConfigError(f"calibrate({str(chosen)!r}): neither a CPU nor reached by torch.cuda. Take one of these.")
     return _gpu(torch.device("cuda", chosen.index or 0), like, tell)
@@ -88,6 +90,63 @@ def _gpu(device: torch.device, like: str | None, tell: Tell) -> dict[str, Any]:
             f"peaks, memory and links to other GPUs: those of {like}",
         ],
     }
+
+
+def _cpu(seconds: float, tell: Tell) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    tell(f"{cores} cores at once")
+    found = cpu_speeds(cores, seconds)
+    rates = {name: _rates(table, found["dims"]) for name, table in found["products"].items()}
+    usual = found["dims"][-2]
+    memory_bytes = _memory_bytes()
+    link_s = found.get("gather_large_s", 0.0) - found.get("gather_small_s", 0.0)
+    link_bytes_per_s = found["link_bytes"] / link_s if link_s > 0 else found["copy_bytes_per_s"] / 2
+    latency_s = found.get("gather_small_s", 0.0)
+    return {
+        "name": HERE,
+        "kind": "cpu",
+        "title": f"{cores} cores of {_processor()}, measured",
+        "memory_bytes": memory_bytes,
+        "flops_per_s": {name: max(rates[name].values()) for name in rates},
+        "memory_bytes_per_s": found["copy_bytes_per_s"],
+        "ranks_per_host": cores,
+        "base_s": latency_s,
+        "link": {"bytes_per_s": link_bytes_per_s, "step_s": latency_s},
+        "network": {"bytes_per_s": NETWORK_BYTES_PER_S, "step_s": NETWORK_STEP_S},
+        "host_link_bytes_per_s": found["copy_bytes_per_s"] / 2,
+        "host_memory_bytes": memory_bytes,
+        "fitted": {
+            "matmul_share": rates["float32"][usual, usual, usual] / max(rates["float32"].values()),
+            "memory_share": found["add_bytes_per_s"] / found["copy_bytes_per_s"],
+            "host_s": found["operation_s"],
+        },
+        "measured": found,
+        "sources": [
+            f"measured by fullshard calibrate with torch {torch.__version__}, Python {platform.python_version()}, on "
+            "all cores at once: of each, the time that it was busy",
+            "flops_per_s: the best of the products that were measured; memory_bytes_per_s: a copy",
+            "network: not measured, 10 Gbit/s assumed",
+        ],
+    }
+
+
+def _rates(table: list[list[list[float]]], dims: list[int]) -> dict[tuple[int, int, int], float]:
+    """FLOP/s of products by rows, inner and columns, from their seconds."""
+    return {
+        (m, k, n): 2 * m * k * n / table[i][j][o]
+        for i, m in enumerate(dims)
+        for j, k in enumerate(dims)
+        for o, n in enumerate(dims)
+    }
+
+
+def _processor() -> str:
+    """Its name, where the system tells it."""
+    try:
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _like(gpu: str, memory_bytes: int) -> str:

@@ -1,9 +1,9 @@
 """Seconds of a core that the entries of a tape take, from what `cpu_speeds.py` has measured of the machine.
 
 On a CPU the host is the lane: one thing after the other. An operation takes what a call costs, and for its bytes or
-FLOPs what operations of its name, or matrix products of its size, were measured to take of tensors that the cache has;
-beside that, what must come from memory, since it has fallen out of the cache, and pages that are touched first, since the
-allocator has got them from the system. Where there are more ranks than cores they take turns.
+FLOPs what operations of its name, or matrix products of its size, were measured to take of tensors that the cache has.
+Beside that there is what must come from memory, since it has fallen out of the cache, and pages that are touched first,
+since the allocator has got them from the system. Where there are more ranks than cores, they take turns.
 """
 
 from __future__ import annotations
@@ -17,45 +17,48 @@ from typing import Any
 from fullshard.plan.hardware import Hardware
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
 
-__all__ = ["CpuCosts", "core_seconds", "step_seconds"]
+__all__ = ["CoreTime", "core_seconds", "step_seconds"]
 
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # a tape has them read, or write, all of a table
 _ALIKE = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
 _USUAL = "aten.add"  # what an operation is like that was not measured
-_PAGES_KEPT = 2**25  # bytes: larger ones glibc gets from the system each time, and gives back at once
+_MOST_KEPT = 2**25  # bytes: larger blocks glibc gets from the system each time, and gives back at once
+_FIRST_KEPT = 2**17  # the same, before any has been given back
 
 
-def step_seconds(entries: Sequence[Entry], here: Hardware, *, ranks: int, dtype: str, before: Iterable[Entry] = ()) -> float:
-    """Seconds of a step of `ranks` ranks on this machine whose entries these are: those that a rank's core is busy for,
-    times the ranks that share a core. Ranks that wait for each other are not looked at.
+def step_seconds(
+    entries: Sequence[Entry], here: Hardware, *, ranks: int, dtype: str, before: Iterable[Entry] = ()
+) -> float:
+    """Seconds of a step of `ranks` ranks on this machine: those that a core is busy for one of them, times the ranks
+    that share a core. What ranks wait for each other is not in it.
 
     Args:
-        entries: of a step.
+        entries: of the step, of one rank.
         here: the machine.
         ranks: of them on this machine.
         dtype: of compute.
-        before: what is on the tape before the step: what is in the cache and what the allocator holds is due to it.
+        before: what is on the tape before the step: the cache has some of it, and the allocator holds memory of it.
     """
-    return core_seconds(entries, here, ranks=ranks, dtype=dtype, before=before)["all"] * max(1.0, ranks / here.ranks_per_host)
+    seconds = core_seconds(entries, here, ranks=ranks, dtype=dtype, before=before)
+    return sum(seconds.values()) * max(1.0, ranks / here.ranks_per_host)
 
 
 def core_seconds(
     entries: Sequence[Entry], here: Hardware, *, ranks: int, dtype: str, before: Iterable[Entry] = ()
 ) -> dict[str, float]:
-    """Seconds of a core of one rank, by what they are for, and of all."""
-    costs = CpuCosts(here, ranks=ranks, dtype=dtype)
+    """Seconds of a core for one rank's step, by what they are for; see `step_seconds`."""
+    time = CoreTime(here, ranks=ranks, dtype=dtype)
     for entry in before:
-        costs.note(entry)
-    costs.spent.clear()
+        time.note(entry)
+    time.spent.clear()
     for entry in entries:
-        costs.note(entry)
+        time.note(entry)
     units = {it.origin.unit for it in entries if isinstance(it, Operation)}
-    costs.spend("units", here.measured["unit_s"] * len(units) if ranks > 1 else 0.0)
-    return {**costs.spent, "all": sum(costs.spent.values())}
+    return {**time.spent, "hooks": here.measured["unit_s"] * len(units) if ranks > 1 else 0.0}
 
 
-class CpuCosts:
+class CoreTime:
     """What the entries of a tape cost, one after the other."""
 
     def __init__(self, here: Hardware, *, ranks: int, dtype: str) -> None:
@@ -65,25 +68,24 @@ class CpuCosts:
         self._cache = _Cache(self._speeds["cache_bytes"] / ranks * (1 if ranks < 2 else 2))
         self._heap = _Heap()
 
-    def spend(self, what: str, seconds: float) -> None:
-        """Count seconds for something."""
+    def _spend(self, what: str, seconds: float) -> None:
         self.spent[what] = self.spent.get(what, 0.0) + seconds
 
     def note(self, entry: Entry) -> None:
         """Count what `entry` costs."""
         match entry:
             case Allocation():
-                self.spend("pages", self._heap.allocate(entry.storage, entry.nbytes) * self._speeds["page_s"])
+                self._spend("pages", self._heap.allocate(entry.storage, entry.nbytes) * self._speeds["page_s"])
             case Free():
                 self._heap.free(entry.storage)
-                self._cache.forget(entry.storage)
             case Operation():
-                self.spend("calls", self._speeds["operation_s"])
-                self.spend(_kind(entry), self._work_s(entry))
+                self._spend("calls", self._speeds["operation_s"])
+                self._spend(_kind(entry), self._work_s(entry))
                 read, written = self._missed(entry)
-                self.spend("memory", read * self._speeds["read_s"] + written * self._speeds["write_s"])
-            case Collective():
-                pass
+                self._spend("memory", read * self._speeds["read_s"] + written * self._speeds["write_s"])
+            case Collective():  # of routes that a dry run does not look into
+                nbytes = sum(access.nbytes for access in (*entry.reads, *entry.writes))
+                self._spend("copies", nbytes / self._speeds["copy_bytes_per_s"])
 
     def _missed(self, operation: Operation) -> tuple[int, int]:
         """Bytes read and written that the cache does not have."""
@@ -93,12 +95,15 @@ class CpuCosts:
 
     def _work_s(self, operation: Operation) -> float:
         """Seconds of the work itself, of tensors that the cache has."""
+        seconds: float
         if operation.name in _PRODUCTS:
             return self._product_s(operation)
         name = operation.name
         if name not in self._kernels:
             bare = name.rstrip("_")
             name = next((it for it in (bare, f"{name}_", _ALIKE.get(bare, "")) if it in self._kernels), _USUAL)
+        if name == "aten.copy_" and _casts(operation):
+            name = "aten._to_copy"
         seconds, read, written, flops = self._kernels[name]
         seconds = max(0.0, seconds - self._speeds["call_s"])
         if flops:
@@ -108,13 +113,18 @@ class CpuCosts:
         return seconds / (read + written) * operation.nbytes
 
     def _product_s(self, operation: Operation) -> float:
+        """Seconds of a product, from its FLOPs and the bytes of its operands and of its result.
+
+        With m x k, k x n and m x n elements, k squared is (m k)(k n) / (m n), and so on; and all three multiplied are
+        the square of m k n, which tells how many bytes an element has.
+        """
         left, right = sorted((access.nbytes for access in operation.reads), reverse=True)[:2]
         out = sum(access.nbytes for access in operation.writes)
-        batches, (rows, inner, columns) = _dims(operation, left, right, out)
-        element = max(1, round((left * right * out / (batches * (operation.flops / batches / 2) ** 2) / batches**2) ** (1 / 3)))
-        table = self._speeds["products"]["float32" if element > 2 else "bfloat16"]
-        flops_per_s = _rate(table, self._speeds["dims"], (rows, inner, columns))
-        return operation.flops / flops_per_s
+        element = (left * right * out / (operation.flops / 2) ** 2) ** (1 / 3)
+        inner = math.sqrt(left * right / out / element)
+        sizes = left / element / inner, inner, right / element / inner
+        table = self._speeds["products"]["float32" if element > 3 else "bfloat16"]
+        return operation.flops / _rate(table, self._speeds["dims"], sizes)
 
 
 def _kind(operation: Operation) -> str:
@@ -125,24 +135,16 @@ def _kind(operation: Operation) -> str:
     return "attention" if "attention" in operation.name else "optimizer" if "adam" in operation.name else "others"
 
 
-def _dims(operation: Operation, left: int, right: int, out: int) -> tuple[int, tuple[float, float, float]]:
-    """Rows, inner and columns of a product, from its FLOPs and from the bytes of its operands and of its result.
-
-    With m x k, k x n and m x n elements, k is the root of (m k)(k n) / (m n), and so on: whatever an element's bytes are.
-    """
-    volume = operation.flops / 2
-    element = (left * right * out / volume**2) ** (1 / 3)  # bytes of an element, of one batch
-    batches = 1
-    left_n, right_n, out_n = left / element, right / element, out / element
-    inner = math.sqrt(left_n * right_n / out_n)
-    return batches, (left_n / inner, inner, right_n / inner)
+def _casts(operation: Operation) -> bool:
+    """True if a copy is of another dtype than what is copied."""
+    read, written = (sum(access.nbytes for access in those) for those in (operation.reads, operation.writes))
+    return read != written
 
 
 def _rate(table: Any, dims: Sequence[int], sizes: Sequence[float]) -> float:
     """FLOP/s of a product: between those measured, linear in the logarithms."""
     places = []
-    for size in sizes:
-        size = min(max(size, dims[0]), dims[-1])
+    for size in (min(max(size, dims[0]), dims[-1]) for size in sizes):
         after = min(max(bisect.bisect_right(dims, size), 1), len(dims) - 1)
         share = math.log(size / dims[after - 1]) / math.log(dims[after] / dims[after - 1])
         places.append(((after - 1, 1 - share), (after, share)))
@@ -176,15 +178,12 @@ class _Cache:
             self._used -= dropped
         return max(0, nbytes - held)
 
-    def forget(self, storage: int) -> None:
-        """What is freed is used again by what comes next."""
-
 
 class _Heap:
     """Of glibc's malloc: which pages it gets from the system. What is small is not looked at.
 
-    Blocks over 32 MiB are got and given back each; others lie in a heap that grows at its end, and is cut there when
-    more than twice as much is free at it.
+    Blocks over a limit are got and given back each. Others lie in a heap that grows at its end, and is cut there when
+    more than twice the limit is free at it. The limit is the largest block that was given back so far, up to 32 MiB.
     """
 
     def __init__(self) -> None:
@@ -192,11 +191,14 @@ class _Heap:
         self._free: list[tuple[int, int]] = []  # start and stop, in order
         self._end = 0  # of what is handed out
         self._touched = 0  # of the pages that are there
+        self._kept = _FIRST_KEPT
+        self._apart: dict[int, int] = {}  # bytes of blocks that are not in the heap
 
     def allocate(self, storage: int, nbytes: int) -> int:
         """Bytes of pages that are touched first."""
         self.free(storage)
-        if nbytes > _PAGES_KEPT:
+        if nbytes > self._kept:
+            self._apart[storage] = nbytes
             return nbytes
         fitting = [(stop - start, start, stop) for start, stop in self._free if stop - start >= nbytes]
         if fitting:
@@ -214,6 +216,8 @@ class _Heap:
 
     def free(self, storage: int) -> None:
         """Give a block back."""
+        if (nbytes := self._apart.pop(storage, 0)) and nbytes <= _MOST_KEPT:
+            self._kept = max(self._kept, nbytes)
         if storage not in self._where:
             return
         start, stop = self._where.pop(storage)
@@ -225,7 +229,7 @@ class _Heap:
             start = self._free.pop(place)[0]
         if stop == self._end:
             self._end = start
-            if self._touched - self._end > 2 * _PAGES_KEPT:
+            if self._touched - self._end > 2 * self._kept:
                 self._touched = self._end
         else:
             self._free.insert(place, (start, stop))

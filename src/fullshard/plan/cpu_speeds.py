@@ -4,21 +4,23 @@
     kernels    of other operations, by dtype: seconds for each byte that they write, of tensors that the cache has
     memory     seconds for each byte that comes from or goes to memory behind the caches, beside those
     pages      seconds of a page that is touched first, for each byte of it
-    steps      seconds of an operation, of a unit's hooks and of a collective beside what is in their bytes
+    steps      seconds of an operation, and of a unit's hooks and collectives, beside what is in their bytes
+    link       the engine's own collectives, by the clock
 
-Measured is the time of the core, not of the clock, so that other processes on the machine spoil it little. A process for
-each core measures, all of them the same at about the same time: caches and memory are shared as in a step.
+Measured is the time of the core, not of the clock, so that other processes on the machine spoil it little. A process
+for each core measures, all of them the same at about the same time: caches and memory are shared as in a step.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +29,24 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from fullshard.comm.shared_memory import SharedMemoryCollectives
+from fullshard.comm.wire import PartSums
 from fullshard.fully_shard import fully_shard
 from fullshard.plan.operations import counted
+from fullshard.tape.recorder import Origin, Phase
 
 __all__ = ["DIMS", "cpu_speeds"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DIMS = (16, 64, 256, 1024, 4096)  # rows, inner and columns of products
+DIMS = (16, 64, 256, 1024, 4096)  # rows, inner and columns of products; fewer of them if there is little time
+SLOW_FLOPS_PER_S = 25e9  # to tell for how many there is time
 ROWS, WIDTH = 256, 512  # of the tensors that kernels are measured with, which a cache has
 HEADS, HEAD = 8, 64
 LAYERS = 4
+LARGEST = 2**33  # rows x inner x columns of a product that is worth its time
 PRODUCTS_SHARE, KERNELS_SHARE = 0.45, 0.25  # of the time
+
+ORIGIN = Origin("calibration", Phase.IDLE)
 
 Call = Callable[[], object]
 
@@ -45,10 +54,18 @@ Call = Callable[[], object]
 def cpu_speeds(cores: int, seconds: float) -> dict[str, Any]:
     """Measure on so many cores at once, for about so long; what the first of them has found."""
     path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "fullshard.plan.cpu_speeds", folder, str(cores), str(seconds)]
-        others = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(1, cores)]
+        others = [
+            subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.DEVNULL)
+            for rank in range(1, cores)
+        ]
         try:
             ran = subprocess.run([*command, "0"], env=environment, check=True, stdout=subprocess.PIPE, text=True)
         finally:
@@ -63,27 +80,31 @@ def measure(world: int, seconds: float) -> dict[str, Any]:
     """All of it, by this rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    count = len(DTYPES) * len(DIMS) ** 3
+    dims = _dims(PRODUCTS_SHARE * seconds)
+    each_s = PRODUCTS_SHARE * seconds / (len(DTYPES) * len(dims) ** 3)
     products = {
-        name: [
-            [[_product(dtype, m, k, n, PRODUCTS_SHARE * seconds / count) for n in DIMS] for k in DIMS] for m in DIMS
-        ]
+        name: [[[_product(dtype, m, k, n, each_s) for n in dims] for k in dims] for m in dims]
         for name, dtype in DTYPES.items()
     }
     kernels = {name: _kernels(dtype, KERNELS_SHARE * seconds / 80) for name, dtype in DTYPES.items()}
-    return {"dims": list(DIMS), "products": products, "kernels": kernels, **_memory(), **_steps(world)}
+    return {"dims": list(dims), "products": products, "kernels": kernels, **_memory(), **_steps(), **_link(world)}
+
+
+def _dims(seconds: float) -> Sequence[int]:
+    """As many sizes as there is time for."""
+    counts = range(len(DIMS), 2, -1)
+    return next((DIMS[:n] for n in counts if 2 * sum(DIMS[:n]) ** 3 / SLOW_FLOPS_PER_S < seconds), DIMS[:2])
 
 
 def _core_s(call: Call, budget_s: float, least: int = 2) -> float:
-    """Seconds of the core for a call: the least of some, after one that does not count."""
+    """Seconds of the core for a call: the median of some, after one that does not count."""
     call()
-    once = _timed(call, 1)
-    calls = max(1, min(100, int(50e-6 / max(once, 1e-7))))
-    best, rounds, end = once, 0, time.perf_counter() + budget_s
-    while rounds < least or time.perf_counter() < end:
-        best = min(best, _timed(call, calls))
-        rounds += 1
-    return best
+    found = [_timed(call, 1)]
+    calls = max(1, min(100, int(50e-6 / max(found[0], 1e-7))))
+    end = time.perf_counter() + budget_s
+    while len(found) <= least or time.perf_counter() < end:
+        found.append(_timed(call, calls))
+    return statistics.median(found)
 
 
 def _timed(call: Call, calls: int) -> float:
@@ -94,14 +115,16 @@ def _timed(call: Call, calls: int) -> float:
 
 
 def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: float) -> float:
-    """Seconds of a product as a linear layer's forward has it."""
+    """Seconds of a product as a linear layer's forward has it. Beyond a size the rate stays, and half is measured."""
+    if rows * inner * columns > LARGEST:
+        return 2 * _product(dtype, rows // 2, inner, columns, budget_s)
     left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype)
-    return _core_s(lambda: torch.mm(left, right.t(), out=out), budget_s, least=1)
+    return _core_s(lambda: torch.mm(left, right.t(), out=out), budget_s, least=2 if out.numel() < 2**20 else 1)
 
 
 def _kernels(dtype: torch.dtype, budget_s: float) -> dict[str, list[float]]:
-    """By operation: seconds of a call on tensors that the cache has, the bytes read and written as a tape counts them."""
+    """By operation: seconds of a call on tensors that the cache has, and its bytes and FLOPs as a tape counts them."""
     found = {}
     for call in _calls(dtype):
         for operation in counted(call):
@@ -139,13 +162,13 @@ def _calls(dtype: torch.dtype) -> list[Call]:
         lambda: torch._foreach_mul_([a], 1.0),
         lambda: torch._foreach_add_([a], [b], alpha=1e-9),
         lambda: torch._foreach_copy_([out], [a]),
-        lambda: a.zero_(),
-        lambda: b.clone(),
+        a.zero_,
+        b.clone,
         lambda: wide.to(dtype) if dtype is not torch.float32 else wide.to(other),
         lambda: torch.cat([b, b], 1),
         lambda: torch._chunk_cat([b], 0, 2),
         lambda: b.sum(0),
-        lambda: b.mean(),
+        b.mean,
         lambda: torch._foreach_norm([b]),
         lambda: torch.relu(b),
         lambda: F.silu(b),
@@ -179,9 +202,11 @@ def _memory(mib: int = 64) -> dict[str, float]:
     small = numel // 256
     large, target = torch.ones(numel), torch.ones(numel)
     near, near_target = torch.ones(small), torch.ones(small)
-    read_s = _core_s(lambda: large.sum(), 0.3) / large.nbytes - _core_s(lambda: near.sum(), 0.1) / near.nbytes
+    read_s = _core_s(large.sum, 0.3) / large.nbytes - _core_s(near.sum, 0.1) / near.nbytes
     copy_s = _core_s(lambda: target.copy_(large), 0.3) / large.nbytes
     copy_near_s = _core_s(lambda: near_target.copy_(near), 0.1) / near.nbytes
+    other = torch.ones(numel)
+    add_s = _core_s(lambda: torch.add(large, other, out=target), 0.3) / large.nbytes
     new_s = _core_s(lambda: torch.empty(numel).fill_(1.0), 0.3) / large.nbytes
     fill_s = _core_s(lambda: target.fill_(1.0), 0.3) / large.nbytes
     return {
@@ -189,39 +214,80 @@ def _memory(mib: int = 64) -> dict[str, float]:
         "write_s": max(copy_s - copy_near_s - read_s, 0.0),
         "page_s": max(new_s - fill_s, 0.0),
         "cache_bytes": _cache_bytes(),
-        "streamed_bytes_per_s": 2 / copy_s,
+        "copy_bytes_per_s": 2 / copy_s,
+        "add_bytes_per_s": 3 / add_s,
     }
 
 
 def _cache_bytes() -> int:
     """The largest size of which a sum is no slower by half than of a small one."""
     near = torch.ones(2**18)
-    base_s, size = _core_s(lambda: near.sum(), 0.05) / near.nbytes, near.nbytes
+    base_s, size = _core_s(near.sum, 0.05) / near.nbytes, near.nbytes
     while size < 2**28:
         tensor = torch.ones(size // 2)  # twice as large, in float32
-        if _core_s(lambda tensor=tensor: tensor.sum(), 0.05) / tensor.nbytes > 1.5 * base_s:  # type: ignore[misc]
+        if _core_s(tensor.sum, 0.05) / tensor.nbytes > 1.5 * base_s:
             break
         size = tensor.nbytes
     return size
 
 
-def _steps(world: int) -> dict[str, float]:
+def _steps() -> dict[str, float]:
     """Seconds of an operation beside its bytes, and of what a unit adds to a step beside copies of its parameters.
 
     Of the steps of a transformer that is too small for bytes to count, as it is and sharded over the ranks.
     """
     plain, sharded = _small_step(), _small_step(shard=fully_shard)
     operations = len(counted(plain))
-    plain_s, sharded_s = (min(_whole_s(step, 5) for _ in range(20)) for step in (plain, sharded))
+    plain_s, sharded_s = (statistics.median(_whole_s(step, 5) for _ in range(20)) for step in (plain, sharded))
+    one = torch.ones(1)
     return {
+        "call_s": _core_s(lambda: one.mul_(1.0), 0.05),
         "operation_s": plain_s / operations,
         "unit_s": max(0.0, sharded_s - plain_s) / (1 + LAYERS),
-        "ranks": float(world),
     }
 
 
+def _link(world: int, mib: int = 32) -> dict[str, float]:
+    """The engine's own collectives between ranks: bytes that a rank takes from others in a second, and the latency."""
+    if world < 2:
+        return {}
+    group = dist.group.WORLD
+    assert group is not None
+    wire = SharedMemoryCollectives(group)
+    large, small = mib * 2**20 // 4 // world * world, world
+    return {
+        "gather_large_s": _gather_s(wire, large),
+        "gather_small_s": _gather_s(wire, small),
+        "reduce_large_s": _reduce_s(wire, large),
+        "reduce_small_s": _reduce_s(wire, small),
+        "link_bytes": 4.0 * large * (world - 1) / world,
+    }
+
+
+def _gather_s(wire: SharedMemoryCollectives, numel: int) -> float:
+    whole, part, channel = torch.ones(numel), torch.ones(numel // wire.world), wire.channel(1)
+    return _median_of(lambda: channel.all_gather([whole], [part], origin=ORIGIN).wait())
+
+
+def _reduce_s(wire: SharedMemoryCollectives, numel: int) -> float:
+    whole, sums, channel = torch.ones(numel), torch.ones(numel // wire.world), wire.channel(1)
+    of = PartSums([sums], [whole], [sums.numel()], wire.world)
+    return _median_of(lambda: channel.reduce_scatter(of, origin=ORIGIN).wait())
+
+
+def _median_of(call: Call) -> float:
+    """By the clock, since ranks wait for each other; the first calls do not count."""
+    found = []
+    for _ in range(12):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[2:])
+
+
 def _small_step(shard: Callable[[nn.Module], object] = lambda module: None) -> Call:
-    layers = [nn.TransformerEncoderLayer(16, 1, 32, dropout=0.0, batch_first=True, norm_first=True) for _ in range(LAYERS)]
+    layers = [nn.TransformerEncoderLayer(16, 1, 32, 0.0, batch_first=True, norm_first=True) for _ in range(LAYERS)]
     model = nn.Sequential(*layers)
     for module in (*model, model):
         shard(module)
