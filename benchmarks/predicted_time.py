@@ -6,9 +6,9 @@
 Predicted is what the engine run dry leaves on its tape, laid out with the costs of `here`: the machine as `fullshard
 calibrate` has measured it. Nothing is fitted on a step.
 
-On CPUs: GPTs whose ranks have a thread each. Measured are the time by the clock, the least and the median of some rounds,
-and the time that cores were busy for the step, of all ranks, over the cores. Nothing else should run: where it does, the
-clock tells of that, too, and the busy time is what a step would take without it, if no rank waited for another one.
+On CPUs: GPTs whose ranks have a thread each. Measured are the time by the clock, the least and the median of some
+rounds, and the time that cores were busy for the step, of all ranks, over the cores. Nothing else should run: where it
+does, the clock tells of that, too, and the busy time is what a step would take without, if no rank waited for another.
 
 On one GPU: GPTs of 30M to 1.5B parameters in bfloat16, parameters at rest in float32, fused AdamW. Steps are queued one
 behind the other, as in training; the time is that of the GPU from the end of one step to the end of the next. In a

@@ -9,6 +9,7 @@ since the allocator has got them from the system. Where there are more ranks tha
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # a tape has them read, or write, all of a table
 _ALIKE = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
 _USUAL = "aten.add"  # what an operation is like that was not measured
-_MOST_KEPT = 2**25  # bytes: larger blocks glibc gets from the system each time, and gives back at once
+_MOST_KEPT = 2**25 - 2**12  # bytes: larger blocks glibc gets from the system each time, and gives back at once
 _FIRST_KEPT = 2**17  # the same, before any has been given back
 
 
@@ -64,7 +65,8 @@ class CoreTime:
     def __init__(self, here: Hardware, *, ranks: int, dtype: str) -> None:
         self.spent: dict[str, float] = {}
         self._speeds: Mapping[str, Any] = here.measured
-        self._kernels: Mapping[str, Sequence[float]] = self._speeds["kernels"][dtype]
+        kernels = self._speeds["kernels"]
+        self._kernels: Mapping[str, list[Sequence[float]]] = {**kernels["float32"], **kernels[dtype]}
         self._cache = _Cache(self._speeds["cache_bytes"] / ranks * (1 if ranks < 2 else 2))
         self._heap = _Heap()
 
@@ -80,8 +82,15 @@ class CoreTime:
                 self._heap.free(entry.storage)
             case Operation():
                 self._spend("calls", self._speeds["operation_s"])
-                self._spend(_kind(entry), self._work_s(entry))
                 read, written = self._missed(entry)
+                name = self._alike(entry)
+                sizes = self._kernels[name]
+                if len(sizes) > 1 and not entry.flops:  # measured out of the cache, too
+                    share = min(1.0, (read + written) / max(1, sum(access.nbytes for access in entry.reads)))
+                    near, far = (self._for_bytes(name, it, entry) for it in (sizes[0], sizes[-1]))
+                    self._spend(_kind(entry), near + share * (far - near))
+                    return
+                self._spend(_kind(entry), self._work_s(entry, name))
                 self._spend("memory", read * self._speeds["read_s"] + written * self._speeds["write_s"])
             case Collective():  # of routes that a dry run does not look into
                 nbytes = sum(access.nbytes for access in (*entry.reads, *entry.writes))
@@ -93,24 +102,43 @@ class CoreTime:
         reads = () if of_table else operation.reads
         return sum(map(self._cache.miss, reads)), sum(map(self._cache.miss, operation.writes))
 
-    def _work_s(self, operation: Operation) -> float:
+    def _alike(self, operation: Operation) -> str:
+        """The name of the operation that was measured and is most like it."""
+        name = operation.name
+        if name in ("aten.copy_", "aten._to_copy") and (read := _nbytes(operation.reads)) != _nbytes(operation.writes):
+            wider = "aten._to_copy+"
+            return wider if wider in self._kernels and _nbytes(operation.writes) > read else "aten._to_copy"
+        bare = name.rstrip("_")
+        return next((it for it in (name, bare, f"{bare}_", _ALIKE.get(bare, "")) if it in self._kernels), _USUAL)
+
+    def _work_s(self, operation: Operation, name: str) -> float:
         """Seconds of the work itself, of tensors that the cache has."""
-        seconds: float
         if operation.name in _PRODUCTS:
             return self._product_s(operation)
-        name = operation.name
-        if name not in self._kernels:
-            bare = name.rstrip("_")
-            name = next((it for it in (bare, f"{name}_", _ALIKE.get(bare, "")) if it in self._kernels), _USUAL)
-        if name == "aten.copy_" and _casts(operation):
-            name = "aten._to_copy"
-        seconds, read, written, flops = self._kernels[name]
-        seconds = max(0.0, seconds - self._speeds["call_s"])
-        if flops:
-            return seconds / flops * operation.flops
+        if operation.flops and self._kernels[name][0][3]:
+            return operation.flops * self._for_a_flop(self._kernels[name], operation.flops / operation.nbytes)
+        return self._for_bytes(name, self._kernels[name][0], operation)
+
+    def _for_bytes(self, name: str, measured: Sequence[float], operation: Operation) -> float:
+        seconds, read, written, _ = measured
         if name in _BY_WRITTEN:
-            return seconds / written * sum(access.nbytes for access in operation.writes)
-        return seconds / (read + written) * operation.nbytes
+            read, nbytes = 0.0, _nbytes(operation.writes)
+        else:
+            nbytes = operation.nbytes
+        call_s: float = self._speeds["call_s"]
+        return max(0.0, seconds - call_s) / (read + written) * nbytes
+
+    def _for_a_flop(self, measured: Sequence[Sequence[float]], flops_a_byte: float) -> float:
+        """Seconds of a FLOP of attention, which has the more FLOPs for a byte the more tokens there are."""
+        points = [
+            (math.log(flops / (read + written)), math.log(max(1e-9, seconds - self._speeds["call_s"]) / flops))
+            for seconds, read, written, flops in measured
+        ]
+        at = min(max(math.log(flops_a_byte), points[0][0]), points[-1][0])
+        for (start, low), (end, high) in itertools.pairwise(points):
+            if at <= end:
+                return math.exp(low + (high - low) * (at - start) / (end - start))
+        return math.exp(points[-1][1])
 
     def _product_s(self, operation: Operation) -> float:
         """Seconds of a product, from its FLOPs and the bytes of its operands and of its result.
@@ -135,10 +163,8 @@ def _kind(operation: Operation) -> str:
     return "attention" if "attention" in operation.name else "optimizer" if "adam" in operation.name else "others"
 
 
-def _casts(operation: Operation) -> bool:
-    """True if a copy is of another dtype than what is copied."""
-    read, written = (sum(access.nbytes for access in those) for those in (operation.reads, operation.writes))
-    return read != written
+def _nbytes(accesses: Iterable[Access]) -> int:
+    return sum(access.nbytes for access in accesses)
 
 
 def _rate(table: Any, dims: Sequence[int], sizes: Sequence[float]) -> float:

@@ -42,6 +42,8 @@ DIMS = (16, 64, 256, 1024, 4096)  # rows, inner and columns of products; fewer o
 SLOW_FLOPS_PER_S = 25e9  # to tell for how many there is time
 ROWS, WIDTH = 256, 512  # of the tensors that kernels are measured with, which a cache has
 HEADS, HEAD = 8, 64
+TOKENS = (32, 128, 512)  # that attention is measured with
+OUT_OF_CACHE = 2**28  # bytes
 LAYERS = 4
 LARGEST = 2**33  # rows x inner x columns of a product that is worth its time
 PRODUCTS_SHARE, KERNELS_SHARE = 0.45, 0.25  # of the time
@@ -123,15 +125,43 @@ def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: 
     return _core_s(lambda: torch.mm(left, right.t(), out=out), budget_s, least=2 if out.numel() < 2**20 else 1)
 
 
-def _kernels(dtype: torch.dtype, budget_s: float) -> dict[str, list[float]]:
-    """By operation: seconds of a call on tensors that the cache has, and its bytes and FLOPs as a tape counts them."""
-    found = {}
+def _kernels(dtype: torch.dtype, budget_s: float) -> dict[str, list[list[float]]]:
+    """By operation, for each of some sizes: seconds of a call, its bytes read and written, and its FLOPs, as on a tape.
+
+    All of that in the cache, and of operations that go through much memory once more out of it. Casts that make
+    elements wider are told apart by a "+".
+    """
+    found: dict[str, list[list[float]]] = {}
     for call in _calls(dtype):
         for operation in counted(call):
             seconds = _core_s(call, budget_s)
             read, written = (sum(it.nbytes for it in those) for those in (operation.reads, operation.writes))
-            found[operation.name] = [seconds, read, written, operation.flops]
+            name = f"{operation.name}+" if "_to_copy" in operation.name and written > read else operation.name
+            found.setdefault(name, []).append([seconds, read, written, operation.flops])
     return found
+
+
+def _attention(dtype: torch.dtype, tokens: int) -> list[Call]:
+    aten = torch.ops.aten
+    q, k, v = (torch.randn(1, HEADS, tokens, HEAD).to(dtype) for _ in range(3))
+    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    return [
+        lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
+        lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(q, q, k, v, out, sums, 0.0, True),
+    ]
+
+
+def _adamw(numel: int) -> Call:
+    param, grad, mean, square = ([torch.zeros(numel)] for _ in range(4))
+    steps = [torch.ones(())]
+
+    def step() -> None:
+        torch._fused_adamw_(
+            param, grad, mean, square, [], steps,
+            lr=1e-9, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return step
 
 
 def _calls(dtype: torch.dtype) -> list[Call]:
@@ -145,11 +175,6 @@ def _calls(dtype: torch.dtype) -> list[Call]:
     targets = torch.arange(ROWS) % WIDTH
     one = torch.ones(())
     indices = torch.arange(ROWS)
-    half = 2 if dtype is torch.float32 else 1
-    q, k, v = (torch.randn(1, HEADS, ROWS // half, HEAD).to(dtype) for _ in range(3))
-    attended = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    states = [torch.zeros(ROWS * WIDTH) for _ in range(4)]
-    steps = [torch.ones(())]
     other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
     calls: list[Call] = [
         lambda: a + b,
@@ -184,15 +209,13 @@ def _calls(dtype: torch.dtype) -> list[Call]:
         lambda: aten.nll_loss_backward(one, scores, targets, None, 1, -100, torch.tensor(float(ROWS))),
         lambda: aten.embedding(b, indices),
         lambda: aten.embedding_dense_backward(b, indices, ROWS, -1, False),
-        lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
-        lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            q, q, k, v, attended[0], attended[1], 0.0, True
-        ),
-        lambda: aten._fused_adamw_(
-            [states[0]], [states[1]], [states[2]], [states[3]], [], steps,
-            lr=1e-9, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
-        ),
-    ]  # fmt: skip
+    ]
+    for tokens in TOKENS:
+        calls += _attention(dtype, tokens)
+    if dtype is torch.float32:
+        calls += [_adamw(ROWS * WIDTH), _adamw(OUT_OF_CACHE // 16)]
+    else:
+        calls.append(lambda: a.to(other))
     return calls
 
 
