@@ -30,7 +30,7 @@ def calibrate(
     device: torch.device | str | None = None,
     *,
     like: str | None = None,
-    seconds: float = 45.0,
+    seconds: float = 30.0,
     tell: Tell = lambda _: None,
 ) -> dict[str, Any]:
     """The description of this machine, as `fullshard.plan.hardware.described` and a TOML file take it.
@@ -46,7 +46,7 @@ def calibrate(
         ConfigError: no known hardware is like the GPU, or there is too little time.
     """
     if seconds <= 0:
-        raise ConfigError(f"calibrate(seconds={seconds:g}): takes some time. Give it 45 seconds.")
+        raise ConfigError(f"calibrate(seconds={seconds:g}): takes some time. Give it 30 seconds.")
     current = torch.accelerator.current_accelerator()
     chosen = torch.device(device) if device is not None else current or torch.device("cpu")
     if chosen.type == "cpu":

@@ -89,7 +89,14 @@ def measure(world: int, seconds: float) -> dict[str, Any]:
         for name, dtype in DTYPES.items()
     }
     kernels = {name: _kernels(dtype, KERNELS_SHARE * seconds / 80) for name, dtype in DTYPES.items()}
-    return {"dims": list(dims), "products": products, "kernels": kernels, **_memory(), **_steps(), **_link(world)}
+    return {
+        "dims": list(dims),
+        "products": products,
+        "kernels": kernels,
+        **_memory(seconds / 100),
+        **_steps(seconds / 100),
+        **_link(world),
+    }
 
 
 def _dims(seconds: float) -> Sequence[int]:
@@ -219,52 +226,53 @@ def _calls(dtype: torch.dtype) -> list[Call]:
     return calls
 
 
-def _memory(mib: int = 64) -> dict[str, float]:
+def _memory(budget_s: float, mib: int = 64) -> dict[str, float]:
     """Seconds for each byte from and to memory, beyond those from a cache; of a page that is new; and the cache."""
     numel = mib * 2**20 // 4
     small = numel // 256
     large, target = torch.ones(numel), torch.ones(numel)
     near, near_target = torch.ones(small), torch.ones(small)
-    read_s = _core_s(large.sum, 0.3) / large.nbytes - _core_s(near.sum, 0.1) / near.nbytes
-    copy_s = _core_s(lambda: target.copy_(large), 0.3) / large.nbytes
-    copy_near_s = _core_s(lambda: near_target.copy_(near), 0.1) / near.nbytes
+    read_s = _core_s(large.sum, budget_s) / large.nbytes - _core_s(near.sum, budget_s) / near.nbytes
+    copy_s = _core_s(lambda: target.copy_(large), budget_s) / large.nbytes
+    copy_near_s = _core_s(lambda: near_target.copy_(near), budget_s) / near.nbytes
     other = torch.ones(numel)
-    add_s = _core_s(lambda: torch.add(large, other, out=target), 0.3) / large.nbytes
-    new_s = _core_s(lambda: torch.empty(numel).fill_(1.0), 0.3) / large.nbytes
-    fill_s = _core_s(lambda: target.fill_(1.0), 0.3) / large.nbytes
+    add_s = _core_s(lambda: torch.add(large, other, out=target), budget_s) / large.nbytes
+    new_s = _core_s(lambda: torch.empty(numel).fill_(1.0), budget_s) / large.nbytes
+    fill_s = _core_s(lambda: target.fill_(1.0), budget_s) / large.nbytes
     return {
         "read_s": max(read_s, 0.0),
         "write_s": max(copy_s - copy_near_s - read_s, 0.0),
         "page_s": max(new_s - fill_s, 0.0),
-        "cache_bytes": _cache_bytes(),
+        "cache_bytes": _cache_bytes(budget_s),
         "copy_bytes_per_s": 2 / copy_s,
         "add_bytes_per_s": 3 / add_s,
     }
 
 
-def _cache_bytes() -> int:
+def _cache_bytes(budget_s: float) -> int:
     """The largest size of which a sum is no slower by half than of a small one."""
     near = torch.ones(2**18)
-    base_s, size = _core_s(near.sum, 0.05) / near.nbytes, near.nbytes
+    base_s, size = _core_s(near.sum, budget_s / 4) / near.nbytes, near.nbytes
     while size < 2**28:
         tensor = torch.ones(size // 2)  # twice as large, in float32
-        if _core_s(tensor.sum, 0.05) / tensor.nbytes > 1.5 * base_s:
+        if _core_s(tensor.sum, budget_s / 4) / tensor.nbytes > 1.5 * base_s:
             break
         size = tensor.nbytes
     return size
 
 
-def _steps() -> dict[str, float]:
+def _steps(budget_s: float) -> dict[str, float]:
     """Seconds of an operation beside its bytes, and of what a unit adds to a step beside copies of its parameters.
 
     Of the steps of a transformer that is too small for bytes to count, as it is and sharded over the ranks.
     """
     plain, sharded = _small_step(), _small_step(shard=fully_shard)
     operations = len(counted(plain))
-    plain_s, sharded_s = (statistics.median(_whole_s(step, 5) for _ in range(20)) for step in (plain, sharded))
+    rounds = max(3, round(budget_s / 0.015))  # as many on all ranks
+    plain_s, sharded_s = (statistics.median(_whole_s(step, 5) for _ in range(rounds)) for step in (plain, sharded))
     one = torch.ones(1)
     return {
-        "call_s": _core_s(lambda: one.mul_(1.0), 0.05),
+        "call_s": _core_s(lambda: one.mul_(1.0), budget_s / 4),
         "operation_s": plain_s / operations,
         "unit_s": max(0.0, sharded_s - plain_s) / (1 + LAYERS),
     }
