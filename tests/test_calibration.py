@@ -17,10 +17,12 @@ from torch import nn
 from fullshard import dry, fully_shard
 from fullshard.cli import main
 from fullshard.plan.calibration import calibrate, write_description
+from fullshard.plan.costs import costs_of
 from fullshard.plan.cpu_costs import CoreTime, _Cache, _Heap, _rate, core_seconds, step_seconds
 from fullshard.plan.gpu_speeds import large_rate
 from fullshard.plan.hardware import Hardware, described, hardware, here_path
 from fullshard.plan.operations import counted
+from fullshard.plan.timeline import lay_out
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Operation
 
@@ -194,6 +196,13 @@ def test_ranks_that_share_cores_take_turns(here):
     for cores, turns in ((1, 4.0), (2, 2.0), (4, 1.0), (8, 1.0)):
         taken = step_seconds(tape.entries, here.with_hosts_of(cores), **about)
         assert taken == pytest.approx(turns * alone)
+
+
+def test_laid_out_in_time_a_tape_takes_what_its_core_is_busy_for(here):
+    tape = dry.run(lambda: chain(2), lambda: torch.randn(4, 64), world=4, lanes="cpu")
+    parts = core_seconds(tape.entries, here, ranks=4, dtype="float32")
+    costs = costs_of(here.with_hosts_of(2), dtype="float32", ranks=4)
+    assert lay_out(tape.entries, costs).end == pytest.approx(2 * (sum(parts.values()) - parts["hooks"]))
 
 
 def test_operations_that_were_not_measured_cost_their_bytes(here):

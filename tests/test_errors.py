@@ -7,6 +7,7 @@ the package needs one here, unless ELSEWHERE says where it is made.
 
 import ast
 import copy
+import dataclasses
 import functools
 import os
 import pickle
@@ -70,6 +71,7 @@ from fullshard.engine.registry import units_in
 from fullshard.layout.shard_spec import ShardSpec
 from fullshard.optim import Muon, step_shards
 from fullshard.plan import calibration, hardware
+from fullshard.plan.costs import costs_of
 from fullshard.plan.ledger import predict_ledger
 from fullshard.state.optim_state import OWN, full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
@@ -1507,6 +1509,12 @@ def a_calibration_in_no_time() -> Steps:
 def a_device_that_is_not_measured() -> Steps:
     yield
     calibration.calibrate("meta")
+
+
+@mistake(ConfigError, "h100-80: a CPU's costs are measured by operation", "Run `fullshard calibrate` there", ranks=0)
+def a_cpu_that_was_not_measured() -> Steps:
+    yield
+    costs_of(dataclasses.replace(hardware.hardware("h100-80"), kind="cpu"))
 
 
 @mistake(ConfigError, "Abacus 3000: none of .*h100-80", "--like", ranks=0)

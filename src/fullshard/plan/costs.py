@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fullshard.plan.hardware import Hardware
-from fullshard.tape.tape import Collective, Operation
+from fullshard.tape.tape import Allocation, Collective, Free, Operation
 
 __all__ = ["Costs", "costs_of"]
 
@@ -31,6 +31,9 @@ class Costs:
     host_mark_s: float = 1e-6  # to set a mark, or to let a lane wait for one
     host_memory_bytes_per_s: float = 20e9
 
+    def note_memory(self, entry: Allocation | Free) -> None:
+        """What is allocated and freed in between costs nothing of its own, but may make what comes next cost more."""
+
     def of_operation(self, operation: Operation) -> float:
         """Seconds that `operation` takes a lane of the accelerator."""
         return self.launch_s + max(operation.flops / self.flops_per_s, operation.nbytes / self.memory_bytes_per_s)
@@ -55,8 +58,14 @@ class Costs:
         return self.latency_s + rounds * max(within if on_host > 1 else 0.0, across)
 
 
-def costs_of(hardware: Hardware, *, dtype: str = "bfloat16") -> Costs:
-    """The costs of a tape on `hardware`, where matrix products are of `dtype`."""
+def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None = None) -> Costs:
+    """The costs of a tape on `hardware`, where matrix products are of `dtype`. Of a CPU they go with one tape, from its
+    beginning; `ranks` of them share its cores, one for each if None.
+    """
+    if hardware.kind == "cpu":
+        from fullshard.plan.cpu_costs import CpuCosts  # which is one of these
+
+        return CpuCosts.of(hardware, dtype=dtype, ranks=ranks or hardware.ranks_per_host)
     fitted = hardware.fitted
     return Costs(
         flops_per_s=fitted.matmul_share * hardware.flops_per_s[dtype],

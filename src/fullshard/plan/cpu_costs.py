@@ -13,12 +13,15 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from fullshard.errors import ConfigError
+from fullshard.plan.costs import Costs
 from fullshard.plan.hardware import Hardware
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
 
-__all__ = ["CoreTime", "core_seconds", "step_seconds"]
+__all__ = ["CoreTime", "CpuCosts", "core_seconds", "step_seconds"]
 
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # a tape has them read, or write, all of a table
@@ -153,6 +156,51 @@ class CoreTime:
         sizes = left / element / inner, inner, right / element / inner
         table = self._speeds["products"]["float32" if element > 3 else "bfloat16"]
         return operation.flops / _rate(table, self._speeds["dims"], sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuCosts(Costs):
+    """Costs for `lay_out`, of the entries of one tape in their order.
+
+    Args:
+        time: what has been on the tape so far.
+        turns: ranks that share a core.
+    """
+
+    time: CoreTime
+    turns: float
+    host_s: float = 0.0  # the host is the lane
+    host_mark_s: float = 0.0
+
+    @classmethod
+    def of(cls, here: Hardware, *, dtype: str, ranks: int) -> CpuCosts:
+        """Those of so many ranks on a machine that was measured.
+
+        Raises:
+            ConfigError: it was not.
+        """
+        if "kernels" not in here.measured:
+            raise ConfigError(
+                f"{here.name}: a CPU's costs are measured by operation and size, and its description has none of that. "
+                "Run `fullshard calibrate` there, and take the file that it writes."
+            )
+        return cls(time=CoreTime(here, ranks=ranks, dtype=dtype), turns=max(1.0, ranks / here.ranks_per_host))
+
+    def note_memory(self, entry: Allocation | Free) -> None:
+        self.time.note(entry)
+
+    def of_operation(self, operation: Operation) -> float:
+        """Seconds of it, and of pages that were allocated since the last one."""
+        return self._noted(operation)
+
+    def of_collective(self, collective: Collective) -> float:
+        return self._noted(collective)
+
+    def _noted(self, entry: Operation | Collective) -> float:
+        self.time.note(entry)
+        seconds = sum(self.time.spent.values())
+        self.time.spent.clear()
+        return self.turns * seconds
 
 
 def _kind(operation: Operation) -> str:
