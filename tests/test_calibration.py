@@ -16,6 +16,7 @@ from torch import nn
 
 from fullshard import dry, fully_shard
 from fullshard.cli import main
+from fullshard.plan import calibration
 from fullshard.plan.calibration import calibrate, write_description
 from fullshard.plan.costs import costs_of
 from fullshard.plan.cpu_costs import CoreTime, _Cache, _Heap, _rate, core_seconds, step_seconds
@@ -213,6 +214,12 @@ def test_operations_that_were_not_measured_cost_their_bytes(here):
         time.note(Operation(name, "compute", origin, nbytes, nbytes))
     unknown, known = (time._work_s(Operation(name, "compute", origin, nbytes, nbytes), "aten.add") for name in "ab")
     assert unknown == known > 0
+
+
+def test_links_follow_from_the_smallest_and_the_largest_gather():
+    sizes = [{"nbytes": 1024, "gather_s": 17e-6}, {"nbytes": 4e8, "gather_s": 1e-3 + 17e-6}]
+    link = calibration._link(sizes, ranks=4, base_s=8e-6)
+    assert link["step_s"] == pytest.approx(3e-6) and link["bytes_per_s"] == pytest.approx(3e11)
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------

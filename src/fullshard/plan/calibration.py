@@ -15,6 +15,7 @@ from fullshard.errors import ConfigError
 from fullshard.plan.cpu_speeds import cpu_speeds
 from fullshard.plan.gpu_speeds import gpu_speeds, large_rate
 from fullshard.plan.hardware import HERE, hardware, known_hardware
+from fullshard.plan.link_speeds import link_speeds
 
 __all__ = ["calibrate", "write_description"]
 
@@ -69,6 +70,10 @@ def _gpu(device: torch.device, like: str | None, tell: Tell) -> dict[str, Any]:
     like = like or _like(about.name, about.total_memory)
     base = hardware(like)
     found = gpu_speeds(device, tell)
+    count = torch.cuda.device_count()
+    if count > 1:
+        tell(f"collectives of {count} GPUs")
+        found["collectives"] = link_speeds(count)
     large = [max(it["copy"], it["add"]) for it in found["memory"] if it["nbytes"] >= LARGE_BYTES]
     return {
         "like": like,
@@ -76,7 +81,8 @@ def _gpu(device: torch.device, like: str | None, tell: Tell) -> dict[str, Any]:
         "kind": "gpu",
         "title": f"{about.name}, measured",
         "memory_bytes": about.total_memory,
-        "ranks_per_host": torch.cuda.device_count(),
+        "ranks_per_host": count,
+        **({"link": _link(found["collectives"], count, base.base_s)} if count > 1 else {}),
         "host_link_bytes_per_s": min(found["to_device_bytes_per_s"], found["to_host_bytes_per_s"]),
         "host_memory_bytes": _memory_bytes(),
         "fitted": {
@@ -87,7 +93,7 @@ def _gpu(device: torch.device, like: str | None, tell: Tell) -> dict[str, Any]:
         "measured": found,
         "sources": [
             f"measured by fullshard calibrate with torch {torch.__version__}, Python {platform.python_version()}",
-            f"peaks, memory and links to other GPUs: those of {like}",
+            f"peaks, and links that were not measured: those of {like}",
         ],
     }
 
@@ -147,6 +153,14 @@ def _processor() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.processor() or platform.machine()
+
+
+def _link(sizes: list[dict[str, float]], ranks: int, base_s: float) -> dict[str, float]:
+    """The bus bandwidth of the largest gather, and what the smallest takes for each step of a ring beside its base."""
+    small, large = sizes[0], sizes[-1]
+    step_s = max(0.0, small["gather_s"] - base_s) / (ranks - 1)
+    sent = large["nbytes"] * (ranks - 1) / ranks
+    return {"bytes_per_s": sent / max(large["gather_s"] - small["gather_s"], 1e-9), "step_s": step_s}
 
 
 def _like(gpu: str, memory_bytes: int) -> str:

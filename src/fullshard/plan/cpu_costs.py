@@ -26,6 +26,7 @@ __all__ = ["CoreTime", "CpuCosts", "core_seconds", "step_seconds"]
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # a tape has them read, or write, all of a table
 _ALIKE = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
+_OWN_CACHE_BYTES = 2**20  # of a core
 _USUAL = "aten.add"  # what an operation is like that was not measured
 _MOST_KEPT = 2**25 - 2**12  # bytes: larger blocks glibc gets from the system each time, and gives back at once
 _FIRST_KEPT = 2**17  # the same, before any has been given back
@@ -72,6 +73,7 @@ class CoreTime:
         self._kernels: Mapping[str, list[Sequence[float]]] = {**kernels["float32"], **kernels[dtype]}
         self._cache = _Cache(self._speeds["cache_bytes"] / ranks * (1 if ranks < 2 else 2))
         self._heap = _Heap()
+        self._after_s = 0.0  # that the next call takes longer
 
     def _spend(self, what: str, seconds: float) -> None:
         self.spent[what] = self.spent.get(what, 0.0) + seconds
@@ -84,7 +86,9 @@ class CoreTime:
             case Free():
                 self._heap.free(entry.storage)
             case Operation():
-                self._spend("calls", self._speeds["operation_s"])
+                self._spend("calls", self._speeds["operation_s"] + self._after_s)
+                large = entry.name in _PRODUCTS and entry.nbytes > _OWN_CACHE_BYTES
+                self._after_s = self._speeds["after_product_s"] if large else 0.0
                 read, written = self._missed(entry)
                 name = self._alike(entry)
                 sizes = self._kernels[name]

@@ -13,15 +13,10 @@ for each core measures, all of them the same at about the same time: caches and 
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +28,7 @@ from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.comm.wire import PartSums
 from fullshard.fully_shard import fully_shard
 from fullshard.plan.operations import counted
+from fullshard.plan.speeds_of_ranks import as_rank, found_by_ranks
 from fullshard.tape.recorder import Origin, Phase
 
 __all__ = ["DIMS", "cpu_speeds"]
@@ -55,27 +51,7 @@ Call = Callable[[], object]
 
 def cpu_speeds(cores: int, seconds: float) -> dict[str, Any]:
     """Measure on so many cores at once, for about so long; what the first of them has found."""
-    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(path),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "fullshard.plan.cpu_speeds", folder, str(cores), str(seconds)]
-        others = [
-            subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.DEVNULL)
-            for rank in range(1, cores)
-        ]
-        try:
-            ran = subprocess.run([*command, "0"], env=environment, check=True, stdout=subprocess.PIPE, text=True)
-        finally:
-            for other in others:
-                other.kill()
-                other.wait()
-    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    return found_by_ranks("fullshard.plan.cpu_speeds", cores, [str(seconds)], patience_s=120 + 10 * seconds)
 
 
 def measure(world: int, seconds: float) -> dict[str, Any]:
@@ -275,7 +251,22 @@ def _steps(budget_s: float) -> dict[str, float]:
         "call_s": _core_s(lambda: one.mul_(1.0), budget_s / 4),
         "operation_s": plain_s / operations,
         "unit_s": max(0.0, sharded_s - plain_s) / (1 + LAYERS),
+        "after_product_s": _after_product_s(budget_s),
     }
+
+
+def _after_product_s(budget_s: float) -> float:
+    """What a call takes longer after a product that has filled the core's own cache, than after a small one."""
+    left, right = torch.ones(64, 2048), torch.ones(2048, 1024)
+    small, layer = torch.ones(4, 16), nn.Linear(16, 16)
+    taken: list[list[float]] = [[], []]
+    end = time.perf_counter() + 2 * budget_s
+    while time.perf_counter() < end or len(taken[0]) < 20:
+        for found, inner in zip(taken, (1, 2048), strict=True):
+            torch.mm(left[:, :inner], right[:inner])
+            found.append(_timed(lambda: layer(small), 1))
+    near, after = map(statistics.median, taken)
+    return max(0.0, after - near)
 
 
 def _link(world: int, mib: int = 32) -> dict[str, float]:
@@ -343,14 +334,9 @@ def _whole_s(call: Call, calls: int) -> float:
     return (time.process_time() - start) / calls
 
 
-def main(folder: str, world: str, seconds: str, rank: str) -> None:
+def main(folder: str, world: str, rank: str, seconds: str) -> None:
     """Measure as one of `world` ranks, and print it as JSON."""
-    store = dist.FileStore(f"{folder}/store", int(world))
-    dist.init_process_group("gloo", store=store, rank=int(rank), world_size=int(world))
-    found = measure(int(world), float(seconds))
-    sys.stdout.write(json.dumps(found) + "\n")
-    sys.stdout.flush()
-    os._exit(0)
+    as_rank("gloo", folder, int(world), int(rank), lambda: measure(int(world), float(seconds)))
 
 
 if __name__ == "__main__":
