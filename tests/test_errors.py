@@ -7,6 +7,7 @@ the package needs one here, unless ELSEWHERE says where it is made.
 
 import ast
 import copy
+import dataclasses
 import functools
 import os
 import pickle
@@ -69,6 +70,8 @@ from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
 from fullshard.layout.shard_spec import ShardSpec
 from fullshard.optim import Muon, step_shards
+from fullshard.plan import calibration, hardware
+from fullshard.plan.costs import costs_of
 from fullshard.plan.ledger import predict_ledger
 from fullshard.state.optim_state import OWN, full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
@@ -1494,6 +1497,42 @@ def load_a_value_that_would_run_code() -> Steps:
         dcp.save({"model": model.state_dict(), "optim": {"param_groups": groups}}, checkpoint_id=folder)
     yield
     load(folder, model=model, optimizer=torch.optim.SGD(model.parameters()))
+
+
+@mistake(ConfigError, r"seconds=0\): takes some time", "Give it 30 seconds", ranks=0)
+def a_calibration_in_no_time() -> Steps:
+    yield
+    calibration.calibrate("cpu", seconds=0)
+
+
+@mistake(ConfigError, "'meta'", "neither a CPU nor reached by torch.cuda", "Take one of these", ranks=0)
+def a_device_that_is_not_measured() -> Steps:
+    yield
+    calibration.calibrate("meta")
+
+
+@mistake(ConfigError, "h100-80: a CPU's costs are measured by operation", "Run `fullshard calibrate` there", ranks=0)
+def a_cpu_that_was_not_measured() -> Steps:
+    yield
+    costs_of(dataclasses.replace(hardware.hardware("h100-80"), kind="cpu"))
+
+
+@mistake(ConfigError, "Abacus 3000: none of .*h100-80", "--like", ranks=0)
+def a_gpu_like_no_other() -> Steps:
+    yield
+    calibration._like("Abacus 3000", 1 << 30)
+
+
+@mistake(ConfigError, "here: this machine is not described yet in .*here.toml", "Run `fullshard calibrate`", ranks=0)
+def a_machine_that_was_not_measured() -> Steps:
+    before = os.environ.get("XDG_CONFIG_HOME")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CONFIG_HOME"] = folder
+        yield
+        try:
+            hardware.hardware("here")
+        finally:
+            os.environ.pop("XDG_CONFIG_HOME") if before is None else os.environ.update(XDG_CONFIG_HOME=before)
 
 
 # -- how they are told ------------------------------------------------------------------------------------------------

@@ -67,11 +67,11 @@ ROOMS: dict[str, list[str] | None] = {
     "optim": ["rebinding", "outside", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "dry": None,
-    "plan": None,
     "wrap": None,
     "sharding": None,
     "fully_shard": None,
     "wrapper": None,
+    "plan": None,  # which shards a model to measure what that costs
     # what users import, made of all that is above
     PUBLIC: None,
     # edges: nothing above imports these

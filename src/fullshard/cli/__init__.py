@@ -34,6 +34,7 @@ SUBCOMMANDS = {
         "fullshard.cli.checkpoint.command", "list, inspect, verify, export and compare checkpoints"
     ),
     "bench": Subcommand("fullshard.bench.command", "measure training steps beside those of other libraries"),
+    "calibrate": Subcommand("fullshard.cli.calibrate", "measure this machine, for predictions of steps on it"),
 }
 
 

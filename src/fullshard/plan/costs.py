@@ -23,7 +23,7 @@ from math import ceil, log2
 from types import MappingProxyType
 
 from fullshard.plan.hardware import Attention, Hardware, Link
-from fullshard.tape.tape import Access, Collective, Operation
+from fullshard.tape.tape import Access, Allocation, Collective, Free, Operation
 
 __all__ = ["Costs", "costs_of"]
 
@@ -99,6 +99,9 @@ class Costs:
     host_mark_s: float = 1e-6
     host_memory_bytes_per_s: float = 20e9
     host_link_bytes_per_s: float = 55e9
+
+    def note_memory(self, entry: Allocation | Free) -> None:
+        """What is allocated and freed in between costs nothing of its own, but may make what comes next cost more."""
 
     def of_operation(self, operation: Operation) -> float:
         """Seconds that `operation` takes a lane of the accelerator."""
@@ -214,8 +217,15 @@ def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
     return rows, inner, columns
 
 
-def costs_of(hardware: Hardware, *, dtype: str = "bfloat16") -> Costs:
-    """The costs of a tape on `hardware`. Products of matrices whose dtype is not told of are taken to be of `dtype`."""
+def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None = None) -> Costs:
+    """The costs of a tape on `hardware`. Products of matrices whose dtype is not told of are taken to be of `dtype`.
+
+    Of a CPU they go with one tape, from its beginning; `ranks` of them share its cores, one for each if None.
+    """
+    if hardware.kind == "cpu":
+        from fullshard.plan.cpu_costs import CpuCosts  # which is one of these
+
+        return CpuCosts.of(hardware, dtype=dtype, ranks=ranks or hardware.ranks_per_host)
     fitted, parts = hardware.fitted, hardware.multiprocessors
     return Costs(
         flops_per_s=fitted.matmul_share * hardware.flops_per_s[dtype],

@@ -16,16 +16,31 @@ in the table `fitted`, and whatever is predicted with them says so.
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["Attention", "Fitted", "Hardware", "Link", "hardware", "hardware_named_like", "known_hardware"]
+__all__ = [
+    "HERE",
+    "Attention",
+    "Fitted",
+    "Hardware",
+    "Link",
+    "described",
+    "hardware",
+    "hardware_named_like",
+    "here_path",
+    "known_hardware",
+]
+
+HERE = "here"
+"""The name of the machine that `fullshard calibrate` has measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +109,7 @@ class Hardware:
             multiprocessors, compute units). 0 if products are not cut into tiles.
         collective_multiprocessors: how many of them a collective takes while it runs.
         attention: of kernels of the FlashAttention family; as other products of matrices, if None.
+        measured: of a machine that was measured, its tables by size: see `cpu_speeds.py` and `gpu_speeds.py`.
     """
 
     name: str
@@ -113,6 +129,7 @@ class Hardware:
     multiprocessors: int = 0
     collective_multiprocessors: int = 0
     attention: Attention | None = None
+    measured: Mapping[str, Any] = field(default_factory=dict)
 
     def with_hosts_of(self, ranks: int) -> Hardware:
         """The same with another number of ranks on a host."""
@@ -137,14 +154,33 @@ def hardware_named_like(device_name: str, memory_bytes: float) -> Hardware | Non
     return None
 
 
+def here_path() -> Path:
+    """Where the description of this machine is kept, once there is one: in the user's folder of settings."""
+    folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
+    return Path(folder) / "fullshard" / "here.toml"
+
+
 def hardware(name: str) -> Hardware:
-    """The description of that name, or in the TOML file of that path.
+    """The description of that name, or in the TOML file of that path; of this machine, if it is `here`.
 
     Raises:
         ConfigError: there is none, or what the file says is not a description.
     """
-    found = _read(name, seen=())
-    missing = [field.name for field in fields(Hardware) if field.default is MISSING and field.name not in found]
+    return _made(_read(name, seen=()), name)
+
+
+def described(said: Mapping[str, Any], name: str = HERE) -> Hardware:
+    """The machine that a description describes which is not in a file.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return _made(_with_base(dict(said), (name,)), name)
+
+
+def _made(found: dict[str, Any], name: str) -> Hardware:
+    needed = (it.name for it in fields(Hardware) if it.default is MISSING and it.default_factory is MISSING)
+    missing = [it for it in needed if it not in found]
     if missing:
         raise ConfigError(
             f"{name}: says nothing of {', '.join(missing)}. Say so, or name what is like it: "
@@ -163,6 +199,10 @@ def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
         raise ConfigError(f"{name}: is like itself ({' -> '.join((*seen, name))}). Leave one `like` out.")
     if name in known_hardware():
         text = (_MACHINES / f"{name}.toml").read_text()
+    elif name == HERE:
+        if not here_path().is_file():
+            raise ConfigError(f"{name}: this machine is not described yet in {here_path()}. Run `fullshard calibrate`.")
+        text = here_path().read_text()
     elif name.endswith(".toml") and Path(name).is_file():
         text = Path(name).read_text()
     else:
@@ -174,10 +214,15 @@ def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
         said = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: is no TOML: {error}.") from error
-    base: dict[str, Any] = _read(like, (*seen, name)) if (like := said.pop("like", None)) else {}
+    return _with_base(said, (*seen, name))
+
+
+def _with_base(said: dict[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:
+    """A description with all that the one says which it is like."""
+    base: dict[str, Any] = _read(like, seen) if (like := said.pop("like", None)) else {}
     unknown = sorted(said.keys() - {field.name for field in fields(Hardware)})
     if unknown:
-        raise ConfigError(f"{name}: {', '.join(unknown)}: unknown. docs/plan.md shows a description.")
+        raise ConfigError(f"{seen[-1]}: {', '.join(unknown)}: unknown. docs/plan.md shows a description.")
     for key, value in said.items():
         base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
     return base

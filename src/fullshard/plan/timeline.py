@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from fullshard.plan.costs import Costs
-from fullshard.tape.tape import HOST, Collective, Entry, Operation, Recorded, Waited
+from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Operation, Recorded, Waited
 
 __all__ = ["Placed", "Stall", "Timeline", "lay_out"]
 
@@ -137,6 +137,8 @@ class _Layout:
 
     def place(self, entry: Entry) -> None:
         match entry:
+            case Allocation() | Free():
+                self._costs.note_memory(entry)
             case Operation() if entry.lane == HOST:
                 begun = self.now
                 self.now += self._costs.host_s + entry.nbytes / self._costs.host_memory_bytes_per_s

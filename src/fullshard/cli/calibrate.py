@@ -1,0 +1,143 @@
+"""`fullshard calibrate`: measure this machine, and describe it for predictions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from fullshard.command_line import MaybePath, MaybeStr, parse
+from fullshard.errors import ConfigError
+from fullshard.plan.calibration import calibrate, write_description
+from fullshard.plan.hardware import Hardware, described, hardware, here_path
+from fullshard.train.bytes_table import in_bytes
+
+__all__ = ["run"]
+
+MEASURED = 0
+WIDTH = 110  # of a table, where there is no terminal
+
+_DESCRIPTION = (
+    "Measure this machine in under a minute, and write a description of it that predictions take by --hardware here: "
+    "the rates of matrix products by size, memory, what it costs to ask for an operation, and the links between ranks."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineSettings:
+    """What is described, and where."""
+
+    out: MaybePath = None
+    """The file. Left out: here.toml in the user's folder of settings, where --hardware here finds it."""
+    like: MaybeStr = None
+    """Known hardware that has what cannot be measured, such as links to other hosts. Left out: by the GPU's name."""
+    device: MaybeStr = None
+    """cpu or cuda. Left out: the GPU, where there is one."""
+    seconds: float = 30.0
+    """How long measuring may take, about. With less, each size is measured less often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateSettings:
+    """All options."""
+
+    machine: MachineSettings = field(default_factory=MachineSettings)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure as `argv` says; the exit code.
+
+    Raises:
+        ConfigError: an option is not sound. Nothing has been measured then.
+    """
+    said = parse(CalibrateSettings, argv, prog="fullshard calibrate", description=_DESCRIPTION).machine
+    out = here_path() if said.out is None else said.out
+    if out.suffix != ".toml":
+        raise ConfigError(f"--out {out}: descriptions are TOML. Name it {out.with_suffix('.toml')}.")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"--out {out}: cannot be written ({error.strerror}). Name another file.") from error
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    found = calibrate(
+        _device(said.device),
+        like=said.like,
+        seconds=said.seconds,
+        tell=_tell,
+    )
+    write_description(found, out)
+    console.print(_table(described(found), None if "like" not in found else hardware(found["like"])))
+    console.print(f"written to {out}", markup=False, highlight=False, soft_wrap=True)
+    return MEASURED
+
+
+def _tell(what: str) -> None:
+    sys.stderr.write(f"measuring: {what}\n")
+
+
+def _device(name: str | None) -> torch.device | None:
+    if name is None:
+        return None
+    if name not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: unknown. Take cpu or cuda.")
+    return torch.device(name)
+
+
+def _table(here: Hardware, known: Hardware | None) -> Table:
+    """What was measured, beside the peaks of the hardware that it is like."""
+    table = Table(title=here.title, title_justify="left")
+    for name in ("", "measured", "known", "share"):
+        table.add_column(name, justify="left" if not name else "right")
+    for name, measured, peak, show in _lines(here, known):
+        share = f"{measured / peak:.0%}" if peak else ""
+        table.add_row(name, show(measured), show(peak) if peak else "", share)
+    return table
+
+
+def _lines(here: Hardware, known: Hardware | None) -> list[tuple[str, float, float | None, Any]]:
+    """Name, measured, the known peak if any, and how to write them."""
+    found = here.measured
+    lines: list[tuple[str, float, float | None, Any]] = []
+    for dtype in found["products"]:
+        peak = known.flops_per_s.get(dtype) if known else None
+        lines.append((f"matrix products, {dtype}, the best", _best_rate(here, dtype), peak, _rate))
+    memory = known.memory_bytes_per_s if known else None
+    reached = here.fitted.memory_share * (memory or here.memory_bytes_per_s)
+    lines.append(("memory, read and written", reached, memory, _per_second))
+    lines.append(("asking for an operation", here.fitted.host_s, known.fitted.host_s if known else None, _micro))
+    if known:
+        lines.append(("between two kernels", found["launch_s"], None, _micro))
+        lines.append(("to and from the host", here.host_link_bytes_per_s, known.host_link_bytes_per_s, _per_second))
+    else:
+        lines.append(("a new page of memory", found["page_s"] * 4096, None, _micro))
+        lines.append(("a gather between ranks", here.link.bytes_per_s, None, _per_second))
+        lines.append(("before its first byte", here.base_s, None, _micro))
+    return lines
+
+
+def _best_rate(here: Hardware, dtype: str) -> float:
+    products: Any = here.measured["products"][dtype]
+    if here.kind == "cpu":
+        return here.flops_per_s[dtype]
+    rates: list[Mapping[str, float]] = products
+    return max(it["flops_per_s"] for it in rates)
+
+
+def _rate(flops_per_s: float) -> str:
+    return f"{flops_per_s / 1e12:.3g} TFLOP/s"
+
+
+def _per_second(bytes_per_s: float) -> str:
+    return f"{in_bytes(int(bytes_per_s))}/s"
+
+
+def _micro(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} us"

@@ -1,0 +1,185 @@
+"""`here`: a description of the machine that this runs on, measured in under a minute."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fullshard.errors import ConfigError
+from fullshard.plan.cpu_speeds import cpu_speeds
+from fullshard.plan.gpu_speeds import gpu_speeds, large_rate
+from fullshard.plan.hardware import HERE, hardware, known_hardware
+from fullshard.plan.link_speeds import link_speeds
+
+__all__ = ["calibrate", "write_description"]
+
+Tell = Callable[[str], None]
+"""Called with what is measured next."""
+
+DTYPE = "bfloat16"  # whose share of the peak is the one that is fitted
+NETWORK_BYTES_PER_S, NETWORK_STEP_S = 1.25e9, 50e-6
+LARGE_BYTES = 2**28  # of a tensor that no cache holds
+
+
+def calibrate(
+    device: torch.device | str | None = None,
+    *,
+    like: str | None = None,
+    seconds: float = 30.0,
+    tell: Tell = lambda _: None,
+) -> dict[str, Any]:
+    """The description of this machine, as `fullshard.plan.hardware.described` and a TOML file take it.
+
+    Args:
+        device: what is described: the current accelerator, if None and there is one, and else the CPU.
+        like: the known hardware that a GPU is like: it has what cannot be measured here, as peaks and links to others.
+            By the GPU's name, if None.
+        seconds: how long it may take, about. With less, sizes are measured less often.
+        tell: called with what is measured next.
+
+    Raises:
+        ConfigError: no known hardware is like the GPU, or there is too little time.
+    """
+    if seconds <= 0:
+        raise ConfigError(f"calibrate(seconds={seconds:g}): takes some time. Give it 30 seconds.")
+    current = torch.accelerator.current_accelerator()
+    chosen = torch.device(device) if device is not None else current or torch.device("cpu")
+    if chosen.type == "cpu":
+        return _cpu(seconds, tell)
+    if not torch.cuda.is_available() or chosen.type != "cuda":
+        raise ConfigError(f"calibrate({str(chosen)!r}): neither a CPU nor reached by torch.cuda. Take one of these.")
+    return _gpu(torch.device("cuda", chosen.index or 0), like, tell)
+
+
+def write_description(said: dict[str, Any], path: Path) -> None:
+    """Write a description as TOML; folders are made."""
+    import tomli_w  # late: only who writes needs it
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tomli_w.dumps(said))
+
+
+def _gpu(device: torch.device, like: str | None, tell: Tell) -> dict[str, Any]:
+    about = torch.cuda.get_device_properties(device)
+    like = like or _like(about.name, about.total_memory)
+    base = hardware(like)
+    found = gpu_speeds(device, tell)
+    count = torch.cuda.device_count()
+    if count > 1:
+        tell(f"collectives of {count} GPUs")
+        found["collectives"] = link_speeds(count)
+    large = [max(it["copy"], it["add"]) for it in found["memory"] if it["nbytes"] >= LARGE_BYTES]
+    return {
+        "like": like,
+        "name": HERE,
+        "kind": "gpu",
+        "title": f"{about.name}, measured",
+        "memory_bytes": about.total_memory,
+        "ranks_per_host": count,
+        **({"link": _link(found["collectives"], count, base.base_s)} if count > 1 else {}),
+        "host_link_bytes_per_s": min(found["to_device_bytes_per_s"], found["to_host_bytes_per_s"]),
+        "host_memory_bytes": _memory_bytes(),
+        "fitted": {
+            "matmul_share": large_rate(found["products"][DTYPE]) / base.flops_per_s[DTYPE],
+            "memory_share": max(large) / base.memory_bytes_per_s,
+            "host_s": found["host_s"],
+        },
+        "measured": found,
+        "sources": [
+            f"measured by fullshard calibrate with torch {torch.__version__}, Python {platform.python_version()}",
+            f"peaks, and links that were not measured: those of {like}",
+        ],
+    }
+
+
+def _cpu(seconds: float, tell: Tell) -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    tell(f"{cores} cores at once")
+    found = cpu_speeds(cores, seconds)
+    rates = {name: _rates(table, found["dims"]) for name, table in found["products"].items()}
+    usual = found["dims"][-2]
+    memory_bytes = _memory_bytes()
+    link_s = found.get("gather_large_s", 0.0) - found.get("gather_small_s", 0.0)
+    link_bytes_per_s = found["link_bytes"] / link_s if link_s > 0 else found["copy_bytes_per_s"] / 2
+    latency_s = found.get("gather_small_s", 0.0)
+    return {
+        "name": HERE,
+        "kind": "cpu",
+        "title": f"{cores} cores of {_processor()}, measured",
+        "memory_bytes": memory_bytes,
+        "flops_per_s": {name: max(rates[name].values()) for name in rates},
+        "memory_bytes_per_s": found["copy_bytes_per_s"],
+        "ranks_per_host": cores,
+        "base_s": latency_s,
+        "link": {"bytes_per_s": link_bytes_per_s, "step_s": latency_s},
+        "network": {"bytes_per_s": NETWORK_BYTES_PER_S, "step_s": NETWORK_STEP_S},
+        "host_link_bytes_per_s": found["copy_bytes_per_s"] / 2,
+        "host_memory_bytes": memory_bytes,
+        "fitted": {
+            "matmul_share": rates["float32"][usual, usual, usual] / max(rates["float32"].values()),
+            "memory_share": found["add_bytes_per_s"] / found["copy_bytes_per_s"],
+            "host_s": found["operation_s"],
+        },
+        "measured": found,
+        "sources": [
+            f"measured by fullshard calibrate with torch {torch.__version__}, Python {platform.python_version()}, on "
+            "all cores at once: of each, the time that it was busy",
+            "flops_per_s: the best of the products that were measured; memory_bytes_per_s: a copy",
+            "network: not measured, 10 Gbit/s assumed",
+        ],
+    }
+
+
+def _rates(table: list[list[list[float]]], dims: list[int]) -> dict[tuple[int, int, int], float]:
+    """FLOP/s of products by rows, inner and columns, from their seconds."""
+    return {
+        (m, k, n): 2 * m * k * n / table[i][j][o]
+        for i, m in enumerate(dims)
+        for j, k in enumerate(dims)
+        for o, n in enumerate(dims)
+    }
+
+
+def _processor() -> str:
+    """Its name, where the system tells it."""
+    try:
+        names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _link(sizes: list[dict[str, float]], ranks: int, base_s: float) -> dict[str, float]:
+    """The bus bandwidth of the largest gather, and what the smallest takes for each step of a ring beside its base."""
+    small, large = sizes[0], sizes[-1]
+    step_s = max(0.0, small["gather_s"] - base_s) / (ranks - 1)
+    sent = large["nbytes"] * (ranks - 1) / ranks
+    return {"bytes_per_s": sent / max(large["gather_s"] - small["gather_s"], 1e-9), "step_s": step_s}
+
+
+def _like(gpu: str, memory_bytes: int) -> str:
+    """The known hardware that a GPU of this name and memory is like.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    words = re.split(r"[^a-z0-9]+", gpu.lower())
+    known = {name: hardware(name) for name in known_hardware()}
+    named = {name: it for name, it in known.items() if it.kind == "gpu" and name.split("-")[0] in words}
+    if not named:
+        raise ConfigError(
+            f"{gpu}: none of {', '.join(known)} is called so, and links to other GPUs cannot be measured on one. Say "
+            f"which one it is like: --like {next(iter(known))}"
+        )
+    return min(named, key=lambda name: abs(named[name].memory_bytes - memory_bytes))
+
+
+def _memory_bytes() -> int:
+    """Of this host."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,313 @@
+"""Seconds of a core that the entries of a tape take, from what `cpu_speeds.py` has measured of the machine.
+
+On a CPU the host is the lane: one thing after the other. An operation takes what a call costs, and for its bytes or
+FLOPs what operations of its name, or matrix products of its size, were measured to take of tensors that the cache has.
+Beside that there is what must come from memory, since it has fallen out of the cache, and pages that are touched first,
+since the allocator has got them from the system. Where there are more ranks than cores, they take turns.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fullshard.errors import ConfigError
+from fullshard.plan.costs import Costs
+from fullshard.plan.hardware import Hardware
+from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
+
+__all__ = ["CoreTime", "CpuCosts", "core_seconds", "step_seconds"]
+
+_PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+_BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # a tape has them read, or write, all of a table
+_ALIKE = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
+_OWN_CACHE_BYTES = 2**20  # of a core
+_USUAL = "aten.add"  # what an operation is like that was not measured
+_MOST_KEPT = 2**25 - 2**12  # bytes: larger blocks glibc gets from the system each time, and gives back at once
+_FIRST_KEPT = 2**17  # the same, before any has been given back
+
+
+def step_seconds(
+    entries: Sequence[Entry], here: Hardware, *, ranks: int, dtype: str, before: Iterable[Entry] = ()
+) -> float:
+    """Seconds of a step of `ranks` ranks on this machine: those that a core is busy for one of them, times the ranks
+    that share a core. What ranks wait for each other is not in it.
+
+    Args:
+        entries: of the step, of one rank.
+        here: the machine.
+        ranks: of them on this machine.
+        dtype: of compute.
+        before: what is on the tape before the step: the cache has some of it, and the allocator holds memory of it.
+    """
+    seconds = core_seconds(entries, here, ranks=ranks, dtype=dtype, before=before)
+    return sum(seconds.values()) * max(1.0, ranks / here.ranks_per_host)
+
+
+def core_seconds(
+    entries: Sequence[Entry], here: Hardware, *, ranks: int, dtype: str, before: Iterable[Entry] = ()
+) -> dict[str, float]:
+    """Seconds of a core for one rank's step, by what they are for; see `step_seconds`."""
+    time = CoreTime(here, ranks=ranks, dtype=dtype)
+    for entry in before:
+        time.note(entry)
+    time.spent.clear()
+    for entry in entries:
+        time.note(entry)
+    units = {it.origin.unit for it in entries if isinstance(it, Operation)}
+    return {**time.spent, "hooks": here.measured["unit_s"] * len(units) if ranks > 1 else 0.0}
+
+
+class CoreTime:
+    """What the entries of a tape cost, one after the other."""
+
+    def __init__(self, here: Hardware, *, ranks: int, dtype: str) -> None:
+        self.spent: dict[str, float] = {}
+        self._speeds: Mapping[str, Any] = here.measured
+        kernels = self._speeds["kernels"]
+        self._kernels: Mapping[str, list[Sequence[float]]] = {**kernels["float32"], **kernels[dtype]}
+        self._cache = _Cache(self._speeds["cache_bytes"] / ranks * (1 if ranks < 2 else 2))
+        self._heap = _Heap()
+        self._after_s = 0.0  # that the next call takes longer
+
+    def _spend(self, what: str, seconds: float) -> None:
+        self.spent[what] = self.spent.get(what, 0.0) + seconds
+
+    def note(self, entry: Entry) -> None:
+        """Count what `entry` costs."""
+        match entry:
+            case Allocation():
+                self._spend("pages", self._heap.allocate(entry.storage, entry.nbytes) * self._speeds["page_s"])
+            case Free():
+                self._heap.free(entry.storage)
+            case Operation():
+                self._spend("calls", self._speeds["operation_s"] + self._after_s)
+                large = entry.name in _PRODUCTS and entry.nbytes > _OWN_CACHE_BYTES
+                self._after_s = self._speeds["after_product_s"] if large else 0.0
+                read, written = self._missed(entry)
+                name = self._alike(entry)
+                sizes = self._kernels[name]
+                if len(sizes) > 1 and not entry.flops:  # measured out of the cache, too
+                    share = min(1.0, (read + written) / max(1, sum(access.nbytes for access in entry.reads)))
+                    near, far = (self._for_bytes(name, it, entry) for it in (sizes[0], sizes[-1]))
+                    self._spend(_kind(entry), near + share * (far - near))
+                    return
+                self._spend(_kind(entry), self._work_s(entry, name))
+                self._spend("memory", read * self._speeds["read_s"] + written * self._speeds["write_s"])
+            case Collective():  # of routes that a dry run does not look into
+                nbytes = sum(access.nbytes for access in (*entry.reads, *entry.writes))
+                self._spend("copies", nbytes / self._speeds["copy_bytes_per_s"])
+
+    def _missed(self, operation: Operation) -> tuple[int, int]:
+        """Bytes read and written that the cache does not have."""
+        of_table = operation.name == "aten.embedding"
+        reads = () if of_table else operation.reads
+        return sum(map(self._cache.miss, reads)), sum(map(self._cache.miss, operation.writes))
+
+    def _alike(self, operation: Operation) -> str:
+        """The name of the operation that was measured and is most like it."""
+        name = operation.name
+        if name in ("aten.copy_", "aten._to_copy") and (read := _nbytes(operation.reads)) != _nbytes(operation.writes):
+            wider = "aten._to_copy+"
+            return wider if wider in self._kernels and _nbytes(operation.writes) > read else "aten._to_copy"
+        bare = name.rstrip("_")
+        return next((it for it in (name, bare, f"{bare}_", _ALIKE.get(bare, "")) if it in self._kernels), _USUAL)
+
+    def _work_s(self, operation: Operation, name: str) -> float:
+        """Seconds of the work itself, of tensors that the cache has."""
+        if operation.name in _PRODUCTS:
+            return self._product_s(operation)
+        if operation.flops and self._kernels[name][0][3]:
+            return operation.flops * self._for_a_flop(self._kernels[name], operation.flops / operation.nbytes)
+        return self._for_bytes(name, self._kernels[name][0], operation)
+
+    def _for_bytes(self, name: str, measured: Sequence[float], operation: Operation) -> float:
+        seconds, read, written, _ = measured
+        if name in _BY_WRITTEN:
+            read, nbytes = 0.0, _nbytes(operation.writes)
+        else:
+            nbytes = operation.nbytes
+        call_s: float = self._speeds["call_s"]
+        return max(0.0, seconds - call_s) / (read + written) * nbytes
+
+    def _for_a_flop(self, measured: Sequence[Sequence[float]], flops_a_byte: float) -> float:
+        """Seconds of a FLOP of attention, which has the more FLOPs for a byte the more tokens there are."""
+        points = [
+            (math.log(flops / (read + written)), math.log(max(1e-9, seconds - self._speeds["call_s"]) / flops))
+            for seconds, read, written, flops in measured
+        ]
+        at = min(max(math.log(flops_a_byte), points[0][0]), points[-1][0])
+        for (start, low), (end, high) in itertools.pairwise(points):
+            if at <= end:
+                return math.exp(low + (high - low) * (at - start) / (end - start))
+        return math.exp(points[-1][1])
+
+    def _product_s(self, operation: Operation) -> float:
+        """Seconds of a product, from its FLOPs and the bytes of its operands and of its result.
+
+        With m x k, k x n and m x n elements, k squared is (m k)(k n) / (m n), and so on; and all three multiplied are
+        the square of m k n, which tells how many bytes an element has.
+        """
+        left, right = sorted((access.nbytes for access in operation.reads), reverse=True)[:2]
+        out = sum(access.nbytes for access in operation.writes)
+        element = (left * right * out / (operation.flops / 2) ** 2) ** (1 / 3)
+        inner = math.sqrt(left * right / out / element)
+        sizes = left / element / inner, inner, right / element / inner
+        table = self._speeds["products"]["float32" if element > 3 else "bfloat16"]
+        return operation.flops / _rate(table, self._speeds["dims"], sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuCosts(Costs):
+    """Costs for `lay_out`, of the entries of one tape in their order.
+
+    Args:
+        time: what has been on the tape so far.
+        turns: ranks that share a core.
+    """
+
+    time: CoreTime
+    turns: float
+    host_s: float = 0.0  # the host is the lane
+    host_mark_s: float = 0.0
+
+    @classmethod
+    def of(cls, here: Hardware, *, dtype: str, ranks: int) -> CpuCosts:
+        """Those of so many ranks on a machine that was measured.
+
+        Raises:
+            ConfigError: it was not.
+        """
+        if "kernels" not in here.measured:
+            raise ConfigError(
+                f"{here.name}: a CPU's costs are measured by operation and size, and its description has none of that. "
+                "Run `fullshard calibrate` there, and take the file that it writes."
+            )
+        return cls(time=CoreTime(here, ranks=ranks, dtype=dtype), turns=max(1.0, ranks / here.ranks_per_host))
+
+    def note_memory(self, entry: Allocation | Free) -> None:
+        self.time.note(entry)
+
+    def of_operation(self, operation: Operation) -> float:
+        """Seconds of it, and of pages that were allocated since the last one."""
+        return self._noted(operation)
+
+    def of_collective(self, collective: Collective) -> float:
+        return self._noted(collective)
+
+    def _noted(self, entry: Operation | Collective) -> float:
+        self.time.note(entry)
+        seconds = sum(self.time.spent.values())
+        self.time.spent.clear()
+        return self.turns * seconds
+
+
+def _kind(operation: Operation) -> str:
+    if operation.name in _PRODUCTS:
+        return "products"
+    if operation.copies:
+        return "copies"
+    return "attention" if "attention" in operation.name else "optimizer" if "adam" in operation.name else "others"
+
+
+def _nbytes(accesses: Iterable[Access]) -> int:
+    return sum(access.nbytes for access in accesses)
+
+
+def _rate(table: Any, dims: Sequence[int], sizes: Sequence[float]) -> float:
+    """FLOP/s of a product: between those measured, linear in the logarithms."""
+    places = []
+    for size in (min(max(size, dims[0]), dims[-1]) for size in sizes):
+        after = min(max(bisect.bisect_right(dims, size), 1), len(dims) - 1)
+        share = math.log(size / dims[after - 1]) / math.log(dims[after] / dims[after - 1])
+        places.append(((after - 1, 1 - share), (after, share)))
+    log_rate = 0.0
+    for i, a in places[0]:
+        for j, b in places[1]:
+            for k, c in places[2]:
+                flops = 2 * dims[i] * dims[j] * dims[k]
+                log_rate += a * b * c * math.log(flops / table[i][j][k])
+    return math.exp(log_rate)
+
+
+class _Cache:
+    """What a cache has that keeps what was used last: parts of storages."""
+
+    def __init__(self, nbytes: float) -> None:
+        self._room = nbytes
+        self._held: OrderedDict[tuple[int, int], int] = OrderedDict()
+        self._used = 0
+
+    def miss(self, access: Access) -> int:
+        """Use some bytes; how many of them were not there."""
+        key = (access.storage, access.start)
+        held = self._held.pop(key, 0)
+        self._used -= held
+        nbytes = access.nbytes
+        self._held[key] = max(held, nbytes)
+        self._used += max(held, nbytes)
+        while self._used > self._room and len(self._held) > 1:
+            _, dropped = self._held.popitem(last=False)
+            self._used -= dropped
+        return max(0, nbytes - held)
+
+
+class _Heap:
+    """Of glibc's malloc: which pages it gets from the system. What is small is not looked at.
+
+    Blocks over a limit are got and given back each. Others lie in a heap that grows at its end, and is cut there when
+    more than twice the limit is free at it. The limit is the largest block that was given back so far, up to 32 MiB.
+    """
+
+    def __init__(self) -> None:
+        self._where: dict[int, tuple[int, int]] = {}  # by storage
+        self._free: list[tuple[int, int]] = []  # start and stop, in order
+        self._end = 0  # of what is handed out
+        self._touched = 0  # of the pages that are there
+        self._kept = _FIRST_KEPT
+        self._apart: dict[int, int] = {}  # bytes of blocks that are not in the heap
+
+    def allocate(self, storage: int, nbytes: int) -> int:
+        """Bytes of pages that are touched first."""
+        self.free(storage)
+        if nbytes > self._kept:
+            self._apart[storage] = nbytes
+            return nbytes
+        fitting = [(stop - start, start, stop) for start, stop in self._free if stop - start >= nbytes]
+        if fitting:
+            _, start, stop = min(fitting)
+            self._free.remove((start, stop))
+            if stop - start > nbytes:
+                bisect.insort(self._free, (start + nbytes, stop))
+        else:
+            start = self._end
+            self._end += nbytes
+        self._where[storage] = start, start + nbytes
+        new = max(0, self._end - self._touched)
+        self._touched = max(self._touched, self._end)
+        return new
+
+    def free(self, storage: int) -> None:
+        """Give a block back."""
+        if (nbytes := self._apart.pop(storage, 0)) and nbytes <= _MOST_KEPT:
+            self._kept = max(self._kept, nbytes)
+        if storage not in self._where:
+            return
+        start, stop = self._where.pop(storage)
+        place = bisect.bisect(self._free, (start, stop))
+        if place < len(self._free) and self._free[place][0] == stop:
+            stop = self._free.pop(place)[1]
+        if place and self._free[place - 1][1] == start:
+            place -= 1
+            start = self._free.pop(place)[0]
+        if stop == self._end:
+            self._end = start
+            if self._touched - self._end > 2 * self._kept:
+                self._touched = self._end
+        else:
+            self._free.insert(place, (start, stop))

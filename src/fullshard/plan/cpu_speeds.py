@@ -1,0 +1,343 @@
+"""What a core reaches while all cores of the machine do the same, measured.
+
+    products   FLOP/s of matrix products by dtype and size, of operands that the cache has
+    kernels    of other operations, by dtype: seconds for each byte that they write, of tensors that the cache has
+    memory     seconds for each byte that comes from or goes to memory behind the caches, beside those
+    pages      seconds of a page that is touched first, for each byte of it
+    steps      seconds of an operation, and of a unit's hooks and collectives, beside what is in their bytes
+    link       the engine's own collectives, by the clock
+
+Measured is the time of the core, not of the clock, so that other processes on the machine spoil it little. A process
+for each core measures, all of them the same at about the same time: caches and memory are shared as in a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from fullshard.comm.shared_memory import SharedMemoryCollectives
+from fullshard.comm.wire import PartSums
+from fullshard.fully_shard import fully_shard
+from fullshard.plan.operations import counted
+from fullshard.plan.speeds_of_ranks import as_rank, found_by_ranks
+from fullshard.tape.recorder import Origin, Phase
+
+__all__ = ["DIMS", "cpu_speeds"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DIMS = (16, 64, 256, 1024, 4096)  # rows, inner and columns of products; fewer of them if there is little time
+SLOW_FLOPS_PER_S = 25e9  # to tell for how many there is time
+ROWS, WIDTH = 256, 512  # of the tensors that kernels are measured with, which a cache has
+HEADS, HEAD = 8, 64
+TOKENS = (32, 128, 512)  # that attention is measured with
+OUT_OF_CACHE = 2**28  # bytes
+LAYERS = 4
+LARGEST = 2**33  # rows x inner x columns of a product that is worth its time
+PRODUCTS_SHARE, KERNELS_SHARE = 0.45, 0.25  # of the time
+
+ORIGIN = Origin("calibration", Phase.IDLE)
+
+Call = Callable[[], object]
+
+
+def cpu_speeds(cores: int, seconds: float) -> dict[str, Any]:
+    """Measure on so many cores at once, for about so long; what the first of them has found."""
+    return found_by_ranks("fullshard.plan.cpu_speeds", cores, [str(seconds)], patience_s=120 + 10 * seconds)
+
+
+def measure(world: int, seconds: float) -> dict[str, Any]:
+    """All of it, by this rank."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dims = _dims(PRODUCTS_SHARE * seconds)
+    each_s = PRODUCTS_SHARE * seconds / (len(DTYPES) * len(dims) ** 3)
+    products = {
+        name: [[[_product(dtype, m, k, n, each_s) for n in dims] for k in dims] for m in dims]
+        for name, dtype in DTYPES.items()
+    }
+    kernels = {name: _kernels(dtype, KERNELS_SHARE * seconds / 80) for name, dtype in DTYPES.items()}
+    return {
+        "dims": list(dims),
+        "products": products,
+        "kernels": kernels,
+        **_memory(seconds / 100),
+        **_steps(seconds / 100),
+        **_link(world),
+    }
+
+
+def _dims(seconds: float) -> Sequence[int]:
+    """As many sizes as there is time for."""
+    counts = range(len(DIMS), 2, -1)
+    return next((DIMS[:n] for n in counts if 2 * sum(DIMS[:n]) ** 3 / SLOW_FLOPS_PER_S < seconds), DIMS[:2])
+
+
+def _core_s(call: Call, budget_s: float, least: int = 2) -> float:
+    """Seconds of the core for a call: the median of some, after one that does not count."""
+    call()
+    found = [_timed(call, 1)]
+    calls = max(1, min(100, int(50e-6 / max(found[0], 1e-7))))
+    end = time.perf_counter() + budget_s
+    while len(found) <= least or time.perf_counter() < end:
+        found.append(_timed(call, calls))
+    return statistics.median(found)
+
+
+def _timed(call: Call, calls: int) -> float:
+    start = time.thread_time()
+    for _ in range(calls):
+        call()
+    return (time.thread_time() - start) / calls
+
+
+def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: float) -> float:
+    """Seconds of a product as a linear layer's forward has it. Beyond a size the rate stays, and half is measured."""
+    if rows * inner * columns > LARGEST:
+        return 2 * _product(dtype, rows // 2, inner, columns, budget_s)
+    left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
+    out = torch.empty(rows, columns, dtype=dtype)
+    return _core_s(lambda: torch.mm(left, right.t(), out=out), budget_s, least=2 if out.numel() < 2**20 else 1)
+
+
+def _kernels(dtype: torch.dtype, budget_s: float) -> dict[str, list[list[float]]]:
+    """By operation, for each of some sizes: seconds of a call, its bytes read and written, and its FLOPs, as on a tape.
+
+    All of that in the cache, and of operations that go through much memory once more out of it. Casts that make
+    elements wider are told apart by a "+".
+    """
+    found: dict[str, list[list[float]]] = {}
+    for call in _calls(dtype):
+        for operation in counted(call):
+            seconds = _core_s(call, budget_s)
+            read, written = (sum(it.nbytes for it in those) for those in (operation.reads, operation.writes))
+            name = f"{operation.name}+" if "_to_copy" in operation.name and written > read else operation.name
+            found.setdefault(name, []).append([seconds, read, written, operation.flops])
+    return found
+
+
+def _attention(dtype: torch.dtype, tokens: int) -> list[Call]:
+    aten = torch.ops.aten
+    q, k, v = (torch.randn(1, HEADS, tokens, HEAD).to(dtype) for _ in range(3))
+    out, sums = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    return [
+        lambda: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True),
+        lambda: aten._scaled_dot_product_flash_attention_for_cpu_backward(q, q, k, v, out, sums, 0.0, True),
+    ]
+
+
+def _adamw(numel: int) -> Call:
+    param, grad, mean, square = ([torch.zeros(numel)] for _ in range(4))
+    steps = [torch.ones(())]
+
+    def step() -> None:
+        torch._fused_adamw_(
+            param, grad, mean, square, [], steps,
+            lr=1e-9, beta1=0.9, beta2=0.999, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+    return step
+
+
+def _calls(dtype: torch.dtype) -> list[Call]:
+    """One operation each."""
+    a, b, out = (torch.randn(ROWS, WIDTH).to(dtype) for _ in range(3))
+    wide = torch.randn(ROWS, WIDTH)
+    weight, bias = torch.ones(WIDTH, dtype=dtype), torch.zeros(WIDTH, dtype=dtype)
+    aten = torch.ops.aten
+    normed = aten.native_layer_norm(a, [WIDTH], weight, bias, 1e-5)
+    scores = aten._log_softmax(wide, 1, False)
+    targets = torch.arange(ROWS) % WIDTH
+    one = torch.ones(())
+    indices = torch.arange(ROWS)
+    other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
+    calls: list[Call] = [
+        lambda: a + b,
+        lambda: a.add_(b, alpha=1e-9),
+        lambda: torch.mul(a, b),
+        lambda: a.mul_(1.0),
+        lambda: a.div_(1.0),
+        lambda: out.copy_(a),
+        lambda: torch._foreach_div_([a], 1.0),
+        lambda: torch._foreach_mul_([a], 1.0),
+        lambda: torch._foreach_add_([a], [b], alpha=1e-9),
+        lambda: torch._foreach_copy_([out], [a]),
+        a.zero_,
+        b.clone,
+        lambda: wide.to(dtype) if dtype is not torch.float32 else wide.to(other),
+        lambda: torch.cat([b, b], 1),
+        lambda: torch._chunk_cat([b], 0, 2),
+        lambda: b.sum(0),
+        b.mean,
+        lambda: torch._foreach_norm([b]),
+        lambda: torch.relu(b),
+        lambda: F.silu(b),
+        lambda: F.gelu(b),
+        lambda: aten.gelu_backward(b, out),
+        lambda: aten.native_layer_norm(b, [WIDTH], weight, bias, 1e-5),
+        lambda: aten.native_layer_norm_backward(
+            b, out, [WIDTH], normed[1], normed[2], weight, bias, [True, True, True]
+        ),
+        lambda: aten._log_softmax(wide, 1, False),
+        lambda: aten._log_softmax_backward_data(wide, scores, 1, torch.float32),
+        lambda: aten.nll_loss_forward(scores, targets, None, 1, -100),
+        lambda: aten.nll_loss_backward(one, scores, targets, None, 1, -100, torch.tensor(float(ROWS))),
+        lambda: aten.embedding(b, indices),
+        lambda: aten.embedding_dense_backward(b, indices, ROWS, -1, False),
+    ]
+    for tokens in TOKENS:
+        calls += _attention(dtype, tokens)
+    if dtype is torch.float32:
+        calls += [_adamw(ROWS * WIDTH), _adamw(OUT_OF_CACHE // 16)]
+    else:
+        calls.append(lambda: a.to(other))
+    return calls
+
+
+def _memory(budget_s: float, mib: int = 64) -> dict[str, float]:
+    """Seconds for each byte from and to memory, beyond those from a cache; of a page that is new; and the cache."""
+    numel = mib * 2**20 // 4
+    small = numel // 256
+    large, target = torch.ones(numel), torch.ones(numel)
+    near, near_target = torch.ones(small), torch.ones(small)
+    read_s = _core_s(large.sum, budget_s) / large.nbytes - _core_s(near.sum, budget_s) / near.nbytes
+    copy_s = _core_s(lambda: target.copy_(large), budget_s) / large.nbytes
+    copy_near_s = _core_s(lambda: near_target.copy_(near), budget_s) / near.nbytes
+    other = torch.ones(numel)
+    add_s = _core_s(lambda: torch.add(large, other, out=target), budget_s) / large.nbytes
+    new_s = _core_s(lambda: torch.empty(numel).fill_(1.0), budget_s) / large.nbytes
+    fill_s = _core_s(lambda: target.fill_(1.0), budget_s) / large.nbytes
+    return {
+        "read_s": max(read_s, 0.0),
+        "write_s": max(copy_s - copy_near_s - read_s, 0.0),
+        "page_s": max(new_s - fill_s, 0.0),
+        "cache_bytes": _cache_bytes(budget_s),
+        "copy_bytes_per_s": 2 / copy_s,
+        "add_bytes_per_s": 3 / add_s,
+    }
+
+
+def _cache_bytes(budget_s: float) -> int:
+    """The largest size of which a sum is no slower by half than of a small one."""
+    near = torch.ones(2**18)
+    base_s, size = _core_s(near.sum, budget_s / 4) / near.nbytes, near.nbytes
+    while size < 2**28:
+        tensor = torch.ones(size // 2)  # twice as large, in float32
+        if _core_s(tensor.sum, budget_s / 4) / tensor.nbytes > 1.5 * base_s:
+            break
+        size = tensor.nbytes
+    return size
+
+
+def _steps(budget_s: float) -> dict[str, float]:
+    """Seconds of an operation beside its bytes, and of what a unit adds to a step beside copies of its parameters.
+
+    Of the steps of a transformer that is too small for bytes to count, as it is and sharded over the ranks.
+    """
+    plain, sharded = _small_step(), _small_step(shard=fully_shard)
+    operations = len(counted(plain))
+    rounds = max(3, round(budget_s / 0.015))  # as many on all ranks
+    plain_s, sharded_s = (statistics.median(_whole_s(step, 5) for _ in range(rounds)) for step in (plain, sharded))
+    one = torch.ones(1)
+    return {
+        "call_s": _core_s(lambda: one.mul_(1.0), budget_s / 4),
+        "operation_s": plain_s / operations,
+        "unit_s": max(0.0, sharded_s - plain_s) / (1 + LAYERS),
+        "after_product_s": _after_product_s(budget_s),
+    }
+
+
+def _after_product_s(budget_s: float) -> float:
+    """What a call takes longer after a product that has filled the core's own cache, than after a small one."""
+    left, right = torch.ones(64, 2048), torch.ones(2048, 1024)
+    small, layer = torch.ones(4, 16), nn.Linear(16, 16)
+    taken: list[list[float]] = [[], []]
+    end = time.perf_counter() + 2 * budget_s
+    while time.perf_counter() < end or len(taken[0]) < 20:
+        for found, inner in zip(taken, (1, 2048), strict=True):
+            torch.mm(left[:, :inner], right[:inner])
+            found.append(_timed(lambda: layer(small), 1))
+    near, after = map(statistics.median, taken)
+    return max(0.0, after - near)
+
+
+def _link(world: int, mib: int = 32) -> dict[str, float]:
+    """The engine's own collectives between ranks: bytes that a rank takes from others in a second, and the latency."""
+    if world < 2:
+        return {}
+    group = dist.group.WORLD
+    assert group is not None
+    wire = SharedMemoryCollectives(group)
+    large, small = mib * 2**20 // 4 // world * world, world
+    return {
+        "gather_large_s": _gather_s(wire, large),
+        "gather_small_s": _gather_s(wire, small),
+        "reduce_large_s": _reduce_s(wire, large),
+        "reduce_small_s": _reduce_s(wire, small),
+        "link_bytes": 4.0 * large * (world - 1) / world,
+    }
+
+
+def _gather_s(wire: SharedMemoryCollectives, numel: int) -> float:
+    whole, part, channel = torch.ones(numel), torch.ones(numel // wire.world), wire.channel(1)
+    return _median_of(lambda: channel.all_gather([whole], [part], origin=ORIGIN).wait())
+
+
+def _reduce_s(wire: SharedMemoryCollectives, numel: int) -> float:
+    whole, sums, channel = torch.ones(numel), torch.ones(numel // wire.world), wire.channel(1)
+    of = PartSums([sums], [whole], [sums.numel()], wire.world)
+    return _median_of(lambda: channel.reduce_scatter(of, origin=ORIGIN).wait())
+
+
+def _median_of(call: Call) -> float:
+    """By the clock, since ranks wait for each other; the first calls do not count."""
+    found = []
+    for _ in range(12):
+        dist.barrier()
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[2:])
+
+
+def _small_step(shard: Callable[[nn.Module], object] = lambda module: None) -> Call:
+    layers = [nn.TransformerEncoderLayer(16, 1, 32, 0.0, batch_first=True, norm_first=True) for _ in range(LAYERS)]
+    model = nn.Sequential(*layers)
+    for module in (*model, model):
+        shard(module)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    batch = torch.randn(1, 4, 16)
+
+    def step() -> None:
+        model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def _whole_s(call: Call, calls: int) -> float:
+    """Seconds of the core for a call, of all threads of this process."""
+    start = time.process_time()
+    for _ in range(calls):
+        call()
+    return (time.process_time() - start) / calls
+
+
+def main(folder: str, world: str, rank: str, seconds: str) -> None:
+    """Measure as one of `world` ranks, and print it as JSON."""
+    as_rank("gloo", folder, int(world), int(rank), lambda: measure(int(world), float(seconds)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,17 @@
+"""Operations of a call, counted as a tape counts them: what is read and written, and floating-point operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fullshard.dry.run import taped
+from fullshard.tape.tape import Operation
+
+__all__ = ["counted"]
+
+
+def counted(call: Callable[[], object]) -> list[Operation]:
+    """The operations of `call`, on real tensors."""
+    with taped(lanes="cpu", values=True) as tape:
+        call()
+    return list(tape.of(Operation))

@@ -1,0 +1,59 @@
+"""Ranks that measure together: processes of a module's `main`, of which the first tells what it has found."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["as_rank", "found_by_ranks"]
+
+
+def found_by_ranks(module: str, world: int, arguments: Sequence[str], *, patience_s: float) -> dict[str, Any]:
+    """Run `python -m module FOLDER WORLD RANK *arguments` for each rank; what rank 0 has found.
+
+    A rank that fails says why on stderr; then, or after so long, all of them are ended.
+    """
+    path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", module, folder, str(world)]
+        others = [
+            subprocess.Popen([*command, str(rank), *arguments], env=environment, stdout=subprocess.DEVNULL)
+            for rank in range(1, world)
+        ]
+        try:
+            ran = subprocess.run(
+                [*command, "0", *arguments],
+                env=environment,
+                check=True,
+                stdout=subprocess.PIPE,
+                text=True,
+                timeout=patience_s,
+            )
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def as_rank(backend: str, folder: str, world: int, rank: int, measure: Callable[[], dict[str, Any]]) -> None:
+    """Print what is measured, as JSON; then end at once, since others may still be at it."""
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    store = dist.FileStore(f"{folder}/store", world)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    found = measure()
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)

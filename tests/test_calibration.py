@@ -1,0 +1,239 @@
+"""`fullshard calibrate`: a description of this machine that loads, and what it says of a tape's time. Nothing here
+depends on how fast the machine is, or on what else it does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import dry, fully_shard
+from fullshard.cli import main
+from fullshard.plan import calibration
+from fullshard.plan.calibration import calibrate, write_description
+from fullshard.plan.costs import costs_of
+from fullshard.plan.cpu_costs import CoreTime, _Cache, _Heap, _rate, core_seconds, step_seconds
+from fullshard.plan.gpu_speeds import large_rate
+from fullshard.plan.hardware import Hardware, described, hardware, here_path
+from fullshard.plan.operations import counted
+from fullshard.plan.timeline import lay_out
+from fullshard.tape.recorder import Origin, Phase
+from fullshard.tape.tape import Access, Operation
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, Any]:
+    """What is measured in next to no time: as much as a description needs, and no more."""
+    return calibrate("cpu", seconds=0.1)
+
+
+@pytest.fixture(scope="module")
+def here(said: dict[str, Any]) -> Hardware:
+    return described(said)
+
+
+@pytest.fixture
+def no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_what_is_written_is_what_is_read(said, no_home):
+    write_description(said, here_path())
+    assert here_path() == no_home / "fullshard" / "here.toml"
+    assert hardware("here") == hardware(str(here_path())) == described(said)
+
+
+def test_a_description_says_what_a_machine_has(said, here):
+    assert here.kind == "cpu" and here.name == "here" and here.ranks_per_host >= 1
+    assert 1e8 < here.flops_per_s["float32"] < 1e14
+    assert 1e8 < here.memory_bytes_per_s < 1e13
+    assert 0 < here.fitted.matmul_share <= 1
+    assert 1e-7 < here.fitted.host_s < 1e-2
+    assert 0 < here.link.bytes_per_s < 1e13 and here.base_s >= 0
+    numbers = [it for it in leaves(said["measured"]) if not isinstance(it, str)]
+    assert all(math.isfinite(number) and number >= 0 for number in numbers)
+
+
+def leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict | list):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from leaves(value)
+    else:
+        yield tree
+
+
+def test_with_little_time_fewer_sizes_are_measured(said):
+    assert len(said["measured"]["dims"]) < 5
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--out", "here.json"], "Name it here.toml"),
+        (["--out", "/proc/none/here.toml"], "cannot be written"),
+        (["--device", "tpu"], "Take cpu or cuda"),
+        (["--seconds", "0"], "Give it 30 seconds"),
+        (["--secs", "1"], "Did you mean seconds"),
+    ],
+)
+def test_bad_input_is_answered_in_a_line(argv, words, no_home, capsys):
+    assert main(["calibrate", *argv]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1
+
+
+def test_the_command_writes_a_description_and_shows_it(said, no_home, monkeypatch, capsys):
+    monkeypatch.setattr("fullshard.cli.calibrate.calibrate", lambda *_, **__: said)
+    assert main(["calibrate"]) == 0
+    shown = capsys.readouterr().out
+    assert "matrix products, float32" in shown and str(here_path()) in shown.replace("\n", "")
+    assert hardware("here").title == said["title"]
+
+
+def test_help_explains_the_options(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["calibrate", "--help"])
+    assert ended.value.code == 0
+    assert "--like" in capsys.readouterr().out
+
+
+# -- seconds of a tape ------------------------------------------------------------------------------------------------
+
+
+def test_a_rate_that_was_measured_is_told_again_and_others_lie_between():
+    dims = (16, 64, 256)
+    seconds = [[[2 * m * k * n / (1e9 + 1e6 * m + 1e5 * k + n) for n in dims] for k in dims] for m in dims]
+    for sizes in itertools.product(dims, repeat=3):
+        assert _rate(seconds, dims, sizes) == pytest.approx(1e9 + 1e6 * sizes[0] + 1e5 * sizes[1] + sizes[2])
+    assert (
+        _rate(seconds, dims, (64, 16, 16)) < _rate(seconds, dims, (100, 16, 16)) < _rate(seconds, dims, (256, 16, 16))
+    )
+    assert _rate(seconds, dims, (1e6, 256, 256)) == _rate(seconds, dims, (256, 256, 256))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_and_dtype_of_a_product_follow_from_its_bytes(here, dtype):
+    """A tape has no shapes: the rate that is taken is that of the product that was."""
+    tables = {}
+    for name, fast in (("float32", 1e9), ("bfloat16", 3e9)):
+        tables[name] = [[[2 * m * k * n / (fast + 1e6 * k) for n in (16, 64)] for k in (16, 64)] for m in (16, 64)]
+    table = {**here.measured, "products": tables, "dims": [16, 64]}
+    time = CoreTime(described({**vars_of(here), "measured": table}), ranks=1, dtype="float32")
+    (product,) = counted(lambda: torch.mm(torch.ones(16, 64, dtype=dtype), torch.ones(64, 32, dtype=dtype)))[2:]
+    seconds = time._product_s(product)
+    assert seconds == pytest.approx(product.flops / ((1e9 if dtype is torch.float32 else 3e9) + 64e6), rel=1e-3)
+
+
+def vars_of(machine: Hardware) -> dict[str, Any]:
+    parts = {name: vars(getattr(machine, name)) for name in ("link", "network", "fitted")}
+    return {**vars(machine), **parts}
+
+
+def test_the_cache_has_what_was_used_last():
+    cache = _Cache(10 * MIB)
+    one, other, large = (Access(number, 0, size * MIB) for number, size in enumerate((4, 4, 8)))
+    assert cache.miss(one) == 4 * MIB and cache.miss(one) == 0
+    assert cache.miss(other) == 4 * MIB and cache.miss(one) == 0
+    assert cache.miss(large) == 8 * MIB
+    assert cache.miss(one) == 4 * MIB
+
+
+def test_pages_are_new_where_the_heap_grows_and_for_what_is_too_large_for_it():
+    heap = _Heap()
+    assert heap.allocate(0, 16 * MIB) == 16 * MIB
+    heap.free(0)
+    assert heap.allocate(1, 16 * MIB) == 16 * MIB, "the first of its size was beside the heap"
+    heap.free(1)
+    assert heap.allocate(2, 16 * MIB) == 0, "pages that the heap has"
+    for number in (3, 4):
+        assert heap.allocate(number, 64 * MIB) == 64 * MIB
+        heap.free(number)
+
+
+def test_a_heap_gives_its_end_back_when_much_of_it_is_free():
+    heap = _Heap()
+    heap.allocate(0, 16 * MIB)
+    heap.free(0)
+    for number in range(1, 4):
+        assert heap.allocate(number, 16 * MIB) == 16 * MIB
+    for number in (2, 3):
+        heap.free(number)
+    assert heap.allocate(2, 16 * MIB) == 0, "twice the largest is kept"
+    for number in (2, 1):
+        heap.free(number)
+    assert heap.allocate(4, 16 * MIB) == 16 * MIB
+
+
+def chain(layers: int) -> nn.Module:
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(layers)])
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def seconds_of(layers: int, here: Hardware, ranks: int) -> float:
+    tape = dry.run(lambda: chain(layers), lambda: torch.randn(4, 64), world=ranks, lanes="cpu")
+    return step_seconds(tape.entries, here, ranks=ranks, dtype="float32")
+
+
+def test_more_work_takes_longer(here):
+    assert seconds_of(4, here, 2) > seconds_of(2, here, 2) > 0
+
+
+def test_ranks_that_share_cores_take_turns(here):
+    tape = dry.run(lambda: chain(2), lambda: torch.randn(4, 64), world=4, lanes="cpu")
+    about: dict[str, Any] = {"ranks": 4, "dtype": "float32"}
+    alone = sum(core_seconds(tape.entries, here, **about).values())
+    for cores, turns in ((1, 4.0), (2, 2.0), (4, 1.0), (8, 1.0)):
+        taken = step_seconds(tape.entries, here.with_hosts_of(cores), **about)
+        assert taken == pytest.approx(turns * alone)
+
+
+def test_laid_out_in_time_a_tape_takes_what_its_core_is_busy_for(here):
+    tape = dry.run(lambda: chain(2), lambda: torch.randn(4, 64), world=4, lanes="cpu")
+    parts = core_seconds(tape.entries, here, ranks=4, dtype="float32")
+    costs = costs_of(here.with_hosts_of(2), dtype="float32", ranks=4)
+    assert lay_out(tape.entries, costs).end == pytest.approx(2 * (sum(parts.values()) - parts["hooks"]))
+
+
+def test_operations_that_were_not_measured_cost_their_bytes(here):
+    time = CoreTime(here, ranks=1, dtype="float32")
+    origin = Origin("", Phase.FORWARD)
+    nbytes = (Access(0, 0, MIB),)
+    for name in ("aten.add", "aten.of_somebody_else"):
+        time.note(Operation(name, "compute", origin, nbytes, nbytes))
+    unknown, known = (time._work_s(Operation(name, "compute", origin, nbytes, nbytes), "aten.add") for name in "ab")
+    assert unknown == known > 0
+
+
+def test_links_follow_from_the_smallest_and_the_largest_gather():
+    sizes = [{"nbytes": 1024, "gather_s": 17e-6}, {"nbytes": 4e8, "gather_s": 1e-3 + 17e-6}]
+    link = calibration._link(sizes, ranks=4, base_s=8e-6)
+    assert link["step_s"] == pytest.approx(3e-6) and link["bytes_per_s"] == pytest.approx(3e11)
+
+
+# -- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_of_large_products_is_the_median_of_theirs():
+    rates = [(8192, 5.0), (4096, 3.0), (4096, 4.0), (64, 1.0)]
+    assert large_rate([{"rows": n, "inner": n, "columns": n, "flops_per_s": rate} for n, rate in rates]) == 4.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_is_described():
+    found = described(calibrate("cuda"))
+    assert found.kind == "gpu"
+    assert 0.2 < found.fitted.matmul_share < 1 and 0.4 < found.fitted.memory_share <= 1
+    assert 1e-7 < found.measured["launch_s"] < found.fitted.host_s < 1e-3
