@@ -1523,6 +1523,46 @@ def a_gpu_like_no_other() -> Steps:
     calibration._like("Abacus 3000", 1 << 30)
 
 
+def described_by(text: str) -> Steps:
+    """What the file of a description says, as a mistake."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "ours.toml"
+        path.write_text(text.format(path=path))
+        yield
+        hardware.hardware(str(path))
+
+
+@mistake(ConfigError, "abacus: no hardware of that name", "Take one of .*h100-80", ranks=0)
+def hardware_that_nobody_knows() -> Steps:
+    yield
+    hardware.hardware("abacus")
+
+
+@mistake(ConfigError, "ours.toml: is no TOML", ranks=0)
+def a_description_that_is_no_toml() -> Steps:
+    yield from described_by("=")
+
+
+@mistake(ConfigError, "ours.toml: is like itself", "Leave one `like` out", ranks=0)
+def a_description_like_itself() -> Steps:
+    yield from described_by('like = "{path}"')
+
+
+@mistake(ConfigError, "ours.toml: says nothing of kind, .*memory_bytes", "Say so, or name what is like it", ranks=0)
+def a_description_of_a_name() -> Steps:
+    yield from described_by('name = "ours"')
+
+
+@mistake(ConfigError, "ours.toml: colour: unknown", "shows a description", ranks=0)
+def a_description_of_a_colour() -> Steps:
+    yield from described_by('like = "h100-80"\ncolour = "red"')
+
+
+@mistake(ConfigError, "ours.toml: .*unexpected keyword argument 'colour'", "shows a description", ranks=0)
+def a_link_of_a_colour() -> Steps:
+    yield from described_by('like = "h100-80"\n[link]\ncolour = "red"')
+
+
 @mistake(ConfigError, "here: this machine is not described yet in .*here.toml", "Run `fullshard calibrate`", ranks=0)
 def a_machine_that_was_not_measured() -> Steps:
     before = os.environ.get("XDG_CONFIG_HOME")
