@@ -61,6 +61,7 @@ __all__ = [
     "grad_hooks",
     "group_made_alone",
     "group_of",
+    "grouped_product",
     "group_timeout_s",
     "has_group",
     "has_values",
@@ -367,6 +368,39 @@ def copyable_fakes() -> Iterator[None]:
         yield
     finally:
         del FakeTensor.__deepcopy__
+
+
+@contextmanager
+def initialising_without_values() -> Iterator[None]:
+    """A context in which `nn.init.trunc_normal_` draws once: torch's draws again until no value is out of bounds."""
+    draws = torch.nn.init._no_grad_trunc_normal_
+
+    def draw(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        with torch.no_grad():
+            drawn = tensor.normal_(mean, std, generator=generator)
+            (drawn < a) | (drawn > b)  # which takes memory, too
+        return tensor
+
+    torch.nn.init._no_grad_trunc_normal_ = draw
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = draws
+
+
+def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
+    """What `aten._grouped_mm` gives on fake tensors of a dtype that its rule for these refuses, as a CPU takes it."""
+    first, second = args[:2]
+    if first.dtype == torch.bfloat16:
+        return None
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    rows, columns = first.shape[-2], second.shape[-1]
+    if first.ndim == second.ndim:
+        groups = first.shape[:-2] if first.ndim == 3 else offsets.shape
+        return first.new_empty(*groups, rows, columns)
+    return first.new_empty(rows, columns)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard._compat import copyable_fakes, fake_store, fake_tensors, unwatched_propagation
+from fullshard._compat import copyable_fakes, fake_store, fake_tensors, initialising_without_values, unwatched_propagation
 from fullshard.device.accelerator import pretending
 from fullshard.dry.lanes import DryAccelerator
 from fullshard.dry.watch import Watch
@@ -90,6 +90,8 @@ def taped(
         fakes = None if values else stack.enter_context(fake_tensors())
         stack.enter_context(unwatched_propagation())
         stack.enter_context(copyable_fakes())
+        if not values:
+            stack.enter_context(initialising_without_values())
         stack.enter_context(Watch(accelerator, fakes))
         yield tape
 

@@ -33,13 +33,13 @@ class Storages:
         self._known: dict[int, _Known] = {}
         self._last = 0
 
-    def note_allocated(self, storage: torch.UntypedStorage, lane: str, purpose: str = "") -> None:
-        """Note that `storage` has memory of `lane`'s from now on."""
+    def note_allocated(self, storage: torch.UntypedStorage, lane: str, purpose: str = "", ranks: int = 1) -> None:
+        """Note that `storage` has memory of `lane`'s from now on, which so many ranks have in common."""
         known = self._known.get(storage._cdata) or self._add(storage, lane)
         known.lane, known.nbytes = lane, storage.nbytes()
         if known.nbytes:
             purpose = purpose or self._tape.purpose
-            self._tape.note(Allocation(known.number, known.nbytes, lane, self._tape.origin, purpose))
+            self._tape.note(Allocation(known.number, known.nbytes, lane, self._tape.origin, purpose, ranks))
 
     def note_freed(self, storage: torch.UntypedStorage) -> None:
         """Note that the memory of `storage`, if it has any, goes back to where it is from."""

@@ -72,7 +72,7 @@ class Collective:
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """Memory that a storage got, from the memory that is kept for a lane. `purpose` is what the engine says it is for;
-    empty for what the user's modules, autograd and optimizers allocate.
+    empty for what the user's modules, autograd and optimizers allocate. So many `ranks` of a host have it in common.
     """
 
     storage: int
@@ -80,6 +80,7 @@ class Allocation:
     lane: str
     origin: Origin
     purpose: str = ""
+    ranks: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,109 @@
+"""CPU ranks that are not there: what gloo's would do with memory, for dry runs of one rank alone.
+
+The routes are the engine's own. What is pretended is who is at their other ends: ranks that are as far as this one, and
+do what it does. So a block that this rank publishes is read when this rank reads what the others have published.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from fullshard.comm.neighbours import Block, CannotShareError, Key, Memory, Neighbours, Published
+from fullshard.comm.shared_memory import SharedMemoryCollectives
+from fullshard.policy.switches import switches
+
+__all__ = ["PretendedCollectives"]
+
+
+class PretendedCollectives(SharedMemoryCollectives):
+    """Through pretended memory where the ranks of a group are on one host of `LOCAL_WORLD_SIZE`; else pairwise."""
+
+    def _meet(self) -> Neighbours:
+        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        if not switches.shares_memory_between_ranks:
+            raise CannotShareError("it is switched off")
+        hosts = {rank // per_host for rank in dist.get_process_group_ranks(self.group)}
+        if len(hosts) > 1:
+            raise CannotShareError(f"they are on {len(hosts)} hosts")
+        return _PretendedNeighbours(self.rank, self.world)
+
+    def _exchange(self, mine: bytes, tag: int) -> Callable[[], list[bytes]]:
+        return lambda: [mine] * self.world
+
+
+class _PretendedNeighbours(Neighbours):
+    """Ranks of this host that do what this one does.
+
+    Args:
+        rank: this one.
+        world: how many there are.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(rank, {}, 0.0)
+        self._world = world
+        self._peers = [peer for peer in range(world) if peer != rank]
+        self._of_peers: dict[int, dict[int, Memory]] = {}  # by the number of this rank's block, and by peer
+        self._published: dict[Key, Block] = {}
+        self._fingerprints: deque[bytes] = deque()
+
+    def _memory(self, nbytes: int) -> Memory:
+        with torch.inference_mode(False):
+            return Memory(torch.empty(nbytes, dtype=torch.uint8), self._world)
+
+    def _shared_block(self, number: int, nbytes: int) -> Block:
+        return Block(number, self._memory(nbytes))
+
+    def take(self, nbytes: int, *, patiently: bool = False) -> Block:
+        block = super().take(nbytes, patiently=patiently)
+        block.readers = len(self._peers)
+        return block
+
+    def _drop(self, block: Block) -> None:
+        super()._drop(block)
+        self._of_peers.pop(block.number, None)
+
+    def publish(
+        self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
+    ) -> None:
+        block.about = key
+        self._published[key] = block
+        self._note(fingerprint)
+
+    def published(self, key: Key) -> list[Published]:
+        block = self._published.pop(key)
+        if block.number not in self._of_peers:
+            self._of_peers[block.number] = {peer: self._memory(block.memory.nbytes) for peer in self._peers}
+        return [Published(peer, block.number, memory, 0) for peer, memory in self._of_peers[block.number].items()]
+
+    def have_all_published(self, key: Key) -> bool:
+        return True
+
+    def have_read(self, published: Iterable[Published]) -> None:
+        for one in published:
+            self._blocks[one.block].readers -= 1
+
+    def signal(self, key: Key, fingerprint: bytes = b"") -> None:
+        self._note(fingerprint)
+
+    def when_signalled(self, key: Key, act: Callable[[], None]) -> None:
+        act()
+
+    def await_signals(self, key: Key) -> None:
+        """Nothing is waited for."""
+
+    def _common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
+        return [self._new_block(nbytes).memory for nbytes in sizes]
+
+    def _note(self, fingerprint: bytes) -> None:
+        if fingerprint:
+            self._fingerprints.append(fingerprint)
+
+    def next_fingerprints(self) -> dict[int, bytes]:
+        mine = self._fingerprints.popleft()
+        return dict.fromkeys(self._peers, mine)
