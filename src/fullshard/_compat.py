@@ -61,8 +61,8 @@ __all__ = [
     "grad_hooks",
     "group_made_alone",
     "group_of",
-    "grouped_product",
     "group_timeout_s",
+    "grouped_product",
     "has_group",
     "has_values",
     "holders",
@@ -71,6 +71,7 @@ __all__ = [
     "in_backward",
     "in_function_transform",
     "in_pipeline_stage",
+    "initialising_without_values",
     "is_wrapper_type",
     "joined_mesh",
     "make_dtensor",
@@ -88,6 +89,7 @@ __all__ = [
     "storage_references",
     "storage_watch",
     "store_address",
+    "taken_for_real",
     "tree_map",
     "uncached",
     "unwatched_propagation",
@@ -390,9 +392,27 @@ def initialising_without_values() -> Iterator[None]:
         torch.nn.init._no_grad_trunc_normal_ = draws
 
 
+@contextmanager
+def taken_for_real() -> Iterator[None]:
+    """A context in which models of transformers, if that was imported, go the way of real tensors with fake ones.
+
+    For them it makes attention masks that it leaves out where all tokens count, since it asks for no values.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    is_fake = getattr(module, "is_fake_tensor", None)
+    if module is None or is_fake is None:
+        yield
+        return
+    vars(module)["is_fake_tensor"] = lambda tensor: False
+    try:
+        yield
+    finally:
+        vars(module)["is_fake_tensor"] = is_fake
+
+
 def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
     """What `aten._grouped_mm` gives on fake tensors of a dtype that its rule for these refuses, as a CPU takes it."""
-    first, second = args[:2]
+    first, second = cast(Tensor, args[0]), cast(Tensor, args[1])
     if first.dtype == torch.bfloat16:
         return None
     offsets = args[2] if len(args) > 2 else kwargs.get("offs")

@@ -1,7 +1,9 @@
 """CPU ranks that are not there: what gloo's would do with memory, for dry runs of one rank alone.
 
-The routes are the engine's own. What is pretended is who is at their other ends: ranks that are as far as this one, and
-do what it does. So a block that this rank publishes is read when this rank reads what the others have published.
+The routes are the engine's own. What is pretended is who is at their other ends: ranks that do what this one does, as
+late as that can be. They come when this one has to wait for them, no sooner. So no sum is complete before it is waited
+for; and that a block has been read is known when this rank has come to what the others do next. Of all orders in which
+ranks can come this is about the one that takes most memory.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ class PretendedCollectives(SharedMemoryCollectives):
         return _PretendedNeighbours(self.rank, self.world)
 
     def _exchange(self, mine: bytes, tag: int) -> Callable[[], list[bytes]]:
+        met = vars(self).get("neighbours")
+        if met is not None:
+            met.hear()
         return lambda: [mine] * self.world
 
 
@@ -49,6 +54,8 @@ class _PretendedNeighbours(Neighbours):
         self._world = world
         self._peers = [peer for peer in range(world) if peer != rank]
         self._of_peers: dict[int, dict[int, Memory]] = {}  # by the number of this rank's block, and by peer
+        self._unheard: list[Block] = []  # have been read by the others
+        self._dropped: list[dict[int, Memory]] = []  # by the others
         self._published: dict[Key, Block] = {}
         self._fingerprints: deque[bytes] = deque()
 
@@ -66,7 +73,22 @@ class _PretendedNeighbours(Neighbours):
 
     def _drop(self, block: Block) -> None:
         super()._drop(block)
-        self._of_peers.pop(block.number, None)
+        if block.number in self._of_peers:
+            self._dropped.append(self._of_peers.pop(block.number))
+
+    def _receive_all(self) -> None:
+        """Nothing has come."""
+
+    def _receive(self, timeout_s: float) -> bool:
+        return self.hear()
+
+    def hear(self) -> bool:
+        """Take note of what the others have done until they came to where this rank is; whether there was anything."""
+        self._dropped.clear()
+        for block in self._unheard:
+            block.readers = 0
+        heard, self._unheard = self._unheard, []
+        return bool(heard)
 
     def publish(
         self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
@@ -76,26 +98,28 @@ class _PretendedNeighbours(Neighbours):
         self._note(fingerprint)
 
     def published(self, key: Key) -> list[Published]:
+        self.hear()
         block = self._published.pop(key)
         if block.number not in self._of_peers:
             self._of_peers[block.number] = {peer: self._memory(block.memory.nbytes) for peer in self._peers}
         return [Published(peer, block.number, memory, 0) for peer, memory in self._of_peers[block.number].items()]
 
     def have_all_published(self, key: Key) -> bool:
-        return True
+        return False
 
     def have_read(self, published: Iterable[Published]) -> None:
-        for one in published:
-            self._blocks[one.block].readers -= 1
+        self._unheard += [self._blocks[number] for number in {one.block for one in published}]
 
     def signal(self, key: Key, fingerprint: bytes = b"") -> None:
         self._note(fingerprint)
 
     def when_signalled(self, key: Key, act: Callable[[], None]) -> None:
-        act()
+        self._acts[key] = act
 
     def await_signals(self, key: Key) -> None:
-        """Nothing is waited for."""
+        self.hear()
+        if key in self._acts:
+            self._acts.pop(key)()
 
     def _common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
         return [self._new_block(nbytes).memory for nbytes in sizes]
@@ -105,5 +129,6 @@ class _PretendedNeighbours(Neighbours):
             self._fingerprints.append(fingerprint)
 
     def next_fingerprints(self) -> dict[int, bytes]:
+        self.hear()
         mine = self._fingerprints.popleft()
         return dict.fromkeys(self._peers, mine)

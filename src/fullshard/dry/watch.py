@@ -46,7 +46,7 @@ _NO_VALUES = frozenset(
 )
 _READ_BY_HOST = frozenset(("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.is_nonzero"))
 
-_ENDLESS = 10_000
+_ENDLESS = 10_000  # questions
 
 
 class Watch(TorchDispatchMode):
@@ -148,8 +148,8 @@ class Watch(TorchDispatchMode):
         self._asked_at = site
         if self._asked > _ENDLESS:
             raise ConfigError(
-                f"{site} has asked for a value ({name}) {_ENDLESS} times in a row in a dry run. Fake tensors have none: "
-                "a truth is True and a number 1, so a loop that waits for another does not end. Pass values=True, or "
+                f"{site} has asked for a value ({name}) {_ENDLESS} times in a row in a dry run. Fake tensors have "
+                "none: a truth is True and a number 1, so a loop that waits for another does not end. Pass values=True, or "
                 "leave the loop out."
             )
 

@@ -1,0 +1,140 @@
+"""The memory of a rank's process on CPUs: tensors, what the C library's allocator holds beyond them, and fixed costs.
+
+torch takes the memory of a CPU's tensors from `malloc`. glibc's gives some of it back to the system at once, and keeps
+the rest: a model of it, chunk by chunk, by the rules of `malloc/malloc.c`:
+
+    threshold    what is larger has a mapping of its own, which is gone when freed; 128 KiB at first. Freeing a mapping of
+                 up to 32 MiB raises the threshold to its size: what is smaller is on the heap from then on
+    heap         the smallest free chunk that is large enough; else the end of the heap, which grows
+    freeing      a chunk joins its free neighbours. Of the end of the heap, memory goes back to the system only when more
+                 than twice the threshold is free there
+    alignment    torch asks for 64 bytes; a chunk has 16 bytes of its own, a mapping whole pages
+
+Not modelled: other threads' heaps, small bins, and pages that a program never touches.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+from fullshard.layout.offsets import align
+from fullshard.tape.tape import Allocation, Free, Tape
+
+__all__ = ["FIRST_STEPS_NBYTES", "Malloc", "ProcessMemory", "process_memory"]
+
+_PAGE = 4096
+_ALIGNMENT, _OWN = 64, 16
+_THRESHOLD, _MOST = 128 << 10, 32 << 20
+_PAD = 128 << 10  # free bytes that the end of the heap keeps
+
+FIRST_STEPS_NBYTES = 0
+"""What a process takes for its first steps beside tensors: measured, see `benchmarks/predicted_memory.py`."""
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """The most bytes at once: of tensors, and of the process for them, this rank's part of what ranks have in common."""
+
+    tensors: int
+    held: int
+
+    @property
+    def nbytes(self) -> int:
+        """All that the process takes beyond what it took before the tape."""
+        return self.held + FIRST_STEPS_NBYTES
+
+
+class Malloc:
+    """glibc's allocator, for one thread. Chunks are named by their addresses; those of mappings are negative."""
+
+    def __init__(self) -> None:
+        self.heap = 0
+        """Bytes from the beginning of the heap to its end."""
+        self.mapped = 0
+        """Bytes of mappings."""
+        self._threshold = _THRESHOLD
+        self._trims_from = 2 * _THRESHOLD
+        self._top = 0  # where the free end of the heap begins
+        self._sizes: dict[int, int] = {}  # chunks in use
+        self._free: list[tuple[int, int]] = []  # sizes and addresses, sorted
+        self._starts: dict[int, int] = {}  # of free chunks: size by address
+        self._ends: dict[int, int] = {}  # and address by end
+        self._mappings = 0
+
+    @property
+    def nbytes(self) -> int:
+        """What the process has of the system."""
+        return self.heap + self.mapped
+
+    def allocate(self, nbytes: int) -> int:
+        """The address of a new chunk."""
+        size = align(nbytes + _OWN, _ALIGNMENT)
+        place = bisect_left(self._free, (size, -1))
+        if place < len(self._free):
+            found, address = self._free[place]
+            self._take(address)
+            if found > size:
+                self._put(address + size, found - size)
+        elif size <= self.heap - self._top or size < self._threshold:
+            if size > self.heap - self._top:
+                self.heap = align(self._top + size + _PAD, _PAGE)
+            address, self._top = self._top, self._top + size
+        else:
+            self._mappings += 1
+            address, size = -self._mappings, align(nbytes + _OWN + _ALIGNMENT, _PAGE)
+            self.mapped += size
+        self._sizes[address] = size
+        return address
+
+    def free(self, address: int) -> None:
+        """Give a chunk back."""
+        size = self._sizes.pop(address)
+        if address < 0:
+            self.mapped -= size
+            if self._threshold < size <= _MOST:
+                self._threshold, self._trims_from = size, 2 * size
+            return
+        if (before := self._ends.get(address)) is not None:
+            size += self._take(before)
+            address = before
+        if address + size in self._starts:
+            size += self._take(address + size)
+        if address + size < self._top:
+            self._put(address, size)
+            return
+        self._top = address
+        if self.heap - self._top >= self._trims_from:
+            self.heap = align(self._top + _PAD, _PAGE)
+
+    def _put(self, address: int, size: int) -> None:
+        insort(self._free, (size, address))
+        self._starts[address], self._ends[address + size] = size, address
+
+    def _take(self, address: int) -> int:
+        size = self._starts.pop(address)
+        del self._ends[address + size]
+        del self._free[bisect_left(self._free, (size, address))]
+        return size
+
+
+def process_memory(tape: Tape) -> ProcessMemory:
+    """What the process of the tape's rank needs at most, for a tape of CPU ranks (`lanes="cpu"`) of whole steps."""
+    malloc = Malloc()
+    chunks: dict[int, int] = {}
+    tensors = shared = most_tensors = most_held = 0.0
+    for entry in tape.entries:
+        if isinstance(entry, Allocation):
+            tensors += entry.own_nbytes
+            if entry.ranks > 1:
+                shared += entry.own_nbytes
+            else:
+                chunks[entry.storage] = malloc.allocate(entry.nbytes)
+            most_tensors, most_held = max(most_tensors, tensors), max(most_held, malloc.nbytes + shared)
+        elif isinstance(entry, Free):
+            tensors -= entry.own_nbytes
+            if entry.ranks > 1:
+                shared -= entry.own_nbytes
+            else:
+                malloc.free(chunks.pop(entry.storage))
+    return ProcessMemory(round(most_tensors), round(most_held))
