@@ -8,15 +8,18 @@ ranks can come this is about the one that takes most memory.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from fullshard.comm.neighbours import Block, CannotShareError, Key, Memory, Neighbours, Published
+from fullshard.comm.neighbours import Block, CannotShareError, Key, Memory, Neighbours, Published, nbytes_end_to_end
 from fullshard.comm.shared_memory import SharedMemoryCollectives
+from fullshard.layout.offsets import align
 from fullshard.policy.switches import switches
 
 __all__ = ["PretendedCollectives"]
@@ -41,6 +44,21 @@ class PretendedCollectives(SharedMemoryCollectives):
         return lambda: [mine] * self.world
 
 
+class _OfPeer(Memory):
+    """A block of another rank's, which is as large as this rank's, or larger where its part of the sums is."""
+
+    def tensors_like(self, tensors: Sequence[Tensor], byte_offset: int = 0) -> list[Tensor]:
+        needed = byte_offset + nbytes_end_to_end(tensors)
+        if needed > self.nbytes:
+            super().__init__(_bytes(needed), self._ranks)
+        return super().tensors_like(tensors, byte_offset)
+
+
+def _bytes(nbytes: int) -> Tensor:
+    with torch.inference_mode(False):  # may be written to in either mode
+        return torch.empty(align(nbytes, mmap.PAGESIZE), dtype=torch.uint8)
+
+
 class _PretendedNeighbours(Neighbours):
     """Ranks of this host that do what this one does.
 
@@ -59,12 +77,8 @@ class _PretendedNeighbours(Neighbours):
         self._published: dict[Key, Block] = {}
         self._fingerprints: deque[bytes] = deque()
 
-    def _memory(self, nbytes: int) -> Memory:
-        with torch.inference_mode(False):
-            return Memory(torch.empty(nbytes, dtype=torch.uint8), self._world)
-
     def _shared_block(self, number: int, nbytes: int) -> Block:
-        return Block(number, self._memory(nbytes))
+        return Block(number, Memory(_bytes(nbytes), self._world))
 
     def take(self, nbytes: int, *, patiently: bool = False) -> Block:
         block = super().take(nbytes, patiently=patiently)
@@ -101,7 +115,8 @@ class _PretendedNeighbours(Neighbours):
         self.hear()
         block = self._published.pop(key)
         if block.number not in self._of_peers:
-            self._of_peers[block.number] = {peer: self._memory(block.memory.nbytes) for peer in self._peers}
+            nbytes, world = block.memory.nbytes, self._world
+            self._of_peers[block.number] = {peer: _OfPeer(_bytes(nbytes), world) for peer in self._peers}
         return [Published(peer, block.number, memory, 0) for peer, memory in self._of_peers[block.number].items()]
 
     def have_all_published(self, key: Key) -> bool:
