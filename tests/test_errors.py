@@ -1571,7 +1571,7 @@ SOURCE = Path(fullshard.__file__).parent
 # copies, runs in ranks, integrations and benches.
 ELSEWHERE = {
     *("cli", "command_line.py", "train", "bench", "integrations", "testing/ranks.py", "testing/same.py"),
-    *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "dry"),
+    *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),
 }
 # What other ranks do, or what the numbers are, is no mistake of a call: tests of agreement, watchdog, finite, commit.

@@ -1,4 +1,4 @@
-"""A dry run of CPU ranks takes the memory that CPU ranks take: the same peak, the same collectives, the same process."""
+"""A dry run of CPU ranks does what CPU ranks do: the same collectives, and the same peak but for their pace."""
 
 from collections import Counter
 from functools import partial
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fullshard import ConfigError, dry, fully_shard
 from fullshard.comm.pretended import PretendedCollectives
+from fullshard.dry import watch
 from fullshard.plan.process import FIRST_STEPS_NBYTES, Malloc, process_memory
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import HOST, Allocation, Collective, Free, Operation
@@ -30,7 +31,7 @@ def steps(strategy: str) -> None:
 
 
 def told(tape: dry.Tape) -> tuple[int, list[Any], Counter[str]]:
-    """The peak; what was sent; and the operations from the first forward on, in no order, since ranks' pace moves some."""
+    """The peak; what was sent; and how often each operation was done from the first forward on."""
     sent = [(it.name, it.origin, it.sent_bytes, it.messages, it.ranks) for it in tape.collectives()]
     start = next(i for i, entry in enumerate(tape.entries) if entry.origin.phase is Phase.FORWARD)
     done = Counter(entry.name for entry in tape.entries[start:] if isinstance(entry, Operation))
@@ -57,11 +58,13 @@ def test_a_dry_run_of_cpu_ranks_is_what_they_do(world):
     reals = run_ranks(world, real_steps, STRATEGIES)
     for i, strategy in enumerate(STRATEGIES):
         for rank in {0, world - 1}:
-            peak, sent, done = told(dry_steps(strategy, world, rank))
+            tape = dry_steps(strategy, world, rank)
+            peak, sent, done = told(tape)
             real_peak, really_sent, really_done = reals[rank][i]
             assert sent == really_sent, strategy
             assert done == really_done, strategy
-            assert peak == real_peak if world == 1 else abs(peak / real_peak - 1) < 0.1, strategy  # small: blocks weigh
+            blocks = sum(sorted(it.own_nbytes for it in tape.of(Allocation) if it.ranks > 1)[-2 * world :])
+            assert abs(peak - real_peak) <= blocks, strategy  # of two collectives, as ranks' pace decides
 
 
 def shared_bytes(tape: dry.Tape, purpose: str) -> set[int]:
@@ -126,13 +129,15 @@ def test_models_that_ask_for_values_end(lanes):
     assert [entry.writes for entry in tape.of(Operation) if entry.name == "aten._grouped_mm"]
 
 
-def test_a_loop_that_waits_for_a_value_is_named():
+def test_a_loop_that_waits_for_a_value_is_named(monkeypatch):
+    monkeypatch.setattr(watch, "_ENDLESS", 100)
+
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         while (batch > 0).any():
             batch = batch - 1
         return model(batch).mean()
 
-    with pytest.raises(ConfigError, match=r"in .*loss has asked for a value .*10000 times in a row.*values=True"):
+    with pytest.raises(ConfigError, match=r"in .*loss has asked for a value .*100 times in a row.*values=True"):
         dry.run(lambda: fully_shard(nn.Linear(8, 8)), lambda: torch.randn(4, 8), world=2, loss=loss)
 
 

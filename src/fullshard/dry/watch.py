@@ -149,8 +149,8 @@ class Watch(TorchDispatchMode):
         if self._asked > _ENDLESS:
             raise ConfigError(
                 f"{site} has asked for a value ({name}) {_ENDLESS} times in a row in a dry run. Fake tensors have "
-                "none: a truth is True and a number 1, so a loop that waits for another does not end. Pass values=True, "
-                "or leave the loop out."
+                "none: a truth is True and a number 1, so a loop that waits for another does not end. Pass "
+                "values=True, or leave the loop out."
             )
 
     def _collect(self, func: Any, args: Any, kwargs: Any) -> Any:

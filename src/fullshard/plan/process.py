@@ -10,9 +10,9 @@ the rest: a model of it, chunk by chunk, by the rules of `malloc/malloc.c` in gl
                  more than twice the threshold is free there
     alignment    torch asks for 64 bytes, which are cut from a chunk that is larger
 
-This holds with a fixed threshold (`MALLOC_MMAP_THRESHOLD_=65536` in the environment). With one that rises, a process was
-measured to hold 15 to 30 % more than the model says: the heap is cut up by much that is small, which is on no tape. Nor
-modelled: other threads' heaps, and pages that a program never touches.
+This holds with a fixed threshold (`MALLOC_MMAP_THRESHOLD_=65536` in the environment). With one that rises, a process
+was measured to hold 15 to 37 % more than the model says: the heap is cut up by much that is small, which is on no tape.
+Not modelled: other threads' heaps, and pages that a program never touches.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MARGIN = 0.04
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """The most bytes at once: of tensors, and of the process for them, this rank's part of what ranks have in common."""
+    """The most bytes at once: of tensors, and of the process for them. Memory in common counts by this rank's part."""
 
     tensors: int
     held: int
