@@ -383,7 +383,7 @@ def processes(limit: int | None) -> list[dict[str, Any]]:
 
 # -- limits -----------------------------------------------------------------------------------------------------------
 
-LIMITS = (0.5, 0.8, 0.9, 0.97, 1.0, 1.06, 1.12, 1.25, 1.5)  # of what is predicted, above what the process has already
+LIMITS = (0.6, 0.8, 0.9, 0.95, 0.98, 1.021, 1.05, 1.1, 1.25)  # of what is predicted, above what the process has already
 
 
 def limited_runs(case: Case, limits: Sequence[int]) -> list[bool]:
@@ -414,7 +414,7 @@ def data_bytes() -> int:
 
 
 def limit_cases() -> list[Case]:
-    sizes = {"width": 256, "vocabulary": 2000, "layers": 4, "batch": 2, "length": 64}
+    sizes = {"width": 256, "vocabulary": 2000, "layers": 2, "batch": 2, "length": 64}
     cases = [
         Case(family=it, strategy=s, ranks=1, **sizes) for it in ("llama", "gpt2", "bert") for s in ("ddp", "zero3")
     ]

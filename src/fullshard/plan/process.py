@@ -33,7 +33,7 @@ _PAD = 128 << 10  # free bytes that the end of the heap keeps
 FIRST_STEPS_NBYTES = 2_500_000
 """What a process takes for its first steps beside tensors: measured, see `benchmarks/predicted_memory.py`."""
 
-MARGIN = 0.04
+MARGIN = 0.02
 """What a limit must leave beyond what is predicted, as a part of it."""
 
 
