@@ -1650,8 +1650,8 @@ SOURCE = Path(fullshard.__file__).parent
 # copies, runs in ranks, integrations, benches and predictions.
 ELSEWHERE = {
     *("cli", "command_line.py", "train", "bench", "integrations", "testing/ranks.py", "testing/same.py"),
-    *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "dry"),
-    *("plan/hardware.py", "plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
+    *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
+    *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),
 }
 # What other ranks do, or what the numbers are, is no mistake of a call: tests of agreement, watchdog, finite, commit.

@@ -28,6 +28,7 @@ ROOMS: dict[str, list[str] | None] = {
         "pairwise",
         "neighbours",
         "shared_memory",
+        "pretended",
         "native",
         "routes",
         "mesh",

@@ -62,6 +62,7 @@ __all__ = [
     "group_made_alone",
     "group_of",
     "group_timeout_s",
+    "grouped_product",
     "has_group",
     "has_values",
     "holders",
@@ -70,6 +71,7 @@ __all__ = [
     "in_backward",
     "in_function_transform",
     "in_pipeline_stage",
+    "initialising_without_values",
     "is_wrapper_type",
     "joined_mesh",
     "make_dtensor",
@@ -88,6 +90,7 @@ __all__ = [
     "storage_references",
     "storage_watch",
     "store_address",
+    "taken_for_real",
     "tree_map",
     "uncached",
     "unwatched_propagation",
@@ -368,6 +371,57 @@ def copyable_fakes() -> Iterator[None]:
         yield
     finally:
         del FakeTensor.__deepcopy__
+
+
+@contextmanager
+def initialising_without_values() -> Iterator[None]:
+    """A context in which `nn.init.trunc_normal_` draws once: torch's draws again until no value is out of bounds."""
+    draws = torch.nn.init._no_grad_trunc_normal_
+
+    def draw(
+        tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
+    ) -> Tensor:
+        with torch.no_grad():
+            drawn = tensor.normal_(mean, std, generator=generator)
+            (drawn < a) | (drawn > b)  # which takes memory, too
+        return tensor
+
+    torch.nn.init._no_grad_trunc_normal_ = draw
+    try:
+        yield
+    finally:
+        torch.nn.init._no_grad_trunc_normal_ = draws
+
+
+@contextmanager
+def taken_for_real() -> Iterator[None]:
+    """A context in which models of transformers, if that was imported, go the way of real tensors with fake ones.
+
+    For them it makes attention masks that it leaves out where all tokens count, since it asks for no values.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    is_fake = getattr(module, "is_fake_tensor", None)
+    if module is None or is_fake is None:
+        yield
+        return
+    vars(module)["is_fake_tensor"] = lambda tensor: False
+    try:
+        yield
+    finally:
+        vars(module)["is_fake_tensor"] = is_fake
+
+
+def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
+    """What `aten._grouped_mm` gives on fake tensors of a dtype that its rule for these refuses, as a CPU takes it."""
+    first, second = cast(Tensor, args[0]), cast(Tensor, args[1])
+    if first.dtype == torch.bfloat16:
+        return None
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    rows, columns = first.shape[-2], second.shape[-1]
+    if first.ndim == second.ndim:
+        groups = first.shape[:-2] if first.ndim == 3 else offsets.shape
+        return first.new_empty(*groups, rows, columns)
+    return first.new_empty(rows, columns)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
     Collectives
     ├── PairwiseCollectives              grouped isend/irecv straight into place: gloo
     │   └── SharedMemoryCollectives      through memory that all ranks see, where they are on one host
+    │       └── PretendedCollectives     the same with nobody on the other side: dry runs of CPU ranks
     └── NativeCollectives                the backend's own, coalesced: NCCL, and the fake backend
 
 `Collectives` counts and records every call; of those through a channel ranks compare fingerprints, and a rank that is

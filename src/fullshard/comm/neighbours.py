@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard.device.accelerator import accelerator_for
 from fullshard.errors import named_ranks
 from fullshard.layout.offsets import align
 from fullshard.liveness.watchdog import PeerGoneError
@@ -74,12 +75,28 @@ def nbytes_end_to_end(tensors: Sequence[Tensor]) -> int:
 
 
 class Memory:
-    """A stretch of shared memory, as this process sees it."""
+    """A stretch of memory that ranks share, as this process sees it.
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        self.nbytes = nbytes
+    Args:
+        whole: all of it, as bytes.
+        ranks: how many share it.
+    """
+
+    def __init__(self, whole: Tensor, ranks: int) -> None:
+        self.nbytes = whole.nbytes
+        self._typed = {torch.uint8: whole}
+        self._ranks = ranks
+        self.note_purpose("messages")
+
+    @classmethod
+    def mapped(cls, descriptor: int, nbytes: int, ranks: int) -> Memory:
+        """That of a file without a name, by its descriptor."""
         with torch.inference_mode(False):  # may be written to in either mode
-            self._typed = {torch.uint8: torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)}
+            return cls(torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8), ranks)
+
+    def note_purpose(self, purpose: str) -> None:
+        """Have it recorded as for `purpose` from now on, see `tape.recorder.allocating`."""
+        accelerator_for(self._typed[torch.uint8].device).note_shared(self.storage, self._ranks, purpose)
 
     def tensors_like(self, tensors: Sequence[Tensor], byte_offset: int = 0) -> list[Tensor]:
         """1-D tensors of the sizes and dtypes of `tensors`, laid one after another from `byte_offset` on."""
@@ -197,12 +214,14 @@ class Neighbours:
         return block
 
     def _new_block(self, nbytes: int) -> Block:
-        nbytes = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         number, self._made = self._made, self._made + 1
+        return self._shared_block(number, align(max(nbytes, 1), mmap.PAGESIZE))
+
+    def _shared_block(self, number: int, nbytes: int) -> Block:
         descriptor = os.memfd_create("fullshard")
         try:
             os.ftruncate(descriptor, nbytes)
-            block = Block(number, Memory(descriptor, nbytes))
+            block = Block(number, Memory.mapped(descriptor, nbytes, len(self._others) + 1))
             for other in self._others.values():
                 self._send(other, _HEAD.pack(_BLOCK, number, 0, 0, nbytes), _DESCRIPTOR.pack(descriptor))
         finally:
@@ -290,6 +309,12 @@ class Neighbours:
 
         It is freed when no rank has it any more.
         """
+        memories = self._common(sizes, collective)
+        for memory in memories:
+            memory.note_purpose("unsharded parameters")
+        return memories
+
+    def _common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
         if self.rank == 0:
             blocks = [self._new_block(nbytes) for nbytes in sizes]
             for i, block in enumerate(blocks):
@@ -354,7 +379,7 @@ class Neighbours:
         if kind == _BLOCK:
             [descriptor] = _DESCRIPTOR.unpack(ancillary[0][2])
             try:
-                other.blocks[number] = Memory(descriptor, value)
+                other.blocks[number] = Memory.mapped(descriptor, value, len(self._others) + 1)
             finally:
                 os.close(descriptor)
         elif kind == _DROP:

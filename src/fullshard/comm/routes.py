@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from fullshard.comm.collectives import Collectives
 from fullshard.comm.native import NativeCollectives
+from fullshard.comm.pretended import PretendedCollectives
 from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.device.accelerator import accelerator_for
 from fullshard.errors import ConfigError
@@ -32,7 +33,8 @@ def _close(collectives: Collectives) -> None:
     collectives.close()
 
 
-_of_group: Kept[tuple[dist.ProcessGroup, str, bool], Collectives] = Kept("collectives of process groups", _close)
+_Key = tuple[dist.ProcessGroup, str, type[Collectives], object]
+_of_group: Kept[_Key, Collectives] = Kept("collectives of process groups", _close)
 
 
 def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectives:
@@ -41,8 +43,9 @@ def collectives_for(group: dist.ProcessGroup, device: torch.device) -> Collectiv
     Raises:
         ConfigError: the backend is not a known one.
     """
-    key = group, device.type, accelerator_for(device).has_lanes
-    return _of_group.get_or_make(key, lambda: _kind(group, device)(group))
+    kind = _kind(group, device)
+    pretended = accelerator_for(device) if kind is PretendedCollectives else None  # whose tensors it keeps
+    return _of_group.get_or_make((group, device.type, kind, pretended), lambda: kind(group))
 
 
 def collectives_of(group: dist.ProcessGroup) -> Collectives:
@@ -61,6 +64,7 @@ def _kind(group: dist.ProcessGroup, device: torch.device) -> type[Collectives]:
             f"process group with backend {backend!r} for {device.type} tensors: known are {', '.join(_routes)}. Make "
             "it with one of these, or say by fullshard.comm.routes.register_backend how it moves data."
         )
-    if accelerator_for(device).has_lanes:
+    accelerator = accelerator_for(device)
+    if accelerator.has_lanes:
         return NativeCollectives  # whatever the backend, it is asked to do its work in order
-    return _routes[backend]
+    return PretendedCollectives if accelerator.is_dry and backend == "fake" else _routes[backend]

@@ -46,17 +46,25 @@ class SharedMemoryCollectives(PairwiseCollectives):
         """The other ranks, if all are on this host. Asked first, it is a collective."""
         if self.world == 1:
             return None
+        with here.waiting("meeting of the ranks on a host", Origin("", Phase.IDLE)):
+            try:
+                return self._meet()
+            except CannotShareError as obstacle:
+                _log.info("ranks %s exchange messages by gloo and share no memory: %s", self._ranks, obstacle)
+                return None
+
+    def _meet(self) -> Neighbours:
+        """The other ranks. A collective.
+
+        Raises:
+            CannotShareError: they are on several hosts, or share no memory for another reason.
+        """
         tags = iter(range(self._meeting_tag, self._meeting_tag + 2))
 
         def exchange(mine: bytes) -> list[bytes]:
             return self._exchange(mine, next(tags))()
 
-        with here.waiting("meeting of the ranks on a host", Origin("", Phase.IDLE)):
-            try:
-                return connect(self.rank, exchange, group_timeout_s(self.group))
-            except CannotShareError as obstacle:
-                _log.info("ranks %s exchange messages by gloo and share no memory: %s", self._ranks, obstacle)
-                return None
+        return connect(self.rank, exchange, group_timeout_s(self.group))
 
     def close(self) -> None:
         """Leave the neighbours, if they ever met."""

@@ -57,6 +57,9 @@ class Accelerator:
         """Allocate or free the memory of `storage`, on the lane that is current."""
         storage.resize_(nbytes)
 
+    def note_shared(self, storage: torch.UntypedStorage, ranks: int, purpose: str) -> None:
+        """Note that the memory of `storage` is one that so many ranks have in common."""
+
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """`tensor`, or a copy of it in the memory of `device`."""
         return tensor.to(device)

@@ -92,6 +92,10 @@ class DryAccelerator(Accelerator):
         super().resize(storage, nbytes)
         self.storages.note_allocated(storage, self.lane, "unsharded parameters")
 
+    def note_shared(self, storage: torch.UntypedStorage, ranks: int, purpose: str) -> None:
+        self.storages.note_freed(storage)
+        self.storages.note_allocated(storage, self.lane, purpose, ranks)
+
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         return self._copied(tensor, self.lane) if self.storages.is_host(tensor) else tensor
 

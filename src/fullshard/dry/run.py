@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fullshard._compat import copyable_fakes, fake_store, fake_tensors, unwatched_propagation
+from fullshard._compat import (
+    copyable_fakes,
+    fake_store,
+    fake_tensors,
+    initialising_without_values,
+    taken_for_real,
+    unwatched_propagation,
+)
 from fullshard.device.accelerator import pretending
 from fullshard.dry.lanes import DryAccelerator
 from fullshard.dry.watch import Watch
@@ -90,6 +97,9 @@ def taped(
         fakes = None if values else stack.enter_context(fake_tensors())
         stack.enter_context(unwatched_propagation())
         stack.enter_context(copyable_fakes())
+        if not values:
+            stack.enter_context(initialising_without_values())
+            stack.enter_context(taken_for_real())
         stack.enter_context(Watch(accelerator, fakes))
         yield tape
 
@@ -140,7 +150,8 @@ def run(
         with taped(lanes=lanes, values=values) as tape:
             model = make_model(*mesh)
             optimizer = (make_optimizer or _adamw)(model.parameters())
-            _train(model, optimizer, make_batch, loss or _loss, steps, microbatches, max_norm)
+            with nullcontext() if values else taken_for_real():  # which `make_model` may have imported
+                _train(model, optimizer, make_batch, loss or _loss, steps, microbatches, max_norm)
             gc.collect()
     return tape
 

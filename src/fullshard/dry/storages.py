@@ -22,6 +22,7 @@ class _Known:
     number: int
     lane: str
     nbytes: int
+    ranks: int
     end: weakref.finalize[Any, Any]
 
 
@@ -33,13 +34,13 @@ class Storages:
         self._known: dict[int, _Known] = {}
         self._last = 0
 
-    def note_allocated(self, storage: torch.UntypedStorage, lane: str, purpose: str = "") -> None:
-        """Note that `storage` has memory of `lane`'s from now on."""
+    def note_allocated(self, storage: torch.UntypedStorage, lane: str, purpose: str = "", ranks: int = 1) -> None:
+        """Note that `storage` has memory of `lane`'s from now on, which so many ranks have in common."""
         known = self._known.get(storage._cdata) or self._add(storage, lane)
-        known.lane, known.nbytes = lane, storage.nbytes()
+        known.lane, known.nbytes, known.ranks = lane, storage.nbytes(), ranks
         if known.nbytes:
             purpose = purpose or self._tape.purpose
-            self._tape.note(Allocation(known.number, known.nbytes, lane, self._tape.origin, purpose))
+            self._tape.note(Allocation(known.number, known.nbytes, lane, self._tape.origin, purpose, ranks))
 
     def note_freed(self, storage: torch.UntypedStorage) -> None:
         """Note that the memory of `storage`, if it has any, goes back to where it is from."""
@@ -81,7 +82,7 @@ class Storages:
         key = storage._cdata
         end = weakref.finalize(storage, self._end, key)
         end.atexit = False
-        known = self._known[key] = _Known(self._last, lane, 0, end)
+        known = self._known[key] = _Known(self._last, lane, 0, 1, end)
         return known
 
     def _end(self, key: int) -> None:
@@ -91,5 +92,5 @@ class Storages:
 
     def _free(self, known: _Known) -> None:
         if known.nbytes:
-            self._tape.note(Free(known.number, known.nbytes, known.lane, self._tape.origin))
+            self._tape.note(Free(known.number, known.nbytes, known.lane, self._tape.origin, known.ranks))
             known.nbytes = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
@@ -18,6 +19,7 @@ from fullshard._compat import (
     finished_work,
     flops_of,
     group_of,
+    grouped_product,
     has_group,
     is_wrapper_type,
     outside_of_modes,
@@ -45,6 +47,8 @@ _NO_VALUES = frozenset(
 )
 _READ_BY_HOST = frozenset(("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.is_nonzero"))
 
+_ENDLESS = 10_000  # questions
+
 
 class Watch(TorchDispatchMode):
     """A context whose operations are written on the tape of `accelerator`, under the lane that is current.
@@ -63,6 +67,7 @@ class Watch(TorchDispatchMode):
         self._tape = accelerator.tape
         self._storages = accelerator.storages
         self._fakes = fakes
+        self._asked, self._asked_at = 0, ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, or pretend to, and write it down. Of wrappers such as `DTensor`, what they wrap."""
@@ -124,7 +129,12 @@ class Watch(TorchDispatchMode):
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
         if self._fakes is not None and name in ("aten._local_scalar_dense", "aten.equal", "aten.is_nonzero"):
+            self._note_question(name)
             return _one(args[0]) if name == "aten._local_scalar_dense" else True
+        if self._fakes is not None and name == "aten._grouped_mm":
+            product = grouped_product(args, kwargs)
+            if product is not None:
+                return product
         try:
             return func(*args, **kwargs)
         except data_dependent_errors as error:
@@ -132,6 +142,25 @@ class Watch(TorchDispatchMode):
                 f"{name} was asked for in a dry run, and what it gives depends on values, which fake tensors do not "
                 "have. Pass values=True: a dry run on real tensors, of a model that this machine has memory for."
             ) from error
+
+    def _note_question(self, name: str) -> None:
+        """Note that the host asks for a value, which has the same answer however often it is asked for.
+
+        Raises:
+            ConfigError: nothing else has been asked for so long that it is a loop which waits for another answer.
+        """
+        frame = sys._getframe(3)
+        while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+            frame = frame.f_back
+        site = f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+        self._asked = self._asked + 1 if site == self._asked_at else 1
+        self._asked_at = site
+        if self._asked > _ENDLESS:
+            raise ConfigError(
+                f"{site} has asked for a value ({name}) {_ENDLESS} times in a row in a dry run. Fake tensors have "
+                "none: a truth is True and a number 1, so a loop that waits for another does not end. Pass "
+                "values=True, or leave the loop out."
+            )
 
     def _collect(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Write a collective down, and carry it out unless its tensors are fakes."""

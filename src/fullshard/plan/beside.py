@@ -183,8 +183,9 @@ def _forecast(
     found = predict(
         make_model,
         make_batch,
-        hardware=hardware(machine).with_hosts_of(local_world),
+        hardware=hardware(machine),
         world=world,
+        ranks_per_host=local_world,
         microbatches=microbatches,
         max_norm=max_norm,
         make_mesh=make_mesh,

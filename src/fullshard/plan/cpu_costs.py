@@ -174,6 +174,7 @@ class CpuCosts(Costs):
     time: CoreTime
     turns: float
     host_s: float = 0.0  # the host is the lane
+    host_collective_s: float = 0.0
     host_mark_s: float = 0.0
 
     @classmethod
@@ -189,6 +190,10 @@ class CpuCosts(Costs):
                 "Run `fullshard calibrate` there, and take the file that it writes."
             )
         return cls(time=CoreTime(here, ranks=ranks, dtype=dtype), turns=max(1.0, ranks / here.ranks_per_host))
+
+    def note_before(self, entry: Entry) -> None:
+        self.time.note(entry)
+        self.time.spent.clear()
 
     def note_memory(self, entry: Allocation | Free) -> None:
         self.time.note(entry)

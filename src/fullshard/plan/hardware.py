@@ -187,7 +187,7 @@ def _made(found: dict[str, Any], name: str) -> Hardware:
             f'like = "{known_hardware()[0]}"'
         )
     try:
-        parts = {part: kind(**found[part]) for part, kind in _PARTS.items() if part in found}
+        parts = {part: kind(**found[part]) for part, kind in _PARTS.items() if found.get(part) is not None}
         return Hardware(**{**found, **parts, "sources": tuple(found["sources"])})
     except TypeError as error:
         raise ConfigError(f"{name}: {error}. docs/plan.md shows a description.") from error

@@ -87,8 +87,9 @@ def _walk(tape: Tape, of_host: bool) -> Iterator[tuple[int, Counter[State], dict
     for place, entry in enumerate(tape.entries):
         if isinstance(entry, Allocation) and (entry.lane == HOST) == of_host:
             state = states[place]
-            held[state] += entry.nbytes
-            alive[entry.storage] = entry.nbytes, state
+            nbytes = round(entry.own_nbytes)
+            held[state] += nbytes
+            alive[entry.storage] = nbytes, state
             yield place, held, alive
         elif isinstance(entry, Free) and entry.storage in alive:
             nbytes, state = alive.pop(entry.storage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,10 @@ from fullshard.plan.allocator import allocator_use
 from fullshard.plan.costs import costs_of
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak
+from fullshard.plan.process import process_memory
 from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Phase
-from fullshard.tape.tape import Collective, Entry, Operation, Tape
+from fullshard.tape.tape import Collective, Entry, Operation, Recorded, Tape
 
 __all__ = ["Prediction", "model_flops", "predict", "read_off", "steps_of"]
 
@@ -36,7 +37,7 @@ class Prediction:
         peak: the moment at which most bytes of tensors are alive once the model is sharded, the first step included.
         host_peak: the same of the host's memory beside an accelerator.
         most_by_state: the most bytes of each state, which come at different moments.
-        reserved_bytes: what the caching allocator of an accelerator holds at most; 0 for a CPU.
+        reserved_bytes: what the caching allocator of an accelerator holds at most, or the process of a CPU's rank.
         step: a step as it is from the second on, laid out in time.
         flops: of the forward and backward of a step, on one rank, without what checkpoints compute again.
         sent_bytes: what this rank gives to collectives in a step.
@@ -89,6 +90,8 @@ def predict(
     *,
     hardware: Hardware,
     world: int,
+    ranks_per_host: int | None = None,
+    lanes: Literal["gpu", "cpu"] | None = None,
     microbatches: int = 1,
     max_norm: float | None = None,
     make_mesh: Callable[[], DeviceMesh] | None = None,
@@ -98,7 +101,7 @@ def predict(
     """What a run of these arguments needs and how long it takes, on `world` ranks of `hardware`.
 
     Nothing is run but the host's part of two steps, on tensors without memory. Arguments are those of
-    `fullshard.dry.run`.
+    `fullshard.dry.run`; `ranks_per_host` and `lanes` are those of the hardware if None.
 
     Raises:
         ConfigError: as `fullshard.dry.run` does.
@@ -108,19 +111,19 @@ def predict(
         make_model,
         make_batch,
         world=world,
-        ranks_per_host=hardware.ranks_per_host,
+        ranks_per_host=ranks_per_host or hardware.ranks_per_host,
         make_mesh=make_mesh,
         loss=loss,
         make_optimizer=make_optimizer,
         microbatches=microbatches,
         max_norm=max_norm,
-        lanes="gpu" if hardware.kind == "gpu" else "cpu",
+        lanes=lanes or ("gpu" if hardware.kind == "gpu" else "cpu"),
     )
-    return read_off(tape, hardware, world)
+    return read_off(tape, hardware, world, ranks_per_host)
 
 
-def read_off(tape: Tape, hardware: Hardware, world: int) -> Prediction:
-    """The prediction that a tape of at least two steps gives.
+def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | None = None) -> Prediction:
+    """The prediction that a tape of at least two steps gives, on so many ranks; on a host, as many as the hardware has.
 
     Raises:
         ConfigError: there are fewer on it.
@@ -129,14 +132,21 @@ def read_off(tape: Tape, hardware: Hardware, world: int) -> Prediction:
     if len(begins) < 2:
         raise ConfigError(f"a tape of {len(begins)} steps: the first differs from later ones. Take two, at least.")
     step, dtype = tape.entries[begins[-1] :], _compute_dtype(tape.entries)
+    has_lanes = any(isinstance(entry, Recorded) for entry in tape.entries)
+    on_host = min(world, ranks_per_host or hardware.ranks_per_host)
+    if hardware.kind == "gpu":  # of a CPU, that many ranks share its cores
+        hardware = hardware.with_hosts_of(on_host)
+    costs = costs_of(hardware, dtype=dtype, ranks=on_host)
+    for entry in tape.entries[: begins[-1]]:
+        costs.note_before(entry)
     return Prediction(
         hardware=hardware,
         world=world,
         peak=memory_peak(tape, since=begins[0]),
         host_peak=memory_peak(tape, since=begins[0], of_host=True),
         most_by_state=_most_by_state(tape, begins[0]),
-        reserved_bytes=allocator_use(tape, since=begins[0]).reserved if hardware.kind == "gpu" else 0,
-        step=lay_out(step, costs_of(hardware, dtype=dtype)),
+        reserved_bytes=allocator_use(tape, since=begins[0]).reserved if has_lanes else process_memory(tape).nbytes,
+        step=lay_out(step, costs),
         flops=model_flops(step),
         sent_bytes=sum(sum(it.sizes) for it in step if isinstance(it, Collective)),
         dtype=dtype,

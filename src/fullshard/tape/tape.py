@@ -78,7 +78,7 @@ class Collective:
 @dataclass(frozen=True, slots=True)
 class Allocation:
     """Memory that a storage got, from the memory that is kept for a lane. `purpose` is what the engine says it is for;
-    empty for what the user's modules, autograd and optimizers allocate.
+    empty for what the user's modules, autograd and optimizers allocate. So many `ranks` of a host have it in common.
     """
 
     storage: int
@@ -86,16 +86,28 @@ class Allocation:
     lane: str
     origin: Origin
     purpose: str = ""
+    ranks: int = 1
+
+    @property
+    def own_nbytes(self) -> float:
+        """This rank's part of the bytes: all of them, or those of one of the ranks that have them in common."""
+        return self.nbytes / self.ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Memory that a storage gave back to the lane that it was from."""
+    """Memory that a storage gave back to the lane that it was from. `ranks` as of its allocation."""
 
     storage: int
     nbytes: int
     lane: str
     origin: Origin
+    ranks: int = 1
+
+    @property
+    def own_nbytes(self) -> float:
+        """See `Allocation.own_nbytes`."""
+        return self.nbytes / self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +152,15 @@ class Tape(Recorder):
     def peak_bytes(self, *, since: int = 0, of_host: bool = False) -> int:
         """The most bytes of tensors that were alive at once in the device's memory, or in the host's beside it.
 
+        Of memory that ranks have in common, a rank's part: what all ranks of a host need is the sum.
+
         Args:
             since: the place on the tape from which on to look.
             of_host: whether it is the host's.
         """
-        held = peak = 0
+        held = peak = 0.0
         for place, entry in enumerate(self.entries):
             if isinstance(entry, Allocation | Free) and (entry.lane == HOST) == of_host:
-                held += entry.nbytes if isinstance(entry, Allocation) else -entry.nbytes
+                held += entry.own_nbytes if isinstance(entry, Allocation) else -entry.own_nbytes
             peak = max(peak, held) if place >= since else held
-        return peak
+        return round(peak)

@@ -148,7 +148,6 @@ def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
 
 
 def _predicted(settings: TrainSettings, machine: Machine, described: Hardware | None) -> Prediction:
-    stand_in = replace(hardware("h100-80"), kind="cpu" if machine.device_type == "cpu" else "gpu")
     rank = Rank(
         index=0,
         world=machine.world,
@@ -162,8 +161,10 @@ def _predicted(settings: TrainSettings, machine: Machine, described: Hardware | 
     return predict(
         lambda mesh: shard(gpt(), settings, mesh, machine.device_type),
         lambda: torch.zeros((rows, settings.text.seq), dtype=torch.int64),
-        hardware=(described or stand_in).with_hosts_of(machine.local_world),
+        hardware=described or hardware("h100-80"),  # whose seconds are not told then
+        lanes="cpu" if machine.device_type == "cpu" else "gpu",
         world=machine.world,
+        ranks_per_host=machine.local_world,
         microbatches=settings.optimization.accumulate,
         max_norm=settings.optimization.clip or float("inf"),
         make_mesh=lambda: mesh_of(settings, rank),

@@ -1,0 +1,510 @@
+"""How well is memory predicted? Dry runs beside real ranks of this machine, over gloo.
+
+    python benchmarks/predicted_memory.py
+    python benchmarks/predicted_memory.py --part peaks
+
+    peaks     the most bytes of tensors at once on a rank, from the making of the model to the end of the third step.
+              Measured by a counter of its own, which knows nothing of the engine or its tape: after each operation of
+              torch's, the bytes of all storages that any operation has met and that are still alive. Of memory that
+              ranks have in common each one counts its part
+    process   the most memory of a process, above what it had after steps of a tiny model: its own pages, and its part
+              of those that ranks share. The kernel keeps the peak. With a fixed threshold of malloc's, see
+              `plan/process.py`
+    limits    runs under RLIMIT_DATA, below and above what is predicted to fit: none may fail that is said to fit
+
+Both sides run the same function. The table goes to the screen, all numbers to benchmarks/results/predicted_memory.json,
+and predicted over measured to a picture beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import platform
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Placement, Placements, clip_grad_norm_, dry, fully_shard
+from fullshard.device.accelerator import Accelerator, pretending
+from fullshard.plan.memory_used import PeakMemory, process_bytes
+from fullshard.plan.process import process_memory
+from fullshard.testing import run_ranks
+
+transformers.logging.set_verbosity_error()
+RESULTS = Path(__file__).parent / "results"
+STEPS = 3
+THRESHOLD = 64 << 10  # as by MALLOC_MMAP_THRESHOLD_=65536
+_M_MMAP_THRESHOLD = -3  # of <malloc.h>
+W, G, S = Placement.WHOLE, Placement.GROUPED, Placement.SHARDED
+GROUPED = {
+    "grouped in step": Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S, group=2),
+    "grouped": Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S, group=2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A model and how it is trained."""
+
+    family: str = "llama"
+    strategy: str = "zero3"
+    ranks: int = 2
+    width: int = 64
+    layers: int = 4
+    vocabulary: int = 500
+    batch: int = 4
+    length: int = 32
+    microbatches: int = 1
+    no_sync: bool = False
+    checkpoints: bool = False
+    bf16: bool = False
+    max_norm: float | None = None
+    offload: bool = False
+    optimizer: str = "fused AdamW"
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        words = [f"{self.family} {self.width}x{self.layers}", self.strategy, f"{self.ranks} ranks"]
+        if self.microbatches > 1:
+            words.append(f"{self.microbatches} microbatches{' under no_sync' if self.no_sync else ''}")
+        words += [word for word, is_so in self._options if is_so]
+        return ", ".join(words)
+
+    @property
+    def _options(self) -> Iterator[tuple[str, bool]]:
+        yield "checkpointing", self.checkpoints
+        yield "bf16", self.bf16
+        yield "clipping", self.max_norm is not None
+        yield "offload", self.offload
+        yield self.optimizer, self.optimizer != "fused AdamW"
+
+
+# -- what both sides run ----------------------------------------------------------------------------------------------
+
+
+def make_mesh(case: Case) -> Any:
+    """The mesh of strategies that need one, made before the tape begins."""
+    if not case.strategy.startswith("hsdp"):
+        return None
+    return init_device_mesh("cpu", (2, case.ranks // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def train(case: Case, mesh: Any) -> None:
+    """Three steps."""
+    torch.manual_seed(0)
+    model, layers = make_model(case)
+    options: dict[str, Any] = {"strategy": GROUPED.get(case.strategy, case.strategy)}
+    if mesh is not None:
+        options["mesh"] = mesh
+    if case.bf16:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    if case.offload:
+        options["offload_policy"] = CPUOffloadPolicy()
+    for layer in layers:
+        fully_shard(layer, **options)
+    sharded: Any = fully_shard(model, **options)
+    optimizer = make_optimizer(case, sharded)
+    for _ in range(STEPS):
+        for microbatch in range(case.microbatches):
+            withheld = case.no_sync and microbatch < case.microbatches - 1
+            context: AbstractContextManager[Any] = sharded.no_sync() if withheld else nullcontext()
+            with context:
+                sharded(**make_batch(case)).loss.backward()
+        if case.max_norm is not None:
+            clip_grad_norm_(sharded.parameters(), case.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of `case`."""
+    if case.optimizer == "SGD":
+        return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    if case.optimizer == "foreach AdamW":
+        return torch.optim.AdamW(model.parameters(), foreach=True)
+    return torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def make_batch(case: Case) -> dict[str, Tensor]:
+    """One microbatch."""
+    if case.family == "vit":
+        labels = torch.zeros(case.batch, dtype=torch.long)
+        return {"pixel_values": torch.randn(case.batch, 3, case.length, case.length), "labels": labels}
+    ids = torch.randint(1, case.vocabulary, (case.batch, case.length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def make_model(case: Case) -> tuple[nn.Module, Sequence[nn.Module]]:
+    """A model of transformers by its configuration, with random weights, and the layers that are units."""
+    model, layers = FAMILIES[case.family](transformers, case)
+    if case.checkpoints:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    model.train()
+    return model, layers
+
+
+def llama(library: Any, case: Case) -> tuple[Any, Any]:
+    sizes = {"hidden_size": case.width, "intermediate_size": case.width * 8 // 3, "num_hidden_layers": case.layers}
+    made = library.LlamaForCausalLM(
+        library.LlamaConfig(vocab_size=case.vocabulary, num_attention_heads=4, use_cache=False, **sizes)
+    )
+    return made, made.model.layers
+
+
+def gpt2(library: Any, case: Case) -> tuple[Any, Any]:
+    sizes = {"n_embd": case.width, "n_layer": case.layers, "n_head": 4, "n_positions": case.length}
+    made = library.GPT2LMHeadModel(library.GPT2Config(vocab_size=case.vocabulary, use_cache=False, **sizes))
+    return made, made.transformer.h
+
+
+def t5(library: Any, case: Case) -> tuple[Any, Any]:
+    sizes = {"d_model": case.width, "d_kv": case.width // 4, "d_ff": 2 * case.width, "num_layers": case.layers}
+    made = library.T5ForConditionalGeneration(
+        library.T5Config(vocab_size=case.vocabulary, num_heads=4, decoder_start_token_id=0, use_cache=False, **sizes)
+    )
+    return made, [*made.encoder.block, *made.decoder.block]
+
+
+def bert(library: Any, case: Case) -> tuple[Any, Any]:
+    sizes = {"hidden_size": case.width, "intermediate_size": 3 * case.width, "num_hidden_layers": case.layers}
+    made = library.BertForMaskedLM(library.BertConfig(vocab_size=case.vocabulary, num_attention_heads=4, **sizes))
+    return made, made.bert.encoder.layer
+
+
+def mixtral(library: Any, case: Case) -> tuple[Any, Any]:
+    sizes = {"hidden_size": case.width, "intermediate_size": case.width, "num_hidden_layers": case.layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    made = library.MixtralForCausalLM(
+        library.MixtralConfig(vocab_size=case.vocabulary, use_cache=False, **sizes, **heads)
+    )
+    return made, made.model.layers
+
+
+def vit(library: Any, case: Case) -> tuple[Any, Any]:
+    sizes = {"hidden_size": case.width, "intermediate_size": 2 * case.width, "num_hidden_layers": case.layers}
+    made = library.ViTForImageClassification(
+        library.ViTConfig(num_attention_heads=4, image_size=case.length, patch_size=4, **sizes)
+    )
+    return made, made.vit.layers
+
+
+FAMILIES: dict[str, Callable[[Any, Case], tuple[Any, Any]]] = {
+    it.__name__: it for it in (llama, gpt2, t5, bert, mixtral, vit)
+}
+
+
+def predicted_tape(case: Case, rank: int = 0) -> dry.Tape:
+    """The tape of `rank`, with nobody else there."""
+    with dry.world(case.ranks, rank=rank, ranks_per_host=case.ranks):
+        mesh = make_mesh(case)
+        with dry.taped(lanes="cpu") as tape:
+            train(case, mesh)
+            gc.collect()
+    return tape
+
+
+# -- peaks of tensors -------------------------------------------------------------------------------------------------
+
+
+class LiveStorages(TorchDispatchMode):
+    """A context that counts, after each operation, the bytes of all storages that operations have met and that live.
+
+    Args:
+        shared: knows which of them ranks have in common.
+    """
+
+    def __init__(self, shared: SharedMemory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shared = shared
+        self._met: dict[int, StorageWeakRef] = {}
+        self.peak_bytes = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and count."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_of([args, kwargs, result]):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._met and not tensor.is_meta:
+                self._met[storage._cdata] = StorageWeakRef(storage)  # no other can have its number while this is there
+        self._met = {key: ref for key, ref in self._met.items() if not ref.expired()}
+        present = 0.0
+        for key in self._met:
+            if (alive := torch.UntypedStorage._new_with_weak_ptr(key)) is not None:
+                present += alive.nbytes() / self._shared.ranks(key)
+        self.peak_bytes = max(self.peak_bytes, present)
+        return result
+
+
+class SharedMemory(Accelerator):
+    """A CPU that keeps in mind by how many ranks memory is shared."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def note_shared(self, storage: torch.UntypedStorage, ranks: int, purpose: str) -> None:
+        self._ranks[storage._cdata] = StorageWeakRef(storage), ranks
+
+    def ranks(self, key: int) -> int:
+        """How many ranks have the memory of a storage, by its number."""
+        return self._ranks[key][1] if key in self._ranks else 1
+
+
+def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """The tensors in `tree`, and in wrappers such as `DTensor` what they wrap."""
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        for value in tree:
+            yield from tensors_of(value)
+    elif isinstance(tree, Tensor) and is_traceable_wrapper_subclass(tree):
+        yield from tensors_of([getattr(tree, name) for name in tree.__tensor_flatten__()[0]])
+    elif isinstance(tree, Tensor):
+        yield tree
+
+
+def measured_peak(case: Case) -> float:
+    """On a rank: the most bytes of storages at once."""
+    mesh = make_mesh(case)
+    shared = SharedMemory()
+    with pretending(shared), LiveStorages(shared) as counter:
+        train(case, mesh)
+    gc.collect()
+    return counter.peak_bytes
+
+
+def peak_cases() -> list[Case]:
+    """All strategies, 1 to 4 ranks, and what else changes what is in memory when."""
+    cases = [Case(strategy=it, ranks=n) for it in ("ddp", "zero1", "zero2", "zero3") for n in (1, 2, 4)]
+    cases += [Case(family="gpt2", strategy=it, ranks=4) for it in ("hsdp", "hsdp_zero2", *GROUPED)]
+    cases += [Case(family=it, strategy="hsdp", ranks=2) for it in ("llama", "bert")]
+    cases += [Case(family=it, width=100, ranks=3, strategy=s) for it in ("gpt2", "t5") for s in ("zero1", "zero3")]
+    cases += [Case(family=it, strategy=s, ranks=n) for it in ("bert", "t5") for s, n in (("zero2", 2), ("ddp", 3))]
+    cases += [Case(family=it, strategy="zero3") for it in ("mixtral", "vit")]
+    for strategy in ("ddp", "zero1", "zero3"):
+        cases += [Case(family="gpt2", strategy=strategy, microbatches=3, no_sync=it) for it in (False, True)]
+    cases += [Case(family="gpt2", ranks=4, strategy=it, microbatches=2, no_sync=True) for it in ("hsdp", "grouped")]
+    cases += [Case(family=it, batch=8, length=64, checkpoints=True) for it in ("llama", "gpt2", "bert")]
+    cases += [Case(bf16=True, strategy=it, ranks=n) for it, n in (("ddp", 2), ("zero1", 3), ("zero3", 2), ("zero3", 4))]
+    cases += [Case(family="t5", bf16=True, checkpoints=True, max_norm=1.0, microbatches=2, no_sync=True)]
+    cases += [Case(max_norm=1.0, strategy=it) for it in ("ddp", "zero2", "zero3")]
+    cases += [Case(offload=True), Case(offload=True, bf16=True, ranks=3)]
+    cases += [Case(optimizer=it, strategy=s) for it in ("SGD", "foreach AdamW") for s in ("zero1", "zero3")]
+    return cases
+
+
+def peaks(limit: int | None) -> list[dict[str, Any]]:
+    """Predicted and measured peaks of the first and the last rank of each case."""
+    rows = []
+    print(HEAD)
+    for case in peak_cases()[:limit]:
+        measured = run_ranks(case.ranks, measured_peak, case, timeout=120.0)
+        for rank in sorted({0, case.ranks - 1 if case.width == 100 else 0}):
+            predicted = predicted_tape(case, rank).peak_bytes()
+            rows.append(row_of(case, rank, predicted, round(measured[rank])))
+    return rows
+
+
+def row_of(case: Case, rank: int, predicted: int, measured: int, **more: Any) -> dict[str, Any]:
+    row = {"case": case.name, "rank": rank, "predicted": predicted, "measured": measured, **more}
+    row["difference"] = round(predicted / measured - 1, 5)
+    print(
+        f"| {row['case']} | {rank} | {predicted / 1e6:.3f} | {measured / 1e6:.3f} | {row['difference']:+.2%} |",
+        flush=True,
+    )
+    return row
+
+
+# -- memory of processes ----------------------------------------------------------------------------------------------
+
+
+def warm_up(case: Case) -> Any:
+    """The mesh of `case`, after steps of a tiny model, which import all there is. Malloc's threshold is fixed first."""
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, THRESHOLD)
+    mesh = make_mesh(case)
+    train(replace(case, width=32, vocabulary=100, batch=1, length=8, layers=2), mesh)
+    gc.collect()
+    return mesh
+
+
+def measured_process(case: Case) -> tuple[int, int]:
+    """On a rank: what its process took at most, above what it had after steps of a tiny model; and what that was."""
+    mesh = warm_up(case)
+    before = process_bytes()
+    peak = PeakMemory(torch.device("cpu"))
+    peak.reset()
+    train(case, mesh)
+    took = peak.peak().process
+    assert before is not None and took is not None, "the kernel reports no memory of processes"
+    return took, before
+
+
+def process_cases() -> list[Case]:
+    """Large enough that a process is mostly tensors: 100 to 600 MB a rank."""
+    small = {"width": 320, "vocabulary": 4000, "layers": 6, "batch": 4, "length": 64}
+    large = {"width": 448, "vocabulary": 6000, "layers": 4, "batch": 4, "length": 64}
+    return [
+        *(Case(strategy=it, ranks=2, **small) for it in ("ddp", "zero1", "zero2", "zero3")),
+        *(Case(family="gpt2", strategy=it, ranks=1, **large) for it in ("ddp", "zero3")),
+        *(Case(family="gpt2", strategy=it, ranks=2, **large) for it in ("ddp", "zero3")),
+        *(Case(family="bert", strategy=it, ranks=2, **large) for it in ("zero1", "zero3")),
+        Case(ranks=2, bf16=True, **small),
+        Case(family="gpt2", ranks=2, checkpoints=True, **large),
+    ]
+
+
+def processes(limit: int | None) -> list[dict[str, Any]]:
+    """Predicted and measured memory of rank 0's process, for each case."""
+    rows = []
+    print(HEAD)
+    for case in process_cases()[:limit]:
+        took, before = run_ranks(case.ranks, measured_process, case, timeout=120.0)[0]
+        predicted = process_memory(predicted_tape(case), threshold=THRESHOLD)
+        rows.append(row_of(case, 0, predicted.nbytes, took, tensors=predicted.tensors, before=before))
+    return rows
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+LIMITS = (0.6, 0.8, 0.9, 0.95, 0.98, 1.021, 1.05, 1.1, 1.25)  # of what is predicted, above what the process has already
+
+
+def limited_runs(case: Case, limits: Sequence[int]) -> list[bool]:
+    """On a rank: whether the case gets through under each limit (bytes above what the process has), each in a fork."""
+    warm_up(case)
+    return [_runs_within(case, limit) for limit in limits]
+
+
+def _runs_within(case: Case, limit: int) -> bool:
+    child = os.fork()
+    if child == 0:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        try:
+            most = data_bytes() + limit
+            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+            train(case, None)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def data_bytes() -> int:
+    """What RLIMIT_DATA counts: private memory that may be written to."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+
+
+def limit_cases() -> list[Case]:
+    sizes = {"width": 256, "vocabulary": 2000, "layers": 2, "batch": 2, "length": 64}
+    cases = [
+        Case(family=it, strategy=s, ranks=1, **sizes) for it in ("llama", "gpt2", "bert") for s in ("ddp", "zero3")
+    ]
+    return [*cases, Case(family="t5", ranks=1, **sizes), Case(ranks=1, bf16=True, **sizes)]
+
+
+def limits(limit: int | None) -> list[dict[str, Any]]:
+    """For each case and limit: whether it is said to fit, and whether it does."""
+    rows = []
+    print(
+        "| case | fits from, MB | said, done at each limit: "
+        + ", ".join(f"{it:.0%}" for it in LIMITS)
+        + " |\n|---|---|---|"
+    )
+    for case in limit_cases()[:limit]:
+        predicted = process_memory(predicted_tape(case), threshold=THRESHOLD)
+        given = [round(it * predicted.nbytes) for it in LIMITS]
+        done = run_ranks(1, limited_runs, case, given, timeout=200.0)[0]
+        said = [predicted.fits(it) for it in given]
+        marks = "".join(
+            {(True, True): "+", (False, False): "-", (True, False): "F", (False, True): "r"}[it]
+            for it in zip(said, done, strict=True)
+        )
+        print(f"| {case.name} | {predicted.nbytes / 1e6:.1f} | {marks} |", flush=True)
+        rows += [
+            {"case": case.name, "limit": at, "predicted": predicted.nbytes, "fits": fits, "ran": ran}
+            for at, fits, ran in zip(given, said, done, strict=True)
+        ]
+    feasible = [row for row in rows if row["ran"]]
+    failed = sum(row["fits"] and not row["ran"] for row in rows)
+    refused = sum(not row["fits"] for row in feasible)
+    print(f"\n{len(rows)} runs; said to fit and failed: {failed}; refused of {len(feasible)} feasible: {refused}")
+    return rows
+
+
+PARTS = {"peaks": peaks, "process": processes, "limits": limits}
+
+
+def main() -> None:
+    """Predict and measure, write it all down and show it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=PARTS, action="append", help="one part only")
+    parser.add_argument("--limit", type=int, help="so many cases of each part only")
+    options = parser.parse_args()
+    results = RESULTS / "predicted_memory.json"
+    about = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "libc": platform.libc_ver()[1],
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "malloc_threshold": THRESHOLD,
+    }
+    for part in options.part or PARTS:
+        began = time.perf_counter()
+        print(f"\n## {part}\n")
+        rows = PARTS[part](options.limit)
+        differences = [abs(row["difference"]) for row in rows if "difference" in row]
+        worst = (
+            f", worst {max(differences):.2%}, over 2 %: {sum(it > 0.02 for it in differences)}" if differences else ""
+        )
+        print(f"{part}: {len(rows)} rows{worst}, in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+        if options.limit is None:
+            found = json.loads(results.read_text()) if results.exists() else {}
+            found |= {"about": about, part: rows}
+            results.write_text(json.dumps(found, indent=1) + "\n")
+            draw(found, results.with_suffix(".png"))
+
+
+HEAD = "| case | rank | predicted, MB | measured, MB | difference |\n|---|---|---|---|---|"
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Predicted over measured, for each part that has both."""
+    from matplotlib.figure import Figure
+
+    parts = [part for part in ("peaks", "process") if part in found]
+    if not parts:
+        return
+    figure = Figure(figsize=(5.5 * len(parts), 5), layout="constrained")
+    for part, axes in zip(parts, figure.subplots(1, len(parts), squeeze=False)[0], strict=True):
+        measured, predicted = ([row[side] / 1e6 for row in found[part]] for side in ("measured", "predicted"))
+        axes.scatter(measured, predicted, s=16)
+        axes.axline((min(measured), min(measured)), slope=1, color="gray", lw=0.8)
+        worst = max(abs(row["difference"]) for row in found[part])
+        axes.set_title(f"{part}: {len(measured)}, within {worst:.1%}")
+        axes.set_xlabel("measured, MB")
+        axes.set_ylabel("predicted, MB")
+    figure.savefig(path, dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""CPU ranks that are not there: what gloo's would do with memory, for dry runs of one rank alone.
+
+The routes are the engine's own. What is pretended is who is at their other ends: ranks that do what this one does, as
+late as that can be. They come when this one has to wait for them, no sooner. So no sum is complete before it is waited
+for; and that a block has been read is known when this rank has come to what the others do next. Of all orders in which
+ranks can come this is about the one that takes most memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fullshard.comm.neighbours import Block, CannotShareError, Key, Memory, Neighbours, Published, nbytes_end_to_end
+from fullshard.comm.shared_memory import SharedMemoryCollectives
+from fullshard.layout.offsets import align
+from fullshard.policy.switches import switches
+
+__all__ = ["PretendedCollectives"]
+
+
+class PretendedCollectives(SharedMemoryCollectives):
+    """Through pretended memory where the ranks of a group are on one host of `LOCAL_WORLD_SIZE`; else pairwise."""
+
+    def _meet(self) -> Neighbours:
+        per_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
+        if not switches.shares_memory_between_ranks:
+            raise CannotShareError("it is switched off")
+        hosts = {rank // per_host for rank in dist.get_process_group_ranks(self.group)}
+        if len(hosts) > 1:
+            raise CannotShareError(f"they are on {len(hosts)} hosts")
+        return _PretendedNeighbours(self.rank, self.world)
+
+    def _exchange(self, mine: bytes, tag: int) -> Callable[[], list[bytes]]:
+        met = vars(self).get("neighbours")
+        if met is not None:
+            met.hear()
+        return lambda: [mine] * self.world
+
+
+class _OfPeer(Memory):
+    """A block of another rank's, which is as large as this rank's, or larger where its part of the sums is."""
+
+    def tensors_like(self, tensors: Sequence[Tensor], byte_offset: int = 0) -> list[Tensor]:
+        needed = byte_offset + nbytes_end_to_end(tensors)
+        if needed > self.nbytes:
+            super().__init__(_bytes(needed), self._ranks)
+        return super().tensors_like(tensors, byte_offset)
+
+
+def _bytes(nbytes: int) -> Tensor:
+    with torch.inference_mode(False):  # may be written to in either mode
+        return torch.empty(align(nbytes, mmap.PAGESIZE), dtype=torch.uint8)
+
+
+class _PretendedNeighbours(Neighbours):
+    """Ranks of this host that do what this one does.
+
+    Args:
+        rank: this one.
+        world: how many there are.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(rank, {}, 0.0)
+        self._world = world
+        self._peers = [peer for peer in range(world) if peer != rank]
+        self._of_peers: dict[int, dict[int, Memory]] = {}  # by the number of this rank's block, and by peer
+        self._unheard: list[Block] = []  # have been read by the others
+        self._dropped: list[dict[int, Memory]] = []  # by the others
+        self._published: dict[Key, Block] = {}
+        self._fingerprints: deque[bytes] = deque()
+
+    def _shared_block(self, number: int, nbytes: int) -> Block:
+        return Block(number, Memory(_bytes(nbytes), self._world))
+
+    def take(self, nbytes: int, *, patiently: bool = False) -> Block:
+        block = super().take(nbytes, patiently=patiently)
+        block.readers = len(self._peers)
+        return block
+
+    def _drop(self, block: Block) -> None:
+        super()._drop(block)
+        if block.number in self._of_peers:
+            self._dropped.append(self._of_peers.pop(block.number))
+
+    def _receive_all(self) -> None:
+        """Nothing has come."""
+
+    def _receive(self, timeout_s: float) -> bool:
+        return self.hear()
+
+    def hear(self) -> bool:
+        """Take note of what the others have done until they came to where this rank is; whether there was anything."""
+        self._dropped.clear()
+        for block in self._unheard:
+            block.readers = 0
+        heard, self._unheard = self._unheard, []
+        return bool(heard)
+
+    def publish(
+        self, key: Key, block: Block, byte_offsets: Mapping[int, int] | None = None, fingerprint: bytes = b""
+    ) -> None:
+        block.about = key
+        self._published[key] = block
+        self._note(fingerprint)
+
+    def published(self, key: Key) -> list[Published]:
+        self.hear()
+        block = self._published.pop(key)
+        if block.number not in self._of_peers:
+            nbytes, world = block.memory.nbytes, self._world
+            self._of_peers[block.number] = {peer: _OfPeer(_bytes(nbytes), world) for peer in self._peers}
+        return [Published(peer, block.number, memory, 0) for peer, memory in self._of_peers[block.number].items()]
+
+    def have_all_published(self, key: Key) -> bool:
+        return False
+
+    def have_read(self, published: Iterable[Published]) -> None:
+        self._unheard += [self._blocks[number] for number in {one.block for one in published}]
+
+    def signal(self, key: Key, fingerprint: bytes = b"") -> None:
+        self._note(fingerprint)
+
+    def when_signalled(self, key: Key, act: Callable[[], None]) -> None:
+        self._acts[key] = act
+
+    def await_signals(self, key: Key) -> None:
+        self.hear()
+        if key in self._acts:
+            self._acts.pop(key)()
+
+    def _common(self, sizes: Sequence[int], collective: int) -> list[Memory]:
+        return [self._new_block(nbytes).memory for nbytes in sizes]
+
+    def _note(self, fingerprint: bytes) -> None:
+        if fingerprint:
+            self._fingerprints.append(fingerprint)
+
+    def next_fingerprints(self) -> dict[int, bytes]:
+        self.hear()
+        mine = self._fingerprints.popleft()
+        return dict.fromkeys(self._peers, mine)
