@@ -79,9 +79,9 @@ def machine(memory_bytes: int) -> Machine:
 
 
 def test_a_run_that_does_not_fit_is_told_what_would():
-    whole = settings_of("--strategy", "ddp", "--width", "64", "--layers", "4")
-    needed = forecast_run(whole, machine(1 << 40)).needed_bytes
-    found = forecast_run(whole, machine(int(0.8 * needed)))
+    size = "--width", "128", "--layers", "4"
+    sharded = forecast_run(settings_of(*size), machine(1 << 40)).needed_bytes
+    found = forecast_run(settings_of(*size, "--strategy", "ddp"), machine(sharded))
     assert not found.fits and found.would_fit[0].startswith("--strategy zero3")
     assert not forecast_run(settings_of(), machine(1000)).would_fit
 

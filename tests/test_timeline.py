@@ -21,6 +21,7 @@ COSTS = Costs(
     latency_s=0.0,
     link_bytes_per_s=1.0,
     host_s=1.0,
+    host_collective_s=1.0,
     host_mark_s=0.0,
 )  # a second for each byte, and for each thing that the host asks for
 
