@@ -24,7 +24,7 @@ import os
 import resource
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
@@ -362,34 +362,42 @@ def measured_on_gpu(case: Case, device: torch.device) -> dict[str, Any]:
     return {"ms": statistics.median(rounds), "rounds": rounds, "host_ms": min(hosts), "peak_bytes": peak}
 
 
-def on_gpu(cases: Sequence[Case]) -> dict[str, Any]:
+def on_gpu(cases: Sequence[Case], path: str | None) -> dict[str, Any]:
+    """What the GPU reaches, and what it takes for each case. Written down after each."""
     device = torch.device("cuda", 0)
     begun = time.monotonic()
     said = calibrate(device, tell=lambda what: print(f"measuring: {what}", flush=True))
     print(f"calibrated in {time.monotonic() - begun:.0f} s: {json.dumps(said['fitted'])}", flush=True)
-    here = described(said)
-    predictions = {case.name: predicted_on_gpu(case, here) for case in cases}
-    print(f"predicted after {time.monotonic() - begun:.0f} s", flush=True)
-    rows: list[dict[str, Any]] = []
+    found = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "here": said, "rows": []}
     for world in sorted({case.world for case in cases}):
         with group_of(world):
             for case in (it for it in cases if it.world == world):
-                rows.append(row_of(case, predictions[case.name], lambda case=case: measured_on_gpu(case, device)))
+                try:
+                    measured = measured_on_gpu(case, device)
+                except RuntimeError as error:  # such as too little memory
+                    print(f"{case.name:32} failed: {error}", flush=True)
+                    continue
+                print(f"{case.name:32} measured: {measured['ms']:.2f} ms", flush=True)
+                found["rows"].append({"case": asdict(case), "measured": measured})
+                if path:
+                    Path(path).write_text(json.dumps(found, indent=1))
                 gc.collect()
                 torch.cuda.empty_cache()
-    print(f"done in {time.monotonic() - begun:.0f} s", flush=True)
-    about = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    return {**about, "here": said, "rows": rows}
+    return found
 
 
-def row_of(case: Case, predicted: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Predicted beside measured, printed. What fails is told, and leaves the others be."""
-    row = {"case": asdict(case), "predicted": predicted}
-    try:
-        row["measured"] = measured = measure()
-    except RuntimeError as error:  # such as too little memory
-        print(f"{case.name:32} failed: {error}", flush=True)
-        return {**row, "failed": str(error)}
+def beside(found: dict[str, Any]) -> dict[str, Any]:
+    """What was measured on a GPU, with what is predicted of it. It takes no GPU."""
+    here = described(dict(found["here"]))
+    cases = [Case(**{**it["case"], "shape": Shape(**it["case"]["shape"])}) for it in found["rows"]]
+    measured = [it["measured"] for it in found["rows"]]
+    rows = [row_of(case, predicted_on_gpu(case, here), it) for case, it in zip(cases, measured, strict=True)]
+    return {**found, "rows": rows}
+
+
+def row_of(case: Case, predicted: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """Predicted beside measured, printed."""
+    row = {"case": asdict(case), "predicted": predicted, "measured": measured}
     row["ratio"] = predicted["ms"] / measured["ms"]
     row["ratio_of_peak"] = predicted["peak_bytes"] / measured["peak_bytes"]
     print(
@@ -404,13 +412,17 @@ def row_of(case: Case, predicted: dict[str, Any], measure: Callable[[], dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="on one GPU")
+    parser.add_argument("--measure-only", action="store_true", help="of a GPU that others are waiting for")
+    parser.add_argument("--measured", help="the file of such a run: predicts, and takes no GPU")
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--rounds", type=int, default=6, help="of two steps, on CPUs")
     parser.add_argument("--here", help="a description of this machine; left out, it is measured")
     parser.add_argument("--json", help="a file for all of it; on CPUs, its picture lies beside it")
     args = parser.parse_args()
     if args.gpu:
-        found = on_gpu([case for case in ON_A_GPU if args.only in case.name])
+        cases = [case for case in ON_A_GPU if args.only in case.name]
+        found = json.loads(Path(args.measured).read_text()) if args.measured else on_gpu(cases, args.json)
+        found = found if args.measure_only else beside(found)
         path = args.json
     else:
         said = None if args.here else calibrate("cpu", tell=lambda what: print(f"measuring: {what}", flush=True))
