@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +18,6 @@ from fullshard.plan.memory import State
 from fullshard.planner.candidates import (
     PRECISIONS,
     STRATEGIES,
-    Candidate,
     Cluster,
     Program,
     programs,
@@ -198,8 +197,8 @@ def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str
     bounds = _Bounds(question)
     waiting.sort(key=lambda it: (bounds.guess(it), it.syncs_each, it.accumulates))
     asked = 0
-    with _workers(question) as ask:
-        running: dict[Future[Sketch], Program] = {}
+    with _Workers(question) as ask:
+        running: dict[Future[Any], Program] = {}
         while waiting or running:
             while waiting and len(running) < ask.at_once:
                 program = waiting.pop(0)
@@ -216,8 +215,8 @@ def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str
                 break
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                program = running.pop(future)
-                made = future.result()
+                del running[future]
+                made = ask.sketch(future)
                 bounds.learn(made)
                 found = _answer(question, made)
                 if found is None:
@@ -459,4 +458,20 @@ class _Workers:
             except BaseException as error:
                 future.set_exception(error)
             return future
-        return _Restored(self._pool.submit(_sketched, program), self._question)
+        return self._pool.submit(_sketched, program)
+
+    def sketch(self, future: Future[Any]) -> Sketch:
+        """The sketch that a call has promised."""
+        made = future.result()
+        if isinstance(made, Sketch):
+            return made
+        return Sketch(self._question.subject, self._question.cluster, *made)
+
+
+_ASKED: list[Question] = []  # by this process, of those that it forks: the functions in a question cannot be sent
+
+
+def _sketched(program: Program) -> tuple[Any, ...]:
+    """In a forked process: all of a sketch that can be sent back."""
+    made = _ASKED[-1].asked(program)
+    return made.program, made.tapes, made.whole
