@@ -19,6 +19,7 @@ from fullshard.policy.offload import CPUOffloadPolicy
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.policy.strategy import Placement, Placements, resolve_placements
+from fullshard.train.model import GPT
 from fullshard.wrap import wrapped_modules
 
 __all__ = [
@@ -234,7 +235,9 @@ def share_rows(global_batch: int, world: int) -> list[int]:
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The modules below `model` that become units: the blocks of its lists."""
+    """The modules below `model` that become units: the blocks of its lists; of the trainer's GPT, as it shards it."""
+    if isinstance(model, GPT):
+        return list(model.blocks)
     return list(wrapped_modules(model, repeated_layers(model)))
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 from fullshard.errors import ConfigError
 from fullshard.plan.costs import costs_of
-from fullshard.plan.memory import State
 from fullshard.planner.candidates import (
     PRECISIONS,
     STRATEGIES,
@@ -31,8 +30,10 @@ from fullshard.tape.tape import Access, Collective
 
 __all__ = ["Found", "Plan", "Question", "largest_rows", "least_hosts", "search", "states_bytes"]
 
-_NO_MATTER = 0.99
-"""What could be faster by less than this share is not simulated any more: predictions are not that sharp."""
+_NO_MATTER = 0.97
+"""What cannot take less than this share of the best time is not simulated any more: predictions are not that sharp."""
+_LEAST = 4
+"""Programs that are simulated at least, if so many may fit: so that there is something to compare with."""
 
 _LIKELY = {"none": 1.0, "selective": 1.03, "every-2": 1.16, "every-1": 1.33}  # times that of none: for the order only
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # where no global batch is given
@@ -202,7 +203,7 @@ def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str
         while waiting or running:
             while waiting and len(running) < ask.at_once:
                 program = waiting.pop(0)
-                reason = None if question.exhaustive else bounds.excludes(program, plan)
+                reason = None if question.exhaustive else bounds.excludes(program, plan, asked)
                 if reason is None and 0 < question.most <= asked and not question.exhaustive:
                     reason = f"behind the {question.most} likeliest (--most 0 takes all)"
                 if reason is not None:
@@ -234,14 +235,14 @@ def _answer(question: Question, made: Sketch) -> Found | None:
         for rows, count in question.shapes_of(made.program)
         if made.most_rows is None or rows <= made.most_rows
     ]
-    each = [made.figures(rows, count) for rows, count in shapes]
-    if not each:
+    if not shapes:
         return None
-    fitting = [it for it in each if it.needed_bytes <= usable and _host_fits(question.cluster, it)]
+    small = [made.figures(rows, count) for rows, count in shapes if made.needed_bytes(rows) <= usable]
+    fitting = [it for it in small if _host_fits(question.cluster, it)]
     if fitting:
         chosen = min(fitting, key=lambda it: it.seconds_a_row)
     else:
-        chosen = min(each, key=lambda it: it.needed_bytes)
+        chosen = made.figures(*min(shapes, key=lambda it: made.needed_bytes(it[0])))
     return Found(made, chosen, bool(fitting), largest_rows(made, usable))
 
 
@@ -254,17 +255,16 @@ def _host_fits(cluster: Cluster, figures: Figures) -> bool:
 
 def largest_rows(made: Sketch, usable: float) -> int:
     """The most rows of a microbatch that fit; 0 if not even one does."""
-    count = 2 if made.program.accumulates else 1
-    if made.figures(1, count).needed_bytes > usable:
+    if made.needed_bytes(1) > usable:
         return 0
     if made.most_rows is not None:
-        return max(rows for rows in range(1, made.most_rows + 1) if made.figures(rows, count).needed_bytes <= usable)
+        return max(rows for rows in range(1, made.most_rows + 1) if made.needed_bytes(rows) <= usable)
     below, above = 1, 2
-    while made.figures(above, count).needed_bytes <= usable and above < 1 << 16:
+    while made.needed_bytes(above) <= usable and above < 1 << 16:
         below, above = above, 2 * above
     while above - below > 1:
         middle = (below + above) // 2
-        below, above = (middle, above) if made.figures(middle, count).needed_bytes <= usable else (below, middle)
+        below, above = (middle, above) if made.needed_bytes(middle) <= usable else (below, middle)
     return below
 
 
@@ -296,29 +296,35 @@ def least_hosts(question: Question, *, most: int = 4096, tell: Callable[[str], N
 # ------------------------------------------------------------------------------------------------------------- bounds
 
 
-def states_bytes(question: Question, program: Program) -> float:
+def states_bytes(question: Question, program: Program, activations: float = 0.0) -> float:
     """Bytes on a rank that no candidate of `program` can do without: parameters, their gradients and two moments.
 
-    The formulas are those of docs/strategies.md for AdamW; activations, messages and all temporaries come on top.
+    The formulas are those of docs/strategies.md for AdamW; messages and all temporaries come on top. `activations` count
+    where they are alive: at the end of a forward, when the optimizer's gradients are there only if they add up.
     """
     model = question.subject.model
     if model is None or question.make_optimizer is not None:
-        return 0.0
+        return activations
     stored, trained = _bytes_of(model)
     if program.offload:
-        return 0.0
+        return activations
     placements = program.placements(question.cluster.per_host)
     shards = question.cluster.per_host if placements.replicated else question.cluster.world
     parts = {Placement.WHOLE: 1, Placement.SHARDED: shards, Placement.GROUPED: question.cluster.per_host}
-    optimizer = 2 * trained / parts[placements.optimizer]
-    owned = stored / parts[placements.optimizer] + trained / parts[placements.optimizer]
-    casts = PRECISIONS[program.precision][0] is not None
-    kept = 0.0
-    if placements.parameters is not placements.optimizer:
-        kept = stored / parts[placements.parameters] / (2 if casts else 1)
-        owned -= 0.0 if casts else stored / parts[placements.optimizer]
-    whole_grads = trained if program.accumulates and not program.syncs_each and placements.gradients is not Placement.WHOLE else 0.0
-    return max(optimizer + owned + kept, optimizer + owned + kept - trained / parts[placements.optimizer] + whole_grads * 0.5)
+    param, reduce = PRECISIONS[program.precision]
+    held = (stored + 2 * trained) / parts[placements.optimizer]
+    if placements.parameters is not placements.optimizer:  # a copy beside the optimizer's own, in the compute dtype
+        held += stored / parts[placements.parameters] / (1 if param is None else 2)
+        held -= stored / parts[placements.optimizer] if param is None else 0.0
+    at_step = held + trained / parts[placements.optimizer]
+    sums = trained / parts[placements.gradients]
+    if program.accumulates and not program.syncs_each and placements.gradients is Placement.SHARDED:
+        sums = trained / (1 if reduce is None or reduce.itemsize == 4 else 2)  # whole, until they are reduced
+    in_step = 0.0
+    if placements.parameters_in_step is not placements.parameters:
+        in_step = stored / parts[placements.parameters_in_step] / (1 if param is None else 2)
+    forward = held + in_step + activations + (sums if program.accumulates else 0.0)
+    return max(at_step, forward)
 
 
 def _bytes_of(model: nn.Module) -> tuple[float, float]:
@@ -344,33 +350,36 @@ class _Bounds:
         compute = _LIKELY[program.checkpointing] * self._compute_guess()
         return max(compute, self._wire_s(program)) + 0.1 * min(compute, self._wire_s(program))
 
-    def excludes(self, program: Program, plan: Plan) -> str | None:
-        """Why `program` need not be simulated, if it need not."""
+    def excludes(self, program: Program, plan: Plan, asked: int) -> str | None:
+        """Why `program` need not be simulated, if it need not. `asked` is how many have been."""
         usable = self._question.cluster.usable_bytes
         least = min(rows for rows, _ in self._question.shapes_of(program))
         kept = self._activations.get(program.checkpointing, 0.0)
-        if states_bytes(self._question, program) + 0.9 * kept * least > usable:
+        if states_bytes(self._question, program, 0.9 * kept * least) > usable:
             return "whose states and activations do not fit"
         best = plan.best
-        if best is None or self._question.global_batch is None:
+        if best is None or self._question.global_batch is None or asked < _LEAST:
             return None
         count = self._question.global_batch // self._question.cluster.world
         known = self._busy.get(program.checkpointing, self._busy.get("none", 0.0))
         if max(known * count, self._wire_s(program)) >= _NO_MATTER * best.figures.step_s:
-            return "that cannot be faster than the best"
+            return f"that cannot be {1 - _NO_MATTER:.0%} faster than the best"
         return None
 
     def learn(self, made: Sketch) -> None:
         """Take in what was simulated."""
+        usable = self._question.cluster.usable_bytes
         shapes = self._question.shapes_of(made.program)
-        shapes = [(rows, count) for rows, count in shapes if made.most_rows is None or rows <= made.most_rows]
+        shapes = [it for it in shapes if made.most_rows is None or it[0] <= made.most_rows]
+        fitting = [it for it in shapes if made.needed_bytes(it[0]) <= usable] or [min(shapes)] if shapes else []
         kept = made.program.checkpointing
-        for rows, count in shapes:
+        if fitting:
+            rows, count = max(fitting)
             figures = made.figures(rows, count)
             busy = (figures.limits["compute"] + figures.limits["memory bandwidth"]) / (rows * count)
             self._busy[kept] = min(self._busy.get(kept, busy), busy)
         if made.most_rows is None or made.most_rows > 1:
-            one, two = (made.figures(rows, 2).by_state[State.ACTIVATIONS] for rows in (1, 2))
+            one, two = (made.activations(rows) for rows in (1, 2))
             self._activations[kept] = max(0.0, min(self._activations.get(kept, two - one), two - one))
 
     def _dtype(self) -> str:

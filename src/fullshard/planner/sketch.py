@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from fullshard.planner.candidates import Candidate, Cluster, Program, sharded
 from fullshard.planner.shorten import BlockList, block_lists, shortened
 from fullshard.planner.subject import Subject, copy_with_memory, user_line
 from fullshard.tape.recorder import Origin, Phase, note_origin
-from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Tape
+from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Recorded, Tape
 
 __all__ = ["LIMITS", "Figures", "MakeOptimizer", "Sketch", "sketch"]
 
@@ -102,6 +103,13 @@ class _Tapes:
     begins: Sequence[int]  # of the first step, of that with one row, of that with two, and the end
     one: Sequence[Entry]
     two: Sequence[Entry]
+    curves: dict[bool, Sequence[tuple[int, Mapping[State, int]]]] = field(default_factory=dict, repr=False)
+
+    def curve(self, of_host: bool) -> Sequence[tuple[int, Mapping[State, int]]]:
+        """The bytes by state wherever they change."""
+        if of_host not in self.curves:
+            self.curves[of_host] = list(memory_curve(self.tape, of_host=of_host))
+        return self.curves[of_host]
 
     @property
     def is_straight(self) -> bool:
@@ -129,14 +137,14 @@ class Sketch:
     whole: Mapping[str, int]  # the lengths of the block lists of the model itself
     _found: dict[int, dict[Any, float]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def most_rows(self) -> int | None:
         """The most rows that can be told; None if any number can."""
         if not self.subject.any_rows:
             return 1
         return None if all(each.is_straight for each in self.tapes) else 2
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         """Of most products of matrices."""
         flops = Counter[str]()
@@ -165,24 +173,38 @@ class Sketch:
             raise ConfigError(f"{rows} rows: what the model does differs with them; up to {self.most_rows} can be told.")
         found = self._figures(rows)
         more = microbatches - (2 if self.program.accumulates else 1)
-        regions = self._peak(rows)
-        peak, by_state, where = regions
+        peak, by_state, where = self._peak(rows)
         times = {name: found[name] + more * found["each", name] for name in (*LIMITS, "step", "flops", "sent")}
         rate = self.cluster.hardware.flops_per_s[self.dtype]
-        allocator = max(1.0, found["reserved"] / max(found["tensors"], 1.0)) if self.cluster.hardware.kind == "gpu" else 1
         return Figures(
             candidate=Candidate(program=self.program, rows=rows, microbatches=microbatches),
             peak_bytes=peak,
             by_state=by_state,
             where=where,
-            needed_bytes=peak * min(allocator, _MOST_HELD),
-            host_bytes=max((value for key, value in self._regions(rows, of_host=True).items()), default=0.0),
+            needed_bytes=self.needed_bytes(rows),
+            host_bytes=max(self._regions(rows, of_host=True).values(), default=0.0),
             step_s=times["step"],
             limits={name: max(0.0, times[name]) for name in LIMITS},
             flops=times["flops"],
             sent_bytes=times["sent"],
             flops_utilisation=times["flops"] / times["step"] / rate,
         )
+
+    def needed_bytes(self, rows: int) -> float:
+        """What has to fit with so many rows: tensors at their peak, and what the allocator holds beyond them."""
+        return self._peak(rows)[0] * self._held
+
+    def activations(self, rows: int) -> float:
+        """Bytes of activations at the peak."""
+        return self._peak(rows)[1][State.ACTIVATIONS]
+
+    @cached_property
+    def _held(self) -> float:
+        """Times the tensors' peak that the caching allocator of an accelerator holds, with one row."""
+        if self.cluster.hardware.kind != "gpu":
+            return 1.0
+        found = self._whole([_reserved(each) for each in self.tapes])
+        return min(_MOST_HELD, max(1.0, found["reserved"] / max(found["tensors"], 1.0)))
 
     def peak_moment(self) -> MemoryPeak:
         """The moment of the peak with one row, on the longest of the short models, with the largest tensors."""
@@ -201,25 +223,32 @@ class Sketch:
     def _figures(self, rows: int) -> dict[Any, float]:
         if rows not in self._found:
             costs = costs_of(self.cluster.hardware, dtype=self.dtype)
-            self._found[rows] = self._whole([_times(each, rows, costs, self.cluster) for each in self.tapes])
+            self._found[rows] = self._whole([_times(each, rows, costs) for each in self.tapes])
         return self._found[rows]
 
     def _peak(self, rows: int) -> tuple[float, Mapping[State, float], str]:
-        regions = self._regions(rows)
+        regions = self._regions(rows, of_host=False)
         region = max(regions, key=lambda it: regions[it] if it[-1] is None else -1.0)
         by_state = {state: max(0.0, regions.get((*region[:-1], state), 0.0)) for state in State}
         unit, phase, _ = region
         return regions[region], by_state, f"{phase.value} of {unit or 'the root'}"
 
-    def _regions(self, rows: int, of_host: bool = False) -> dict[Any, float]:
+    def _regions(self, rows: int, *, of_host: bool) -> dict[Any, float]:
         """Bytes at the peak of each region: (unit, phase, None) for all of it, (unit, phase, state) for its parts."""
-        each = []
-        for tapes in self.tapes:
-            one, two = _region_peaks(tapes, 0, self.whole, of_host), _region_peaks(tapes, 1, self.whole, of_host)
-            each.append({key: one.get(key, 0.0) + (rows - 1) * (two.get(key, one.get(key, 0.0)) - one.get(key, 0.0))
-                         for key in {**one, **two}})
-        found = self._whole(each)
-        return {key: value for key, value in found.items() if not of_host or key[-1] is None}
+        one, two = self._rests_of_host if of_host else self._rests
+        return {key: value + (rows - 1) * (two.get(key, value) - value) for key, value in one.items()}
+
+    @cached_property
+    def _rests(self) -> Sequence[dict[Any, float]]:
+        """The regions with one row, and with two."""
+        both = range(2)
+        return [self._whole([_region_peaks(it, step, self.whole, of_host=False) for it in self.tapes]) for step in both]
+
+    @cached_property
+    def _rests_of_host(self) -> Sequence[dict[Any, float]]:
+        each = [[_region_peaks(it, step, self.whole, of_host=True) for it in self.tapes] for step in range(2)]
+        found = [self._whole(it) for it in each]
+        return [{key: value for key, value in it.items() if key[-1] is None} for it in found]
 
     def _whole(self, each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
         """Figures of the whole model: those of the first short one, and what each list's further blocks add."""
@@ -256,14 +285,22 @@ def sketch(
     lists = block_lists(subject.model) if shortens and subject.model is not None else []
     whole = {each.fqn: each.length for each in lists}
 
-    def run(lengths: Mapping[str, int]) -> _Tapes:
-        return _taped(subject, cluster, program, dict(lengths), max_norm, make_optimizer)
+    def run(lengths: Mapping[str, int], rows: Sequence[int] = (1, 1, 2)) -> _Tapes:
+        return _taped(subject, cluster, program, dict(lengths), rows, max_norm, make_optimizer)
+
+    def run_longer(first: _Tapes, fqn: str) -> _Tapes:
+        lengths = {**few, fqn: few[fqn] + (2 if program.checkpointing == "every-2" else MORE)}
+        if not first.is_straight:
+            return run(lengths)
+        longer = run(lengths, (1, 1))
+        return _with_two_rows(longer, first) or run(lengths)
 
     if not lists:
         return Sketch(subject, cluster, program, [run({})], {})
     few = {each.fqn: _few(each, program) for each in lists}
     try:
-        tapes = [run(few), *(run({**few, fqn: few[fqn] + (2 if program.checkpointing == "every-2" else MORE)}) for fqn in few)]
+        first = run(few)
+        tapes = [first, *(run_longer(first, fqn) for fqn in few)]
     except (IndexError, KeyError, AttributeError, RuntimeError, ValueError):
         return Sketch(subject, cluster, program, [run({})], {})  # it counts on its blocks
     return Sketch(subject, cluster, program, tapes, whole)
@@ -282,10 +319,11 @@ def _taped(
     cluster: Cluster,
     program: Program,
     lengths: dict[str, int],
+    rows_of_steps: Sequence[int],
     max_norm: float | None,
     make_optimizer: MakeOptimizer | None,
 ) -> _Tapes:
-    """Three steps: the first, in which no order is known yet, one with a row a microbatch, and one with two."""
+    """Steps with so many rows a microbatch. In the first, no order is known yet."""
     microbatches = 2 if program.accumulates else 1
     lanes: Any = "gpu" if cluster.hardware.kind == "gpu" else "cpu"
     gc.freeze()  # what is there already is not looked through again, which would take as long as a step
@@ -298,7 +336,7 @@ def _taped(
             params = [param for param in model.parameters() if param.requires_grad]
             optimizer = (make_optimizer or _adamw)(params)
             begins = []
-            for step, rows in enumerate((1, 1, 2) if subject.any_rows else (1, 1)):
+            for step, rows in enumerate(rows_of_steps if subject.any_rows else (1, 1)):
                 note_origin(_BETWEEN)
                 begins.append(len(tape.entries))
                 _step(subject, program, model, optimizer, rows, microbatches if step else 1, max_norm)
@@ -308,7 +346,7 @@ def _taped(
             raise _told(subject, error, error) from error
         begins += [len(tape.entries)] * (4 - len(begins))
     one = tape.entries[begins[1] : begins[2]]
-    two = tape.entries[begins[2] : begins[3]] if subject.any_rows else one
+    two = tape.entries[begins[2] : begins[3]] or one
     if not subject.values:
         _check_reads_no_values(subject, one)
     return _Tapes(lengths, tape, begins, one, two)
@@ -371,10 +409,100 @@ def _check_reads_no_values(subject: Subject, step: Sequence[Entry]) -> None:
             )
 
 
+def _with_two_rows(longer: _Tapes, first: _Tapes) -> _Tapes | None:
+    """`longer`, whose steps have one row, with the step of two rows that `first` tells, block by block.
+
+    A block's entries are those of its like on `first`. None if they are not.
+    """
+    pairs: dict[Any, list[tuple[Entry, Entry]]] = {}
+    for one, two in zip(first.one, first.two, strict=True):
+        pairs.setdefault(_kind_of(one, one.origin.unit), []).append((one, two))
+    counts = Counter[Any]()
+    step: list[Entry] = []
+    for entry in longer.one:
+        key = _kind_of(entry, _likes(entry.origin.unit, longer.lengths, first.lengths))
+        number = counts[entry.origin.unit, key]
+        counts[entry.origin.unit, key] += 1
+        known = pairs.get(key, [])
+        if number >= len(known):
+            if entry.origin.phase in (Phase.FORWARD, Phase.BACKWARD) and isinstance(entry, Operation):
+                return None
+            step.append(entry)  # of more tensors at once: an optimizer's or the engine's own, whatever the rows
+        else:
+            step.append(_moved(entry, *known[number]))
+    return replace(longer, two=step, tape=_joined(longer, step), begins=[*longer.begins[:3], longer.begins[2] + len(step)])
+
+
+def _joined(longer: _Tapes, step: Sequence[Entry]) -> Tape:
+    """The tape of `longer` with `step` behind its last one, whose storages it has: they are given other numbers."""
+    mine = {entry.storage for entry in step if isinstance(entry, Allocation)}
+    freed = {entry.storage for entry in step if isinstance(entry, Free)}
+    left: dict[tuple[str, int], list[int]] = {}  # of the step before, freed in this one as earlier ones were in that
+    for entry in longer.one:
+        if isinstance(entry, Allocation) and entry.storage not in freed:
+            left.setdefault((entry.lane, entry.nbytes), []).append(entry.storage)
+    more = 1 + max(entry.storage for entry in longer.tape.entries if isinstance(entry, Allocation))
+    tape = Tape()
+    tape.entries = list(longer.tape.entries[: longer.begins[2]])
+    renamed: set[int] = set()
+    for entry in step:
+        if isinstance(entry, Allocation):
+            renamed.add(entry.storage)
+            entry = replace(entry, storage=entry.storage + more)
+        elif isinstance(entry, Free) and entry.storage in renamed:
+            renamed.discard(entry.storage)
+            entry = replace(entry, storage=entry.storage + more)
+        elif isinstance(entry, Free):
+            waiting = left.get((entry.lane, entry.nbytes))
+            if waiting:
+                entry = replace(entry, storage=waiting.pop(0))
+            elif entry.storage in mine:
+                continue
+        tape.entries.append(entry)
+    tape.entries += [Recorded(0, COMPUTE, _BETWEEN)] * (longer.begins[2] + len(step) - len(tape.entries))
+    return tape
+
+
+def _kind_of(entry: Entry, unit: str) -> tuple[Any, ...]:
+    origin = entry.origin
+    return type(entry), getattr(entry, "name", ""), entry.lane, unit, origin.phase, origin.microbatch
+
+
+def _likes(unit: str, lengths: Mapping[str, int], others: Mapping[str, int]) -> str:
+    """The unit of a model of `others` blocks that is like `unit` of one of `lengths`: as far from the nearer end."""
+    for fqn, length in lengths.items():
+        if unit.startswith(f"{fqn}."):
+            number, dot, rest = unit.removeprefix(f"{fqn}.").partition(".")
+            place, few, more = int(number), others[fqn], length - others[fqn]
+            if place >= length - 2:
+                place -= more
+            elif place >= few - 2:
+                place = few - 2 if more == 1 or (place - few) % 2 == 0 else few - 3
+            return f"{fqn}.{place}{dot}{rest}"
+    return unit
+
+
+def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
+    """`entry` with a row more, as `two` has one more than `one`."""
+    match entry, one, two:
+        case Operation(), Operation(), Operation():
+            if one.reads == two.reads and one.writes == two.writes and one.flops == two.flops:
+                return entry
+            each = [
+                tuple(Access(it.storage, 0, it.nbytes + b.nbytes - a.nbytes) for it, a, b in zip(*those, strict=False))
+                for those in ((entry.reads, one.reads, two.reads), (entry.writes, one.writes, two.writes))
+            ]
+            flops = entry.flops + two.flops - one.flops
+            return Operation(entry.name, entry.lane, entry.origin, each[0], each[1], flops, entry.copies, entry.dtype)
+        case (Allocation(), Allocation(), Allocation()) | (Free(), Free(), Free()):
+            return entry if one.nbytes == two.nbytes else replace(entry, nbytes=entry.nbytes + two.nbytes - one.nbytes)
+    return entry
+
+
 # --------------------------------------------------------------------------------------------------------- read off
 
 
-def _times(tapes: _Tapes, rows: int, costs: Costs, cluster: Cluster) -> dict[Any, float]:
+def _times(tapes: _Tapes, rows: int, costs: Costs) -> dict[Any, float]:
     """What adds up from block to block: seconds, FLOPs, bytes. ("each", ...) is of one more microbatch."""
     step = tapes.at(rows)
     laid = lay_out(step, costs)
@@ -388,14 +516,15 @@ def _times(tapes: _Tapes, rows: int, costs: Costs, cluster: Cluster) -> dict[Any
         each = _spent(first, costs)
         each |= {"flops": found["flops"] / 2, "step": first.end_of(COMPUTE)}
         each["sent"] = float(sum(sum(it.sizes) for it in step[:second] if isinstance(it, Collective)))
-    if cluster.hardware.kind == "gpu":
-        tape = Tape()
-        tape.entries = tapes.tape.entries[: tapes.begins[2]]
-        use = allocator_use(tape, since=tapes.begins[0])
-        found |= {"reserved": float(use.reserved), "tensors": float(use.tensors)}
-    else:
-        found |= {"reserved": 0.0, "tensors": 0.0}
     return {**found, **{("each", name): seconds for name, seconds in each.items()}}
+
+
+def _reserved(tapes: _Tapes) -> dict[Any, float]:
+    """What the caching allocator holds at most, and the tensors, with one row."""
+    tape = Tape()
+    tape.entries = tapes.tape.entries[: tapes.begins[2]]
+    use = allocator_use(tape, since=tapes.begins[0])
+    return {"reserved": float(use.reserved), "tensors": float(use.tensors)}
 
 
 def _spent(laid: Timeline, costs: Costs) -> dict[Any, float]:
@@ -440,7 +569,7 @@ def _region_peaks(tapes: _Tapes, step: int, whole: Mapping[str, int], of_host: b
     since = tapes.begins[0] if step == 0 else begin
     found: dict[tuple[str, Phase], tuple[int, Mapping[State, int]]] = {}
     places: dict[Origin, tuple[str, Phase]] = {}
-    for place, held in memory_curve(tapes.tape, of_host=of_host):
+    for place, held in tapes.curve(of_host):
         if not since <= place < end:
             continue
         origin = tapes.tape.entries[place].origin
