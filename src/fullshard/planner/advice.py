@@ -44,7 +44,11 @@ def python_lines(subject: Subject, program: Program, figures: Figures, per_host:
         lines = ["from functools import partial", "", *lines]
         names = ["checkpoint", *_selective_names(program)]
         lines.append(f"from torch.utils.checkpoint import {', '.join(sorted(names, key=str.lower))}")
-    lines += ["", f"from fullshard import {', '.join(sorted(imports, key=str.lower))}"] if subject.model is not None else [""]
+    lines += (
+        ["", f"from fullshard import {', '.join(sorted(imports, key=str.lower))}"]
+        if subject.model is not None
+        else [""]
+    )
     lines += [*subject.paste, ""]
     if subject.model is not None:
         lines += [*before, f"options = dict({', '.join(options)})"]
@@ -76,7 +80,9 @@ def train_flags(subject: Subject, program: Program, figures: Figures, world: int
         flags.append(f"--reduce-wire {program.reduce_wire}")
     if program.checkpointing == "every-1":
         flags.append("--activation-checkpointing")
-    start = "fullshard" if hosts == 1 else f"torchrun --nnodes {hosts} --nproc-per-node {world // hosts} -m fullshard.cli"
+    start = (
+        "fullshard" if hosts == 1 else f"torchrun --nnodes {hosts} --nproc-per-node {world // hosts} -m fullshard.cli"
+    )
     if hosts == 1:
         flags.append(f"--ranks {world}")
     return f"{start} train {' '.join(flags)}"

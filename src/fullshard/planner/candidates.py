@@ -30,8 +30,8 @@ __all__ = [
     "Cluster",
     "Program",
     "programs",
-    "share_rows",
     "sharded",
+    "share_rows",
     "units_of",
 ]
 

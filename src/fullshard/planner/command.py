@@ -79,7 +79,9 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
             plan = search(question, tell=tell)
         changes = what_ifs(plan) if plan is not None and not (answer.fits_on or answer.largest_batch) else []
     if plan is None:
-        say("It fits on no number of hosts that was tried: one row's activations, or one unit, are too large for a rank.")
+        say(
+            "It fits on no number of hosts that was tried: one row's activations, or one unit, are too large for a rank."
+        )
         return FITS_NOT
     if answer.fits_on:
         cluster = plan.question.cluster

@@ -18,7 +18,7 @@ from fullshard.versions import versions
 
 __all__ = ["WIDTH", "WhatIf", "as_dict", "head", "paste", "said", "table", "what_ifs", "why"]
 
-WIDTH = 132
+WIDTH = 140
 _SHOWN = 12
 
 
@@ -60,8 +60,8 @@ def table(plan: Plan) -> Table:
     shown = Table(box=box.SIMPLE, pad_edge=False)
     left = ("strategy", "checkpoints", "limited by")
     for name in (
-        *("strategy", "checkpoints", "rows x micro", "peak, GB", "of usable", "step, ms", f"{subject.unit}/s", "MFU"),
-        *("exposed, ms", "limited by", "most rows"),
+        *("strategy", "checkpoints", "rows x micro", "peak, GB", "usable", "step, ms", f"{subject.unit}/s", "MFU"),
+        *("exposed", "limited by", "most rows"),
     ):
         shown.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     misfits = sorted((it for it in plan.found if not it.fits), key=lambda it: it.figures.needed_bytes)
@@ -193,7 +193,9 @@ def why(question: Question, found: Found) -> list[str]:
         ),
     ]
     by_state = sorted(figures.by_state.items(), key=lambda it: -it[1])
-    lines += [f"  {state.value:34}{_gb(nbytes):>12}" for state, nbytes in by_state if nbytes >= 1e-3 * figures.peak_bytes]
+    lines += [
+        f"  {state.value:34}{_gb(nbytes):>12}" for state, nbytes in by_state if nbytes >= 1e-3 * figures.peak_bytes
+    ]
     lines.append("The largest tensors then, with one row:")
     lines += [f"  {_gb(nbytes):>10}  {state.value}" for nbytes, state in found.sketch.peak_moment().largest[:5]]
     states = states_bytes(question, found.sketch.program)
@@ -340,5 +342,3 @@ def _gb(nbytes: float) -> str:
 def _ms(seconds: float) -> str:
     milliseconds = seconds * 1e3
     return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.2f}"
-
-

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.errors import ConfigError
 from fullshard.plan.costs import costs_of
 from fullshard.planner.candidates import (
     PRECISIONS,
@@ -32,7 +31,7 @@ __all__ = ["Found", "Plan", "Question", "largest_rows", "least_hosts", "search",
 
 _NO_MATTER = 0.97
 """What cannot take less than this share of the best time is not simulated any more: predictions are not that sharp."""
-_LEAST = 4
+_LEAST = 3
 """Programs that are simulated at least, if so many may fit: so that there is something to compare with."""
 
 _LIKELY = {"none": 1.0, "selective": 1.03, "every-2": 1.16, "every-1": 1.33}  # times that of none: for the order only
@@ -68,7 +67,7 @@ class Question:
     wires: tuple[str | None, str | None] = (None, None)
     max_norm: float | None = 1.0
     make_optimizer: MakeOptimizer | None = None
-    most: int = 10
+    most: int = 8
     exhaustive: bool = False
 
     def shapes(self) -> list[tuple[int, int]]:
@@ -107,9 +106,7 @@ class Question:
 
     def asked(self, program: Program) -> Sketch:
         """The sketch of `program`."""
-        return sketch(
-            self.subject, self.cluster, program, max_norm=self.max_norm, make_optimizer=self.make_optimizer
-        )
+        return sketch(self.subject, self.cluster, program, max_norm=self.max_norm, make_optimizer=self.make_optimizer)
 
 
 @dataclass(frozen=True)
@@ -176,8 +173,14 @@ def search(question: Question, *, tell: Callable[[str], None] = lambda it: None)
         plan.found += again.found
         plan.left_out |= {f"{reason}, with offload": count for reason, count in again.left_out.items()}
     best = plan.best
-    if best is not None and best.sketch.program.strategy not in ("ddp", "zero1", "own") and question.cluster.hosts > 1:
+    if best is not None and best.figures.limits["gathers"] > (1 - _NO_MATTER) * best.figures.step_s:
         ahead = replace(best.sketch.program, prefetch_depth=2)
+        if ahead.strategy in (
+            "ddp",
+            "zero1",
+            "own",
+        ):  # which gather nothing within a step, or as the user's function says
+            return plan
         found = _answer(question, question.asked(ahead))
         if found is not None and found.fits and found.figures.step_s < _NO_MATTER * best.figures.step_s:
             plan.found.append(found)

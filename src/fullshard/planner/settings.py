@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-
 from fullshard.command_line import MaybeFloat, MaybeInt, MaybePath, MaybeStr
 from fullshard.errors import ConfigError
 from fullshard.plan.hardware import Hardware, hardware
@@ -92,7 +91,7 @@ class SearchSettings:
     """Encoding of gathered parameters: int8 or fp8. It changes numbers, so it is never chosen unasked."""
     reduce_wire: MaybeStr = None
     """Encoding of gradients: bf16, int8 or int4. Likewise."""
-    most: int = 10
+    most: int = 8
     """Programs that are simulated at most, the likeliest first; 0 for all that may be the fastest."""
 
 
@@ -234,5 +233,3 @@ def _words(option: str, listed: str, known: tuple[str, ...]) -> tuple[str, ...]:
         found = unknown[0] if unknown else "nothing"
         raise ConfigError(f"--{option} {listed}: {found} is unknown. Take some of {', '.join(known)}, or all.")
     return words
-
-

@@ -94,7 +94,7 @@ class Figures:
         return max(self.limits, key=lambda name: self.limits[name])
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Tapes:
     """Two steps of one program on a model of `lengths` blocks: with one row, and with two."""
 
@@ -111,19 +111,39 @@ class _Tapes:
             self.curves[of_host] = list(memory_curve(self.tape, of_host=of_host))
         return self.curves[of_host]
 
+    @cached_property
+    def pairs(self) -> Sequence[tuple[Entry, Entry]] | None:
+        """Each entry of the step with one row, and its like with two rows; None if the model does different things.
+
+        What the engine does once, such as zeros for padding that are kept, has no like: it is the same at any rows.
+        """
+        likes: dict[Any, list[Entry]] = {}
+        for entry, key in zip(self.two, _kinds(self.two), strict=True):
+            likes.setdefault((entry.origin.unit, key), []).append(entry)
+        counts, found = Counter[Any](), list[tuple[Entry, Entry]]()
+        for entry, kind in zip(self.one, _kinds(self.one), strict=True):
+            key = entry.origin.unit, kind
+            known, number = likes.get(key, []), counts[key]
+            counts[key] += 1
+            if number < len(known):
+                found.append((entry, known[number]))
+            elif isinstance(entry, Operation) and entry.flops:
+                return None
+            else:
+                found.append((entry, entry))
+        return found
+
     @property
     def is_straight(self) -> bool:
-        """True if both steps are of the same entries, so that sizes at any number of rows can be told."""
-        return len(self.one) == len(self.two) and all(
-            type(a) is type(b) and a.lane == b.lane and a.origin.unit == b.origin.unit and a.origin.phase is b.origin.phase
-            for a, b in zip(self.one, self.two, strict=True)
-        )
+        """True if sizes at any number of rows can be told."""
+        return self.pairs is not None
 
     def at(self, rows: int) -> Sequence[Entry]:
         """The step with so many rows."""
         if rows <= 2:
             return (self.one, self.two)[rows - 1]
-        return [_scaled(a, b, rows - 1) for a, b in zip(self.one, self.two, strict=True)]
+        assert self.pairs is not None
+        return [_scaled(one, two, rows - 1) for one, two in self.pairs]
 
 
 @dataclass
@@ -170,7 +190,9 @@ class Sketch:
             ConfigError: what is on the tape changes with the rows, so that it cannot be told for so many.
         """
         if self.most_rows is not None and rows > self.most_rows:
-            raise ConfigError(f"{rows} rows: what the model does differs with them; up to {self.most_rows} can be told.")
+            raise ConfigError(
+                f"{rows} rows: what the model does differs with them; up to {self.most_rows} can be told."
+            )
         found = self._figures(rows)
         more = microbatches - (2 if self.program.accumulates else 1)
         peak, by_state, where = self._peak(rows)
@@ -415,22 +437,25 @@ def _with_two_rows(longer: _Tapes, first: _Tapes) -> _Tapes | None:
     A block's entries are those of its like on `first`. None if they are not.
     """
     pairs: dict[Any, list[tuple[Entry, Entry]]] = {}
-    for one, two in zip(first.one, first.two, strict=True):
-        pairs.setdefault(_kind_of(one, one.origin.unit), []).append((one, two))
+    assert first.pairs is not None
+    for pair, kind in zip(first.pairs, _kinds(first.one), strict=True):
+        pairs.setdefault((pair[0].origin.unit, kind), []).append(pair)
     counts = Counter[Any]()
     step: list[Entry] = []
-    for entry in longer.one:
-        key = _kind_of(entry, _likes(entry.origin.unit, longer.lengths, first.lengths))
-        number = counts[entry.origin.unit, key]
-        counts[entry.origin.unit, key] += 1
-        known = pairs.get(key, [])
-        if number >= len(known):
-            if entry.origin.phase in (Phase.FORWARD, Phase.BACKWARD) and isinstance(entry, Operation):
-                return None
-            step.append(entry)  # of more tensors at once: an optimizer's or the engine's own, whatever the rows
-        else:
+    for entry, kind in zip(longer.one, _kinds(longer.one), strict=True):
+        unit = entry.origin.unit
+        number = counts[unit, kind]
+        counts[unit, kind] += 1
+        known = pairs.get((_likes(unit, longer.lengths, first.lengths), kind), [])
+        if number < len(known):
             step.append(_moved(entry, *known[number]))
-    return replace(longer, two=step, tape=_joined(longer, step), begins=[*longer.begins[:3], longer.begins[2] + len(step)])
+        elif isinstance(entry, Operation) and entry.flops:
+            return None
+        else:
+            step.append(entry)  # of more tensors at once: an optimizer's or the engine's own, whatever the rows
+    return replace(
+        longer, two=step, tape=_joined(longer, step), begins=[*longer.begins[:3], longer.begins[2] + len(step)]
+    )
 
 
 def _joined(longer: _Tapes, step: Sequence[Entry]) -> Tape:
@@ -463,9 +488,27 @@ def _joined(longer: _Tapes, step: Sequence[Entry]) -> Tape:
     return tape
 
 
-def _kind_of(entry: Entry, unit: str) -> tuple[Any, ...]:
-    origin = entry.origin
-    return type(entry), getattr(entry, "name", ""), entry.lane, unit, origin.phase, origin.microbatch
+def _kinds(step: Sequence[Entry]) -> list[tuple[Any, ...]]:
+    """What entries are like one another by, in each unit: memory by the operation that writes it first."""
+    writers: dict[int, str] = {}  # by the place of the allocation
+    waiting: dict[int, int] = {}
+    for place, entry in enumerate(step):
+        if isinstance(entry, Allocation):
+            waiting[entry.storage] = place
+        elif isinstance(entry, Operation | Collective):
+            for access in entry.writes:
+                if access.storage in waiting:
+                    writers[waiting.pop(access.storage)] = entry.name
+    last: dict[int, int] = {}
+    found = []
+    for place, entry in enumerate(step):
+        name = getattr(entry, "name", "")
+        if isinstance(entry, Allocation):
+            last[entry.storage] = place
+        if isinstance(entry, Allocation | Free):
+            name = writers.get(last.get(entry.storage, -1), "")
+        found.append((type(entry), name, entry.lane, entry.origin.phase, entry.origin.microbatch))
+    return found
 
 
 def _likes(unit: str, lengths: Mapping[str, int], others: Mapping[str, int]) -> str:
@@ -507,7 +550,10 @@ def _times(tapes: _Tapes, rows: int, costs: Costs) -> dict[Any, float]:
     step = tapes.at(rows)
     laid = lay_out(step, costs)
     found = _spent(laid, costs)
-    found |= {"flops": model_flops(step), "sent": float(sum(sum(it.sizes) for it in step if isinstance(it, Collective)))}
+    found |= {
+        "flops": model_flops(step),
+        "sent": float(sum(sum(it.sizes) for it in step if isinstance(it, Collective))),
+    }
     second = next((place for place, entry in enumerate(step) if entry.origin.microbatch == 2), None)
     if second is None:
         each = dict.fromkeys(found, 0.0)
@@ -608,12 +654,11 @@ def _scaled(one: Entry, two: Entry, more: int) -> Entry:
             flops = one.flops + more * (two.flops - one.flops)
             return Operation(one.name, one.lane, one.origin, reads, writes, flops, one.copies, one.dtype)
         case (Allocation(), Allocation()) | (Free(), Free()):
-            return one if one.nbytes == two.nbytes else replace(one, nbytes=one.nbytes + more * (two.nbytes - one.nbytes))
+            return (
+                one if one.nbytes == two.nbytes else replace(one, nbytes=one.nbytes + more * (two.nbytes - one.nbytes))
+            )
     return one
 
 
 def _lengthened(one: Sequence[Access], two: Sequence[Access], more: int) -> tuple[Access, ...]:
-    return tuple(
-        Access(a.storage, 0, a.nbytes + more * (b.nbytes - a.nbytes)) for a, b in zip(one, two, strict=False)
-    )
-
+    return tuple(Access(a.storage, 0, a.nbytes + more * (b.nbytes - a.nbytes)) for a, b in zip(one, two, strict=False))

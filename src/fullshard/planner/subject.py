@@ -144,7 +144,9 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
     try:
         said = json.loads(config.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--config {config}: cannot be read as JSON ({error}). Name a model's config.json.") from error
+        raise ConfigError(
+            f"--config {config}: cannot be read as JSON ({error}). Name a model's config.json."
+        ) from error
     kind = said.pop("model_type", None) if isinstance(said, dict) else None
     if kind is None:
         raise ConfigError(f"--config {config}: says no model_type, so it is no configuration of transformers.")
@@ -226,7 +228,13 @@ def _like(tensor: Tensor) -> Tensor:
 def user_line(error: BaseException) -> str:
     """The last line of the user's own files in the traceback of `error`: " (train.py:12: y = x.item())", or nothing."""
     frames = traceback.extract_tb(error.__traceback__)
-    library = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), "site-packages", "<frozen", "<string")
+    library = (
+        str(Path(torch.__file__).parent),
+        str(Path(__file__).parent.parent),
+        "site-packages",
+        "<frozen",
+        "<string",
+    )
     own = [frame for frame in frames if not any(part in frame.filename for part in library)]
     python = str(Path(inspect.__file__).parent)
     own = [frame for frame in own if not frame.filename.startswith(python) or "site-packages" in frame.filename]
@@ -246,15 +254,15 @@ def _plain_or_sharded(
         raise
     except Exception as error:
         where = user_line(error)
-        remedy = "" if measure else " If it needs values, add --measure: it is made with them, in this machine's memory."
+        remedy = (
+            "" if measure else " If it needs values, add --measure: it is made with them, in this machine's memory."
+        )
         on = "" if measure else " on the meta device"
         raise ConfigError(
             f"--model {name}: cannot be made{on}{where}: {type(error).__name__}: {_line(error)}.{remedy}"
         ) from error
     if not isinstance(made, nn.Module):
-        raise ConfigError(
-            f"--model {name}: returned {type(made).__name__}, but must return the model, an nn.Module."
-        )
+        raise ConfigError(f"--model {name}: returned {type(made).__name__}, but must return the model, an nn.Module.")
     if not any(param.requires_grad for param in made.parameters()):
         raise ConfigError(f"--model {name}: returned a model without trained parameters. There is nothing to plan.")
     return made, None
