@@ -39,7 +39,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hpz", "hsdp", "hsdp_zero2", "hf
 """The named ones; hpz is zero3 with secondary shards within a host, hfsdp gathers across hosts once a step."""
 
 CHECKPOINTING = ("none", "selective", "every-2", "every-1")
-"""What is kept from forward to backward: all; products of matrices and attention; every other block; inputs of blocks."""
+"""What is kept up to backward: all; products of matrices and attention; all of every other block; inputs of blocks."""
 
 PRECISIONS = {
     "bf16": (torch.bfloat16, torch.float32),
@@ -245,7 +245,7 @@ def sharded(model: nn.Module, program: Program, per_host: int) -> nn.Module:
     """`model` itself, checkpointed and sharded as `program` says."""
     units = units_of(model)
     for unit in checkpointed(units, program.checkpointing):
-        unit.forward = partial(checkpoint, unit.forward, **_how(program.checkpointing))  # type: ignore[method-assign]
+        unit.forward = partial(checkpoint, unit.forward, **_how(program.checkpointing))
     options = program.options(per_host)
     for unit in (*units, model):
         shard_in_place((unit,), options)

@@ -79,9 +79,7 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
             plan = search(question, tell=tell)
         changes = what_ifs(plan) if plan is not None and not (answer.fits_on or answer.largest_batch) else []
     if plan is None:
-        say(
-            "It fits on no number of hosts that was tried: one row's activations, or one unit, are too large for a rank."
-        )
+        say("It fits on none of the worlds that were tried: a row's activations, or a unit, are too large for a rank.")
         return FITS_NOT
     if answer.fits_on:
         cluster = plan.question.cluster
@@ -138,6 +136,6 @@ def _largest(plan: Plan) -> list[str]:
         return ["Not even one row fits."]
     unit = plan.question.subject
     return [
-        f"Largest microbatch: {most.largest} rows of {unit.per_row} {unit.unit} a rank, with {most.sketch.program}. The "
-        "last column has that of the others."
+        f"Largest microbatch: {most.largest} rows of {unit.per_row} {unit.unit} a rank, with {most.sketch.program}. "
+        "The last column has that of the others."
     ]

@@ -42,8 +42,9 @@ class _Bar:
 
 
 def page(plan: Plan, changes: Sequence[WhatIf] = ()) -> str:
-    """The page of a plan in which something fits. It shows the step of the longest model that was run: one of few blocks,
-    where there are lists of like ones, so that each of them can be seen.
+    """The page of a plan in which something fits.
+
+    It shows the step of the longest model that was run: one of few blocks, where there are lists of like ones.
     """
     best = plan.best
     assert best is not None
@@ -157,7 +158,8 @@ _PAGE = """<!doctype html>
 @media (prefers-color-scheme: dark) { :root { --text: #e4e4e4; --back: #16181b; --line: #444; --soft: #202327; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1140px;
   margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; } td, th { padding: .2em .8em; border-bottom: 1px solid var(--line); text-align: right; }
+table { border-collapse: collapse; }
+td, th { padding: .2em .8em; border-bottom: 1px solid var(--line); text-align: right; }
 td:nth-child(-n+2), th:nth-child(-n+2) { text-align: left; }
 pre { background: var(--soft); padding: 1em; overflow-x: auto; } svg { width: 100%; height: auto; }
 svg text { fill: var(--text); font: 11px system-ui, sans-serif; } .key i { display: inline-block; width: .9em;
@@ -187,7 +189,8 @@ svg text { fill: var(--text); font: 11px system-ui, sans-serif; } .key i { displ
 <p>{{ most }} GB of tensors at the peak of what is shown; in the order in which the host asks for it.</p>
 <p class="key">{% for name, colour in states %}<i style="background:{{ colour }}"></i>{{ name }}{% endfor %}</p>
 <svg viewBox="0 0 {{ width }} {{ curve_height }}" role="img" aria-label="bytes by state over a step">
-{% for points, colour, name in areas %}<polygon points="{{ points }}" fill="{{ colour }}"><title>{{ name }}</title></polygon>
+{% for points, colour, name in areas %}
+<polygon points="{{ points }}" fill="{{ colour }}"><title>{{ name }}</title></polygon>
 {% endfor %}
 </svg>
 <h2>Lines to paste</h2>

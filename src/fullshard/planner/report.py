@@ -288,8 +288,8 @@ def _reason(best: Found, plan: Plan) -> str:
     figures, usable = best.figures, plan.question.cluster.usable_bytes
     share = figures.limits[figures.limited_by] / figures.step_s
     return (
-        f"It is the fastest that fits: {_ms(figures.step_s)} ms a step, of which {share:.0%} are {figures.limited_by}, in "
-        f"{figures.needed_bytes / usable:.0%} of the usable memory."
+        f"It is the fastest that fits: {_ms(figures.step_s)} ms a step, of which {share:.0%} are "
+        f"{figures.limited_by}, in {figures.needed_bytes / usable:.0%} of the usable memory."
     )
 
 

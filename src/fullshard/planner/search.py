@@ -399,7 +399,7 @@ class _Bounds:
         return 6 * numel * rows * self._question.subject.per_row / self._costs.flops_per_s
 
     def _wire_s(self, program: Program) -> float:
-        """Seconds that the messages of a step take at least, by the formulas of docs/strategies.md: all bytes at once."""
+        """Seconds that the messages of a step take at least: all bytes at once, by docs/strategies.md."""
         model = self._question.subject.model
         cluster = self._question.cluster
         if model is None or cluster.world < 2:

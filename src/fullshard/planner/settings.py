@@ -68,8 +68,8 @@ class MachineSettings:
     per_host: MaybeInt = None
     """Ranks on each. Left out: as many as the hardware has."""
     gpu_memory: MaybeFloat = None
-    """Share of an accelerator's memory that may be used. Left out: all but 2 GB, which CUDA's context, NCCL's buffers and
-    cuBLAS's workspaces take."""
+    """Share of an accelerator's memory that may be used. Left out: all but 2 GB, which CUDA's context, NCCL's buffers
+    and cuBLAS's workspaces take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,8 +166,8 @@ class PlanSettings:
             raise ConfigError(f"--gpu-memory {asked.gpu_memory:g}: must be a share, such as 0.95.")
         if per_host > machine.ranks_per_host and machine.kind == "gpu":
             raise ConfigError(
-                f"--per-host {per_host}: a host of {machine.name} has {machine.ranks_per_host}. Take so many, or describe "
-                f'another one in a TOML file: like = "{machine.name}", ranks_per_host = {per_host}'
+                f"--per-host {per_host}: a host of {machine.name} has {machine.ranks_per_host}. Take so many, or "
+                f'describe another one in a TOML file: like = "{machine.name}", ranks_per_host = {per_host}'
             )
         return Cluster(
             hardware=replace(machine, ranks_per_host=per_host),
@@ -187,8 +187,8 @@ class PlanSettings:
         if len(named) != 1:
             found = " and ".join(f"--{name}" for name in named) or "none of them"
             raise ConfigError(
-                f"--model, --config and --size each name a model; found {found}. Name one, such as --model my:make_model "
-                "--batch my:make_batch, or --size large."
+                f"--model, --config and --size each name a model; found {found}. Name one, such as --model "
+                "my:make_model --batch my:make_batch, or --size large."
             )
         if asked.seq is not None and asked.seq < 1:
             raise ConfigError(f"--seq {asked.seq}: must be at least 1.")

@@ -154,9 +154,9 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         described = transformers.AutoConfig.for_model(kind, **said)
         described.use_cache = False
         names = [name for name in said.get("architectures") or () if hasattr(transformers, name)]
-        made_by = getattr(transformers, names[0]) if names else transformers.AutoModelForCausalLM
+        made_by: Any = getattr(transformers, names[0]) if names else transformers.AutoModelForCausalLM
         with torch.device("meta"):
-            model = made_by(described) if names else made_by.from_config(described)
+            model: nn.Module = made_by(described) if names else made_by.from_config(described)
     except Exception as error:
         raise ConfigError(f"--config {config}: transformers makes no model of it: {_line(error)}") from error
     model.train()
