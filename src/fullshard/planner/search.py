@@ -302,7 +302,7 @@ def least_hosts(question: Question, *, most: int = 4096, tell: Callable[[str], N
 def states_bytes(question: Question, program: Program, activations: float = 0.0) -> float:
     """Bytes on a rank that no candidate of `program` can do without: parameters, their gradients and two moments.
 
-    The formulas are those of docs/strategies.md for AdamW; messages and all temporaries come on top. `activations` count
+    The formulas are those of docs/strategies.md for AdamW; messages and temporaries come on top. `activations` count
     where they are alive: at the end of a forward, when the optimizer's gradients are there only if they add up.
     """
     model = question.subject.model
@@ -345,7 +345,7 @@ class _Bounds:
     def __init__(self, question: Question) -> None:
         self._question = question
         self._busy: dict[str, float] = {}  # of the compute lane for a row, the least there was, by checkpointing
-        self._activations: dict[str, float] = {}  # bytes for a row, likewise
+        self._beyond: dict[str, tuple[float, float]] = {}  # bytes beyond states, of the first row and of each more
         self._costs = costs_of(question.cluster.hardware, dtype=self._dtype())
 
     def guess(self, program: Program) -> float:
@@ -357,8 +357,8 @@ class _Bounds:
         """Why `program` need not be simulated, if it need not. `asked` is how many have been."""
         usable = self._question.cluster.usable_bytes
         least = min(rows for rows, _ in self._question.shapes_of(program))
-        kept = self._activations.get(program.checkpointing, 0.0)
-        if states_bytes(self._question, program, 0.9 * kept * least) > usable:
+        first, each = self._beyond.get(program.checkpointing, (0.0, 0.0))
+        if states_bytes(self._question, program, 0.97 * (first + (least - 1) * each)) > usable:
             return "whose states and activations do not fit"
         best = plan.best
         if best is None or self._question.global_batch is None or asked < _LEAST:
@@ -381,9 +381,12 @@ class _Bounds:
             figures = made.figures(rows, count)
             busy = (figures.limits["compute"] + figures.limits["memory bandwidth"]) / (rows * count)
             self._busy[kept] = min(self._busy.get(kept, busy), busy)
-        if made.most_rows is None or made.most_rows > 1:
-            one, two = (made.activations(rows) for rows in (1, 2))
-            self._activations[kept] = max(0.0, min(self._activations.get(kept, two - one), two - one))
+        states = states_bytes(self._question, made.program)
+        if states:
+            first = max(0.0, made.needed_bytes(1) - states)
+            each = max(0.0, made.needed_bytes(2) - made.needed_bytes(1)) if made.most_rows is None else 0.0
+            known = self._beyond.get(kept, (first, each))
+            self._beyond[kept] = min(known[0], first), min(known[1], each)
 
     def _dtype(self) -> str:
         first = PRECISIONS.get(self._question.precisions[0], (None, None))[0]

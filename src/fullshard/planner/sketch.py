@@ -34,7 +34,7 @@ from fullshard.planner.candidates import Candidate, Cluster, Program, sharded
 from fullshard.planner.shorten import BlockList, block_lists, shortened
 from fullshard.planner.subject import Subject, copy_with_memory, user_line
 from fullshard.tape.recorder import Origin, Phase, note_origin
-from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Recorded, Tape
+from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Tape
 
 __all__ = ["LIMITS", "Figures", "MakeOptimizer", "Sketch", "sketch"]
 
@@ -215,10 +215,6 @@ class Sketch:
     def needed_bytes(self, rows: int) -> float:
         """What has to fit with so many rows: tensors at their peak, and what the allocator holds beyond them."""
         return self._peak(rows)[0] * self._held
-
-    def activations(self, rows: int) -> float:
-        """Bytes of activations at the peak."""
-        return self._peak(rows)[1][State.ACTIVATIONS]
 
     @cached_property
     def _held(self) -> float:
@@ -453,9 +449,8 @@ def _with_two_rows(longer: _Tapes, first: _Tapes) -> _Tapes | None:
             return None
         else:
             step.append(entry)  # of more tensors at once: an optimizer's or the engine's own, whatever the rows
-    return replace(
-        longer, two=step, tape=_joined(longer, step), begins=[*longer.begins[:3], longer.begins[2] + len(step)]
-    )
+    tape = _joined(longer, step)
+    return replace(longer, two=step, tape=tape, begins=[*longer.begins[:3], len(tape.entries)])
 
 
 def _joined(longer: _Tapes, step: Sequence[Entry]) -> Tape:
@@ -473,18 +468,14 @@ def _joined(longer: _Tapes, step: Sequence[Entry]) -> Tape:
     for entry in step:
         if isinstance(entry, Allocation):
             renamed.add(entry.storage)
-            entry = replace(entry, storage=entry.storage + more)
+            tape.entries.append(replace(entry, storage=entry.storage + more))
         elif isinstance(entry, Free) and entry.storage in renamed:
             renamed.discard(entry.storage)
-            entry = replace(entry, storage=entry.storage + more)
-        elif isinstance(entry, Free):
-            waiting = left.get((entry.lane, entry.nbytes))
-            if waiting:
-                entry = replace(entry, storage=waiting.pop(0))
-            elif entry.storage in mine:
-                continue
-        tape.entries.append(entry)
-    tape.entries += [Recorded(0, COMPUTE, _BETWEEN)] * (longer.begins[2] + len(step) - len(tape.entries))
+            tape.entries.append(replace(entry, storage=entry.storage + more))
+        elif isinstance(entry, Free) and (waiting := left.get((entry.lane, entry.nbytes))):
+            tape.entries.append(replace(entry, storage=waiting.pop(0)))
+        elif not (isinstance(entry, Free) and entry.storage in mine):
+            tape.entries.append(entry)
     return tape
 
 
@@ -537,8 +528,10 @@ def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
             ]
             flops = entry.flops + two.flops - one.flops
             return Operation(entry.name, entry.lane, entry.origin, each[0], each[1], flops, entry.copies, entry.dtype)
-        case (Allocation(), Allocation(), Allocation()) | (Free(), Free(), Free()):
-            return entry if one.nbytes == two.nbytes else replace(entry, nbytes=entry.nbytes + two.nbytes - one.nbytes)
+        case Allocation(), Allocation(), Allocation():
+            return replace(entry, nbytes=entry.nbytes + two.nbytes - one.nbytes)
+        case Free(), Free(), Free():
+            return replace(entry, nbytes=entry.nbytes + two.nbytes - one.nbytes)
     return entry
 
 
@@ -653,10 +646,10 @@ def _scaled(one: Entry, two: Entry, more: int) -> Entry:
             reads, writes = _lengthened(one.reads, two.reads, more), _lengthened(one.writes, two.writes, more)
             flops = one.flops + more * (two.flops - one.flops)
             return Operation(one.name, one.lane, one.origin, reads, writes, flops, one.copies, one.dtype)
-        case (Allocation(), Allocation()) | (Free(), Free()):
-            return (
-                one if one.nbytes == two.nbytes else replace(one, nbytes=one.nbytes + more * (two.nbytes - one.nbytes))
-            )
+        case Allocation(), Allocation():
+            return replace(one, nbytes=one.nbytes + more * (two.nbytes - one.nbytes))
+        case Free(), Free():
+            return replace(one, nbytes=one.nbytes + more * (two.nbytes - one.nbytes))
     return one
 
 
