@@ -35,6 +35,7 @@ _LEAST = 3
 """Programs that are simulated at least, if so many may fit: so that there is something to compare with."""
 
 _LIKELY = {"none": 1.0, "selective": 1.03, "every-2": 1.16, "every-1": 1.33}  # times that of none: for the order only
+_KEPT = {"none": 1.0, "selective": 0.6, "every-2": 0.6, "every-1": 0.2}  # of the memory of none, likewise
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # where no global batch is given
 
 
@@ -200,6 +201,7 @@ def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str
             waiting.append(program)
     bounds = _Bounds(question)
     waiting.sort(key=lambda it: (bounds.guess(it), it.syncs_each, it.accumulates))
+    waiting.sort(key=bounds.is_likely_too_large)
     asked = 0
     with _Workers(question) as ask:
         running: dict[Future[Any], Program] = {}
@@ -222,6 +224,7 @@ def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str
                 del running[future]
                 made = ask.sketch(future)
                 bounds.learn(made)
+                waiting.sort(key=bounds.is_likely_too_large)
                 found = _answer(question, made)
                 if found is None:
                     plan.leave_out("that cannot be told for so many rows")
@@ -352,6 +355,16 @@ class _Bounds:
         """What programs are ordered by: likely seconds, in units of nothing."""
         compute = _LIKELY[program.checkpointing] * self._compute_guess()
         return max(compute, self._wire_s(program)) + 0.1 * min(compute, self._wire_s(program))
+
+    def is_likely_too_large(self, program: Program) -> bool:
+        """Whether `program` probably does not fit, by what others take that keep more or less: for the order only."""
+        if not self._beyond:
+            return False
+        least = min(rows for rows, _ in self._question.shapes_of(program))
+        share = _KEPT.get(program.checkpointing, 1.0)
+        known = self._beyond.items()
+        likely = min((first + (least - 1) * each) * share / _KEPT[kept] for kept, (first, each) in known)
+        return states_bytes(self._question, program, likely) > self._question.cluster.usable_bytes
 
     def excludes(self, program: Program, plan: Plan, asked: int) -> str | None:
         """Why `program` need not be simulated, if it need not. `asked` is how many have been."""

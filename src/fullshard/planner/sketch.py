@@ -248,6 +248,8 @@ class Sketch:
         regions = self._regions(rows, of_host=False)
         region = max(regions, key=lambda it: regions[it] if it[-1] is None else -1.0)
         by_state = {state: max(0.0, regions.get((*region[:-1], state), 0.0)) for state in State}
+        share = regions[region] / max(sum(by_state.values()), 1.0)  # parts of a moment that is told, not seen
+        by_state = {state: share * nbytes for state, nbytes in by_state.items()}
         unit, phase, _ = region
         return regions[region], by_state, f"{phase.value} of {unit or 'the root'}"
 
