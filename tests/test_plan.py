@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,13 +130,14 @@ def test_a_slower_network_is_never_faster(plan):
     assert any(it.change == "Half the network" and it.of_best <= 1.001 for it in what_ifs(plan))
 
 
+@pytest.mark.slow
 def test_what_may_be_the_fastest_is_found_without_simulating_all(plan):
     found = search(asked(exhaustive=False))
     assert found.best.figures.step_s <= 1.03 * plan.best.figures.step_s
 
 
 def test_nothing_fits_and_that_is_said():
-    tiny = replace(H100, hardware=replace(H100.hardware, memory_bytes=1e6, host_memory_bytes=1e6), share=1.0)
+    tiny = replace(H100, hardware=replace(H100.hardware, memory_bytes=1e4, host_memory_bytes=1e4), share=1.0)
     found = search(asked(cluster=tiny, strategies=("zero3",), global_batch=8))
     assert found.best is None
     assert "Nothing fits" in said(found)[-1] and "--fits-on" in said(found)[-1]
@@ -261,14 +263,17 @@ def not_a_model():
 def made_of_values():
     return nn.Linear(int(torch.ones(3).sum().item()), 2)
 """
-USUAL = ["--hardware", "h100-80", "--checkpointing", "none", "--strategies", "zero3"]
+USUAL = ["--hardware", "h100-80", "--checkpointing", "none", "--strategies", "zero3", "--most", "1"]
+_NUMBERS = count()
 
 
 @pytest.fixture
 def models(tmp_path, monkeypatch):
-    (tmp_path / "my_training.py").write_text(MODELS)
+    """The module's name: one for each test, since modules stay imported."""
+    name = f"training_{next(_NUMBERS)}"
+    (tmp_path / f"{name}.py").write_text(MODELS)
     monkeypatch.chdir(tmp_path)
-    return "my_training.py"
+    return name
 
 
 def told(capsys: Any, *argv: str) -> tuple[int, str]:
@@ -278,16 +283,16 @@ def told(capsys: Any, *argv: str) -> tuple[int, str]:
 
 def test_a_user_s_own_model(models, capsys):
     code, out = told(
-        capsys, "--model", f"{models}:make_model", "--batch", f"{models}:make_batch", "--global-batch", "8", "--json", "-"
+        capsys, "--model", f"{models}.py:make_model", "--batch", f"{models}.py:make_batch", "--global-batch", "8", "--json", "-"
     )
     report = json.loads(out)
     assert code == 0
     assert report["recommended"]["samples_per_s"] > 0
-    assert "from my_training import make_model" in report["paste"]["Python"]
+    assert f"from {models} import make_model" in report["paste"]["Python"]
 
 
 def test_a_model_that_the_user_shards(models, capsys):
-    code, out = told(capsys, "--model", f"{models}:make_sharded", "--batch", f"{models}:one_row", "--json", "-")
+    code, out = told(capsys, "--model", f"{models}.py:make_sharded", "--batch", f"{models}.py:one_row", "--json", "-")
     report = json.loads(out)
     assert (code, report["recommended"]["strategy"], report["recommended"]["rows"]) == (0, "own", 1)
 
@@ -314,8 +319,8 @@ def test_other_questions(capsys, tmp_path):
 
 
 def test_values_are_measured_if_asked(models, capsys):
-    argv = ["--model", f"{models}:Asks", "--batch", f"{models}:make_batch", "--global-batch", "8"]
-    with pytest.raises(ConfigError, match=r"cannot be planned without values .*my_training.py:\d+.*x\[x.sum.*--measure"):
+    argv = ["--model", f"{models}.py:Asks", "--batch", f"{models}.py:make_batch", "--global-batch", "8"]
+    with pytest.raises(ConfigError, match=r"cannot be planned without values .*training_\d+.py:\d+: return x\[x.sum.*--measure"):
         told(capsys, *argv)
     assert told(capsys, *argv, "--measure")[0] == 0
 
@@ -350,12 +355,13 @@ def test_values_are_measured_if_asked(models, capsys):
 )
 def test_bad_input_is_answered(models, monkeypatch, tmp_path, argv, said):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    named = [item.replace("my_training", models) for item in argv]
     with pytest.raises(ConfigError, match=said):
-        run(["--hardware", "h100-80", *argv] if "--hardware" not in argv else argv)
+        run(["--hardware", "h100-80", *named] if "--hardware" not in argv else named)
 
 
 def test_what_cannot_be_a_loss_is_answered(models):
-    subject = named_subject("my_training.py:make_model", "my_training.py:make_batch", None)
+    subject = named_subject(f"{models}:make_model", f"{models}:make_batch", None)
     assert subject.seq is None
 
     class Nothing(nn.Module):
