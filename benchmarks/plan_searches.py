@@ -2,9 +2,10 @@
 
     python benchmarks/plan_searches.py --hardware here --json benchmarks/results/plan_searches.json
 
-For each of eight models (deep, wide, many tokens, few tokens, ...) all candidates are trained on two ranks of this machine,
-by turns: strategies, checkpointing, and the microbatches of a step of eight rows a rank. The plan, which has seen none of
-that, names one. What counts is how much longer its choice takes than the fastest that was measured: the goal is 3 %.
+For each of eight models (deep, wide, many tokens, few tokens, ...) all candidates are trained on two ranks of this
+machine, by turns: strategies, checkpointing, and the microbatches of a step of eight rows a rank. The plan, which has
+seen none of that, names one. What counts is how much longer its choice takes than the fastest that was measured: the
+goal is 3 %.
 `--hardware here` is what `fullshard calibrate` has written; any description of a CPU will do.
 
 The last line is the result as JSON.
@@ -114,6 +115,10 @@ def searched(name: str, cluster: Cluster, rounds: int) -> dict[str, Any]:
     }
 
 
+def _candidate(row: dict[str, Any]) -> Candidate:
+    return Candidate(**{**row, "program": Program(**row["program"])})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", default="here", help="a name, here, or the path of a TOML file")
@@ -127,7 +132,9 @@ def main() -> None:
     for name in options.searches.split(","):
         row = searched(name, cluster, options.rounds)
         rows.append(row)
-        chosen, best = (Candidate(**{**row[key], "program": Program(**row[key]["program"])}) for key in ("chosen", "best"))
+        chosen, best = (
+            Candidate(**{**row[key], "program": Program(**row[key]["program"])}) for key in ("chosen", "best")
+        )
         print(
             f"{name}: of {row['candidates']} the plan takes {chosen.program}, {chosen.rows} rows; "
             f"{row['slower']:.1%} slower than {best.program}, {best.rows} rows",

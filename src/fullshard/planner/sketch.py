@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from fullshard import dry
 from fullshard.engine.hooks import without_sync
@@ -368,7 +369,7 @@ def _taped(
     one = tape.entries[begins[1] : begins[2]]
     two = tape.entries[begins[2] : begins[3]] or one
     if not subject.values:
-        _check_reads_no_values(subject, one)
+        _check_reads_no_values(subject, cluster, one)
     return _Tapes(lengths, tape, begins, one, two)
 
 
@@ -418,15 +419,35 @@ def _told(subject: Subject, error: Exception, cause: BaseException) -> ConfigErr
     )
 
 
-def _check_reads_no_values(subject: Subject, step: Sequence[Entry]) -> None:
+def _check_reads_no_values(subject: Subject, cluster: Cluster, step: Sequence[Entry]) -> None:
     """Refuse a model that asks for values on its way: what it does then depends on them, and there are none."""
     for entry in step:
         if isinstance(entry, Operation) and entry.name in _READS_VALUES and entry.origin.phase is Phase.FORWARD:
             raise ConfigError(
-                f"{subject.name}: reads a value within its forward ({entry.name}, of .item(), bool() or the like, in "
-                f"{entry.origin.unit or 'the root'}), and what it does may depend on it. Add --measure: steps are then "
+                f"{subject.name}: reads a value within its forward{_line_that_reads(subject, cluster)}, by .item(), "
+                f"bool() or the like ({entry.name}), and what it does may depend on it. Add --measure: steps are then "
                 "taken on real tensors, in this machine's memory."
             )
+
+
+class _Reads(TorchFunctionMode):
+    """A context that notes the user's line that first asks a tensor for its value."""
+
+    line = ""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.line and getattr(func, "__name__", "") in ("item", "tolist", "__bool__", "__int__", "__float__"):
+            self.line = user_line(None)
+        return func(*args, **(kwargs or {}))
+
+
+def _line_that_reads(subject: Subject, cluster: Cluster) -> str:
+    if subject.model is None:
+        return ""
+    with dry.world(cluster.world, ranks_per_host=cluster.per_host), dry.taped(), _Reads() as reads:
+        subject.loss(copy_with_memory(subject.model, values=False), subject.make_batch(1))
+    found: str = reads.line
+    return found
 
 
 def _with_two_rows(longer: _Tapes, first: _Tapes) -> _Tapes | None:

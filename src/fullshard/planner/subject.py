@@ -225,9 +225,12 @@ def _like(tensor: Tensor) -> Tensor:
     return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
-def user_line(error: BaseException) -> str:
-    """The last line of the user's own files in the traceback of `error`: " (train.py:12: y = x.item())", or nothing."""
-    frames = traceback.extract_tb(error.__traceback__)
+def user_line(error: BaseException | None) -> str:
+    """The last line of the user's own files in the traceback of `error`: " (train.py:12: y = x.item())", or nothing.
+
+    If None, in the calls that are under way.
+    """
+    frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
     library = (
         str(Path(torch.__file__).parent),
         str(Path(__file__).parent.parent),
