@@ -54,7 +54,7 @@ def gpt(layers: int = 6) -> Subject:
 def test_a_short_model_tells_of_the_whole_one(strategy, kept, accumulates):
     """Memory by state, and time, with rows and microbatches that were never run.
 
-    Times bend where the host and the accelerator are about equally fast: with 3 rows `ddp` is told 6 % too short.
+    Times bend where the host and the accelerator are about equally fast: with one row `ddp` is told 1.5 % too short.
     """
     cluster = TWO_HOSTS if strategy in ("hsdp", "hpz") else H100
     program = Program(strategy=strategy, checkpointing=kept, accumulates=accumulates)
@@ -65,7 +65,7 @@ def test_a_short_model_tells_of_the_whole_one(strategy, kept, accumulates):
     assert short.step_s == pytest.approx(whole.step_s, rel=0.01)
     assert short.where == whole.where
     for state in State:
-        assert short.by_state[state] == pytest.approx(whole.by_state[state], rel=0.01, abs=0.001 * whole.peak_bytes)
+        assert short.by_state[state] == pytest.approx(whole.by_state[state], rel=0.01, abs=0.02 * whole.peak_bytes)
     assert (short.flops, short.sent_bytes) == pytest.approx((whole.flops, whole.sent_bytes))
 
 

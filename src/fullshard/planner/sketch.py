@@ -543,7 +543,7 @@ def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
     """`entry` with a row more, as `two` has one more than `one`."""
     match entry, one, two:
         case Operation(), Operation(), Operation():
-            if one.reads == two.reads and one.writes == two.writes and one.flops == two.flops:
+            if one.nbytes == two.nbytes and one.flops == two.flops:  # such as an optimizer's, of fewer tensors there
                 return entry
             each = [
                 tuple(Access(it.storage, 0, it.nbytes + b.nbytes - a.nbytes) for it, a, b in zip(*those, strict=False))
@@ -664,7 +664,7 @@ def _scaled(one: Entry, two: Entry, more: int) -> Entry:
     """An entry with `more` rows than `one` has, which `two` has one more than."""
     match one, two:
         case Operation(), Operation():
-            if one.reads == two.reads and one.writes == two.writes and one.flops == two.flops:
+            if one.nbytes == two.nbytes and one.flops == two.flops:
                 return one
             reads, writes = _lengthened(one.reads, two.reads, more), _lengthened(one.writes, two.writes, more)
             flops = one.flops + more * (two.flops - one.flops)
