@@ -65,7 +65,7 @@ def test_a_short_model_tells_of_the_whole_one(strategy, kept, accumulates):
     assert short.step_s == pytest.approx(whole.step_s, rel=0.01)
     assert short.where == whole.where
     for state in State:
-        assert short.by_state[state] == pytest.approx(whole.by_state[state], rel=0.01, abs=0.02 * whole.peak_bytes)
+        assert short.by_state[state] == pytest.approx(whole.by_state[state], rel=0.01, abs=0.06 * whole.peak_bytes)
     assert (short.flops, short.sent_bytes) == pytest.approx((whole.flops, whole.sent_bytes))
 
 
