@@ -80,6 +80,18 @@ ROOMS: dict[str, list[str] | None] = {
     "testing": None,
     "train": None,
     "integrations": None,
+    "planner": [
+        "shorten",
+        "subject",
+        "candidates",
+        "sketch",
+        "search",
+        "advice",
+        "report",
+        "page",
+        "settings",
+        "command",
+    ],
     "bench": None,
     "cli": None,
 }

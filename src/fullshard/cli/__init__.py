@@ -26,6 +26,7 @@ class Subcommand:
 
 
 SUBCOMMANDS = {
+    "plan": Subcommand("fullshard.planner.command", "say what fits on which machines, how fast, and with which lines"),
     "train": Subcommand("fullshard.train.command", "train a byte-level GPT with everything sharded over the ranks"),
     "parity": Subcommand(
         "fullshard.testing.parity.command", "compare sharded training with plain training, bit for bit"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -79,7 +80,7 @@ class Watch(TorchDispatchMode):
             with outside_of_modes():
                 return func(*args, **kwargs)
         if kind in ("view", "constant"):
-            with uncached(self._fakes):
+            with nullcontext() if func.is_view else uncached(self._fakes):
                 return func(*args, **kwargs)
         if kind == "collective":
             return self._collect(func, args, kwargs)

@@ -1,0 +1,208 @@
+"""A plan as lines to paste: Python, flags of `fullshard train`, and keys for the Trainer of transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fullshard.planner.candidates import PRECISIONS, Program, units_of
+from fullshard.planner.shorten import block_lists
+from fullshard.planner.sketch import Figures
+from fullshard.planner.subject import Subject
+
+__all__ = ["python_lines", "train_flags", "trainer_arguments"]
+
+
+def python_lines(subject: Subject, program: Program, figures: Figures, per_host: int) -> list[str]:
+    """A script's lines from the model to the optimizer, and the loop over microbatches."""
+    imports = {"fully_shard"}
+    options = []
+    before: list[str] = []
+    if program.strategy == "hfsdp":
+        imports |= {"Placement", "Placements"}
+        before += [
+            "S, G = Placement.SHARDED, Placement.GROUPED",
+            f"hfsdp = Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S, group={per_host})",
+        ]
+        options.append("strategy=hfsdp")
+    elif program.strategy == "hpz":
+        options.append(f"reshard_after_forward={per_host}")
+    elif program.strategy != "own":
+        options.append(f'strategy="{program.strategy}"')
+    if program.precision != "own" and (program.policy() != type(program.policy())()):
+        imports.add("MixedPrecisionPolicy")
+        options.append(f"mp_policy={_policy(program)}")
+    if program.offload:
+        imports.add("CPUOffloadPolicy")
+        options.append("offload_policy=CPUOffloadPolicy()")
+    units = _units(subject)
+    lines = ["import torch"]
+    if program.checkpointing != "none":
+        lines = ["from functools import partial", "", *lines]
+        names = ["checkpoint", *_selective_names(program)]
+        lines.append(f"from torch.utils.checkpoint import {', '.join(sorted(names, key=str.lower))}")
+    lines += (
+        ["", f"from fullshard import {', '.join(sorted(imports, key=str.lower))}"]
+        if subject.model is not None
+        else [""]
+    )
+    lines += [*subject.paste, ""]
+    if subject.model is not None:
+        lines += [*before, f"options = dict({', '.join(options)})"]
+        lines += [f"blocks = {units}"]
+        lines += _checkpointing(program)
+        lines += ["for block in blocks:", "    fully_shard(block, **options)", "fully_shard(model, **options)"]
+    if program.prefetch_depth > 1:
+        lines += _prefetching(program.prefetch_depth)
+    lines += ["optimizer = torch.optim.AdamW(model.parameters(), fused=True)"]
+    return [*lines, "", *_loop(program, figures)]
+
+
+def train_flags(subject: Subject, program: Program, figures: Figures, world: int, hosts: int) -> str | None:
+    """The command of the trainer; None if it has no such options, or the model is not its own."""
+    known = program.strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2")
+    simple = program.checkpointing in ("none", "every-1") and not program.offload and program.prefetch_depth == 1
+    if not subject.train_flags or not known or not simple or program.syncs_each:
+        return None
+    param, reduce = PRECISIONS[program.precision]
+    flags = [*subject.train_flags, f"--strategy {program.strategy}"]
+    candidate = figures.candidate
+    flags += [f"--batch {candidate.rows * world}", f"--accumulate {candidate.microbatches}"]
+    flags += [f"--dtype {'float32' if param is None else 'bfloat16'}"]
+    if reduce is not None and str(reduce) == "torch.bfloat16":
+        flags.append("--reduce-dtype bfloat16")
+    if program.gather_wire:
+        flags.append(f"--gather-wire {program.gather_wire}")
+    if program.reduce_wire:
+        flags.append(f"--reduce-wire {program.reduce_wire}")
+    if program.checkpointing == "every-1":
+        flags.append("--activation-checkpointing")
+    start = (
+        "fullshard" if hosts == 1 else f"torchrun --nnodes {hosts} --nproc-per-node {world // hosts} -m fullshard.cli"
+    )
+    if hosts == 1:
+        flags.append(f"--ranks {world}")
+    return f"{start} train {' '.join(flags)}"
+
+
+def trainer_arguments(subject: Subject, program: Program, figures: Figures, per_host: int) -> str | None:
+    """Arguments of `TrainingArguments` of transformers; None for what they have no keys of."""
+    if not subject.is_transformers or program.strategy in ("own", "hfsdp"):
+        return None
+    if program.checkpointing not in ("none", "every-1") or program.gather_wire or program.reduce_wire:
+        return None
+    config: dict[str, Any] = {"version": 2}
+    if program.strategy == "hpz":
+        config["reshard_after_forward"] = per_host
+    else:
+        config["strategy"] = program.strategy
+    assert subject.model is not None
+    layers = sorted({type(unit).__name__ for unit in units_of(subject.model)})
+    config["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
+    config["transformer_layer_cls_to_wrap"] = layers
+    if program.checkpointing == "every-1":
+        config["activation_checkpointing"] = True
+    if program.offload:
+        config["cpu_offload"] = True
+    if program.prefetch_depth > 1:
+        config["limit_all_gathers"] = False
+    param, reduce = PRECISIONS[program.precision]
+    if reduce is not None and reduce == param:
+        config["reduce_dtype"] = "bfloat16"
+    arguments = [
+        f"per_device_train_batch_size={figures.candidate.rows}",
+        f"gradient_accumulation_steps={figures.candidate.microbatches}",
+        *(["bf16=True"] if param is not None else []),
+        "fsdp=True",
+        f"fsdp_config={_python(config)}",
+    ]
+    return "TrainingArguments(\n    ...,\n" + "".join(f"    {it},\n" for it in arguments) + ")"
+
+
+def _python(value: dict[str, Any]) -> str:
+    return json.dumps(value).replace(": true", ": True").replace(": false", ": False")
+
+
+def _policy(program: Program) -> str:
+    param, reduce = PRECISIONS[program.precision]
+    given = {"param_dtype": param, "reduce_dtype": reduce}
+    parts = [f"{name}={dtype}" for name, dtype in given.items() if dtype is not None]
+    wires = {"gather_wire": program.gather_wire, "reduce_wire": program.reduce_wire}
+    parts += [f'{name}="{wire}"' for name, wire in wires.items() if wire]
+    return f"MixedPrecisionPolicy({', '.join(parts)})"
+
+
+def _units(subject: Subject) -> str:
+    """An expression for the modules that become units."""
+    if subject.model is None:
+        return ""
+    units = units_of(subject.model)
+    for blocks in block_lists(subject.model):
+        if list(_at(subject.model, blocks.fqn).children()) == units:
+            return f"list(model.{blocks.fqn})"
+    names = {module: name for name, module in subject.model.named_modules()}
+    parents = list(dict.fromkeys(names[unit].rpartition(".")[0] for unit in units))
+    whole = [child for parent in parents for child in _at(subject.model, parent).children()]
+    if whole == units and parents:
+        return f"[{', '.join(f'*model.{parent}' if parent else '*model' for parent in parents)}]"
+    listed = ", ".join(repr(names[unit]) for unit in units)
+    return f"[model.get_submodule(name) for name in ({listed}{',' if units else ''})]"
+
+
+def _at(model: nn.Module, fqn: str) -> nn.Module:
+    return model.get_submodule(fqn)
+
+
+def _selective_names(program: Program) -> Sequence[str]:
+    return ("CheckpointPolicy", "create_selective_checkpoint_contexts") if program.checkpointing == "selective" else ()
+
+
+def _checkpointing(program: Program) -> list[str]:
+    if program.checkpointing == "none":
+        return []
+    if program.checkpointing != "selective":
+        chosen = "blocks" if program.checkpointing == "every-1" else "blocks[1::2]"
+        return [
+            f"for block in {chosen}:",
+            "    block.forward = partial(checkpoint, block.forward, use_reentrant=False)",
+        ]
+    return [
+        "",
+        "",
+        "def keep_products(context, operation, *args, **kwargs):",
+        '    names = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")',
+        '    kept = str(operation._overloadpacket).removeprefix("aten.").startswith(names)',
+        "    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE",
+        "",
+        "",
+        "contexts = partial(create_selective_checkpoint_contexts, keep_products)",
+        "for block in blocks:",
+        "    block.forward = partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)",
+    ]
+
+
+def _prefetching(depth: int) -> list[str]:
+    return [
+        "for place, block in enumerate(blocks):",
+        f"    block.set_modules_to_forward_prefetch(blocks[place + 1 : place + {depth + 1}])",
+        f"    block.set_modules_to_backward_prefetch(blocks[max(0, place - {depth}) : place][::-1])",
+    ]
+
+
+def _loop(program: Program, figures: Figures) -> list[str]:
+    candidate = figures.candidate
+    rows = f"{candidate.rows} row{'s' * (candidate.rows > 1)} a rank"
+    if candidate.microbatches == 1:
+        return [f"# each step: one microbatch of {rows}"]
+    lines = [
+        f"# each step: {candidate.microbatches} microbatches of {rows}",
+        f"for number in range({candidate.microbatches}):",
+    ]
+    if program.syncs_each:
+        lines.append("    # gradients are reduced after each microbatch, which takes less memory than no_sync")
+    else:
+        lines.append(f"    model.set_requires_gradient_sync(number == {candidate.microbatches - 1})")
+    return [*lines, "    ...  # forward and backward", "optimizer.step()", "optimizer.zero_grad()"]

@@ -1,0 +1,141 @@
+"""`fullshard plan`: search, and say what was found. The exit code is 0 if something fits, 1 if nothing does."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fullshard.command_line import check_writable, near_matches, parse
+from fullshard.errors import ConfigError
+from fullshard.planner.candidates import STRATEGIES, Program
+from fullshard.planner.page import page
+from fullshard.planner.report import WIDTH, as_dict, head, paste, said, table, what_ifs, why
+from fullshard.planner.search import Found, Plan, Question, largest_rows, least_hosts, search
+from fullshard.planner.settings import PlanSettings
+
+__all__ = ["run"]
+
+FITS, FITS_NOT, INTERRUPTED = 0, 1, 130
+
+_DESCRIPTION = (
+    "Say what of a model fits on which machines, how fast it will be, where the time goes, and with which lines. The "
+    "engine itself is run without memory and without a GPU, and what it does is laid out on the machine's description. "
+    "The exit code is 0 if something fits, 1 if nothing does."
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Plan as `argv` says; the exit code.
+
+    Raises:
+        ConfigError: an option is not sound, or the model cannot be planned.
+    """
+    settings = parse(PlanSettings, argv, prog="fullshard plan", description=_DESCRIPTION)
+    answer = settings.answer
+    for name, path in (("json", answer.json), ("html", answer.html)):
+        if path is not None and str(path) != "-":
+            check_writable(name, Path(path))
+    if answer.why is not None and answer.why not in STRATEGIES:
+        raise ConfigError(
+            f"--why {answer.why}: unknown.{near_matches(answer.why, STRATEGIES)} Take one of {', '.join(STRATEGIES)}."
+        )
+    question = settings.question()
+    console = Console()
+    if not console.is_terminal:
+        console.width = WIDTH
+    try:
+        return _answered(settings, question, console)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _answered(settings: PlanSettings, question: Question, console: Console) -> int:
+    answer = settings.answer
+    quiet = answer.json == "-"
+
+    def say(*lines: str) -> None:
+        if not quiet:
+            for line in lines:
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    say(*head(question))
+    if answer.why is not None:
+        return _say_why(question, answer.why, answer.json, say)
+    waiting: Any = console.status("simulating") if console.is_terminal and not quiet else nullcontext()
+    with waiting as status:
+        tell = (lambda it: status.update(f"simulating {it}")) if status is not None else (lambda it: None)
+        if answer.fits_on:
+            plan = least_hosts(question, tell=tell)
+        elif answer.largest_batch:
+            plan = search(replace(question, global_batch=None), tell=tell)
+        else:
+            plan = search(question, tell=tell)
+        changes = what_ifs(plan) if plan is not None and not (answer.fits_on or answer.largest_batch) else []
+    if plan is None:
+        say("It fits on none of the worlds that were tried: a row's activations, or a unit, are too large for a rank.")
+        return FITS_NOT
+    if answer.fits_on:
+        cluster = plan.question.cluster
+        say(f"Fewest ranks that will do: {cluster.world} ({cluster.hosts} hosts of {cluster.per_host}).")
+    if not quiet:
+        console.print(table(plan))
+    if answer.largest_batch:
+        say(*_largest(plan))
+    else:
+        say(*said(plan), *map(str, changes))
+        for where, text in paste(plan).items():
+            say("", f"--- {where} ---", text)
+    report = as_dict(plan, changes)
+    if answer.json is not None:
+        text = json.dumps(report, indent=2, default=str) + "\n"
+        if quiet:
+            sys.stdout.write(text)
+        else:
+            Path(answer.json).write_text(text)
+    if answer.html is not None and plan.best is not None:
+        answer.html.write_text(page(plan, changes))
+    return FITS if plan.best is not None else FITS_NOT
+
+
+def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> int:
+    """Tell of one strategy, with the first of the checkpointing that is considered, and the fewest rows."""
+    rows, count = min(question.shapes())
+    program = Program(
+        strategy=strategy,
+        checkpointing=question.checkpointing[0],
+        precision=question.precisions[0],
+        offload=question.offload,
+        accumulates=count > 1,
+    )
+    made = question.asked(program)
+    figures, usable = made.figures(rows, count), question.cluster.usable_bytes
+    found = Found(made, figures, figures.needed_bytes <= usable, largest_rows(made, usable))
+    lines = why(question, found)
+    say(*lines)
+    if path is not None:
+        plan = Plan(question, [found])
+        text = json.dumps({**as_dict(plan), "why": lines}, indent=2, default=str) + "\n"
+        if path == "-":
+            sys.stdout.write(text)
+        else:
+            Path(path).write_text(text)
+    return FITS if found.fits else FITS_NOT
+
+
+def _largest(plan: Plan) -> list[str]:
+    """The largest microbatch of all that was simulated."""
+    most = max(plan.found, key=lambda it: it.largest, default=None)
+    if most is None or not most.largest:
+        return ["Not even one row fits."]
+    unit = plan.question.subject
+    return [
+        f"Largest microbatch: {most.largest} rows of {unit.per_row} {unit.unit} a rank, with {most.sketch.program}. "
+        "The last column has that of the others."
+    ]

@@ -1,0 +1,344 @@
+"""A plan in words: the table, the recommendation and its reason, and all of it for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from fullshard.errors import ConfigError
+from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
+from fullshard.planner.candidates import Candidate
+from fullshard.planner.search import Found, Plan, Question, states_bytes
+from fullshard.planner.sketch import Figures
+from fullshard.versions import versions
+
+__all__ = ["WIDTH", "WhatIf", "as_dict", "head", "paste", "said", "table", "what_ifs", "why"]
+
+WIDTH = 140
+_SHOWN = 12
+
+
+def head(question: Question) -> list[str]:
+    """What is planned for, and on what, with every constant that was fitted rather than looked up."""
+    subject, cluster = question.subject, question.cluster
+    fitted, machine = cluster.hardware.fitted, cluster.hardware
+    lines = [
+        f"{subject.name}: {_parameters(question)} on {_count(cluster.hosts, 'host')} of {cluster.per_host} "
+        f"({machine.name}: {machine.title})",
+    ]
+    lines += _states_line(question)
+    lines += [
+        f"Usable: {cluster.why_usable}.",
+        f"Fitted, not looked up: products of matrices reach {fitted.matmul_share:.0%} of the peak rate, other kernels "
+        f"{fitted.memory_share:.0%} of the memory's bandwidth, and the host asks for an operation in "
+        f"{fitted.host_s * 1e6:.1f} us.",
+    ]
+    return [*lines, *subject.notes]
+
+
+def _states_line(question: Question) -> list[str]:
+    """Bytes of states under ddp and under zero3: what sharding is for."""
+    model, world = question.subject.model, question.cluster.world
+    if model is None or question.make_optimizer is not None:
+        return []
+    stored = sum(it.numel() * it.element_size() for it in model.parameters())
+    trained = sum(it.numel() * it.element_size() for it in model.parameters() if it.requires_grad)
+    whole = stored + 3 * trained
+    return [
+        f"States (parameters, gradients, AdamW's two moments): {_gb(whole)} whole, {_gb(whole / world)} a rank if all "
+        f"of it is sharded over {world}."
+    ]
+
+
+def table(plan: Plan) -> Table:
+    """Every program that was simulated, the fastest of its candidates, those that fit first."""
+    subject, usable = plan.question.subject, plan.question.cluster.usable_bytes
+    shown = Table(box=box.SIMPLE, pad_edge=False)
+    left = ("strategy", "checkpoints", "limited by")
+    for name in (
+        *("strategy", "checkpoints", "rows x micro", "peak, GB", "usable", "step, ms", f"{subject.unit}/s", "MFU"),
+        *("exposed", "limited by", "most rows"),
+    ):
+        shown.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    misfits = sorted((it for it in plan.found if not it.fits), key=lambda it: it.figures.needed_bytes)
+    for found in (*plan.fitting[:_SHOWN], *misfits[: max(2, _SHOWN - len(plan.fitting))]):
+        shown.add_row(*_row(plan, found, usable), style=None if found.fits else "dim")
+    return shown
+
+
+def _row(plan: Plan, found: Found, usable: float) -> list[str]:
+    program, figures = found.sketch.program, found.figures
+    candidate, subject = figures.candidate, plan.question.subject
+    name = program.strategy + (", offload" if program.offload else "")
+    name += f", {program.prefetch_depth} ahead" if program.prefetch_depth > 1 else ""
+    name += f", {program.precision}" if len(plan.question.precisions) > 1 else ""
+    count = f"{candidate.rows} x {candidate.microbatches}" + (" sums" if program.syncs_each else "")
+    cells = [name, program.checkpointing, count, f"{figures.needed_bytes / 1e9:.1f}"]
+    cells.append(f"{figures.needed_bytes / usable:.0%}" + ("" if found.fits else " no"))
+    rate = candidate.rows * candidate.microbatches * plan.question.cluster.world * subject.per_row / figures.step_s
+    cells += [_ms(figures.step_s), f"{rate:,.0f}", f"{figures.flops_utilisation:.1%}"]
+    return [*cells, _ms(figures.exposed_s), figures.limited_by, str(found.largest)]
+
+
+def said(plan: Plan) -> list[str]:
+    """What is recommended and why, the runner-up, and what was left out."""
+    lines = [_left_out(plan)] if plan.left_out else []
+    names = sorted({name for found in plan.found for name in found.sketch.custom_operations})
+    if names:
+        lines.append(f"Without a formula of their FLOPs, and counted by their bytes: {', '.join(names)}.")
+    if any(found.sketch.program.syncs_each for found in plan.found):
+        lines.append("sums: gradients are reduced after each microbatch; otherwise after the last (no_sync).")
+    best, second = plan.best, plan.runner_up
+    if best is None:
+        return [*lines, _nothing_fits(plan)]
+    lines.append(f"Recommended: {_named(best)}. {_reason(best, plan)}")
+    if second is not None:
+        lines.append(f"Runner-up: {_named(second)}. {_behind(best, second)}")
+    return lines
+
+
+def paste(plan: Plan) -> dict[str, str]:
+    """The lines to paste by where they go; only those that there are."""
+    best, question = plan.best, plan.question
+    if best is None:
+        return {}
+    subject, cluster, program = question.subject, question.cluster, best.sketch.program
+    found: dict[str, str | None] = {
+        "Python": "\n".join(python_lines(subject, program, best.figures, cluster.per_host)),
+        "fullshard train": train_flags(subject, program, best.figures, cluster.world, cluster.hosts),
+        "TrainingArguments": trainer_arguments(subject, program, best.figures, cluster.per_host),
+    }
+    return {where: text for where, text in found.items() if text is not None}
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """How the answer changes with another machine. `figures` is None if nothing that is known fits there."""
+
+    change: str
+    figures: Figures | None
+    of_best: float  # times the throughput of the plan
+
+    def __str__(self) -> str:
+        if self.figures is None:
+            return f"{self.change}: nothing of the above fits."
+        program = self.figures.candidate.program
+        return (
+            f"{self.change}: {program.strategy}, checkpoints {program.checkpointing}, {self.figures.candidate.rows} x "
+            f"{self.figures.candidate.microbatches}: {_ms(self.figures.step_s)} ms a step, {self.of_best:.2f} times as "
+            "much in a second."
+        )
+
+
+def what_ifs(plan: Plan) -> list[WhatIf]:
+    """The answer with half the network (or link, within a host), by the same tapes; and with twice the hosts."""
+    best, question = plan.best, plan.question
+    if best is None:
+        return []
+    hardware = question.cluster.hardware
+    if question.cluster.hosts > 1:
+        slower = replace(hardware, network=replace(hardware.network, bytes_per_s=hardware.network.bytes_per_s / 2))
+        change = "Half the network"
+    else:
+        slower = replace(hardware, link=replace(hardware.link, bytes_per_s=hardware.link.bytes_per_s / 2))
+        change = "Half the link between ranks"
+    figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
+    found = [WhatIf(change, figures, _gain(best.figures, figures, 1))]
+    twice = replace(question, cluster=question.cluster.with_hosts(2 * question.cluster.hosts))
+    try:
+        twice.shapes()
+        program = best.sketch.program
+        if not twice.shapes_of(program):  # fewer microbatches are left
+            program = replace(program, accumulates=not program.accumulates, syncs_each=False)
+        figures = _fastest([(twice.asked(program), twice)])
+        found.append(WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2)))
+    except ConfigError as error:
+        found.append(WhatIf(f"Twice the hosts ({error})", None, 0.0))
+    return found
+
+
+def _fastest(sketches: Sequence[tuple[Any, Question]]) -> Figures | None:
+    each = [
+        made.figures(rows, count)
+        for made, question in sketches
+        for rows, count in question.shapes_of(made.program)
+        if made.most_rows is None or rows <= made.most_rows
+    ]
+    usable = sketches[0][1].cluster.usable_bytes if sketches else 0.0
+    fitting = [it for it in each if it.needed_bytes <= usable]
+    return min(fitting, key=lambda it: it.seconds_a_row, default=None)
+
+
+def _gain(best: Figures, other: Figures | None, times: int) -> float:
+    return 0.0 if other is None else times * best.seconds_a_row / other.seconds_a_row
+
+
+def why(question: Question, found: Found) -> list[str]:
+    """Why a program fits or does not: by how much, where, of what, and the largest tensors."""
+    figures, usable = found.figures, question.cluster.usable_bytes
+    over = figures.needed_bytes - usable
+    verdict = f"{_gb(over)} over" if over > 0 else f"{_gb(-over)} to spare"
+    lines = [
+        f"{found.sketch.program}, {figures.candidate.rows} rows a microbatch: {_gb(figures.needed_bytes)} needed, "
+        f"{_gb(usable)} usable: {verdict}.",
+        f"The peak of tensors is {_gb(figures.peak_bytes)}, in {figures.where}"
+        + (
+            f"; the caching allocator holds {_gb(figures.needed_bytes - figures.peak_bytes)} beyond them."
+            if figures.needed_bytes > figures.peak_bytes
+            else "."
+        ),
+    ]
+    by_state = sorted(figures.by_state.items(), key=lambda it: -it[1])
+    lines += [
+        f"  {state.value:34}{_gb(nbytes):>12}" for state, nbytes in by_state if nbytes >= 1e-3 * figures.peak_bytes
+    ]
+    lines.append("The largest tensors then, with one row:")
+    lines += [f"  {_gb(nbytes):>10}  {state.value}" for nbytes, state in found.sketch.peak_moment().largest[:5]]
+    states = states_bytes(question, found.sketch.program)
+    if states > usable:
+        lines.append(f"States alone take {_gb(states)}: no batch is small enough. Shard more, or take more ranks.")
+    elif over > 0 and found.largest:
+        lines.append(f"Up to {found.largest} rows a microbatch fit.")
+    return lines
+
+
+def as_dict(plan: Plan, changes: Sequence[WhatIf] = ()) -> dict[str, Any]:
+    """All of it, for JSON."""
+    cluster, best, second = plan.question.cluster, plan.best, plan.runner_up
+    return {
+        "versions": versions(),
+        "model": plan.question.subject.name,
+        "hardware": {
+            "name": cluster.hardware.name,
+            "hosts": cluster.hosts,
+            "per_host": cluster.per_host,
+            "usable_bytes": cluster.usable_bytes,
+            "fitted": asdict(cluster.hardware.fitted),
+        },
+        "global_batch": plan.question.global_batch,
+        "recommended": None if best is None else _found_dict(plan, best),
+        "runner_up": None if second is None else _found_dict(plan, second),
+        "said": said(plan),
+        "paste": paste(plan),
+        "what_if": [{"change": it.change, "throughput": it.of_best, **_candidate_dict(it.figures)} for it in changes],
+        "simulated": [_found_dict(plan, it) for it in (*plan.fitting, *(it for it in plan.found if not it.fits))],
+        "left_out": plan.left_out,
+    }
+
+
+def _found_dict(plan: Plan, found: Found) -> dict[str, Any]:
+    figures, subject = found.figures, plan.question.subject
+    rows = figures.candidate.rows * figures.candidate.microbatches * plan.question.cluster.world
+    return {
+        **_candidate_dict(figures),
+        "fits": found.fits,
+        "largest_rows": found.largest,
+        "needed_bytes": figures.needed_bytes,
+        "peak_bytes": figures.peak_bytes,
+        "peak_in": figures.where,
+        "by_state": {state.value: nbytes for state, nbytes in figures.by_state.items()},
+        "host_bytes": figures.host_bytes,
+        f"{subject.unit}_per_s": rows * subject.per_row / figures.step_s,
+        "flops_utilisation": figures.flops_utilisation,
+        "exposed_s": figures.exposed_s,
+        "limited_by": figures.limited_by,
+        "seconds": dict(figures.limits),
+        "sent_bytes": figures.sent_bytes,
+    }
+
+
+def _candidate_dict(figures: Figures | None) -> dict[str, Any]:
+    if figures is None:
+        return {"step_s": None}
+    candidate: Candidate = figures.candidate
+    return {
+        **asdict(candidate.program),
+        "rows": candidate.rows,
+        "microbatches": candidate.microbatches,
+        "step_s": figures.step_s,
+    }
+
+
+# -------------------------------------------------------------------------------------------------------- sentences
+
+
+def _named(found: Found) -> str:
+    figures, program = found.figures, found.sketch.program
+    count = figures.candidate
+    kept = {
+        "none": "without checkpoints",
+        "selective": "with selective checkpoints",
+        "every-2": "with every other block checkpointed",
+        "every-1": "with every block checkpointed",
+    }[program.checkpointing]
+    more = ", shards on the CPU" if program.offload else ""
+    more += f", {program.prefetch_depth} units gathered ahead" if program.prefetch_depth > 1 else ""
+    each = f"{count.rows} row{'s' * (count.rows > 1)} a microbatch"
+    each += f", {count.microbatches} microbatches a step" if count.microbatches > 1 else ""
+    if count.microbatches > 1:
+        each += ", each reduced" if program.syncs_each else ", reduced once"
+    return f"{program.strategy} {kept}{more}, {each}"
+
+
+def _reason(best: Found, plan: Plan) -> str:
+    figures, usable = best.figures, plan.question.cluster.usable_bytes
+    share = figures.limits[figures.limited_by] / figures.step_s
+    return (
+        f"It is the fastest that fits: {_ms(figures.step_s)} ms a step, of which {share:.0%} are "
+        f"{figures.limited_by}, in {figures.needed_bytes / usable:.0%} of the usable memory."
+    )
+
+
+def _behind(best: Found, second: Found) -> str:
+    slower = second.figures.seconds_a_row / best.figures.seconds_a_row - 1
+    rows = best.figures.candidate.rows * best.figures.candidate.microbatches
+    others = second.figures.candidate.rows * second.figures.candidate.microbatches
+    more = {
+        name: second.figures.limits[name] / others - best.figures.limits[name] / rows for name in best.figures.limits
+    }
+    most = max(more, key=lambda name: more[name])
+    less = 1 - second.figures.needed_bytes / best.figures.needed_bytes
+    memory = f"{abs(less):.0%} {'less' if less > 0 else 'more'} memory"
+    return f"{slower:.1%} slower, mostly by {most}; it takes {memory}."
+
+
+def _nothing_fits(plan: Plan) -> str:
+    usable = plan.question.cluster.usable_bytes
+    least = min(plan.found, key=lambda it: it.figures.needed_bytes, default=None)
+    ask = "--fits-on says how many ranks it takes"
+    if least is None:
+        return f"Nothing fits: the states alone take more than {_gb(usable)} a rank under every strategy; {ask}."
+    return (
+        f"Nothing fits: {least.sketch.program} needs least, {_gb(least.figures.needed_bytes)} of {_gb(usable)}, in "
+        f"{least.figures.where}; {ask}."
+    )
+
+
+def _left_out(plan: Plan) -> str:
+    parts = [f"{count} {reason}" for reason, count in plan.left_out.items()]
+    return f"Simulated: {len(plan.found)} programs. Left out: {'; '.join(parts)}."
+
+
+def _parameters(question: Question) -> str:
+    model = question.subject.model
+    if model is None:
+        return "sharded by the user's function"
+    numel = sum(it.numel() for it in model.parameters())
+    return f"{numel / 1e9:.2f}B parameters" if numel >= 1e8 else f"{numel / 1e6:.2f}M parameters"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:,.2f} GB" if nbytes < 1e10 else f"{nbytes / 1e9:,.1f} GB"
+
+
+def _ms(seconds: float) -> str:
+    milliseconds = seconds * 1e3
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.2f}"

@@ -1,0 +1,505 @@
+"""The search: what cannot fit, and what cannot be faster than the best so far, is left out; all else is simulated."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from fullshard.plan.costs import costs_of
+from fullshard.planner.candidates import (
+    PRECISIONS,
+    STRATEGIES,
+    Cluster,
+    Program,
+    programs,
+    share_rows,
+)
+from fullshard.planner.sketch import Figures, MakeOptimizer, Sketch, sketch
+from fullshard.planner.subject import Subject
+from fullshard.policy.strategy import Placement
+from fullshard.tape.recorder import Origin, Phase
+from fullshard.tape.tape import Access, Collective
+
+__all__ = ["Found", "Plan", "Question", "largest_rows", "least_hosts", "search", "states_bytes"]
+
+_NO_MATTER = 0.97
+"""What cannot take less than this share of the best time is not simulated any more: predictions are not that sharp."""
+_LEAST = 3
+"""Programs that are simulated at least, if so many may fit: so that there is something to compare with."""
+
+_LIKELY = {"none": 1.0, "selective": 1.03, "every-2": 1.16, "every-1": 1.33}  # times that of none: for the order only
+_KEPT = {"none": 1.0, "selective": 0.6, "every-2": 0.6, "every-1": 0.2}  # of the memory of none, likewise
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # where no global batch is given
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What is asked for.
+
+    Args:
+        subject: the model.
+        cluster: the machines.
+        global_batch: rows that a step learns from on all ranks; None for any.
+        strategies: those to consider.
+        checkpointing: likewise.
+        precisions: likewise.
+        offload: whether the offload of shards to the CPU is considered even where something fits without.
+        wires: encodings of gathers and of reductions, which change the numbers.
+        max_norm: clips gradients, if given.
+        make_optimizer: makes the optimizer of parameters; fused AdamW if None.
+        most: programs that are simulated at most; 0 for all that may be the fastest.
+        exhaustive: whether all that may fit are simulated, whatever they can reach.
+    """
+
+    subject: Subject
+    cluster: Cluster
+    global_batch: int | None = None
+    strategies: Sequence[str] = STRATEGIES
+    checkpointing: Sequence[str] = ("none", "selective", "every-2", "every-1")
+    precisions: Sequence[str] = ("bf16",)
+    offload: bool = False
+    wires: tuple[str | None, str | None] = (None, None)
+    max_norm: float | None = 1.0
+    make_optimizer: MakeOptimizer | None = None
+    most: int = 8
+    exhaustive: bool = False
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Rows of a microbatch and microbatches of a step that may be chosen.
+
+        Raises:
+            ConfigError: the ranks cannot share the global batch.
+        """
+        if self.global_batch is None:
+            return [(rows, 1) for rows in (_ROWS if self.subject.any_rows else (1,))]
+        mine = self.global_batch // self.cluster.world
+        rows = share_rows(self.global_batch, self.cluster.world)
+        return [(each, mine // each) for each in rows if self.subject.any_rows or each == 1]
+
+    def programs(self) -> list[Program]:
+        """The programs to consider."""
+        counts = [count for _, count in self.shapes()]
+        if self.subject.make_sharded is not None:
+            several = [False] * (1 in counts) + [True] * (max(counts) > 1)
+            each = [Program(strategy="own", precision="own", accumulates=it) for it in several]
+            return [*each, *(replace(it, syncs_each=True) for it in each if it.accumulates)]
+        found = programs(
+            self.cluster,
+            strategies=self.strategies,
+            checkpointing=self.checkpointing,
+            precisions=self.precisions,
+            offloads=(False, True) if self.offload else (False,),
+            accumulates=[False] * (1 in counts) + [True] * (max(counts) > 1),
+            wires=self.wires,
+        )
+        return list(found)
+
+    def shapes_of(self, program: Program) -> list[tuple[int, int]]:
+        """Those of `shapes` that are of `program`."""
+        return [(rows, count) for rows, count in self.shapes() if (count > 1) == program.accumulates]
+
+    def asked(self, program: Program) -> Sketch:
+        """The sketch of `program`."""
+        return sketch(self.subject, self.cluster, program, max_norm=self.max_norm, make_optimizer=self.make_optimizer)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A program, the fastest of its candidates that fit, or else the one that needs least."""
+
+    sketch: Sketch
+    figures: Figures
+    fits: bool
+    largest: int  # rows of a microbatch that fit at most, whatever the global batch
+
+
+@dataclass
+class Plan:
+    """What the search has found: programs in order of time, those that fit first.
+
+    `left_out` says how many were not simulated, by reason.
+    """
+
+    question: Question
+    found: list[Found] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def fitting(self) -> list[Found]:
+        """Those that fit, the fastest first."""
+        return sorted((it for it in self.found if it.fits), key=lambda it: it.figures.seconds_a_row)
+
+    @property
+    def best(self) -> Found | None:
+        """The fastest of those that fit."""
+        return next(iter(self.fitting), None)
+
+    @property
+    def runner_up(self) -> Found | None:
+        """The fastest that is not the best one's strategy and checkpointing."""
+        best = self.best
+        if best is None:
+            return None
+        chosen = best.sketch.program
+        others = (
+            it
+            for it in self.fitting
+            if (it.sketch.program.strategy, it.sketch.program.checkpointing) != (chosen.strategy, chosen.checkpointing)
+        )
+        return next(others, None)
+
+    def leave_out(self, reason: str) -> None:
+        """Count a program that is not simulated."""
+        self.left_out[reason] = self.left_out.get(reason, 0) + 1
+
+
+def search(question: Question, *, tell: Callable[[str], None] = lambda it: None) -> Plan:
+    """The plan: every program that may fit and may be the fastest, simulated.
+
+    Raises:
+        ConfigError: the model cannot be run dry, or the ranks cannot share the global batch.
+    """
+    plan = _searched(question, question.programs(), tell)
+    if plan.best is None and not question.offload and question.subject.make_sharded is None:
+        tell("nothing fits: the same with shards on the CPU")
+        offloaded = replace(question, offload=True)
+        again = _searched(offloaded, [it for it in offloaded.programs() if it.offload], tell)
+        plan.found += again.found
+        plan.left_out |= {f"{reason}, with offload": count for reason, count in again.left_out.items()}
+    best = plan.best
+    if best is not None and best.figures.limits["gathers"] > (1 - _NO_MATTER) * best.figures.step_s:
+        ahead = replace(best.sketch.program, prefetch_depth=2)
+        if ahead.strategy in (
+            "ddp",
+            "zero1",
+            "own",
+        ):  # which gather nothing within a step, or as the user's function says
+            return plan
+        found = _answer(question, question.asked(ahead))
+        if found is not None and found.fits and found.figures.step_s < _NO_MATTER * best.figures.step_s:
+            plan.found.append(found)
+    return plan
+
+
+def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str], None]) -> Plan:
+    plan = Plan(question)
+    usable = question.cluster.usable_bytes
+    waiting = []
+    for program in wanted:
+        if not question.shapes_of(program):
+            continue
+        if states_bytes(question, program) > usable:
+            plan.leave_out("whose states alone do not fit")
+        else:
+            waiting.append(program)
+    bounds = _Bounds(question)
+    waiting.sort(key=lambda it: (bounds.guess(it), it.syncs_each, it.accumulates))
+    waiting.sort(key=bounds.is_likely_too_large)
+    asked = 0
+    with _Workers(question) as ask:
+        running: dict[Future[Any], Program] = {}
+        while waiting or running:
+            while waiting and len(running) < ask.at_once:
+                program = waiting.pop(0)
+                reason = None if question.exhaustive else bounds.excludes(program, plan, asked)
+                if reason is None and 0 < question.most <= asked and not question.exhaustive:
+                    reason = f"behind the {question.most} likeliest (--most 0 takes all)"
+                if reason is not None:
+                    plan.leave_out(reason)
+                    continue
+                asked += 1
+                tell(f"{asked}: {program}")
+                running[ask(program)] = program
+            if not running:
+                break
+            done, _ = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                del running[future]
+                made = ask.sketch(future)
+                bounds.learn(made)
+                waiting.sort(key=bounds.is_likely_too_large)
+                found = _answer(question, made)
+                if found is None:
+                    plan.leave_out("that cannot be told for so many rows")
+                else:
+                    plan.found.append(found)
+    return plan
+
+
+def _answer(question: Question, made: Sketch) -> Found | None:
+    """The best candidate of a program."""
+    usable = question.cluster.usable_bytes
+    shapes = [
+        (rows, count)
+        for rows, count in question.shapes_of(made.program)
+        if made.most_rows is None or rows <= made.most_rows
+    ]
+    if not shapes:
+        return None
+    small = [made.figures(rows, count) for rows, count in shapes if made.needed_bytes(rows) <= usable]
+    fitting = [it for it in small if _host_fits(question.cluster, it)]
+    if fitting:
+        chosen = min(fitting, key=lambda it: it.seconds_a_row)
+    else:
+        chosen = made.figures(*min(shapes, key=lambda it: made.needed_bytes(it[0])))
+    return Found(made, chosen, bool(fitting), largest_rows(made, usable))
+
+
+def _host_fits(cluster: Cluster, figures: Figures) -> bool:
+    """True if all ranks of a host have room in its memory for what is offloaded."""
+    if cluster.hardware.kind == "cpu":
+        return True
+    return figures.host_bytes * cluster.per_host <= 0.9 * cluster.hardware.host_memory_bytes
+
+
+def largest_rows(made: Sketch, usable: float) -> int:
+    """The most rows of a microbatch that fit; 0 if not even one does."""
+    if made.needed_bytes(1) > usable:
+        return 0
+    if made.most_rows is not None:
+        return max(rows for rows in range(1, made.most_rows + 1) if made.needed_bytes(rows) <= usable)
+    below, above = 1, 2
+    while made.needed_bytes(above) <= usable and above < 1 << 16:
+        below, above = above, 2 * above
+    while above - below > 1:
+        middle = (below + above) // 2
+        below, above = (middle, above) if made.needed_bytes(middle) <= usable else (below, middle)
+    return below
+
+
+def least_hosts(question: Question, *, most: int = 4096, tell: Callable[[str], None] = lambda it: None) -> Plan | None:
+    """The plan for the fewest ranks on which one row fits, on part of a host or several; None if none up to `most` do.
+
+    Worlds are powers of two within a host, then whole hosts. The formula says where to begin.
+    """
+    whole = question.cluster.per_host
+    within = [ranks for ranks in (2**n for n in range(20)) if ranks < whole]
+    sizes = [(1, ranks) for ranks in within] + [(2**n, whole) for n in range(20) if 2**n * whole <= most * whole]
+    for hosts, per_host in sizes:
+        if hosts > most:
+            break
+        cluster = replace(question.cluster, hosts=hosts, per_host=per_host)
+        leanest = "zero3" if cluster.world > 1 else "ddp"
+        kept = [it for it in ("none", "every-1") if it in question.checkpointing] or list(question.checkpointing)
+        asked = replace(question, cluster=cluster, global_batch=None, strategies=(leanest,), checkpointing=kept)
+        wanted = list(asked.programs())
+        if not wanted or min(states_bytes(asked, it) for it in wanted) > cluster.usable_bytes:
+            continue
+        tell(f"{cluster.world} ranks")
+        plan = _searched(replace(asked, exhaustive=True), wanted, tell)
+        if plan.best is not None:
+            return plan
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------- bounds
+
+
+def states_bytes(question: Question, program: Program, activations: float = 0.0) -> float:
+    """Bytes on a rank that no candidate of `program` can do without: parameters, their gradients and two moments.
+
+    The formulas are those of docs/strategies.md for AdamW; messages and temporaries come on top. `activations` count
+    where they are alive: at the end of a forward, when the optimizer's gradients are there only if they add up.
+    """
+    model = question.subject.model
+    if model is None or question.make_optimizer is not None:
+        return activations
+    stored, trained = _bytes_of(model)
+    if program.offload:
+        return activations
+    placements = program.placements(question.cluster.per_host)
+    shards = question.cluster.per_host if placements.replicated else question.cluster.world
+    parts = {Placement.WHOLE: 1, Placement.SHARDED: shards, Placement.GROUPED: question.cluster.per_host}
+    param, reduce = PRECISIONS[program.precision]
+    held = (stored + 2 * trained) / parts[placements.optimizer]
+    if placements.parameters is not placements.optimizer:  # a copy beside the optimizer's own, in the compute dtype
+        held += stored / parts[placements.parameters] / (1 if param is None else 2)
+        held -= stored / parts[placements.optimizer] if param is None else 0.0
+    at_step = held + trained / parts[placements.optimizer]
+    sums = trained / parts[placements.gradients]
+    if program.accumulates and not program.syncs_each and placements.gradients is Placement.SHARDED:
+        sums = trained / (1 if reduce is None or reduce.itemsize == 4 else 2)  # whole, until they are reduced
+    in_step = 0.0
+    if placements.parameters_in_step is not placements.parameters:
+        in_step = stored / parts[placements.parameters_in_step] / (1 if param is None else 2)
+    forward = held + in_step + activations + (sums if program.accumulates else 0.0)
+    return max(at_step, forward)
+
+
+def _bytes_of(model: nn.Module) -> tuple[float, float]:
+    """Of all parameters, and of those that are trained."""
+    params = list(model.parameters())
+    return (
+        float(sum(it.numel() * it.element_size() for it in params)),
+        float(sum(it.numel() * it.element_size() for it in params if it.requires_grad)),
+    )
+
+
+class _Bounds:
+    """What is known of programs that have not been simulated, from formulas and from those that have been."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._busy: dict[str, float] = {}  # of the compute lane for a row, the least there was, by checkpointing
+        self._beyond: dict[str, tuple[float, float]] = {}  # bytes beyond states, of the first row and of each more
+        self._costs = costs_of(question.cluster.hardware, dtype=self._dtype())
+
+    def guess(self, program: Program) -> float:
+        """What programs are ordered by: likely seconds, in units of nothing."""
+        compute = _LIKELY[program.checkpointing] * self._compute_guess()
+        return max(compute, self._wire_s(program)) + 0.1 * min(compute, self._wire_s(program))
+
+    def is_likely_too_large(self, program: Program) -> bool:
+        """Whether `program` probably does not fit, by what others take that keep more or less: for the order only."""
+        if not self._beyond:
+            return False
+        least = min(rows for rows, _ in self._question.shapes_of(program))
+        share = _KEPT.get(program.checkpointing, 1.0)
+        known = self._beyond.items()
+        likely = min((first + (least - 1) * each) * share / _KEPT[kept] for kept, (first, each) in known)
+        return states_bytes(self._question, program, likely) > self._question.cluster.usable_bytes
+
+    def excludes(self, program: Program, plan: Plan, asked: int) -> str | None:
+        """Why `program` need not be simulated, if it need not. `asked` is how many have been."""
+        usable = self._question.cluster.usable_bytes
+        least = min(rows for rows, _ in self._question.shapes_of(program))
+        first, each = self._beyond.get(program.checkpointing, (0.0, 0.0))
+        if states_bytes(self._question, program, 0.97 * (first + (least - 1) * each)) > usable:
+            return "whose states and activations do not fit"
+        best = plan.best
+        if best is None or self._question.global_batch is None or asked < _LEAST:
+            return None
+        count = self._question.global_batch // self._question.cluster.world
+        known = self._busy.get(program.checkpointing, self._busy.get("none", 0.0))
+        if max(known * count, self._wire_s(program)) >= _NO_MATTER * best.figures.step_s:
+            return f"that cannot be {1 - _NO_MATTER:.0%} faster than the best"
+        return None
+
+    def learn(self, made: Sketch) -> None:
+        """Take in what was simulated."""
+        usable = self._question.cluster.usable_bytes
+        shapes = self._question.shapes_of(made.program)
+        shapes = [it for it in shapes if made.most_rows is None or it[0] <= made.most_rows]
+        fitting = [it for it in shapes if made.needed_bytes(it[0]) <= usable] or [min(shapes)] if shapes else []
+        kept = made.program.checkpointing
+        if fitting:
+            rows, count = max(fitting)
+            figures = made.figures(rows, count)
+            busy = (figures.limits["compute"] + figures.limits["memory bandwidth"]) / (rows * count)
+            self._busy[kept] = min(self._busy.get(kept, busy), busy)
+        states = states_bytes(self._question, made.program)
+        if states:
+            first = max(0.0, made.needed_bytes(1) - states)
+            each = max(0.0, made.needed_bytes(2) - made.needed_bytes(1)) if made.most_rows is None else 0.0
+            known = self._beyond.get(kept, (first, each))
+            self._beyond[kept] = min(known[0], first), min(known[1], each)
+
+    def _dtype(self) -> str:
+        first = PRECISIONS.get(self._question.precisions[0], (None, None))[0]
+        return "float32" if first is None else str(first).removeprefix("torch.")
+
+    def _compute_guess(self) -> float:
+        """Seconds of products of matrices in a step: 6 FLOPs for each parameter and token."""
+        model = self._question.subject.model
+        if model is None:
+            return 0.0
+        numel = sum(it.numel() for it in model.parameters())
+        rows = (self._question.global_batch or self._question.cluster.world) / self._question.cluster.world
+        return 6 * numel * rows * self._question.subject.per_row / self._costs.flops_per_s
+
+    def _wire_s(self, program: Program) -> float:
+        """Seconds that the messages of a step take at least: all bytes at once, by docs/strategies.md."""
+        model = self._question.subject.model
+        cluster = self._question.cluster
+        if model is None or cluster.world < 2:
+            return 0.0
+        param, reduce = PRECISIONS[program.precision]
+        trained = sum(it.numel() for it in model.parameters() if it.requires_grad)
+        numel = sum(it.numel() for it in model.parameters())
+        gathered = (param.itemsize if param else 4) * numel * (0.25 if program.gather_wire else 1.0)
+        summed = (reduce.itemsize if reduce else 4) * trained * (0.125 if program.reduce_wire else 1.0)
+        count = min(count for _, count in self._question.shapes_of(program))
+        sums = count if program.syncs_each else 1
+        everyone, host = tuple(range(cluster.world)), tuple(range(cluster.per_host))
+        across = tuple(range(0, cluster.world, cluster.per_host))
+        strategy = program.strategy
+        if strategy == "ddp":
+            return sums * self._seconds("all_reduce", 4.0 * trained, everyone)
+        if strategy in ("hsdp", "hsdp_zero2"):
+            times = 2 if strategy == "hsdp" else 1
+            within = count * times * self._seconds("all_gather", gathered, host)
+            within += sums * self._seconds("reduce_scatter", summed, host)
+            return max(within, sums * self._seconds("all_reduce", summed / cluster.per_host, across))
+        if strategy == "hfsdp":
+            return self._seconds("all_gather", gathered, everyone) / cluster.per_host
+        times = {"zero1": sums, "zero2": count, "hpz": count, "zero3": 2 * count}[strategy]
+        return times * self._seconds("all_gather", gathered, everyone) + sums * self._seconds(
+            "reduce_scatter", summed, everyone
+        )
+
+    def _seconds(self, name: str, nbytes: float, ranks: tuple[int, ...]) -> float:
+        whole, part = Access(0, 0, int(nbytes)), Access(1, 0, int(nbytes / len(ranks)))
+        reads, writes = ((part,), (whole,)) if name == "all_gather" else ((whole,), (part,))
+        if name == "all_reduce":
+            writes = (whole,)
+        origin = Origin("", Phase.IDLE)
+        return self._costs.of_collective(Collective(name, "gather", origin, reads, writes, ranks, (int(nbytes),)))
+
+
+# ------------------------------------------------------------------------------------------------- processes at once
+
+
+class _Workers:
+    """Sketches made by other processes, as far as there are cores; they are forked, and so know the question."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._pool: ProcessPoolExecutor | None = None
+        self.at_once = 1
+
+    def __enter__(self) -> _Workers:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        if sys.platform == "linux" and cores > 1 and not self._question.subject.values:
+            context = multiprocessing.get_context("fork")
+            _ASKED.append(self._question)
+            self.at_once = min(cores, 8)
+            self._pool = ProcessPoolExecutor(self.at_once, mp_context=context)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+            _ASKED.pop()
+
+    def __call__(self, program: Program) -> Future[Any]:
+        if self._pool is None:
+            future: Future[Any] = Future()
+            try:
+                future.set_result(self._question.asked(program))
+            except BaseException as error:
+                future.set_exception(error)
+            return future
+        return self._pool.submit(_sketched, program)
+
+    def sketch(self, future: Future[Any]) -> Sketch:
+        """The sketch that a call has promised."""
+        made = future.result()
+        if isinstance(made, Sketch):
+            return made
+        return Sketch(self._question.subject, self._question.cluster, *made)
+
+
+_ASKED: list[Question] = []  # by this process, of those that it forks: the functions in a question cannot be sent
+
+
+def _sketched(program: Program) -> tuple[Any, ...]:
+    """In a forked process: all of a sketch that can be sent back."""
+    made = _ASKED[-1].asked(program)
+    return made.program, made.tapes, made.whole

@@ -1,0 +1,235 @@
+"""The settings of `fullshard plan`, and the question that follows from them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from fullshard.command_line import MaybeFloat, MaybeInt, MaybePath, MaybeStr
+from fullshard.errors import ConfigError
+from fullshard.plan.hardware import Hardware, hardware
+from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, Cluster
+from fullshard.planner.search import Question
+from fullshard.planner.sketch import MakeOptimizer
+from fullshard.planner.subject import Subject, gpt_subject, named_subject, transformers_subject
+from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES
+from fullshard.testing.parity.named import function_named
+from fullshard.train.settings import ModelSettings
+
+__all__ = ["PlanSettings"]
+
+HERE = "here"
+_DEFAULT_SEQ = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubjectSettings:
+    """The model and its data: functions, named as package.module:function or file.py:function, or a description."""
+
+    model: MaybeStr = None
+    """A function without arguments that returns the plain model. It is called on the meta device, so that size does not
+    matter. One that returns a model which it has sharded is planned as it is sharded."""
+    batch: MaybeStr = None
+    """A function of the number of rows that returns one microbatch. One without arguments returns one row."""
+    loss: MaybeStr = None
+    """A function loss(model, batch). Left out: the model's output, its .loss, or the mean of what it returns."""
+    config: MaybePath = None
+    """Instead of a function: the config.json of a model of the transformers library."""
+    size: MaybeStr = None
+    """Instead of a function: a size of the trainer's GPT, as in fullshard train --size."""
+    layers: MaybeInt = None
+    """Blocks of the trainer's GPT, if not those of its size; likewise --heads, --width and --mlp-ratio."""
+    heads: MaybeInt = None
+    """Attention heads in a block of the trainer's GPT."""
+    width: MaybeInt = None
+    """Numbers that describe one byte between blocks of the trainer's GPT."""
+    mlp_ratio: MaybeInt = None
+    """Width of an MLP of the trainer's GPT as a multiple of the width."""
+    seq: MaybeInt = None
+    """Tokens in a row, for --config and --size. Left out: what the configuration allows, at most 4096; 1024."""
+    measure: bool = False
+    """Take the steps on real tensors on this machine's CPU, for a model whose operations depend on values."""
+    optimizer: MaybeStr = None
+    """A function that makes the optimizer of a list of parameters. Left out: fused AdamW."""
+    clip: float = 1.0
+    """Largest norm of the whole gradient; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineSettings:
+    """The machines."""
+
+    hardware: str = HERE
+    """A known kind (a wrong name is answered by the list of them), here for this machine as fullshard calibrate has
+    measured it, or the path of a TOML file."""
+    hosts: int = 1
+    """How many hosts there are."""
+    per_host: MaybeInt = None
+    """Ranks on each. Left out: as many as the hardware has."""
+    gpu_memory: MaybeFloat = None
+    """Share of an accelerator's memory that may be used. Left out: all but 2 GB, which CUDA's context, NCCL's buffers
+    and cuBLAS's workspaces take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchSettings:
+    """What is considered."""
+
+    global_batch: MaybeInt = None
+    """Rows that a step learns from, on all ranks. Left out: whatever is fastest for a row, in one microbatch."""
+    strategies: str = "all"
+    """Names of strategies, such as zero2,zero3,hpz,hfsdp."""
+    checkpointing: str = "all"
+    """Names among none, selective, every-2, every-1."""
+    precision: MaybeStr = None
+    """Names among bf16 (gradients summed in fp32), bf16-reduce (in bf16) and fp32. They change numbers, so only one is
+    considered if left out: bf16 on accelerators, fp32 on CPUs."""
+    offload: bool = False
+    """Consider shards on the CPU, even where something fits without."""
+    gather_wire: MaybeStr = None
+    """Encoding of gathered parameters: int8 or fp8. It changes numbers, so it is never chosen unasked."""
+    reduce_wire: MaybeStr = None
+    """Encoding of gradients: bf16, int8 or int4. Likewise."""
+    most: int = 8
+    """Programs that are simulated at most, the likeliest first; 0 for all that may be the fastest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSettings:
+    """Other questions, and output."""
+
+    fits_on: bool = False
+    """Say on how few ranks the model fits."""
+    largest_batch: bool = False
+    """Say the most rows of a microbatch that fit, for every strategy."""
+    why: MaybeStr = None
+    """The name of a strategy: what is over the limit, by how much, in which unit and phase, and the largest tensors."""
+    json: MaybeStr = None
+    """A file for the answer as JSON; - for the standard output, instead of all else."""
+    html: MaybePath = None
+    """A file for a page with the timeline and the memory of the recommended plan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    """All settings of one plan."""
+
+    subject: SubjectSettings = field(default_factory=SubjectSettings)
+    machines: MachineSettings = field(default_factory=MachineSettings)
+    search: SearchSettings = field(default_factory=SearchSettings)
+    answer: AnswerSettings = field(default_factory=AnswerSettings)
+
+    def question(self) -> Question:
+        """The question, with the user's functions imported and the model made.
+
+        Raises:
+            ConfigError: an option is not sound.
+        """
+        search, cluster = self.search, self.cluster()
+        chosen = search.precision or ("fp32" if cluster.hardware.kind == "cpu" else "bf16")
+        for name, wire, known in (
+            ("gather-wire", search.gather_wire, GATHER_WIRES),
+            ("reduce-wire", search.reduce_wire, REDUCE_WIRES),
+        ):
+            if wire is not None and wire not in known:
+                raise ConfigError(f"--{name} {wire}: unknown. Take one of {', '.join(known)}.")
+        question = Question(
+            subject=self.made_subject(),
+            cluster=cluster,
+            global_batch=search.global_batch,
+            strategies=_words("strategies", search.strategies, STRATEGIES),
+            checkpointing=_words("checkpointing", search.checkpointing, CHECKPOINTING),
+            precisions=_words("precision", chosen, tuple(PRECISIONS)),
+            offload=search.offload,
+            wires=(search.gather_wire, search.reduce_wire),
+            max_norm=self.subject.clip or None,
+            make_optimizer=self._optimizer(),
+            most=search.most,
+        )
+        question.shapes()
+        return question
+
+    def cluster(self) -> Cluster:
+        """The machines.
+
+        Raises:
+            ConfigError: the hardware is unknown, or a number is not positive.
+        """
+        asked = self.machines
+        machine = _hardware(asked.hardware)
+        per_host = machine.ranks_per_host if asked.per_host is None else asked.per_host
+        for name, number in (("hosts", asked.hosts), ("per-host", per_host)):
+            if number < 1:
+                raise ConfigError(f"--{name} {number}: must be at least 1.")
+        if asked.gpu_memory is not None and not 0 < asked.gpu_memory <= 1:
+            raise ConfigError(f"--gpu-memory {asked.gpu_memory:g}: must be a share, such as 0.95.")
+        if per_host > machine.ranks_per_host and machine.kind == "gpu":
+            raise ConfigError(
+                f"--per-host {per_host}: a host of {machine.name} has {machine.ranks_per_host}. Take so many, or "
+                f'describe another one in a TOML file: like = "{machine.name}", ranks_per_host = {per_host}'
+            )
+        return Cluster(
+            hardware=replace(machine, ranks_per_host=per_host),
+            hosts=asked.hosts,
+            per_host=per_host,
+            share=asked.gpu_memory,
+        )
+
+    def made_subject(self) -> Subject:
+        """The model and its data.
+
+        Raises:
+            ConfigError: not exactly one model is named, or it cannot be made.
+        """
+        asked = self.subject
+        named = [name for name in ("model", "config", "size") if getattr(asked, name) is not None]
+        if len(named) != 1:
+            found = " and ".join(f"--{name}" for name in named) or "none of them"
+            raise ConfigError(
+                f"--model, --config and --size each name a model; found {found}. Name one, such as --model "
+                "my:make_model --batch my:make_batch, or --size large."
+            )
+        if asked.seq is not None and asked.seq < 1:
+            raise ConfigError(f"--seq {asked.seq}: must be at least 1.")
+        if asked.model is not None:
+            return named_subject(asked.model, asked.batch, asked.loss, measure=asked.measure)
+        if asked.measure:
+            raise ConfigError("--measure: is for models of --model. Leave it out: this one needs no values.")
+        if asked.config is not None:
+            return transformers_subject(asked.config, asked.seq)
+        assert asked.size is not None
+        size = ModelSettings(
+            size=asked.size, layers=asked.layers, heads=asked.heads, width=asked.width, mlp_ratio=asked.mlp_ratio
+        )
+        return gpt_subject(size, asked.seq or _DEFAULT_SEQ)
+
+    def _optimizer(self) -> MakeOptimizer | None:
+        if self.subject.optimizer is None:
+            return None
+        make: MakeOptimizer = function_named(self.subject.optimizer, "--optimizer")
+        return make
+
+
+def _hardware(name: str) -> Hardware:
+    if name != HERE:
+        return hardware(name)
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
+    path = home / "fullshard" / "here.toml"
+    if not path.is_file():
+        raise ConfigError(
+            "--hardware here: this machine has not been measured. Run `fullshard calibrate` first (under a minute), or "
+            "name another one, such as --hardware h100-80."
+        )
+    return hardware(str(path))
+
+
+def _words(option: str, listed: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    if listed == "all":
+        return known
+    words = tuple(word.strip() for word in listed.split(",") if word.strip())
+    unknown = [word for word in words if word not in known]
+    if unknown or not words:
+        found = unknown[0] if unknown else "nothing"
+        raise ConfigError(f"--{option} {listed}: {found} is unknown. Take some of {', '.join(known)}, or all.")
+    return words
