@@ -9,11 +9,13 @@ bytes), so there the sizes of each operation are, and the tape is laid out anew.
 from __future__ import annotations
 
 import gc
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -423,30 +425,45 @@ def _check_reads_no_values(subject: Subject, cluster: Cluster, step: Sequence[En
     """Refuse a model that asks for values on its way: what it does then depends on them, and there are none."""
     for entry in step:
         if isinstance(entry, Operation) and entry.name in _READS_VALUES and entry.origin.phase is Phase.FORWARD:
+            line = _line_that_reads(subject, cluster)
+            if line is None:
+                return
             raise ConfigError(
-                f"{subject.name}: reads a value within its forward{_line_that_reads(subject, cluster)}, by .item(), "
-                f"bool() or the like ({entry.name}), and what it does may depend on it. Add --measure: steps are then "
-                "taken on real tensors, in this machine's memory."
+                f"{subject.name}: reads a value within its forward{line}, by .item(), bool() or the like "
+                f"({entry.name}), and what it does may depend on it. Add --measure: steps are then taken on real "
+                "tensors, in this machine's memory."
             )
 
 
 class _Reads(TorchFunctionMode):
-    """A context that notes the user's line that first asks a tensor for its value."""
+    """A context that notes the user's line that first asks a tensor for its value.
 
-    line = ""
+    But not where transformers asks whether a mask leaves anything out: a dry run has it answered as by a full batch.
+    """
+
+    line: str | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.line and getattr(func, "__name__", "") in ("item", "tolist", "__bool__", "__int__", "__float__"):
+        reads = getattr(func, "__name__", "") in ("item", "tolist", "__bool__", "__int__", "__float__")
+        if reads and self.line is None and "mask" not in _asking_file():
             self.line = user_line(None)
         return func(*args, **(kwargs or {}))
 
 
-def _line_that_reads(subject: Subject, cluster: Cluster) -> str:
+def _asking_file() -> str:
+    """The name of the file that asks torch for something, if it is one of transformers."""
+    files = (Path(frame.filename) for frame in reversed(traceback.extract_stack()))
+    asking = next((it for it in files if "torch" not in it.parts and it != Path(__file__)), Path())
+    return asking.name if "transformers" in asking.parts else ""
+
+
+def _line_that_reads(subject: Subject, cluster: Cluster) -> str | None:
+    """The line, if the model can be run by itself; None if none is the model's own."""
     if subject.model is None:
         return ""
     with dry.world(cluster.world, ranks_per_host=cluster.per_host), dry.taped(), _Reads() as reads:
         subject.loss(copy_with_memory(subject.model, values=False), subject.make_batch(1))
-    found: str = reads.line
+    found: str | None = reads.line
     return found
 
 
