@@ -661,7 +661,7 @@ def _region_peaks(tapes: _Tapes, step: int, whole: Mapping[str, int], of_host: b
     flat: dict[Any, float] = {}
     for (unit, phase), (total, by_state) in found.items():
         flat[unit, phase, None] = float(total)
-        flat |= {(unit, phase, state): float(nbytes) for state, nbytes in by_state.items()}
+        flat |= {(unit, phase, state): float(by_state.get(state, 0)) for state in State}
     return flat
 
 
