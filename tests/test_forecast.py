@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import dry, fully_shard, predict_beside
+from fullshard.cli import main
 from fullshard.errors import ConfigError
 from fullshard.plan.beside import say_if_too_large
 from fullshard.plan.forecast import Forecast, Forecasting, Measured, compare
@@ -138,7 +139,7 @@ def both(out: Path) -> list[Any]:
     return train_beside()
 
 
-def test_a_run_shows_what_was_predicted_beside_what_was_measured(tmp_path):
+def test_a_run_shows_what_was_predicted_beside_what_was_measured(tmp_path, capsys):
     first, second = run_ranks(2, both, tmp_path / "run")
     assert second == [0] and first[0] == 0 and first[1].startswith("predicted beside measured")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -149,6 +150,10 @@ def test_a_run_shows_what_was_predicted_beside_what_was_measured(tmp_path):
     assert predicted["activations"] == pytest.approx(measured["activations"], rel=0.02)
     assert found["measured"]["step_s"] > 0
     assert {row.name for row in comparison_of(tmp_path / "run").rows} >= {"memory", "  activations"}
+    assert main(["plan", "--against", str(tmp_path / "run")]) == 0
+    assert "activations" in capsys.readouterr().out
+    assert main(["plan", "--against", str(tmp_path / "run"), "--json", "-"]) == 0
+    assert {row["name"] for row in json.loads(capsys.readouterr().out)["rows"]} >= {"memory", "  activations"}
     with pytest.raises(ConfigError, match="no run that was predicted"):
         comparison_of(tmp_path)
 

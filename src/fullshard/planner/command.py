@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from rich.console import Console
 
 from fullshard.command_line import check_writable, near_matches, parse
 from fullshard.errors import ConfigError
+from fullshard.plan.forecast import comparison_table
 from fullshard.planner.candidates import STRATEGIES, Program
 from fullshard.planner.page import page
 from fullshard.planner.report import WIDTH, as_dict, head, paste, said, table, what_ifs, why
 from fullshard.planner.search import Found, Plan, Question, largest_rows, least_hosts, search
 from fullshard.planner.settings import PlanSettings
+from fullshard.train.predicting import comparison_of
 
 __all__ = ["run"]
 
@@ -42,6 +44,8 @@ def run(argv: Sequence[str]) -> int:
     for name, path in (("json", answer.json), ("html", answer.html)):
         if path is not None and str(path) != "-":
             check_writable(name, Path(path))
+    if answer.against is not None:
+        return _say_against(answer.against, answer.json)
     if answer.why is not None and answer.why not in STRATEGIES:
         raise ConfigError(
             f"--why {answer.why}: unknown.{near_matches(answer.why, STRATEGIES)} Take one of {', '.join(STRATEGIES)}."
@@ -102,6 +106,22 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
     if answer.html is not None and plan.best is not None:
         answer.html.write_text(page(plan, changes))
     return FITS if plan.best is not None else FITS_NOT
+
+
+def _say_against(out: Path, path: str | None) -> int:
+    """Tell of a run what was predicted and what was measured."""
+    found = comparison_of(out)
+    if path is not None:
+        text = json.dumps(asdict(found), indent=2) + "\n"
+        if path == "-":
+            sys.stdout.write(text)
+            return FITS
+        Path(path).write_text(text)
+    console = Console()
+    console.print(comparison_table(found))
+    for cause in found.causes:
+        console.print(cause, markup=False, highlight=False, soft_wrap=True)
+    return FITS
 
 
 def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> int:

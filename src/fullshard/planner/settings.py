@@ -105,6 +105,8 @@ class AnswerSettings:
     """Say the most rows of a microbatch that fit, for every strategy."""
     why: MaybeStr = None
     """The name of a strategy: what is over the limit, by how much, in which unit and phase, and the largest tensors."""
+    against: MaybePath = None
+    """The folder of a run of `fullshard train`: what was predicted of it beside what it measured, and nothing else."""
     json: MaybeStr = None
     """A file for the answer as JSON; - for the standard output, instead of all else."""
     html: MaybePath = None
