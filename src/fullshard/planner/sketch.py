@@ -514,6 +514,12 @@ def _joined(longer: _Tapes, step: Sequence[Entry]) -> Tape:
             tape.entries.append(replace(entry, storage=entry.storage + more))
         elif isinstance(entry, Free) and (waiting := left.get((entry.lane, entry.nbytes))):
             tape.entries.append(replace(entry, storage=waiting.pop(0)))
+        elif isinstance(entry, Operation | Collective):
+            reads, writes = (
+                tuple(replace(it, storage=it.storage + more) if it.storage in renamed else it for it in those)
+                for those in (entry.reads, entry.writes)
+            )
+            tape.entries.append(replace(entry, reads=reads, writes=writes))
         elif not (isinstance(entry, Free) and entry.storage in mine):
             tape.entries.append(entry)
     return tape
