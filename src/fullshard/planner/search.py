@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,8 @@ __all__ = ["Found", "Plan", "Question", "largest_rows", "least_hosts", "search",
 
 _NO_MATTER = 0.97
 """What cannot take less than this share of the best time is not simulated any more: predictions are not that sharp."""
+_ALIKE = 1.005
+"""Times that differ by less are taken to be the same."""
 _LEAST = 3
 """Programs that are simulated at least, if so many may fit: so that there is something to compare with."""
 
@@ -138,8 +140,10 @@ class Plan:
 
     @property
     def best(self) -> Found | None:
-        """The fastest of those that fit."""
-        return next(iter(self.fitting), None)
+        """Of the fastest that fit, which predictions cannot tell apart, the one that needs the least memory."""
+        fitting = self.fitting
+        alike = (it for it in fitting if it.figures.seconds_a_row <= _ALIKE * fitting[0].figures.seconds_a_row)
+        return min(alike, key=lambda it: it.figures.needed_bytes, default=None)
 
     @property
     def runner_up(self) -> Found | None:
@@ -219,17 +223,16 @@ def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str
                 running[ask(program)] = program
             if not running:
                 break
-            done, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                del running[future]
-                made = ask.sketch(future)
-                bounds.learn(made)
-                waiting.sort(key=bounds.is_likely_too_large)
-                found = _answer(question, made)
-                if found is None:
-                    plan.leave_out("that cannot be told for so many rows")
-                else:
-                    plan.found.append(found)
+            future = next(iter(running))  # in the order of asking, so that the same question has the same answer
+            del running[future]
+            made = ask.sketch(future)
+            bounds.learn(made)
+            waiting.sort(key=bounds.is_likely_too_large)
+            found = _answer(question, made)
+            if found is None:
+                plan.leave_out("that cannot be told for so many rows")
+            else:
+                plan.found.append(found)
     return plan
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import traceback
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -461,10 +462,14 @@ def _line_that_reads(subject: Subject, cluster: Cluster) -> str | None:
     """The line, if the model can be run by itself; None if none is the model's own."""
     if subject.model is None:
         return ""
-    with dry.world(cluster.world, ranks_per_host=cluster.per_host), dry.taped(), _Reads() as reads:
-        subject.loss(copy_with_memory(subject.model, values=False), subject.make_batch(1))
-    found: str | None = reads.line
-    return found
+    if subject.model not in _reads:  # the same of every sketch
+        with dry.world(cluster.world, ranks_per_host=cluster.per_host), dry.taped(), _Reads() as reads:
+            subject.loss(copy_with_memory(subject.model, values=False), subject.make_batch(1))
+        _reads[subject.model] = reads.line
+    return _reads[subject.model]
+
+
+_reads: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
 
 
 def _with_two_rows(longer: _Tapes, first: _Tapes) -> _Tapes | None:
