@@ -56,7 +56,18 @@ def train(name: str, options: argparse.Namespace) -> dict[str, Any]:
         sizes = ("size", "ranks", "steps", "batch", "seq", "strategy")
         told = [item for option in sizes for item in (f"--{option}", str(getattr(options, option)))]
         quiet = ["--log-every", "1", "--validate-every", "0", "--sample-every", "0", "--sample-bytes", "1"]
-        argv = [sys.executable, "-m", "fullshard.cli", "train", *told, *quiet, "--out", str(out), *RUNS[name]]
+        argv = [
+            sys.executable,
+            "-m",
+            "fullshard.cli",
+            "train",
+            "--no-predict",
+            *told,
+            *quiet,
+            "--out",
+            str(out),
+            *RUNS[name],
+        ]
         subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
         lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return {

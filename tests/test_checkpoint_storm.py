@@ -103,6 +103,7 @@ def test_a_storm_of_fifty_kills_changes_nothing(tmp_path):
 def command(out: Path) -> subprocess.Popen[str]:
     argv = [
         "train",
+        "--no-predict",
         "--ranks",
         "2",
         "--text",

@@ -27,7 +27,20 @@ from fullshard.train.ranks import check_restarts
 
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 TRAIN = [
-    *("train", "--text", __file__, "--size", "nano", "--seq", "128", "--batch", "6", "--log-every", "1"),
+    *(
+        "train",
+        "--no-predict",
+        "--text",
+        __file__,
+        "--size",
+        "nano",
+        "--seq",
+        "128",
+        "--batch",
+        "6",
+        "--log-every",
+        "1",
+    ),
     *("--validate-every", "0", "--validate-bytes", "300", "--sample-every", "0", "--sample-bytes", "8"),
     *("--lr", "0.001", "--resume", "auto"),
 ]

@@ -133,7 +133,18 @@ def test_two_hosts_train_to_the_bits_of_one(reports):
 
 def fullshard_train(text: Path, *more: str) -> list[str]:
     sizes = ("--size", "nano", "--steps", "4", "--seq", "16", "--validate-bytes", "256", "--sample-bytes", "4")
-    command = ["fullshard.cli", "train", "--strategy", "hsdp", "--text", str(text), *sizes, "--log-every", "1"]
+    command = [
+        "fullshard.cli",
+        "train",
+        "--no-predict",
+        "--strategy",
+        "hsdp",
+        "--text",
+        str(text),
+        *sizes,
+        "--log-every",
+        "1",
+    ]
     return [*command, "--out", "run", *more]
 
 

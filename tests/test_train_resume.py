@@ -250,7 +250,7 @@ def test_as_many_ranks_share_a_step_as_before():
 
 def start(out: Path) -> subprocess.Popen[str]:
     """The trainer on two ranks, for far longer than anybody waits."""
-    argv = ["train", "--ranks", "2", *QUICK, "--steps", "100000", "--out", str(out)]
+    argv = ["train", "--no-predict", "--ranks", "2", *QUICK, "--steps", "100000", "--out", str(out)]
     saving = ["--checkpoint-every", "50", "--resume", "auto", "--validate-every", "0", "--sample-every", "0"]
     return subprocess.Popen(
         [sys.executable, "-m", "fullshard.cli", *argv, *saving],

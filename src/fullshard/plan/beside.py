@@ -16,7 +16,15 @@ from torch.utils.hooks import RemovableHandle
 
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
-from fullshard.plan.forecast import Forecast, Forecasting, Measured, compare, comparison_table, forecast_of
+from fullshard.plan.forecast import (
+    Forecast,
+    Forecasting,
+    Measured,
+    check_importable,
+    compare,
+    comparison_table,
+    forecast_of,
+)
 from fullshard.plan.hardware import hardware
 from fullshard.plan.memory_used import PeakMemory, memory_for_a_rank
 from fullshard.plan.prediction import predict
@@ -139,19 +147,25 @@ def predict_beside(
         tell: called with what is to be shown; prints it, if None.
 
     Raises:
-        ConfigError: the model has no units; or a function cannot be imported by another process.
+        ConfigError: the model has no units; or a function is of the script that runs. If nothing can be predicted for
+            another reason, that is shown.
     """
     units = units_in(model)
     if not units:
         raise ConfigError(f"{type(model).__name__} has no units, so nothing can be predicted. Call fully_shard first.")
+    arguments = (make_model, make_batch, hardware, microbatches, max_norm, make_mesh, loss)
+    check_importable(arguments)  # on every rank
     if dist.get_rank() != 0:
         return
     device = units[0].device
-    arguments = (make_model, make_batch, hardware, microbatches, max_norm, make_mesh, loss)
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
     limit = memory_for_a_rank(device, local_world)
     show = tell or _print
-    forecast = Forecasting(_forecast, dist.get_world_size(), local_world, limit, *arguments).result()
+    try:
+        forecast = Forecasting(_forecast, dist.get_world_size(), local_world, limit, *arguments).result()
+    except ConfigError as error:  # other ranks are on their way: this one goes on, too
+        show(str(error))
+        return
     say_if_too_large(forecast, show)
 
     def done(measured: Measured) -> None:

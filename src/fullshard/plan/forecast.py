@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ __all__ = [
     "forecast_of",
 ]
 
+_PATIENCE_S = 300.0
 NOTABLE = 0.10  # a difference beyond which a cause is named
 
 
@@ -101,6 +102,20 @@ def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True)
 # -- a process beside the run -----------------------------------------------------------------------------------------
 
 
+def check_importable(arguments: Iterable[Any]) -> None:
+    """Refuse functions that another process would not find.
+
+    Raises:
+        ConfigError: one is of the script that runs.
+    """
+    of_script = [it for it in arguments if getattr(it, "__module__", "") == "__main__"]
+    if of_script:
+        raise ConfigError(
+            f"{of_script[0].__qualname__} is of the script that runs, which another process cannot import. Put it "
+            "into a module, and import it from there."
+        )
+
+
 class Forecasting:
     """A forecast under way in a process of its own, which gives way to whatever else wants to compute.
 
@@ -110,12 +125,7 @@ class Forecasting:
     """
 
     def __init__(self, forecast: Callable[..., Forecast], *arguments: Any) -> None:
-        of_script = [it for it in arguments if getattr(it, "__module__", "") == "__main__"]
-        if of_script:
-            raise ConfigError(
-                f"{of_script[0].__qualname__} is of the script that runs, which another process cannot import. Put it "
-                "into a module, and import it from there."
-            )
+        check_importable(arguments)
         environ = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         self._process = subprocess.Popen(
             (sys.executable, "-m", "fullshard.plan.forecast"),
@@ -136,7 +146,14 @@ class Forecasting:
         Raises:
             ConfigError: there is none, with the last line that its process has said.
         """
-        out, said = self._process.communicate()
+        try:
+            out, said = self._process.communicate(timeout=_PATIENCE_S)
+        except subprocess.TimeoutExpired as error:
+            self.close()
+            raise ConfigError(
+                f"nothing could be predicted within {_PATIENCE_S:g} s. The run goes on without; `fullshard plan` takes "
+                "its time."
+            ) from error
         if self._process.returncode:
             last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             raise ConfigError(f"nothing could be predicted: {last[0]}")

@@ -128,8 +128,13 @@ def _fields_of(kind: type, line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_forecast(settings: TrainSettings, rank: Rank) -> Forecasting | None:
-    """The forecast of this run, under way beside it; None on ranks that show nothing, and of runs too short for it."""
+    """The forecast of this run, under way beside it.
+
+    None on ranks that show nothing, of runs too short for it, and of those that go on and have theirs.
+    """
     if not (rank.leads and settings.run.predict and settings.optimization.steps >= STEPS):
+        return None
+    if settings.run.out is not None and any(line["kind"] == "forecast" for line in lines_of(settings.run.out)):
         return None
     return Forecasting(forecast_run, settings, machine_of(rank))
 
