@@ -431,16 +431,16 @@ def limits(limit: int | None) -> list[dict[str, Any]]:
     )
     for case in limit_cases()[:limit]:
         predicted = process_memory(predicted_tape(case), threshold=THRESHOLD)
-        given = [round(it * predicted.nbytes) for it in LIMITS]
+        given = [round(it * predicted.address_nbytes) for it in LIMITS]
         done = run_ranks(1, limited_runs, case, given, timeout=200.0)[0]
         said = [predicted.fits(it) for it in given]
         marks = "".join(
             {(True, True): "+", (False, False): "-", (True, False): "F", (False, True): "r"}[it]
             for it in zip(said, done, strict=True)
         )
-        print(f"| {case.name} | {predicted.nbytes / 1e6:.1f} | {marks} |", flush=True)
+        print(f"| {case.name} | {predicted.address_nbytes / 1e6:.1f} | {marks} |", flush=True)
         rows += [
-            {"case": case.name, "limit": at, "predicted": predicted.nbytes, "fits": fits, "ran": ran}
+            {"case": case.name, "limit": at, "predicted": predicted.address_nbytes, "fits": fits, "ran": ran}
             for at, fits, ran in zip(given, said, done, strict=True)
         ]
     feasible = [row for row in rows if row["ran"]]

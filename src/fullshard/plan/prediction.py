@@ -17,7 +17,7 @@ from fullshard.plan.allocator import allocator_use
 from fullshard.plan.costs import costs_of
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak
-from fullshard.plan.process import process_memory
+from fullshard.plan.process import compute_dtype, process_memory
 from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import Collective, Entry, Operation, Recorded, Tape
@@ -131,7 +131,7 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
     begins = steps_of(tape.entries)
     if len(begins) < 2:
         raise ConfigError(f"a tape of {len(begins)} steps: the first differs from later ones. Take two, at least.")
-    step, dtype = tape.entries[begins[-1] :], _compute_dtype(tape.entries)
+    step, dtype = tape.entries[begins[-1] :], compute_dtype(tape.entries)
     has_lanes = any(isinstance(entry, Recorded) for entry in tape.entries)
     on_host = min(world, ranks_per_host or hardware.ranks_per_host)
     if hardware.kind == "gpu":  # of a CPU, that many ranks share its cores
@@ -184,12 +184,3 @@ def model_flops(step: Sequence[Entry]) -> float:
         if isinstance(entry, Operation) and origin.microbatch not in backwards:
             forward += entry.flops
     return 3.0 * forward
-
-
-def _compute_dtype(entries: Sequence[Entry]) -> str:
-    """The dtype in which most FLOPs are done."""
-    flops = Counter[str]()
-    for entry in entries:
-        if isinstance(entry, Operation) and entry.dtype:
-            flops[entry.dtype] += entry.flops
-    return max(flops, key=lambda dtype: flops[dtype], default="float32")

@@ -18,12 +18,22 @@ Not modelled: other threads' heaps, and pages that a program never touches.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fullshard.layout.offsets import align
-from fullshard.tape.tape import Allocation, Free, Tape
+from fullshard.tape.tape import Allocation, Entry, Free, Operation, Tape
 
-__all__ = ["FIRST_STEPS_NBYTES", "MARGIN", "Malloc", "ProcessMemory", "process_memory"]
+__all__ = [
+    "FIRST_STEPS_NBYTES",
+    "MARGIN",
+    "PRODUCTS_NBYTES",
+    "Malloc",
+    "ProcessMemory",
+    "compute_dtype",
+    "process_memory",
+]
 
 _PAGE = 4096
 _ALIGNMENT, _OWN, _LEAST = 64, 16, 32
@@ -33,25 +43,40 @@ _PAD = 128 << 10  # free bytes that the end of the heap keeps
 FIRST_STEPS_NBYTES = 2_500_000
 """What a process takes for its first steps beside tensors: measured, see `benchmarks/predicted_memory.py`."""
 
+PRODUCTS_NBYTES = {"bfloat16": (7_000_000, 21_000_000), "float16": (7_000_000, 21_000_000)}
+"""What products of matrices of a dtype take in a process on a CPU, by oneDNN: of pages, and of addresses, which a limit
+counts too. Measured with models of three sizes, which differ by 2 MB."""
+
 MARGIN = 0.02
 """What a limit must leave beyond what is predicted, as a part of it."""
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """The most bytes at once: of tensors, and of the process for them. Memory in common counts by this rank's part."""
+    """The most bytes at once: of tensors, and of the process for them. Memory in common counts by this rank's part.
+
+    `dtype` is that of most products of matrices.
+    """
 
     tensors: int
     held: int
+    dtype: str = "float32"
 
     @property
     def nbytes(self) -> int:
         """All that the process takes beyond what it took before the tape."""
-        return self.held + FIRST_STEPS_NBYTES
+        pages, _ = PRODUCTS_NBYTES.get(self.dtype, (0, 0))
+        return self.held + FIRST_STEPS_NBYTES + pages
+
+    @property
+    def address_nbytes(self) -> int:
+        """The addresses that it takes: what `RLIMIT_DATA` counts, whether it ever writes there or not."""
+        pages, addresses = PRODUCTS_NBYTES.get(self.dtype, (0, 0))
+        return self.nbytes - pages + addresses
 
     def fits(self, limit: int) -> bool:
         """True if a process that may take so many more bytes will get through, with a margin for what is not known."""
-        return self.nbytes * (1 + MARGIN) <= limit
+        return self.address_nbytes * (1 + MARGIN) <= limit
 
 
 class Malloc:
@@ -170,4 +195,13 @@ def process_memory(tape: Tape, *, threshold: int | None = None) -> ProcessMemory
                 shared -= entry.own_nbytes
             else:
                 malloc.free(chunks.pop(entry.storage))
-    return ProcessMemory(round(most_tensors), round(most_held))
+    return ProcessMemory(round(most_tensors), round(most_held), compute_dtype(tape.entries))
+
+
+def compute_dtype(entries: Iterable[Entry]) -> str:
+    """The dtype in which most FLOPs are done."""
+    flops = Counter[str]()
+    for entry in entries:
+        if isinstance(entry, Operation) and entry.dtype:
+            flops[entry.dtype] += entry.flops
+    return max(flops, key=lambda dtype: flops[dtype], default="float32")
