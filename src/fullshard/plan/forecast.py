@@ -258,10 +258,13 @@ def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str
     memory, step = by_name.get("memory"), by_name.get("step")
     if memory is not None and abs(memory.difference) > NOTABLE:
         more = "more" if memory.difference > 0 else "less"
-        causes.append(
-            f"{abs(memory.difference):.0%} {more} memory than predicted: what other libraries and this script keep in "
-            "the same process is not on the tape of a dry run."
-        )
+        said = "what other libraries and this script keep in the same process is not on the tape of a dry run"
+        if measured.core_s is not None:  # on CPUs
+            said += (
+                ", nor are pieces of freed memory that the C library does not give back: with "
+                "MALLOC_MMAP_THRESHOLD_=65536 in the environment there are fewer"
+            )
+        causes.append(f"{abs(memory.difference):.0%} {more} memory than predicted: {said}.")
     if step is None or abs(step.difference) <= NOTABLE:
         return causes
     late = step.measured - step.predicted
