@@ -201,7 +201,9 @@ def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
         text = (_MACHINES / f"{name}.toml").read_text()
     elif name == HERE:
         if not here_path().is_file():
-            raise ConfigError(f"{name}: this machine is not described yet in {here_path()}. Run `fullshard calibrate`.")
+            raise ConfigError(
+                f"{name}: this machine is not described yet in {here_path()}. Run `fullshard calibrate` first."
+            )
         text = here_path().read_text()
     elif name.endswith(".toml") and Path(name).is_file():
         text = Path(name).read_text()

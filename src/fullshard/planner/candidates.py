@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fullshard.errors import ConfigError
 from fullshard.fully_shard import shard_in_place
 from fullshard.integrations.placing import repeated_layers
+from fullshard.plan.costs import Costs, costs_of
 from fullshard.plan.hardware import Hardware
 from fullshard.policy.offload import CPUOffloadPolicy
 from fullshard.policy.options import ShardOptions
@@ -96,6 +97,10 @@ class Cluster:
             f"{usable:.1f} of {whole:.1f} GB: {_GPU_BYTES_APART / 1e9:.0f} GB are left for CUDA's context, NCCL's "
             "buffers and cuBLAS's workspaces (--gpu-memory says otherwise)"
         )
+
+    def costs(self, dtype: str) -> Costs:
+        """The costs of a rank's tape, where products of matrices are of `dtype`. Ranks share the cores of a CPU."""
+        return costs_of(self.hardware, dtype=dtype, ranks=self.per_host)
 
     def with_hosts(self, hosts: int) -> Cluster:
         """As many hosts of the same kind."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from jinja2 import Environment
 
-from fullshard.plan.costs import costs_of
 from fullshard.plan.memory import State, memory_curve
 from fullshard.plan.timeline import Placed, lay_out
 from fullshard.planner.report import WhatIf, head, paste, said
@@ -50,7 +49,7 @@ def page(plan: Plan, changes: Sequence[WhatIf] = ()) -> str:
     assert best is not None
     rows = best.figures.candidate.rows
     tape, step = best.sketch.entries(rows)
-    laid = lay_out(step, costs_of(plan.question.cluster.hardware, dtype=best.sketch.dtype))
+    laid = lay_out(step, plan.question.cluster.costs(best.sketch.dtype))
     lanes = list(dict.fromkeys(["compute", *(it.entry.lane for it in laid.placed)]))
     bars = list(_bars(laid.placed, lanes, laid.end))
     begun = len(tape.entries) - len(step)

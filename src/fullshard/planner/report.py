@@ -288,7 +288,7 @@ def _reason(best: Found, plan: Plan) -> str:
     figures, usable = best.figures, plan.question.cluster.usable_bytes
     share = figures.limits[figures.limited_by] / figures.step_s
     return (
-        f"It is the fastest that fits: {_ms(figures.step_s)} ms a step, of which {share:.0%} are "
+        f"Nothing simulated that fits is faster: {_ms(figures.step_s)} ms a step, of which {share:.0%} are "
         f"{figures.limited_by}, in {figures.needed_bytes / usable:.0%} of the usable memory."
     )
 

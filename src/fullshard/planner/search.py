@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.plan.costs import costs_of
 from fullshard.planner.candidates import (
     PRECISIONS,
     STRATEGIES,
@@ -180,11 +179,7 @@ def search(question: Question, *, tell: Callable[[str], None] = lambda it: None)
     best = plan.best
     if best is not None and best.figures.limits["gathers"] > (1 - _NO_MATTER) * best.figures.step_s:
         ahead = replace(best.sketch.program, prefetch_depth=2)
-        if ahead.strategy in (
-            "ddp",
-            "zero1",
-            "own",
-        ):  # which gather nothing within a step, or as the user's function says
+        if ahead.strategy in ("ddp", "zero1", "own"):  # gather nothing within a step, or as the user's function says
             return plan
         found = _answer(question, question.asked(ahead))
         if found is not None and found.fits and found.figures.step_s < _NO_MATTER * best.figures.step_s:
@@ -352,7 +347,7 @@ class _Bounds:
         self._question = question
         self._busy: dict[str, float] = {}  # of the compute lane for a row, the least there was, by checkpointing
         self._beyond: dict[str, tuple[float, float]] = {}  # bytes beyond states, of the first row and of each more
-        self._costs = costs_of(question.cluster.hardware, dtype=self._dtype())
+        self._costs = question.cluster.costs(self._dtype())
 
     def guess(self, program: Program) -> float:
         """What programs are ordered by: likely seconds, in units of nothing."""

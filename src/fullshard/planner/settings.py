@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from fullshard.command_line import MaybeFloat, MaybeInt, MaybePath, MaybeStr
 from fullshard.errors import ConfigError
-from fullshard.plan.hardware import Hardware, hardware
+from fullshard.plan.hardware import HERE, hardware
 from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, Cluster
 from fullshard.planner.search import Question
 from fullshard.planner.sketch import MakeOptimizer
@@ -19,7 +17,6 @@ from fullshard.train.settings import ModelSettings
 
 __all__ = ["PlanSettings"]
 
-HERE = "here"
 _DEFAULT_SEQ = 1024
 
 
@@ -159,7 +156,7 @@ class PlanSettings:
             ConfigError: the hardware is unknown, or a number is not positive.
         """
         asked = self.machines
-        machine = _hardware(asked.hardware)
+        machine = hardware(asked.hardware)
         per_host = machine.ranks_per_host if asked.per_host is None else asked.per_host
         for name, number in (("hosts", asked.hosts), ("per-host", per_host)):
             if number < 1:
@@ -172,7 +169,7 @@ class PlanSettings:
                 f'describe another one in a TOML file: like = "{machine.name}", ranks_per_host = {per_host}'
             )
         return Cluster(
-            hardware=replace(machine, ranks_per_host=per_host),
+            hardware=machine.with_hosts_of(per_host) if machine.kind == "gpu" else machine,
             hosts=asked.hosts,
             per_host=per_host,
             share=asked.gpu_memory,
@@ -211,19 +208,6 @@ class PlanSettings:
             return None
         make: MakeOptimizer = function_named(self.subject.optimizer, "--optimizer")
         return make
-
-
-def _hardware(name: str) -> Hardware:
-    if name != HERE:
-        return hardware(name)
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
-    path = home / "fullshard" / "here.toml"
-    if not path.is_file():
-        raise ConfigError(
-            "--hardware here: this machine has not been measured. Run `fullshard calibrate` first (under a minute), or "
-            "name another one, such as --hardware h100-80."
-        )
-    return hardware(str(path))
 
 
 def _words(option: str, listed: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.plan.allocator import allocator_use
-from fullshard.plan.costs import Costs, costs_of
+from fullshard.plan.costs import Costs
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak
 from fullshard.plan.prediction import model_flops
@@ -244,7 +244,7 @@ class Sketch:
 
     def _figures(self, rows: int) -> dict[Any, float]:
         if rows not in self._found:
-            costs = costs_of(self.cluster.hardware, dtype=self.dtype)
+            costs = self.cluster.costs(self.dtype)
             self._found[rows] = self._whole([_times(each, rows, costs) for each in self.tapes])
         return self._found[rows]
 
