@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fullshard import ConfigError, dry
 from fullshard.engine.registry import units_in
-from fullshard.plan.hardware import hardware
+from fullshard.plan.hardware import described, hardware
 from fullshard.plan.memory import State
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.candidates import CHECKPOINTING, STRATEGIES, Candidate, Cluster, Program, programs, share_rows
@@ -21,6 +21,7 @@ from fullshard.planner.command import run
 from fullshard.planner.page import page
 from fullshard.planner.report import as_dict, said, what_ifs
 from fullshard.planner.search import Question, largest_rows, search, states_bytes
+from fullshard.planner.settings import MachineSettings, PlanSettings
 from fullshard.planner.shorten import block_lists, shortened
 from fullshard.planner.sketch import LIMITS, sketch
 from fullshard.planner.subject import Subject, gpt_subject, named_subject, own_loss
@@ -397,3 +398,12 @@ def test_what_cannot_be_a_loss_is_answered(models):
 
     with pytest.raises(ConfigError, match="returned NoneType, which is no tensor"):
         own_loss(Nothing(), torch.ones(1))
+
+
+def test_ranks_take_turns_on_the_cores_of_a_cpu(monkeypatch):
+    measured = Path(__file__).parents[1] / "benchmarks" / "results" / "predicted_time.json"
+    here = described(json.loads(measured.read_text())["here"])
+    monkeypatch.setattr("fullshard.planner.settings.hardware", lambda name: here)
+    for ranks in (2, 4):
+        cluster = PlanSettings(machines=MachineSettings(per_host=ranks)).cluster()
+        assert cluster.costs("float32").turns == ranks / here.ranks_per_host
