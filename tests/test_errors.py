@@ -54,6 +54,7 @@ from fullshard import (
     Placement,
     Placements,
     ShardedStateDictConfig,
+    ShardPlacementResult,
     StateDictType,
     StateError,
     clip_grad_norm_,
@@ -171,10 +172,60 @@ def ddp_around_a_unit() -> Steps:
     DistributedDataParallel(model)
 
 
-@mistake(ConfigError, r"dp_mesh_dims=.*shard='dp'", "Place them on the other axes only")
-def a_mesh_by_the_names_of_its_axes() -> Steps:
+@mistake(ConfigError, "names no axis", r"DataParallelMeshDims\(shard=", ranks=0)
+def a_mesh_by_no_names() -> Steps:
+    yield
+    DataParallelMeshDims()
+
+
+@mistake(ConfigError, r"shard='dp'.*but none was given", "Pass mesh=init_device_mesh")
+def names_without_a_mesh() -> Steps:
     yield
     fully_shard(linear(), dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+@mistake(ConfigError, r"names 'cp', but the axes of the mesh are \('dp', 'tp'\)", "Name each to shard or replicate")
+def an_axis_that_the_mesh_lacks() -> Steps:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    yield
+    fully_shard(linear(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard=("dp", "cp")))
+
+
+@mistake(ConfigError, "axes to replicate over and none to shard over, but strategy='zero2'", "Leave it out")
+def a_strategy_that_shards_over_replicas_only() -> Steps:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    yield
+    fully_shard(linear(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"), strategy="zero2")
+
+
+@mistake(ConfigError, r"weight is already a DTensor .* is cut on \['dp'\] already", r"Place it Replicate\(\) there")
+def a_parameter_that_is_cut_on_the_axis_to_shard_over() -> Steps:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = linear()
+    model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Cut(0)]))
+    yield
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+@mistake(ConfigError, "shard_placement_fn chose the mesh 3 for weight", "HSDPMeshInfo")
+def a_mesh_that_is_none() -> Steps:
+    yield
+    fully_shard(linear(), shard_placement_fn=lambda _: ShardPlacementResult(None, 3))
+
+
+@mistake(ConfigError, r"chose DeviceMesh.* for weight, but its unit is on DeviceMesh", "one type of device", ranks=4)
+def a_mesh_of_another_device() -> Steps:
+    other = copy.copy(init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))["efsdp"])
+    other._device_type = "xpu"
+    yield
+    fully_shard(linear(), shard_placement_fn=lambda _: ShardPlacementResult(None, other))
+
+
+@mistake(ConfigError, "has states that are kept in groups of 2 ranks", "Make a unit of its own", ranks=4)
+def a_mesh_for_some_parameters_beside_groups() -> Steps:
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))["efsdp"]
+    yield
+    fully_shard(linear(), reshard_after_forward=2, shard_placement_fn=lambda _: ShardPlacementResult(None, other))
 
 
 @mistake(

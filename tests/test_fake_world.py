@@ -39,7 +39,7 @@ def in_large_world(strategy: str) -> None:
     make_large_world()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = chain(partial(fully_shard, strategy=strategy, mp_policy=policy))
-    assert all(isinstance(unit.collectives.shard, NativeCollectives) for unit in units_in(model))
+    assert all(isinstance(unit.collectives[unit.axes].shard, NativeCollectives) for unit in units_in(model))
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(3):
         with recording() as record:

@@ -15,7 +15,7 @@ PUBLIC = "__init__"  # the public names: an import from the bare package
 ROOMS: dict[str, list[str] | None] = {
     "errors": None,
     "versions": None,
-    "policy": ["strategy", "precision", "offload", "options", "switches"],
+    "policy": ["strategy", "precision", "offload", "meshes", "options", "switches"],
     "layout": ["offsets", "shard_spec", "group_layout", "slots"],
     "_compat": None,
     "device": ["lanes", "accelerator", "memory", "current"],

@@ -18,7 +18,6 @@ from fullshard.errors import (
     StateError,
 )
 from fullshard.fully_shard import (
-    DataParallelMeshDims,
     FSDPModule,
     UnshardHandle,
     fully_shard,
@@ -29,6 +28,7 @@ from fullshard.liveness.watchdog import set_collective_timeout
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
 from fullshard.plan.beside import predict_beside
 from fullshard.plan.explain import explain
+from fullshard.policy.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from fullshard.policy.offload import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
 from fullshard.policy.strategy import Placement, Placements, ShardingStrategy
@@ -64,11 +64,13 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataParallelMeshDims",
+    "FSDPMeshInfo",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullshardError",
     "FullyShardedDataParallel",
+    "HSDPMeshInfo",
     "LayoutError",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
@@ -83,6 +85,7 @@ __all__ = [
     "Placements",
     "RankLostError",
     "RankMismatchError",
+    "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

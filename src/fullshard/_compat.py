@@ -346,6 +346,16 @@ def joined_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
     )
 
 
+def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The axes `names` of `mesh` as one axis. Every rank must call it: it may make process groups."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def concatenated_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
+    """A mesh of the axes of `parts`, different ones of one mesh, one after the other."""
+    return DeviceMesh._concatenate(parts)
+
+
 def fake_tensors() -> FakeTensorMode:
     """A context in which tensors have shapes, dtypes and devices, but no memory. Real ones beside them become such."""
     return FakeTensorMode(allow_non_fake_inputs=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from fullshard.comm.mesh import Axes, axes_by_name
 from fullshard.device.accelerator import accelerator_for
 from fullshard.engine.hooks import (
     changing_shards,
@@ -24,6 +24,7 @@ from fullshard.engine.hooks import (
 from fullshard.engine.registry import is_unit, unit_of, units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
+from fullshard.policy.meshes import DataParallelMeshDims
 from fullshard.policy.offload import OffloadPolicy
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecisionPolicy
@@ -34,7 +35,6 @@ from fullshard.tape.recorder import Phase
 from fullshard.wrap import AutoWrapPolicy, wrapped_modules
 
 __all__ = [
-    "DataParallelMeshDims",
     "FSDPModule",
     "UnshardHandle",
     "fully_shard",
@@ -44,14 +44,6 @@ __all__ = [
 ]
 
 Strategy = str | ShardingStrategy | StrategyPlacements
-
-
-@dataclass(frozen=True)
-class DataParallelMeshDims:
-    """The axes of a mesh to shard and to replicate over, by name. For torch's `dp_mesh_dims`, which is refused."""
-
-    shard: str | tuple[str, ...] | None = None
-    replicate: str | tuple[str, ...] | None = None
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -90,10 +82,14 @@ def fully_shard(
         mp_policy: the dtypes of compute, of the reduction and of outputs.
         offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU.
         ignored_params: parameters to leave as they are, whole and unsynchronised.
-        dp_mesh_dims: must be None: pass the axes themselves, as `mesh=mesh["replicate", "shard"]`.
+        dp_mesh_dims: which axes of `mesh`, by name, to shard and to replicate over; several are flattened to one. The
+            others are those of other parallelisms. Parameters may be `DTensor`s on all axes of `mesh` (`Replicate()`
+            on those that are named), which modules go on to see; or on others' axes only; or plain.
         auto_wrap_policy: picks the submodules that become units of their own first; see `fullshard.wrap`.
         shard_placement_fn: for each parameter, `Shard(dim)` to shard it along that dim, or None to leave it open. A
-            parameter that is not sharded along dim 0 is copied on its way, since its shards do not lie end to end.
+            parameter that is not sharded along dim 0 is copied on its way, since its shards do not lie end to end. A
+            `ShardPlacementResult` of one of these and a mesh shards it over the ranks of that mesh, such as experts
+            over fewer than the rest of their block: all are gathered together.
         broadcast_buffers: whether the first forward after a step begins with the buffers (statistics of batch norms,
             say) of the mesh's first rank, as under DDP. Otherwise each rank keeps its own.
 
@@ -109,12 +105,9 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
         ```
     """
-    if dp_mesh_dims is not None:
-        raise ConfigError(
-            f"fully_shard(dp_mesh_dims={dp_mesh_dims}): parameters that are DTensors on all axes of a mesh are not "
-            'taken. Place them on the other axes only, by parallelize_module(module, mesh["tp"], plan), and pass those '
-            'to shard over, as mesh=mesh["replicate", "shard"].'
-        )
+    axes = mesh if dp_mesh_dims is None else axes_by_name(mesh, dp_mesh_dims)
+    if dp_mesh_dims is not None and dp_mesh_dims.shard is None:
+        strategy = _whole_everywhere(strategy)
     modules = tuple(module) if isinstance(module, list | tuple) else (module,)
     if auto_wrap_policy is not None:
         options: dict[str, Any] = {
@@ -124,6 +117,7 @@ def fully_shard(
             "mp_policy": mp_policy,
             "offload_policy": offload_policy,
             "ignored_params": ignored_params,
+            "dp_mesh_dims": dp_mesh_dims,
             "shard_placement_fn": shard_placement_fn,
             "broadcast_buffers": broadcast_buffers,
         }
@@ -140,7 +134,7 @@ def fully_shard(
             offload_policy=offload_policy,
             broadcast_buffers=broadcast_buffers,
         ),
-        mesh=mesh,
+        mesh=axes,
         ignored_params=ignored_params,
         shard_placement_fn=shard_placement_fn,
     )
@@ -151,7 +145,7 @@ def shard_in_place(
     modules: Sequence[nn.Module],
     options: ShardOptions,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Axes | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
 ) -> None:
@@ -159,6 +153,16 @@ def shard_in_place(
     shard_unit(modules, options, mesh=mesh, ignored_params=ignored_params, shard_placement_fn=shard_placement_fn)
     for module in modules:
         _gain_methods(module)
+
+
+def _whole_everywhere(strategy: Strategy) -> Strategy:
+    """The strategy where there are replicas only: that of torch's default, which shards, is understood."""
+    if strategy not in ("zero3", "ddp"):
+        raise ConfigError(
+            f"dp_mesh_dims names axes to replicate over and none to shard over, but strategy={strategy!r} was asked "
+            'for. Leave it out, or pass "ddp"; or name the axes to shard over, by DataParallelMeshDims(shard=...).'
+        )
+    return "ddp"
 
 
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard._compat import dtensor_like, marks_of
-from fullshard.comm.mesh import broadcast_from_first, resolve_axes, resolve_groups
+from fullshard.comm.mesh import Axes, axes_chosen, broadcast_from_first, resolve_axes, resolve_groups
 from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.at_rest import explain_mixtures
 from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install
@@ -22,10 +22,11 @@ from fullshard.engine.managed import managed_by, mark_ignored
 from fullshard.engine.materialize import find_parameters, give, initialise, move_buffers
 from fullshard.engine.other_engines import watch_wrappers
 from fullshard.engine.registry import buffers_of, is_unit, own_modules, units_in
-from fullshard.engine.sharded_param import ShardedParam, Source
+from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 from fullshard.optim.local_steps import watch_optimizers
+from fullshard.policy.meshes import ShardPlacementResult
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
 from fullshard.state.state_dict import copy_settings, register_hooks
@@ -33,14 +34,14 @@ from fullshard.tape.recorder import Phase
 
 __all__ = ["ShardPlacementFn", "copy_sharded", "shard_unit"]
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def shard_unit(
     modules: Sequence[nn.Module],
     options: ShardOptions,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Axes | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     device: torch.device | None = None,
@@ -54,9 +55,9 @@ def shard_unit(
     Args:
         modules: see `fully_shard`, and so for all arguments that it has too.
         options: how to shard them.
-        mesh: the ranks.
+        mesh: the ranks; or the axes themselves.
         ignored_params: parameters to leave as they are.
-        shard_placement_fn: the dim to shard each parameter along.
+        shard_placement_fn: the dim to shard each parameter along, and the ranks, if they are others.
         device: the device that computes; that of the mesh's type with the current index, if None.
         param_init_fn: initialises one module that is on the meta device.
         materialize: whether modules on the meta device are initialised now, rather than stay there.
@@ -64,7 +65,8 @@ def shard_unit(
         buffer_dtype: floating-point buffers are cast to it.
     """
     _check(modules)
-    device_type = device.type if device is not None else usual_device_type() if mesh is None else mesh.device_type
+    ranks = mesh.mesh if isinstance(mesh, Axes) else mesh
+    device_type = device.type if device is not None else usual_device_type() if ranks is None else ranks.device_type
     axes, placements = resolve_groups(resolve_axes(mesh, options.placements, device_type), options.placements)
     device = device or current_device(axes.mesh.device_type)  # which the mesh may have selected
     options = replace(options, placements=placements)
@@ -72,15 +74,12 @@ def shard_unit(
     mark_ignored(ignored)
     if materialize:
         initialise(modules, device, ignored, param_init_fn)
-    found = find_parameters(modules, ignored, axes)
+    found = find_parameters(modules, ignored, partial(_place, axes, options, shard_placement_fn))
     move_buffers(modules, device, buffer_dtype)
-    sources = found.sources
-    if shard_placement_fn is not None:
-        sources = [replace(source, dim=_chosen_dim(source, shard_placement_fn)) for source in sources]
     if sync_module_states:
-        values = [source.local for source in sources]
+        values = [source.local for source in found.sources]
         broadcast_from_first([*values, *buffers_of(modules)], axes, Phase.IDLE)
-    unit = Unit(modules, sources, found.borrowed, options, axes, device)
+    unit = Unit(modules, found.sources, found.borrowed, options, axes, device)
     install(unit)
     watch_optimizers()
     watch_wrappers()
@@ -102,17 +101,47 @@ def _mark(modules: Iterable[nn.Module]) -> None:
         module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
-def _chosen_dim(source: Source, shard_placement_fn: ShardPlacementFn) -> int | None:
-    """The dim that `shard_placement_fn` shards a parameter along; None if it leaves that open."""
-    placement, shape = shard_placement_fn(source.param), tuple(source.param.shape)
+def _place(
+    axes: Axes, options: ShardOptions, choose: ShardPlacementFn | None, fqn: str, param: nn.Parameter
+) -> tuple[Axes, int | None]:
+    """The axes to shard a parameter over, and the dim to shard it along, None if that is left open.
+
+    They are those of its unit, unless `choose`, a user's `shard_placement_fn`, says otherwise.
+    """
+    chosen, shape = None if choose is None else choose(param), tuple(param.shape)
+    info = getattr(chosen, "mesh_info", None)  # torch's own result has the same fields
+    placement = chosen if info is None else getattr(chosen, "placement", None)
+    if info is not None:
+        others = axes_chosen(info, fqn)
+        if others != axes:
+            _check_together(fqn, axes, others, options)
+            axes = others
     if placement is None:
-        return None
+        return axes, None
     if type(placement) is not Shard or not -len(shape) <= placement.dim < len(shape):
         raise ConfigError(
-            f"shard_placement_fn gave {placement!r} for {source.fqn} of shape {shape}. Return Shard(dim) with one of "
-            f"its {len(shape)} dims, or None to leave it open; the mesh is the same for all parameters of a unit."
+            f"shard_placement_fn gave {chosen!r} for {fqn} of shape {shape}. Return Shard(dim) with one of its "
+            f"{len(shape)} dims, None to leave it open, or a ShardPlacementResult of one of these and a mesh."
         )
-    return placement.dim % len(shape)
+    return axes, placement.dim % len(shape)
+
+
+def _check_together(fqn: str, axes: Axes, others: Axes, options: ShardOptions) -> None:
+    """Refuse meshes for single parameters that one unit cannot have beside its own.
+
+    Raises:
+        ConfigError: they are of another kind of device, or the unit's ranks keep states in groups.
+    """
+    if others.mesh.device_type != axes.mesh.device_type:
+        raise ConfigError(
+            f"shard_placement_fn chose {others.mesh} for {fqn}, but its unit is on {axes.mesh}. Make both meshes for "
+            "one type of device."
+        )
+    if axes.group_size is not None:
+        raise ConfigError(
+            f"shard_placement_fn chose {others.mesh} for {fqn}, but its unit has states that are kept in groups of "
+            f"{axes.group_size} ranks of {axes.mesh}. Make a unit of its own of the modules on the other mesh."
+        )
 
 
 def _check(modules: Sequence[nn.Module]) -> None:
@@ -198,17 +227,21 @@ def _on_meta(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
 def _shard_alike(unit: Unit, memo: dict[Any, Any]) -> None:
     """Make a unit of the copies of the modules of `unit`, with the values that it has now."""
     modules = [memo[id(module)] for module in unit.modules]
-    dims = {id(memo[id(param.sharded)]): param.layout.spec.dim for param in unit.params}
+    places = {
+        id(memo[id(param.sharded)]): (param.layout.spec.dim, param_group.plan.axes)
+        for param_group in unit.param_groups
+        for param in param_group.params
+    }
 
-    def placed_alike(param: nn.Parameter) -> Shard | None:
-        dim = dims[id(param)]
-        return None if dim is None else Shard(dim)
+    def placed_alike(param: nn.Parameter) -> ShardPlacementResult:
+        dim, axes = places[id(param)]
+        return ShardPlacementResult(None if dim is None else Shard(dim), axes)
 
     plain = [param for _, module in own_modules(unit.modules) for param in module._parameters.values()]
     made = shard_unit(
         modules,
         unit.options,
-        mesh=unit.axes.mesh,
+        mesh=unit.axes,
         ignored_params=[memo[id(param)] for param in plain if param is not None and managed_by(param) is None],
         shard_placement_fn=placed_alike,
         device=unit.device,

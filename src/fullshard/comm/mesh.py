@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +14,27 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement as TensorPlacement
 from torch.distributed.tensor import Replicate, Shard
 
-from fullshard._compat import address, group_made_alone, joined_mesh, outside_of_modes
+from fullshard._compat import (
+    address,
+    concatenated_mesh,
+    flattened_mesh,
+    group_made_alone,
+    joined_mesh,
+    outside_of_modes,
+)
 from fullshard.comm.routes import collectives_for, collectives_of
 from fullshard.device.current import count_devices
 from fullshard.errors import ConfigError, RankMismatchError, StateError
 from fullshard.layout.shard_spec import ShardSpec, owned
+from fullshard.policy.meshes import DataParallelMeshDims
 from fullshard.policy.strategy import Placement, Placements
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Origin, Phase
 
 __all__ = [
     "Axes",
+    "axes_by_name",
+    "axes_chosen",
     "broadcast_from_first",
     "default_mesh",
     "join",
@@ -42,6 +53,10 @@ class Axes:
     mesh: DeviceMesh
     group_size: int | None = None
     """Number of neighbouring ranks in a group, where the shard axis is used in two levels."""
+    spmd_mesh: DeviceMesh | None = None
+    """The mesh that these axes were taken from by name. Parameters may be `DTensor`s on all axes of it."""
+    spmd_names: frozenset[str] = frozenset()
+    """The names of these axes in that mesh; several of them may be one axis here."""
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -120,26 +135,89 @@ def broadcast_from_first(tensors: Sequence[Tensor], axes: Axes, phase: Phase) ->
                     tensor.copy_(value)
 
 
-def resolve_axes(mesh: DeviceMesh | None, placements: Placements, device_type: str) -> Axes:
+def resolve_axes(mesh: DeviceMesh | Axes | None, placements: Placements, device_type: str) -> Axes:
     """The axes to shard and replicate over: those of `mesh`, or of a default one over all ranks.
 
     Raises:
         ConfigError: the mesh has more than two axes, or only one where the strategy replicates.
         StateError: there is no process group yet.
     """
-    if mesh is None:
-        mesh = default_mesh(device_type, replicated=placements.replicated)
+    if isinstance(mesh, Axes):
+        axes, mesh = mesh, mesh.mesh
+    else:
+        mesh = default_mesh(device_type, replicated=placements.replicated) if mesh is None else mesh
+        axes = Axes(mesh)
     if mesh.ndim > 2:
         raise ConfigError(
             f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names}: one shard axis and at most one replicate axis are "
-            "needed. Pass the part of it to shard over, such as mesh['replicate', 'shard']."
+            "needed. Pass the part of it to shard over, such as mesh['replicate', 'shard'], or name its axes by "
+            "dp_mesh_dims."
         )
     if placements.replicated and mesh.ndim != 2:
         raise ConfigError(
             f"strategy 'hsdp' needs a replicate and a shard axis, but mesh has one axis of size {mesh.size()}. Pass "
             'init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")).'
         )
-    return Axes(mesh)
+    return axes
+
+
+_by_name: Kept[tuple[DeviceMesh, tuple[str, ...], tuple[str, ...]], DeviceMesh] = Kept("meshes by name")
+
+
+def axes_by_name(mesh: DeviceMesh | None, dims: DataParallelMeshDims) -> Axes:
+    """The axes of `mesh` that `dims` names, several of them flattened to one. Every rank must call it.
+
+    Raises:
+        ConfigError: the mesh has no such axes.
+    """
+    asked = f"dp_mesh_dims=DataParallelMeshDims(shard={dims.shard!r}, replicate={dims.replicate!r})"
+    has = None if mesh is None else mesh.mesh_dim_names
+    if mesh is None or has is None:
+        raise ConfigError(
+            f"{asked} names axes of a mesh, but {'none was given' if mesh is None else f'{mesh} has no names'}. Pass "
+            "mesh=init_device_mesh(device, sizes, mesh_dim_names=...)."
+        )
+    known = DataParallelMeshDims(dims.shard, dims.replicate)  # torch's own has fewer checks
+    named = [*known.shard_names, *known.replicate_names]
+    wrong = next((name for name in named if name not in has or named.count(name) > 1), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{asked} names {wrong!r}{' twice' if wrong in has else ''}, but the axes of the mesh are {has}. Name "
+            "each to shard or replicate over once; those of other parallelisms are left out."
+        )
+    shard, replicate = (tuple(sorted(names, key=has.index)) for names in (known.shard_names, known.replicate_names))
+    made = _by_name.get_or_make((mesh, shard, replicate), lambda: _mesh_of(mesh, shard, replicate))
+    return Axes(made, spmd_mesh=mesh, spmd_names=frozenset(named))
+
+
+def _mesh_of(mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]) -> DeviceMesh:
+    with outside_of_modes():
+        parts = [flattened_mesh(mesh, names) for names in (replicate, shard) if names]
+        return parts[0] if len(parts) == 1 else concatenated_mesh(parts)
+
+
+def axes_chosen(info: Any, fqn: str) -> Axes:
+    """The axes that a `shard_placement_fn` chose for parameter `fqn`: of an `FSDPMeshInfo`, or of a mesh.
+
+    Raises:
+        ConfigError: it is neither, or the axes are in another order.
+    """
+    mesh = info if isinstance(info, DeviceMesh) else getattr(info, "mesh", None)
+    if isinstance(info, Axes):
+        return info
+    last = mesh.ndim - 1 if isinstance(mesh, DeviceMesh) else 0
+    shard, replicate = getattr(info, "shard_mesh_dim", None), getattr(info, "replicate_mesh_dim", None)
+    is_usual = shard in (None, last, -1) and replicate in (None, 0) and (replicate is None or last == 1)
+    if not isinstance(mesh, DeviceMesh) or last > 1 or not is_usual:
+        raise ConfigError(
+            f"shard_placement_fn chose the mesh {info!r} for {fqn}. Return ShardPlacementResult(placement, "
+            "FSDPMeshInfo(mesh, shard_mesh_dim=0)) with a mesh of one axis to shard over; of two, the first "
+            "replicates: HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)."
+        )
+    dims, whole = getattr(info, "dp_mesh_dims", None), getattr(info, "spmd_mesh", None)
+    if dims is None or whole is None:
+        return Axes(mesh)
+    return Axes(mesh, spmd_mesh=whole, spmd_names=frozenset((*dims.shard_names, *dims.replicate_names)))
 
 
 def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements]:

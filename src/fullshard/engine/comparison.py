@@ -37,7 +37,7 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
     """
     unit, rank = units[0], dist.get_rank()
     descriptions = [it.description for it in units]
-    digests: Digests = [it.digests if it.axes == unit.axes else () for it in units]
+    digests: Digests = [it.digests(unit.axes) for it in units]
     hashes = _of_all_ranks((_hash(descriptions), _hash(digests)), unit, "comparison of models")
     of_models = {other: of_model for other, (of_model, _) in hashes.items()}
     of_values = {other: of_digests for other, (_, of_digests) in hashes.items()}
@@ -65,7 +65,7 @@ def meet(units: Sequence[Unit], name: str) -> None:
         RankMismatchError: some rank has come to something else: it does not take part (where ranks can compare that).
     """
     sharded = [unit for unit in units if unit.options.placements.optimizer is Placement.SHARDED]
-    groups = [unit.axes.shard_group for unit in sharded]  # replicas gather by themselves
+    groups = [axes.shard_group for unit in sharded for axes in unit.collectives]  # replicas gather by themselves
     groups += [group for unit in sharded for param in unit.params for group in param.view.process_groups]
     for group in dict.fromkeys(groups):
         if dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
@@ -152,5 +152,5 @@ def _different_values(
         (unit, param, found)
         for i, unit in enumerate(units)
         for j, param in enumerate(unit.params)
-        if None not in (found := [digests[i][j] if digests[i] else None for digests in each]) and len(set(found)) > 1
+        if None not in (found := [digests[i][j] for digests in each]) and len(set(found)) > 1
     ]

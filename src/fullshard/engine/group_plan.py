@@ -69,11 +69,12 @@ class GroupPlan:
         shapes, dims = [spec.shape for spec in specs], [spec.dim for spec in specs]
         return self.of(shapes, dims, contract, self.options, self.axes, device, memory)
 
-    def under(self, axes: Axes, placements: Placements) -> GroupPlan:
-        """The plan for the same parameters under other placements, with as many ranks on the shard axis."""
+    def under(self, group_size: int | None, placements: Placements) -> GroupPlan:
+        """The plan for the same parameters on the same mesh under other placements, and with other groups of ranks."""
         precision = self.options.precision
         if placements.optimizer is Placement.WHOLE:
             precision = replace(precision, gather_wire=None)  # nothing is gathered
+        axes = replace(self.axes, group_size=group_size)
         return replace(self, axes=axes, options=replace(self.options, placements=placements, precision=precision))
 
     def needs_wires_of(self, other: GroupPlan) -> bool:

@@ -1,4 +1,4 @@
-"""The wires of a unit and of its parameter groups, bound to their channels when they are made."""
+"""The collectives along axes, and the wires of a parameter group, bound to their channels when they are made."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fullshard.comm.wire import Gathers, Sums
 from fullshard.device.memory import Pool, scratch_of
 from fullshard.engine.group_plan import GroupPlan
 
-__all__ = ["GroupWires", "UnitCollectives"]
+__all__ = ["AxesCollectives", "GroupWires"]
 
 _VARIANTS = 1024  # so many ways to lack gradients have messages of their own
 _FEW_VARIANTS = 64  # where a call has as many messages as there are groups of ranks
 
 
 @dataclass(frozen=True)
-class UnitCollectives:
-    """The collectives along a unit's axes, and the scratch memory that they may use."""
+class AxesCollectives:
+    """The collectives along axes, and the scratch memory that they may use."""
 
     shard: Collectives
     replicate: Collectives | None
@@ -32,7 +32,7 @@ class UnitCollectives:
     scratch: Pool
 
     @classmethod
-    def along(cls, axes: Axes, device: torch.device) -> UnitCollectives:
+    def along(cls, axes: Axes, device: torch.device) -> AxesCollectives:
         """Those along `axes` for tensors on `device`."""
         replicas, across, within = axes.replicate_group, None, None
         if axes.group_size is not None:
@@ -64,7 +64,7 @@ class GroupWires:
     scratch: Pool
 
     @classmethod
-    def bind(cls, plan: GroupPlan, collectives: UnitCollectives) -> GroupWires:
+    def bind(cls, plan: GroupPlan, collectives: AxesCollectives) -> GroupWires:
         """New channels for a group: ranks must make their groups in the same order."""
         messages = len(plan.layout.in_place) + 1
         gather_wire = plan.contract.gather_wire if plan.shards_optimizer else None

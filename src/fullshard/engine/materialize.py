@@ -40,13 +40,22 @@ class Found:
     borrowed: list[Unit]  # units that have a parameter tied to one of these modules'
 
 
-def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter], axes: Axes) -> Found:
-    """The parameters of `modules` to shard over `axes`: those not ignored, new ones and those tied to another unit's.
+def find_parameters(
+    modules: Sequence[nn.Module],
+    ignored: Iterable[nn.Parameter],
+    place: Callable[[str, nn.Parameter], tuple[Axes, int | None]],
+) -> Found:
+    """The parameters of `modules` to shard: those not ignored, new ones and those tied to another unit's.
 
     A tied parameter that another unit has is put in these modules' place too, so that the tie holds.
 
+    Args:
+        modules: those of the new unit.
+        ignored: parameters to leave out.
+        place: gives for a new parameter, named by its FQN, the axes to shard it over and the dim to cut it along.
+
     Raises:
-        ConfigError: a parameter is a `DTensor` that cannot be sharded over `axes` as well.
+        ConfigError: a parameter is a `DTensor` that cannot be sharded over these axes as well.
     """
     skip = {id(param) for param in ignored}
     new: dict[int, Source] = {}
@@ -68,7 +77,8 @@ def find_parameters(modules: Sequence[nn.Module], ignored: Iterable[nn.Parameter
                 continue
             fqn = clean_fqn(f"{prefix}.{name}" if prefix else name)
             if id(param) not in new:
-                new[id(param)] = Source(param, [], fqn, view_of(fqn, param, axes))
+                axes, dim = place(fqn, param)
+                new[id(param)] = Source(param, [], fqn, axes, dim, view_of(fqn, param, axes))
             source = new[id(param)]
             if owner not in source.owners:
                 source.owners.append(owner)

@@ -1,4 +1,4 @@
-"""A parameter group: the parameters of a unit that share a dtype and are all trained or all frozen."""
+"""A parameter group: the parameters of a unit on one mesh that share a dtype and are all trained or all frozen."""
 
 from __future__ import annotations
 
@@ -145,6 +145,16 @@ class ParamGroup:
         self.gather.finish(self._unsharded)
 
     # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def averaged_over(self, data_ranks: frozenset[int]) -> int:
+        """The number of ranks whose data a gradient is the mean of. With a root on `data_ranks`, that is their number.
+
+        So it is for experts on some of these ranks, or on ranks of several axes, which have seen the tokens of all. Of
+        other parameters, ranks beyond the root's have gradients of their own, each of which counts.
+        """
+        axes = self.plan.axes
+        is_cut = any(param.view.is_cut for param in self.params)
+        return len(data_ranks) if is_cut or axes.ranks <= data_ranks else axes.world
 
     def start_reduction(self, grads: dict[int, Tensor], *, divisor: float, finishes: bool, origin: Origin) -> Reduction:
         """Begin to sum `grads`, what `gradients.take()` gave, over the ranks. Arguments as of `ReductionOf`."""

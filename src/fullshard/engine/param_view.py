@@ -10,12 +10,21 @@ shape would be. So at rest the parameter is cut twice, first as it was found, th
 
 `DTensor` reads placements from the first axis to the last, so the axes are in the order in which they cut. On a mesh of
 (shard, tp) rows that are cut on both would not lie where their placements say.
+
+Where the engine was given all axes of a mesh and told which are its own, a parameter may be a `DTensor` on all of them,
+whole on the engine's. Modules go on to see it so; at rest its other axes come first, and then the engine's:
+
+    as it was found    mesh (shard, cp, tp),          placements (Replicate(), Replicate(), Shard(0))
+    at rest            mesh (tp, shard_cp),           placements (Shard(0), Shard(0))
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fullshard._compat import holds_tensors, make_dtensor, set_local_tensor, waited
@@ -31,8 +40,13 @@ class ParamView:
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
-        """The groups that the parameter was cut over before the engine came."""
+        """The groups that the parameter was placed on before the engine came."""
         return []
+
+    @property
+    def is_cut(self) -> bool:
+        """True if the engine has a part of the parameter only: others have been given to other ranks."""
+        return False
 
     def make_sharded(self, shard: Tensor, axes: Axes, spec: ShardSpec, *, sharded: bool) -> DTensor:
         """The sharded parameter around `shard`, this rank's part; the whole, if not `sharded`."""
@@ -64,8 +78,14 @@ class TensorParallelView(ParamView):
     """
 
     def __init__(self, fqn: str, param: DTensor, axes: Axes) -> None:
-        mesh = join(param.device_mesh, axes.mesh)
         found = f"{fqn} is already a DTensor placed {param.placements} on mesh {param.device_mesh}"
+        own = axes.spmd_names if param.device_mesh == axes.spmd_mesh else frozenset()
+        names: Sequence[str] = param.device_mesh.mesh_dim_names or [""] * param.device_mesh.ndim
+        self._outer_axes = [axis for axis, name in enumerate(names) if name not in own]
+        mesh: DeviceMesh | None = axes.mesh
+        if self._outer_axes:
+            outer = param.device_mesh[tuple(names[axis] for axis in self._outer_axes)] if own else param.device_mesh
+            mesh = join(outer, axes.mesh)
         if mesh is None:
             raise ConfigError(
                 f"{found}. To be sharded over {axes.mesh} as well, both must be axes of one mesh, with names. Slice it "
@@ -77,21 +97,32 @@ class TensorParallelView(ParamView):
                 f"{found}. Only what is placed Shard(dim) or Replicate() can be sharded further. Redistribute it "
                 "first, or list it in ignored_params."
             )
+        cut = [name for name, placement in zip(names, param.placements, strict=True) if placement.is_shard()]
+        if own.intersection(cut):
+            raise ConfigError(
+                f"{found}, and so is cut on {cut} already, over which it is to be sharded here: dp_mesh_dims names "
+                f"{sorted(own)}. Place it Replicate() there, and name in dp_mesh_dims only axes of data parallelism."
+            )
         self._found = param._spec
         self._mesh = mesh
+        self._outer_placements = tuple(param.placements[axis] for axis in self._outer_axes)
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The groups of tensor parallelism."""
-        return self._found.mesh.get_all_groups()
+        return [self._found.mesh.get_group(axis) for axis in self._outer_axes]
+
+    @property
+    def is_cut(self) -> bool:
+        return any(placement.is_shard() for placement in self._outer_placements)
 
     def make_sharded(self, shard: Tensor, axes: Axes, spec: ShardSpec, *, sharded: bool) -> DTensor:
         """A `DTensor` on the axes of tensor parallelism and then those of the engine."""
-        placements = (*self._found.placements, *axes.tensor_placements(spec, sharded=sharded))
+        placements = (*self._outer_placements, *axes.tensor_placements(spec, sharded=sharded))
         return make_dtensor(shard, self._mesh, placements, self._found.shape)
 
     def make_unsharded(self, whole: Tensor) -> DTensor:
-        """A `DTensor` on the mesh of tensor parallelism."""
+        """A `DTensor` on the mesh on which it was found."""
         return make_dtensor(whole, self._found.mesh, self._found.placements, self._found.shape)
 
     def point_to(self, seen: Tensor, whole: Tensor) -> None:
@@ -102,9 +133,15 @@ class TensorParallelView(ParamView):
         set_local_tensor(seen, whole.data)
 
     def local_grad(self, grad: Tensor) -> Tensor:
-        """The local tensor of `grad`, placed as the parameter is: a collective of torch's where it is not."""
+        """The local tensor of `grad`, placed as the parameter is: a collective of torch's where it is not.
+
+        Along the engine's own axes it stays as autograd left it, which is this rank's share of the sum that is taken.
+        """
         assert isinstance(grad, DTensor)
-        return waited(grad.redistribute(placements=self._found.placements)._local_tensor)
+        placements = list(grad.placements)
+        for axis in self._outer_axes:
+            placements[axis] = self._found.placements[axis]
+        return waited(grad.redistribute(placements=placements)._local_tensor)
 
 
 def view_of(fqn: str, param: Tensor, axes: Axes) -> ParamView:

@@ -97,8 +97,7 @@ class Runtime:
         for number, unit in enumerate(units):
             unit.state.number, unit.state.runtime = number, self
             unit.state.is_root = root in unit.modules
-            # Experts on some of these ranks have seen the tokens of all.
-            unit.state.averaged_over = len(data_ranks) if unit.axes.ranks <= data_ranks else unit.axes.world
+            unit.state.data_ranks = data_ranks
 
     @property
     def _device(self) -> torch.device:
@@ -154,7 +153,7 @@ class Runtime:
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so. Its output as the caller is to see it."""
-        if unit.collectives.is_broken or all(entered is not unit for entered, _ in self._stack):
+        if unit.is_broken or all(entered is not unit for entered, _ in self._stack):
             return output  # it could not be unsharded
         while self._stack[-1][0] is not unit:
             self._leave(self._stack[-1][0])  # an exception passed through a forward within

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn
 from zlib import crc32
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from fullshard._compat import at_start, dtensor_like, has_values, make_dtensor, marks_of, set_local_tensor
-from fullshard.comm.mesh import own_part
+from fullshard.comm.mesh import Axes, own_part
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_view import ParamView
 from fullshard.errors import StateError
@@ -40,8 +40,9 @@ class Source:
     param: nn.Parameter
     owners: list[Owner]  # several where weights are tied
     fqn: str
-    view: ParamView = field(default_factory=ParamView)
-    dim: int | None = None  # along which the user wants it cut
+    axes: Axes  # to shard and replicate it over
+    dim: int | None  # along which the user wants it cut
+    view: ParamView
 
     @property
     def local(self) -> Tensor:

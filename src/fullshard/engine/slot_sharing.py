@@ -85,7 +85,7 @@ def _common_storages(units: Sequence[Unit], sizes: Sequence[int], plan: str) -> 
     """
     if any(_writes_to_parameters(unit.module) for unit in units):
         return []
-    collectives = {unit.collectives.shard for unit in units}
+    collectives = {along.shard for unit in units for along in unit.collectives.values()}
     plans = (param_group.plan for unit in units for param_group in unit.param_groups)
     if len(collectives) != 1 or not all(plan.gathers_from_all for plan in plans):
         return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from itertools import accumulate, groupby
 
@@ -19,7 +19,7 @@ from fullshard.device.memory import MemoryKind, Slot
 from fullshard.engine.at_rest import accept_calls, refuse_calls
 from fullshard.engine.group_buffers import Stretch
 from fullshard.engine.group_plan import GroupPlan
-from fullshard.engine.group_wires import GroupWires, UnitCollectives
+from fullshard.engine.group_wires import AxesCollectives, GroupWires
 from fullshard.engine.managed import Managed
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.reduction import UnitReduction
@@ -52,7 +52,7 @@ class Unit:
         sources: their parameters that no other unit has.
         borrowed: units that have parameters which are tied to some of these modules'.
         options: what the user asked for.
-        axes: the mesh axes to shard and replicate over.
+        axes: the mesh axes to shard and replicate over; a source may have others.
         device: where compute runs.
     """
 
@@ -91,18 +91,18 @@ class Unit:
                 [source.dim for source in kind],
                 options.precision.contract(kind[0].param.dtype),
                 options,
-                axes,
+                kind[0].axes,
                 where,
                 memory,
             )
             for kind in by_kind
         ]
         self.slot = Slot(where)
-        self.collectives = UnitCollectives.along(axes, device)
+        self.collectives = _collectives_along([axes, *(plan.axes for plan in plans)], device)
         self._has_views = self._occupies_lastingly(self.slot)  # whether views of the slot are there
         stretches = self._occupy(self.slot, plans)
         self.param_groups = [
-            ParamGroup.of(kind, plan, GroupWires.bind(plan, self.collectives), stretch)
+            ParamGroup.of(kind, plan, GroupWires.bind(plan, self.collectives[plan.axes]), stretch)
             for kind, plan, stretch in zip(by_kind, plans, stretches, strict=True)
         ]
         self.slot.count_references()
@@ -151,24 +151,34 @@ class Unit:
     def description(self) -> str:
         """A text that is the same on all ranks: the name, and every parameter's FQN, shape and dtypes."""
         params = (
-            f"{param.fqn} {tuple(param.layout.spec.shape)} {param_group.plan.contract}"
+            f"{param.fqn} {tuple(param.sharded.shape)} {param_group.plan.contract}"
             + ("" if param.sharded.requires_grad else ", frozen")
             for param_group in self.param_groups
             for param in param_group.params
         )
         return f"{self.name or 'the root'} ({'; '.join(params)})"
 
-    @property
-    def digests(self) -> list[int | None]:
-        """Of the values that each parameter was made of on this rank; None where they are not known, or others now."""
-        return [param.made_of for param in self.params]
+    def digests(self, axes: Axes) -> list[int | None]:
+        """Of the values that each parameter was made of on this rank; None where they are not known, or others now, or
+        where ranks along `axes` need not have the same.
+        """
+        return [
+            param.made_of if param_group.plan.axes == axes else None
+            for param_group in self.param_groups
+            for param in param_group.params
+        ]
 
     @property
     def process_groups(self) -> list[dist.ProcessGroup]:
         """The groups that its parameters are spread over: the engine's, then those that were there before."""
-        axes = self.axes
-        own = [axes.shard_group] if axes.replicate_group is None else [axes.shard_group, axes.replicate_group]
-        return list(dict.fromkeys([*own, *(group for param in self.params for group in param.view.process_groups)]))
+        own = [group for axes in self.collectives for group in (axes.shard_group, axes.replicate_group)]
+        found = [*own, *(group for param in self.params for group in param.view.process_groups)]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    @property
+    def is_broken(self) -> bool:
+        """True if ranks were found to do different things, or one was lost: nothing can be sent any more."""
+        return any(collectives.is_broken for collectives in self.collectives.values())
 
     def origin(self, phase: Phase) -> Origin:
         """This unit in `phase`, for the record."""
@@ -400,7 +410,7 @@ class Unit:
         collectives = self.collectives
         if plans and plans[0].memory.device.type != "meta":
             self.device = plans[0].device
-            self.collectives = UnitCollectives.along(self.axes, self.device)
+            self.collectives = _collectives_along(self.collectives, self.device)
         with self.slot.dropping_views():
             for param_group in self.param_groups:
                 param_group.lie_in(None)
@@ -408,7 +418,7 @@ class Unit:
         stretches = self._occupy(slot, plans)
         for i, (param_group, plan, stretch) in enumerate(zip(self.param_groups, plans, stretches, strict=True)):
             is_same = self.collectives == collectives and plan.needs_wires_of(param_group.plan)
-            bound = param_group.wires if is_same else GroupWires.bind(plan, self.collectives)
+            bound = param_group.wires if is_same else GroupWires.bind(plan, self.collectives[plan.axes])
             bound.forget_errors()
             self.param_groups[i] = param_group.moved(plan, bound, stretch)
         self.slot, self._has_views = slot, self._occupies_lastingly(slot)
@@ -472,7 +482,7 @@ class Unit:
         lanes = self.lanes
         self._withholds = False
         finishes, origin = self.finishes_sums, self.origin(phase)
-        divisor = self.state.gradient_divisor or self.state.averaged_over
+        divisor = self.state.gradient_divisor
         taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
         read = [dict(grads) for _, grads in taken]
         with torch.no_grad(), acting_for(origin, "messages"), lanes.reduce.after(lanes.compute):
@@ -481,11 +491,14 @@ class Unit:
                 if self.state.reduces_unused:
                     param_group.gradients.fill_missing(grads)
                 if grads or (finishes and param_group.awaits_second_sum):
-                    reductions.append(
-                        param_group.start_reduction(grads, divisor=divisor, finishes=finishes, origin=origin)
-                    )
+                    by = divisor or param_group.averaged_over(self.state.data_ranks)
+                    reductions.append(param_group.start_reduction(grads, divisor=by, finishes=finishes, origin=origin))
         with acting_for(origin, "messages"):
             return UnitReduction(reductions, read, lanes)
+
+
+def _collectives_along(each: Iterable[Axes], device: torch.device) -> dict[Axes, AxesCollectives]:
+    return {axes: AxesCollectives.along(axes, device) for axes in each}
 
 
 def _nbytes(plans: Sequence[GroupPlan]) -> int:
@@ -538,9 +551,10 @@ def _leaves_beside(modules: Sequence[nn.Module], params: Sequence[ShardedParam])
 
 
 def _by_kind(sources: Sequence[Source]) -> list[list[Source]]:
-    """The sources by dtype and by whether they are trained, each in the order they came."""
+    """The sources by mesh, dtype and whether they are trained, each in the order they came."""
+    meshes = list(dict.fromkeys(source.axes for source in sources))
 
-    def kind(source: Source) -> tuple[str, bool]:
-        return str(source.param.dtype), source.param.requires_grad
+    def kind(source: Source) -> tuple[int, str, bool]:
+        return meshes.index(source.axes), str(source.param.dtype), source.param.requires_grad
 
     return [list(group) for _, group in groupby(sorted(sources, key=kind), key=kind)]

@@ -16,7 +16,7 @@ class UnitState:
     """
 
     reshard_after_forward: bool | None
-    gradient_divisor: float | None = None  # what sums of gradients are divided by, instead of `averaged_over`
+    gradient_divisor: float | None = None  # what sums of gradients are divided by, instead of a number of ranks
     reshard_after_backward: bool = True
     unshards_in_backward: bool = True
     syncs_gradients: bool = True
@@ -31,7 +31,7 @@ class UnitState:
     runtime: Any = None  # the `Runtime` of its root, from the first forward on
     number: int = -1  # among the units of its root
     is_root: bool = False
-    averaged_over: int = 1  # the ranks whose data a gradient is the mean of
+    data_ranks: frozenset[int] = frozenset()  # that the root is on: a gradient is the mean of their data
     users: int = 0  # forwards and backwards that need it unsharded at the moment
     arrived_grads: set[int] = field(default_factory=set)  # parameters that have a gradient in this backward
     finished_modules: set[int] = field(default_factory=set)  # whose forward is over, where the unit has several

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from fullshard._compat import fake_tensors, storage_watch
 from fullshard.comm.codec import codec_named
 from fullshard.comm.encoded import error_feedback_numel
-from fullshard.comm.mesh import Axes, resolve_groups
+from fullshard.comm.mesh import resolve_groups
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.registry import units_in
@@ -98,12 +98,13 @@ def predict_ledger(
     cost = optimizer or OptimizerCost()
     placements = units[0].options.placements if strategy is None else resolve_placements(strategy)
     axes, placements = resolve_groups(units[0].axes, placements)
-    every = [_GroupBytes.under(it, axes, placements) for unit in units for it in unit.param_groups]
+    size = axes.group_size
+    every = [_GroupBytes.under(it, size, placements) for unit in units for it in unit.param_groups]
     return Ledger(
-        parameters=sum(it.plan.rest_nbytes for it in every) + _kept_between_steps(units, axes, placements),
+        parameters=sum(it.plan.rest_nbytes for it in every) + _kept_between_steps(units, size, placements),
         gradients=sum(it.gradients for it in every),
         optimizer_state=sum(it.optimizer(cost) for it in every),
-        gathered_peak=_gathered_peak(units, axes, placements),
+        gathered_peak=_gathered_peak(units, size, placements),
         activations=activations,
     )
 
@@ -115,7 +116,9 @@ def predict_error_feedback(model: nn.Module) -> int:
         ConfigError: the model has no units.
     """
     groups = ((unit, param_group) for unit in _units(model) for param_group in unit.param_groups)
-    return sum(_GroupBytes.under(it, unit.axes, unit.options.placements).error_feedback for unit, it in groups)
+    return sum(
+        _GroupBytes.under(it, unit.axes.group_size, unit.options.placements).error_feedback for unit, it in groups
+    )
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,8 @@ class _GroupBytes:
     is_trained: bool
 
     @classmethod
-    def under(cls, param_group: ParamGroup, axes: Axes, placements: StrategyPlacements) -> _GroupBytes:
-        return cls(param_group.plan.under(axes, placements), param_group.is_trained)
+    def under(cls, param_group: ParamGroup, group_size: int | None, placements: StrategyPlacements) -> _GroupBytes:
+        return cls(param_group.plan.under(group_size, placements), param_group.is_trained)
 
     @property
     def gradients(self) -> int:
@@ -174,21 +177,21 @@ def _feedback_of_wholes(numels: Sequence[int], world: int) -> int:
     return error_feedback_numel(parts, world, whole=True) if world > 1 else 0
 
 
-def _kept_between_steps(units: Sequence[Unit], axes: Axes, placements: StrategyPlacements) -> int:
+def _kept_between_steps(units: Sequence[Unit], group_size: int | None, placements: StrategyPlacements) -> int:
     if placements.parameters is Placement.SHARDED:
         return 0
     if placements.parameters is Placement.WHOLE:
         return sum(unit.unsharded_nbytes for unit in units)
-    return sum(_secondary_nbytes(unit, axes, placements) for unit in units)
+    return sum(_secondary_nbytes(unit, group_size, placements) for unit in units)
 
 
-def _secondary_nbytes(unit: Unit, axes: Axes, placements: StrategyPlacements) -> int:
+def _secondary_nbytes(unit: Unit, group_size: int | None, placements: StrategyPlacements) -> int:
     """Bytes of this rank's secondary shards of a unit."""
-    plans = (param_group.plan.under(axes, placements) for param_group in unit.param_groups)
+    plans = (param_group.plan.under(group_size, placements) for param_group in unit.param_groups)
     return sum(plan.secondary_numel * plan.contract.compute.itemsize for plan in plans)
 
 
-def _gathered_peak(units: Sequence[Unit], axes: Axes, placements: StrategyPlacements) -> int:
+def _gathered_peak(units: Sequence[Unit], group_size: int | None, placements: StrategyPlacements) -> int:
     if placements.parameters is Placement.WHOLE:
         return 0
     nbytes = [unit.unsharded_nbytes for unit in units]
@@ -196,7 +199,7 @@ def _gathered_peak(units: Sequence[Unit], axes: Axes, placements: StrategyPlacem
         return sum(nbytes)
     kept = [0] * len(units)
     if placements.parameters is Placement.SHARDED and placements.parameters_in_step is Placement.GROUPED:
-        kept = [_secondary_nbytes(unit, axes, placements) for unit in units]
+        kept = [_secondary_nbytes(unit, group_size, placements) for unit in units]
     root, inner = nbytes[0], nbytes[1:]
     pairs = (sum(pair) + sum(kept[: last + 1]) for last, pair in enumerate(pairwise(inner), 2))
     return root + max(pairs, default=sum(inner) + sum(kept))

@@ -1,0 +1,160 @@
+"""Meshes of any shape: axes by name, several of them flattened, beside those of other parallelisms."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from small_models import chain, inputs, whole
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fullshard import DataParallelMeshDims, explain, fully_shard
+from fullshard.testing import assert_same
+
+DATA = {"sharded": None, "replicated": ("dp_replicate",)}
+
+
+def trained(model: nn.Module, place: int, *, steps: int = 3) -> list[Any]:
+    """Losses, gradients and values of some steps; the rank has the rows of `place` of 4."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    found: list[Any] = []
+    for step in range(steps):
+        loss = model(inputs(step).repeat(2, 1).chunk(4)[place]).square().mean()
+        loss.backward()
+        found += [loss.detach(), [whole(param.grad) for param in model.parameters()]]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, [whole(param) for param in model.parameters()]]
+
+
+def by_name(mesh: DeviceMesh, shard: Any = None, replicate: Any = None, **options: Any) -> Any:
+    return partial(fully_shard, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard, replicate), **options)
+
+
+def compare_with_slices() -> None:
+    """Plain parameters: whichever axes are named, they are sharded as over a mesh that has those axes only."""
+    rank = dist.get_rank()
+    flat, hybrid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s"))
+    full = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_shard", "cp", "tp"))
+    parts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
+    apart = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_shard", "tp", "cp"))
+    zero3 = trained(chain(partial(fully_shard, mesh=flat)), rank)
+    hsdp = trained(chain(partial(fully_shard, mesh=hybrid, strategy="hsdp")), rank)
+    ddp = trained(chain(partial(fully_shard, mesh=flat, strategy="ddp")), rank)
+    assert_same(trained(chain(by_name(full, ("dp_shard", "cp"))), rank), zero3)
+    assert_same(trained(chain(by_name(full, ("cp", "dp_shard"))), rank), zero3)
+    assert_same(trained(chain(by_name(apart, ("dp_shard", "cp"))), rank), zero3)
+    model = chain(by_name(parts, ("dp_shard", "cp"), "dp_replicate"))
+    assert_same(trained(model, rank), hsdp)
+    assert next(model.parameters()).device_mesh.mesh_dim_names == ("dp_replicate", "dp_shard_cp")
+    assert "mesh: dp_replicate 2 x dp_shard_cp 2" in explain(model)
+    assert_same(trained(chain(by_name(full, None, ("dp_shard", "cp"))), rank), ddp)
+    assert_same(trained(chain(by_name(parts, "cp", ("dp_replicate", "dp_shard"), strategy="hsdp")), rank), hsdp)
+
+
+def test_axes_by_name_are_those_of_a_mesh_of_them():
+    run_ranks(4, compare_with_slices)
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def perceptrons() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Perceptron(), Perceptron())
+
+
+def batch_of(step: int) -> Tensor:
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(step))
+
+
+def compare_tensor_parallel() -> None:
+    """Tensor parallelism on an axis of its own, with the data axes by name instead of by a slice."""
+    full = init_device_mesh("cpu", (1, 2, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp", "tp"))
+    sliced = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ways = {
+        "slice": (sliced, {"mesh": sliced["dp"]}),
+        "names": (full, {"mesh": full, "dp_mesh_dims": DataParallelMeshDims(("dp_shard", "cp"))}),
+        "hybrid": (full, {"mesh": full, "dp_mesh_dims": DataParallelMeshDims(("dp_shard", "cp"), "dp_replicate")}),
+    }
+    found = {}
+    for name, (mesh, options) in ways.items():
+        model = perceptrons()
+        for block in model:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(block, **options)
+        fully_shard(model, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(3):
+            model(batch_of(step).chunk(2)[dist.get_rank() // 2]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = {key: whole(value) for key, value in model.state_dict().items()}
+    assert_same(found["names"], found["slice"])
+    assert_same(found["hybrid"], found["slice"])
+
+
+def test_tensor_parallelism_beside_axes_by_name_is_as_beside_a_slice():
+    run_ranks(4, compare_tensor_parallel)
+
+
+def on_all_axes(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Every parameter as a `DTensor` on all axes of `mesh`: cut over `tp`, whole on the others."""
+    cuts = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+    for name, param in list(model.named_parameters()):
+        owner, _, own = name.rpartition(".")
+        on_tp = cuts.get(".".join(name.split(".")[-2:]), Replicate())
+        placed = distribute_tensor(param.detach(), mesh, [Replicate()] * (mesh.ndim - 1) + [on_tp])
+        setattr(model.get_submodule(owner), own, nn.Parameter(placed))
+
+
+def train_on_all_axes(shape: tuple[int, ...], replicate: str | None) -> None:
+    """A model in which all tensors are `DTensor`s on one mesh: its loss is the mean over all sequences already."""
+    names = ("dp_replicate", "dp_shard", "cp", "tp")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    data = [Shard(0)] * (mesh.ndim - 1) + [Replicate()]
+    model, plain = perceptrons(), perceptrons()
+    on_all_axes(model, mesh)
+    seen = [param.placements for param in model.parameters()]
+    dims = DataParallelMeshDims(tuple(name for name in names if name not in ("tp", replicate)), replicate)
+    for block in model:
+        fully_shard(block, mesh=mesh, dp_mesh_dims=dims)
+        block.set_gradient_divide_factor(1.0)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+    model.unshard()
+    model[0].unshard()
+    shown = [param for param in model[0].parameters()]
+    assert [param.placements for param in shown] == seen[: len(shown)]
+    assert all(param.device_mesh == mesh for param in shown)
+    model[0].reshard()
+    rest = ("dp_replicate",) if replicate else ()
+    assert model[0].up.weight.device_mesh.mesh_dim_names == ("tp", *rest, "dp_shard_cp")
+    optimizers = [torch.optim.AdamW(it.parameters(), lr=0.01) for it in (model, plain)]
+    for step in range(3):
+        tokens = batch_of(step)
+        model(distribute_tensor(tokens, mesh, data)).square().mean().backward()
+        plain(tokens).square().mean().backward()
+        ours, theirs = ([whole(param.grad) for param in it.parameters()] for it in (model, plain))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+
+
+@pytest.mark.parametrize(("shape", "replicate"), [((2, 1, 2), None), ((2, 2, 1), None), ((2, 1, 1, 2), "dp_replicate")])
+def test_parameters_may_be_placed_on_all_axes(shape, replicate):
+    run_ranks(4, train_on_all_axes, shape, replicate)
