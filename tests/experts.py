@@ -1,4 +1,4 @@
-"""A small mixture of experts whose tokens are sent to the ranks that have their experts, and the same in one process."""
+"""A small mixture of experts that sends tokens to the ranks that have their experts, and the same in one process."""
 
 from __future__ import annotations
 

@@ -221,6 +221,42 @@ def a_mesh_of_another_device() -> Steps:
     fully_shard(linear(), shard_placement_fn=lambda _: ShardPlacementResult(None, other))
 
 
+@mistake(ConfigError, r"replicate\(dp_mesh_dims=.*shard='dp'", "Name them as replicate=")
+def replicas_over_an_axis_to_shard_over() -> Steps:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    yield
+    fullshard.replicate(linear(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+@mistake(ConfigError, r"set_all_reduce_hook\(stream=...\): .* has a replicate axis", "Leave stream out")
+def a_stream_for_a_hook_beside_replicas() -> Steps:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(linear(), mesh=mesh)
+    yield
+    model.set_all_reduce_hook(print, stream=object())
+
+
+@mistake(ConfigError, r"set_custom_all_gather\(object\)", "register_backend")
+def a_gather_of_ones_own() -> Steps:
+    model = fully_shard(linear())
+    yield
+    model.set_custom_all_gather(object())
+
+
+@mistake(ConfigError, r"set_custom_reduce_scatter\(object\)", "register_backend")
+def a_reduction_of_ones_own() -> Steps:
+    model = fully_shard(linear())
+    yield
+    model.set_custom_reduce_scatter(object())
+
+
+@mistake(ConfigError, r"set_reduce_scatter_max_input_buffers\(True\)", "a whole number from 1 on")
+def buffers_that_are_no_number() -> Steps:
+    model = fully_shard(linear())
+    yield
+    model.set_reduce_scatter_max_input_buffers(True)
+
+
 @mistake(ConfigError, "has states that are kept in groups of 2 ranks", "Make a unit of its own", ranks=4)
 def a_mesh_for_some_parameters_beside_groups() -> Steps:
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))["efsdp"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from experts import (
     InOneProcess,
     Model,
     expert_mesh,
+    is_expert,
     loss_of,
     model_of,
     place,
@@ -19,15 +21,21 @@ from experts import (
     wholes,
 )
 from shared_ranks import run_ranks
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fullshard import (
     FSDPMeshInfo,
     ShardPlacementResult,
     clip_grad_norm_,
+    explain,
     fully_shard,
+    recording,
+    summon_full_params,
 )
+from fullshard.checkpoint import load, save
+from fullshard.plan.ledger import predict_ledger
 from fullshard.testing import assert_same
 
 STEPS = range(4)  # units share memory from the third on
@@ -74,12 +82,8 @@ def train_beside_one_process(kind: str, efsdp: int, ep: int, dim: int | None, st
             torch.testing.assert_close(whole_grads(model), whole_grads(together), rtol=1e-5, atol=1e-8)
         norms = [clip_grad_norm_(it.parameters(), 0.05) for it in (model, alone)]
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
-        if step == 0:
-            for param, other in zip(model.parameters(), alone.parameters(), strict=True):
-                other.grad = param.grad.full_tensor()  # clipped by a norm that may differ in its last bit
-        else:
-            for param, other in zip(model.parameters(), alone.parameters(), strict=True):
-                other.grad = param.grad.full_tensor()
+        for param, other in zip(model.parameters(), alone.parameters(), strict=True):
+            other.grad = param.grad.full_tensor()  # clipped by a norm that may differ in its last bit
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -98,3 +102,110 @@ def train_beside_one_process(kind: str, efsdp: int, ep: int, dim: int | None, st
 )
 def test_a_mixture_of_experts_trains_to_the_bits_of_one_process(kind, efsdp, ep, dim, strategy):
     run_ranks(4, train_beside_one_process, kind, efsdp, ep, dim, strategy)
+
+
+# -- one unit, several meshes -----------------------------------------------------------------------------------------
+
+
+def step(model: Model, optimizer: torch.optim.Optimizer, number: int) -> dict[str, Tensor]:
+    loss_of(model, tokens_of(number, dist.get_rank())).backward()
+    grads = whole_grads(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return grads
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def compare_with_nested(strategy: str, dim: int | None) -> None:
+    mesh = expert_mesh()
+    models = [shard(place(model_of(), mesh), mesh, dim, strategy=strategy) for shard in (nested, joint)]
+    optimizers = [adamw(model) for model in models]
+    records = []
+    for number in STEPS:
+        found = []
+        for model, optimizer in zip(models, optimizers, strict=True):
+            with recording() as record:
+                found.append(step(model, optimizer, number))
+            records.append(record)
+        assert_same(found[1], found[0])
+    assert_same(wholes(models[1]), wholes(models[0]))
+    gathers = [[(it.origin.unit, len(it.ranks)) for it in record.collectives("all_gather")] for record in records[-2:]]
+    if strategy == "zero3":  # one after the other by nested units; by one unit both at once, a block ahead
+        assert ("blocks.1.experts", 2) in gathers[0]
+        at = gathers[1].index(("blocks.1", 4))
+        assert gathers[1][at : at + 2] == [("blocks.1", 4), ("blocks.1", 2)]
+        assert {unit for unit, _ in gathers[1]} == {"", "blocks.0", "blocks.1"}
+    assert_same(*(clip_grad_norm_(model.parameters(), 1.0) for model in models))
+    assert "experts.up (4, 16, 24): S(0) on ep, " in explain(models[1])
+    assert predict_ledger(models[0]).parameters == predict_ledger(models[1]).parameters
+
+
+@pytest.mark.parametrize(("strategy", "dim"), [("zero3", None), ("zero3", 1), ("zero1", None)])
+def test_a_unit_of_two_meshes_is_as_two_units(strategy, dim):
+    run_ranks(4, compare_with_nested, strategy, dim)
+
+
+def live_with_two_meshes(folder: str) -> None:
+    """Copies, casts, state dicts, whole parameters and checkpoints."""
+    mesh = expert_mesh()
+    model = joint(place(model_of(), mesh), mesh)
+    step(model, adamw(model), 0)
+    for block in model.blocks:
+        block.group = None  # which cannot be copied
+    twin = copy.deepcopy(model)
+    for block in (*model.blocks, *twin.blocks):
+        block.group = mesh.get_group("ep")
+    other = nested(place(model_of(), mesh), mesh)
+    other.load_state_dict(model.state_dict())
+    plain = model_of()
+    plain.load_state_dict(wholes(model))
+    with summon_full_params(model):
+        assert_same({name: param.detach() for name, param in model.named_parameters()}, dict(plain.state_dict()))
+    optimizers = [adamw(it) for it in (model, twin, other)]
+    found = [step(it, optimizer, 1) for it, optimizer in zip((model, twin, other), optimizers, strict=True)]
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+    save(folder, model=model, optimizer=optimizers[0], step=1)
+    resumed = nested(place(model_of(), mesh), mesh)
+    load(folder, model=resumed, optimizer=(again := adamw(resumed)))
+    load(folder, model=plain)
+    assert_same(wholes(plain), wholes(model))
+    assert_same(step(resumed, again, 2), step(model, optimizers[0], 2))
+    assert_same(wholes(resumed), wholes(model))
+    model.double()
+    twin.double()
+    twin.load_state_dict(model.state_dict())
+    for it in (model, twin):
+        loss_of(it, tokens_of(3, dist.get_rank()).double()).backward()
+    assert_same(whole_grads(twin), whole_grads(model))
+
+
+def test_a_unit_of_two_meshes_is_copied_cast_saved_and_loaded(tmp_path):
+    run_ranks(4, live_with_two_meshes, str(tmp_path))
+
+
+# -- the divisor ------------------------------------------------------------------------------------------------------
+
+
+def divide_beside_tensor_parallelism() -> None:
+    """Ranks of tensor parallelism that have other tokens each are more than those of the root's mesh, which divides."""
+    world = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    mesh = expert_mesh()
+    model = place(model_of(), mesh)
+    for block in model.blocks:
+        fully_shard(block.experts, mesh=mesh["efsdp"])
+        fully_shard(block, mesh=world["dp"])
+    fully_shard(model, mesh=world["dp"])
+    loss_of(model, tokens_of(0, dist.get_rank())).backward()
+    reference = InOneProcess(plain := model_of(), 2, 2)
+    reference.backward([tokens_of(0, rank) for rank in range(4)])
+    expected = {name: grad * 4 for name, grad in whole_grads(plain).items() if is_expert(name)}  # a sum: dp is 1
+    found = whole_grads(model)
+    assert_same({name: found[name] for name in expected}, expected)
+
+
+def test_gradients_of_experts_have_the_divisor_of_dense_ones_beside_tensor_parallelism():
+    run_ranks(4, divide_beside_tensor_parallelism)

@@ -54,6 +54,7 @@ DOCUMENTED = {
         "predict_beside",
         "recording",
         "register_fsdp_forward_method",
+        "replicate",
         "set_collective_timeout",
         "share_comm_ctx",
         "share_memory_between_ranks",

@@ -4,6 +4,7 @@ import copy
 import importlib
 import inspect
 import io
+import logging
 import subprocess
 import sys
 from enum import Enum
@@ -32,6 +33,7 @@ from fullshard import (
 )
 from fullshard.engine.registry import unit_of
 from fullshard.testing import assert_same
+from fullshard.testing import run_ranks as run_fresh_ranks
 
 
 def locals_of(state: dict[str, Any]) -> list[Tensor]:
@@ -349,6 +351,28 @@ def share_lanes() -> None:
 
 def test_roots_may_share_their_lanes():
     run_ranks(2, share_lanes)
+
+
+def give_hints() -> list[str]:
+    model = fully_shard(nn.Linear(8, 8))
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fullshard.fully_shard")
+    logger.addHandler(handler)
+    for _ in range(2):
+        model.set_reduce_scatter_max_input_buffers(2, recurse=False)
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        model.set_symm_mem_for_comm()
+        model.set_separate_reduce_scatter_group()
+    logger.removeHandler(handler)
+    return said
+
+
+def test_hints_that_have_no_effect_say_so_once():
+    said = run_fresh_ranks(1, give_hints)[0]
+    assert len(said) == 4
+    assert all("has no effect: " in line for line in said)
 
 
 def check_called_alike(theirs: Any, mine: Any, name: str) -> None:

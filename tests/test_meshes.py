@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fullshard import DataParallelMeshDims, explain, fully_shard
+from fullshard import DataParallelMeshDims, explain, fully_shard, replicate
+from fullshard.engine.hooks import runtime_of
+from fullshard.engine.registry import units_in
 from fullshard.testing import assert_same
-
-DATA = {"sharded": None, "replicated": ("dp_replicate",)}
 
 
 def trained(model: nn.Module, place: int, *, steps: int = 3) -> list[Any]:
@@ -117,15 +117,16 @@ def on_all_axes(model: nn.Module, mesh: DeviceMesh) -> None:
     for name, param in list(model.named_parameters()):
         owner, _, own = name.rpartition(".")
         on_tp = cuts.get(".".join(name.split(".")[-2:]), Replicate())
-        placed = distribute_tensor(param.detach(), mesh, [Replicate()] * (mesh.ndim - 1) + [on_tp])
+        placements = [on_tp if axis == "tp" else Replicate() for axis in mesh.mesh_dim_names or ()]
+        placed = distribute_tensor(param.detach(), mesh, placements)
         setattr(model.get_submodule(owner), own, nn.Parameter(placed))
 
 
-def train_on_all_axes(shape: tuple[int, ...], replicate: str | None) -> None:
+def train_on_all_axes(names: tuple[str, ...], shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
     """A model in which all tensors are `DTensor`s on one mesh: its loss is the mean over all sequences already."""
-    names = ("dp_replicate", "dp_shard", "cp", "tp")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    data = [Shard(0)] * (mesh.ndim - 1) + [Replicate()]
+    replicate = "dp_replicate" if "dp_replicate" in names else None
+    data = [Replicate() if name == "tp" else Shard(0) for name in names]
     model, plain = perceptrons(), perceptrons()
     on_all_axes(model, mesh)
     seen = [param.placements for param in model.parameters()]
@@ -136,12 +137,11 @@ def train_on_all_axes(shape: tuple[int, ...], replicate: str | None) -> None:
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
     model.unshard()
     model[0].unshard()
-    shown = [param for param in model[0].parameters()]
+    shown = list(model[0].parameters())
     assert [param.placements for param in shown] == seen[: len(shown)]
     assert all(param.device_mesh == mesh for param in shown)
     model[0].reshard()
-    rest = ("dp_replicate",) if replicate else ()
-    assert model[0].up.weight.device_mesh.mesh_dim_names == ("tp", *rest, "dp_shard_cp")
+    assert model[0].up.weight.device_mesh.mesh_dim_names == axes
     optimizers = [torch.optim.AdamW(it.parameters(), lr=0.01) for it in (model, plain)]
     for step in range(3):
         tokens = batch_of(step)
@@ -155,6 +155,87 @@ def train_on_all_axes(shape: tuple[int, ...], replicate: str | None) -> None:
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
 
 
-@pytest.mark.parametrize(("shape", "replicate"), [((2, 1, 2), None), ((2, 2, 1), None), ((2, 1, 1, 2), "dp_replicate")])
-def test_parameters_may_be_placed_on_all_axes(shape, replicate):
-    run_ranks(4, train_on_all_axes, shape, replicate)
+@pytest.mark.parametrize(
+    ("names", "shape", "axes"),
+    [
+        (("dp_shard", "cp", "tp"), (2, 1, 2), ("tp", "dp_shard_cp")),
+        (("dp_shard", "cp", "tp"), (2, 2, 1), ("tp", "dp_shard_cp")),
+        (("dp_replicate", "dp_shard", "tp"), (2, 1, 2), ("tp", "dp_replicate", "dp_shard")),
+        (("dp_shard",), (4,), ("dp_shard",)),
+    ],
+)
+def test_parameters_may_be_placed_on_all_axes(names, shape, axes):
+    run_ranks(4, train_on_all_axes, names, shape, axes)
+
+
+# -- hooks on sums ----------------------------------------------------------------------------------------------------
+
+
+def call_hooks() -> None:
+    """Twice the gradients where a hook doubles the sums; as many calls as there are parameter groups and syncs."""
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for options in ({}, {"strategy": "zero1"}, {"strategy": "ddp"}, {"mesh": hybrid, "strategy": "hsdp"}):
+        plain, model = (chain(partial(fully_shard, **options)) for _ in range(2))
+        runtime_of(model)  # which names the units
+        called: dict[str, list[tuple[int, torch.dtype]]] = {}
+        for unit in units_in(model):
+
+            def double(sums: Tensor, calls: Any = called.setdefault(unit.name, [])) -> None:  # noqa: B008
+                calls.append((sums.ndim, sums.dtype))
+                sums.mul_(2)
+
+            unit.module.set_all_reduce_hook(double)
+        for it in (plain, model):
+            with it.no_sync():
+                it(inputs(dist.get_rank())).square().mean().backward()
+        assert not any(called.values())
+        for _ in range(2):  # the second adds to gradients that are there
+            for it in (plain, model):
+                it(inputs(dist.get_rank())).square().mean().backward()
+        doubled = [2 * whole(param.grad) for param in plain.parameters()]
+        assert_same([whole(param.grad) for param in model.parameters()], doubled)
+        assert {call for calls in called.values() for call in calls} == {(1, torch.float32)}
+        if options.get("strategy") != "ddp":
+            assert {len(calls) for calls in called.values()} == {2}
+
+
+def test_a_hook_is_called_with_the_sums_and_may_change_them():
+    run_ranks(4, call_hooks)
+
+
+def fail_in_a_hook() -> None:
+    model = chain(fully_shard)
+
+    def fail(sums: Tensor) -> None:
+        raise OSError("no network")
+
+    model.set_all_reduce_hook(fail)
+    with pytest.raises(OSError, match="no network"):
+        model(inputs()).square().mean().backward()
+    model.set_all_reduce_hook(lambda sums: None)
+    model.zero_grad()
+    expected = chain(fully_shard)
+    for it in (model, expected):
+        it(inputs()).square().mean().backward()
+    assert_same(*([whole(param.grad) for param in it.parameters()] for it in (model, expected)))
+
+
+def test_an_exception_in_a_hook_ends_the_backward_and_no_more():
+    run_ranks(2, fail_in_a_hook)
+
+
+def replicas() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    found = []
+    for shard in (
+        partial(fully_shard, strategy="ddp"),
+        replicate,
+        partial(replicate, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp")),
+    ):
+        found.append(trained(chain(shard), dist.get_rank()))
+    assert_same(found[1], found[0])
+    assert_same(found[2], found[0])
+
+
+def test_replicate_is_ddp():
+    run_ranks(2, replicas)

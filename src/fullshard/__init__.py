@@ -22,6 +22,7 @@ from fullshard.fully_shard import (
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
+    replicate,
     share_comm_ctx,
 )
 from fullshard.liveness.watchdog import set_collective_timeout
@@ -103,6 +104,7 @@ __all__ = [
     "predict_beside",
     "recording",
     "register_fsdp_forward_method",
+    "replicate",
     "set_collective_timeout",
     "share_comm_ctx",
     "share_memory_between_ranks",

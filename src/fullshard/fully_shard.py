@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import Axes, axes_by_name
-from fullshard.device.accelerator import accelerator_for
+from fullshard.device.accelerator import accelerator_for, on_stream
 from fullshard.engine.hooks import (
     changing_shards,
     is_in_use,
@@ -39,12 +40,15 @@ __all__ = [
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "replicate",
     "shard_in_place",
     "share_comm_ctx",
 ]
 
 Strategy = str | ShardingStrategy | StrategyPlacements
 
+
+_log = logging.getLogger(__name__)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -165,6 +169,44 @@ def _whole_everywhere(strategy: Strategy) -> Strategy:
     return "ddp"
 
 
+def replicate(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> M:
+    """`fully_shard` with `strategy="ddp"`: every rank of `mesh` has all parameters, and gradients are means over them.
+
+    Args:
+        module: see `fully_shard`, and so for the other arguments; a mesh of one axis replicates.
+        mesh: the ranks.
+        mp_policy: dtypes.
+        offload_policy: where parameters, gradients and the optimizer's step are.
+        ignored_params: parameters to leave as they are.
+        dp_mesh_dims: which axes of `mesh` to replicate over, by name.
+
+    Raises:
+        ConfigError: an argument cannot be honoured, or `dp_mesh_dims` names axes to shard over.
+    """
+    if dp_mesh_dims is not None and dp_mesh_dims.shard is not None:
+        raise ConfigError(
+            f"replicate(dp_mesh_dims={dp_mesh_dims}) names axes to shard over. Name them as replicate=, or call "
+            "fully_shard."
+        )
+    return fully_shard(
+        module,
+        mesh=mesh,
+        strategy="ddp",
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+    )
+
+
 def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """Accepted for scripts written for torch: all roots on a device, such as stages of a pipeline, share its streams.
 
@@ -175,6 +217,23 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     """
     for module in modules:
         unit_of(module)
+
+
+_NO_STAGING = "messages are sent from shards and gradients, and received where they belong"
+
+
+@functools.cache
+def _say_without_effect(name: str, reason: str) -> None:
+    """Say, once, that a switch of torch's is a hint that is not taken."""
+    _log.warning("%s has no effect: %s.", name, reason)
+
+
+def _custom_refused(name: str, comm: Any) -> ConfigError:
+    return ConfigError(
+        f"{name}({type(comm).__name__}): such a collective copies from one staging buffer to another, and here "
+        f"{_NO_STAGING}. Give the process group a backend that sends in another way, and name it by "
+        "fullshard.comm.routes.register_backend; or set MixedPrecisionPolicy(gather_wire=..., reduce_wire=...)."
+    )
 
 
 class UnshardHandle:
@@ -286,6 +345,71 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted for scripts written for torch: gradients are always summed, and divided afterwards."""
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call `hook(sums)` with this unit's gradients when they are summed over its ranks, before the optimizer's
+        gradients are made of them: so it may change them in place, or sum them over further ranks.
+
+        `sums` is 1-D, in the reduce dtype, and has this rank's shards of the means over the ranks, one after another
+        with padding between them. There is one call a parameter group (the parameters on one mesh, of one dtype);
+        where gradients are whole (`"ddp"`), one for each tensor that was sent. All ranks make the calls in the same
+        order, in microbatches that are synced only. An exception in it ends the backward.
+
+        Args:
+            hook: the function.
+            stream: where it runs on a GPU; the stream of sums over the replicate axis, if None. Without meaning on a
+                CPU.
+
+        Raises:
+            ConfigError: `stream` was given for a mesh with a replicate axis, whose sums have a stream already.
+        """
+        unit = unit_of(_module(self))
+        if stream is not None and any(axes.replicate_group is not None for axes in unit.collectives):
+            raise ConfigError(
+                f"set_all_reduce_hook(stream=...): {unit.axes.mesh} has a replicate axis, on the stream of whose sums "
+                "the hook runs. Leave stream out."
+            )
+        unit.state.all_reduce_hook = hook if stream is None else functools.partial(on_stream, stream, hook)
+
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Refused: torch's interface is for one send and one receive buffer, and there are none here.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise _custom_refused("set_custom_all_gather", comm)
+
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Refused: torch's interface is for one send and one receive buffer, and there are none here.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise _custom_refused("set_custom_reduce_scatter", comm)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Accepted for scripts written for torch, without effect: gradients are sent from where they lie.
+
+        Raises:
+            ConfigError: it is no positive number.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ConfigError(
+                f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): a whole number from 1 on is needed."
+            )
+        _say_without_effect("set_reduce_scatter_max_input_buffers", "gradients are sent from where they lie")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted for scripts written for torch, without effect: there are no staging buffers to allocate."""
+        _say_without_effect("set_allocate_memory_from_process_group_for_comm", _NO_STAGING)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Accepted for scripts written for torch, without effect: there are no staging buffers to allocate."""
+        _say_without_effect("set_symm_mem_for_comm", _NO_STAGING)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Accepted for scripts written for torch, without effect: one process group carries gathers and reductions."""
+        _say_without_effect("set_separate_reduce_scatter_group", "one process group carries gathers and reductions")
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the next forward wait for `event`, recorded on the stream on which the optimizer steps.

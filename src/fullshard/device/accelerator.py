@@ -7,7 +7,7 @@ Accelerator            a CPU: one order of work, in the host's memory
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -21,6 +21,7 @@ __all__ = [
     "StreamAccelerator",
     "accelerator_for",
     "is_capturing",
+    "on_stream",
     "pretending",
     "pretending_to_capture",
 ]
@@ -132,6 +133,21 @@ def pretending(accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         _pretended = before
+
+
+def on_stream(stream: torch.Stream, function: Callable[[Tensor], None], tensor: Tensor) -> None:
+    """Call `function(tensor)` on `stream`, between what is queued on the current one and what comes next.
+
+    A CPU has no streams: there it is a call.
+    """
+    if tensor.device.type == "cpu":
+        function(tensor)
+        return
+    current = torch.accelerator.current_stream(tensor.device)
+    stream.wait_stream(current)
+    with stream:
+        function(tensor)
+    current.wait_stream(stream)
 
 
 _captures = False

@@ -156,9 +156,19 @@ class ParamGroup:
         is_cut = any(param.view.is_cut for param in self.params)
         return len(data_ranks) if is_cut or axes.ranks <= data_ranks else axes.world
 
-    def start_reduction(self, grads: dict[int, Tensor], *, divisor: float, finishes: bool, origin: Origin) -> Reduction:
+    def start_reduction(
+        self,
+        grads: dict[int, Tensor],
+        *,
+        divisor: float,
+        finishes: bool,
+        origin: Origin,
+        hook: Callable[[Tensor], None] | None,
+    ) -> Reduction:
         """Begin to sum `grads`, what `gradients.take()` gave, over the ranks. Arguments as of `ReductionOf`."""
-        return start_reduction(ReductionOf(grads, self.gradients, self.wires, self._pack, divisor, finishes, origin))
+        return start_reduction(
+            ReductionOf(grads, self.gradients, self.wires, self._pack, divisor, finishes, origin, hook)
+        )
 
     @property
     def holds_whole_grads(self) -> bool:

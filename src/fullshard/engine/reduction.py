@@ -10,7 +10,7 @@ Reduction
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,6 +41,7 @@ class ReductionOf:
         divisor: what the sum over all ranks is divided by.
         finishes: whether to take the second sum too, where there is one, or to withhold the first for a later one.
         origin: on whose behalf.
+        hook: called with the sums that are to be delivered, 1-D in the reduce dtype, which it may change.
     """
 
     grads: dict[int, Tensor]
@@ -50,6 +51,7 @@ class ReductionOf:
     divisor: float
     finishes: bool
     origin: Origin
+    hook: Callable[[Tensor], None] | None = None
 
 
 def start_reduction(of: ReductionOf) -> Reduction:
@@ -91,6 +93,7 @@ class Reduction(ABC):
         self._divisor = of.divisor
         self._origin = replace(of.origin, note=note) if note else of.origin
         self._has_second_level = has_second_level
+        self._hook = of.hook
         self._finishes = of.finishes or not has_second_level
         self._scratch: list[Tensor] = []
         self._kept: list[Tensor] = []  # what a lane may still read
@@ -104,7 +107,7 @@ class Reduction(ABC):
     @property
     def has_come(self) -> bool:
         """True if `complete()` is sure not to wait for other ranks."""
-        return not self._has_second_level and self._pending.has_come()
+        return not self._has_second_level and self._hook is None and self._pending.has_come()
 
     def complete(self) -> None:
         """Wait for the first sums, and take the second ones. Where work is queued, it is queued then, and not done."""
@@ -115,6 +118,14 @@ class Reduction(ABC):
                 self._kept.append(kept)
             self._first_sums.clear()
             self._take_second_sums()
+        if self._hook is not None and self._finishes:
+            for sums in self._results():
+                self._hook(sums)
+
+    def abandon(self) -> None:
+        """Complete, and leave the hook out: what it would be called with is dropped."""
+        self._hook = None
+        self.complete()
 
     def free_whole_grads(self) -> None:  # noqa: B027  # whole ones stay
         """Forget whole gradients of which only a part is needed. Call when the sums are there."""
@@ -123,6 +134,11 @@ class Reduction(ABC):
     def takes_second_sums(self) -> bool:
         """True if `complete()` takes second sums, too."""
         return self._has_second_level and self._finishes
+
+    @property
+    def sends_more(self) -> bool:
+        """True if `complete()` has anything sent after the first sums: the second ones, or what a hook may send."""
+        return self.takes_second_sums or (self._hook is not None and self._finishes)
 
     @property
     def is_read_by_host(self) -> bool:
@@ -189,6 +205,10 @@ class Reduction(ABC):
     def _take_second_sums(self) -> None: ...
 
     @abstractmethod
+    def _results(self) -> list[Tensor]:
+        """The memory that the sums are in, 1-D."""
+
+    @abstractmethod
     def _deliver(self) -> None: ...
 
 
@@ -234,6 +254,9 @@ class ShardReduction(Reduction):
         """The receive buffers: this rank's part of each term's sum."""
         sums = [self._gradients.stretch_of(i, self._shards) for i in self._in_place]
         return [*sums, self._shards[self._plan.layout.pack]] if self._has_pack else sums
+
+    def _results(self) -> list[Tensor]:
+        return [self._shards]
 
     def free_whole_grads(self) -> None:
         self._grads.clear()
@@ -363,6 +386,9 @@ class WholeReduction(Reduction):
         assert replicas is not None
         replicas.all_reduce(self._wholes, self._divisor, origin=self._origin, names=self._names(replicas)).wait()
 
+    def _results(self) -> list[Tensor]:
+        return self._wholes
+
     def land(self) -> None:
         memory, stored = self._plan.memory, self._plan.contract.stored
         for i, grad in self._grads.items():
@@ -402,7 +428,7 @@ class UnitReduction:
     def _queue_rest(self) -> None:
         last = self._lanes.reduce
         with torch.no_grad():
-            if any(reduction.takes_second_sums for reduction in self._reductions):
+            if any(reduction.sends_more for reduction in self._reductions):
                 with self._lanes.replicate.after(last):
                     self._complete_all()
                 last = self._lanes.replicate
@@ -461,7 +487,8 @@ class UnitReduction:
         """Let what is under way arrive, and forget it: a message that nobody takes would be taken for a later one."""
         with torch.no_grad():
             if not self.is_complete:
-                self._complete_all()
+                for reduction in self._reductions:
+                    reduction.abandon()
         self._lanes.compute.wait(self._ended)
         self._read.clear()
         self._reductions = []

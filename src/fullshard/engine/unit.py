@@ -481,7 +481,7 @@ class Unit:
         """Start the reduction of whole gradients to what the optimizer sees."""
         lanes = self.lanes
         self._withholds = False
-        finishes, origin = self.finishes_sums, self.origin(phase)
+        finishes, origin, hook = self.finishes_sums, self.origin(phase), self.state.all_reduce_hook
         divisor = self.state.gradient_divisor
         taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
         read = [dict(grads) for _, grads in taken]
@@ -492,7 +492,9 @@ class Unit:
                     param_group.gradients.fill_missing(grads)
                 if grads or (finishes and param_group.awaits_second_sum):
                     by = divisor or param_group.averaged_over(self.state.data_ranks)
-                    reductions.append(param_group.start_reduction(grads, divisor=by, finishes=finishes, origin=origin))
+                    reductions.append(
+                        param_group.start_reduction(grads, divisor=by, finishes=finishes, origin=origin, hook=hook)
+                    )
         with acting_for(origin, "messages"):
             return UnitReduction(reductions, read, lanes)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch import Tensor
 
 __all__ = ["UnitState"]
 
@@ -17,6 +20,7 @@ class UnitState:
 
     reshard_after_forward: bool | None
     gradient_divisor: float | None = None  # what sums of gradients are divided by, instead of a number of ranks
+    all_reduce_hook: Callable[[Tensor], None] | None = None  # called with the sums of each parameter group
     reshard_after_backward: bool = True
     unshards_in_backward: bool = True
     syncs_gradients: bool = True
@@ -44,5 +48,5 @@ class UnitState:
 
 _SWITCHES = (
     *("reshard_after_forward", "gradient_divisor", "reshard_after_backward", "unshards_in_backward"),
-    *("syncs_gradients", "syncs_replicas", "reduces_unused"),
+    *("syncs_gradients", "syncs_replicas", "reduces_unused", "all_reduce_hook"),
 )
