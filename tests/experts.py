@@ -145,6 +145,14 @@ def wholes(model: nn.Module) -> dict[str, Tensor]:
     return {name: it.full_tensor() if isinstance(it, DTensor) else it.clone() for name, it in state.items()}
 
 
+def summed(terms: Sequence[Tensor]) -> Tensor:
+    """The sum of `terms`, one after the other."""
+    total = terms[0].clone()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
 class InOneProcess:
     """The model in one process, with gradients added up in the order in which ranks do: terms of dense layers by rank,
     those of experts by the ranks that have the same ones. For that the model is copied, once for each term.
@@ -153,10 +161,11 @@ class InOneProcess:
         plain: the model.
         efsdp: how many ranks have the same experts.
         ep: how many ranks have them together.
+        replicas: how many replicas there are, within which sums are taken first.
     """
 
-    def __init__(self, plain: Model, efsdp: int, ep: int) -> None:
-        self.efsdp, self.ep = efsdp, ep
+    def __init__(self, plain: Model, efsdp: int, ep: int, replicas: int = 1) -> None:
+        self.efsdp, self.ep, self.replicas = efsdp, ep, replicas
         self.plain = plain
         self._dense = [deepcopy(plain) for _ in range(efsdp * ep)]
         self._experts = [deepcopy(plain) for _ in range(efsdp)]
@@ -182,11 +191,10 @@ class InOneProcess:
         torch.autograd.backward(losses)
         for name, param in self.plain.named_parameters():
             copies = self._experts if is_expert(name) else self._dense
-            first, *others = [it.get_parameter(name).grad for it in copies]
-            total = first.clone()
-            for other in others:
-                total += other
-            param.grad = total / len(self._dense)
+            grads = [it.get_parameter(name).grad for it in copies]
+            each = len(grads) // self.replicas
+            sums = [summed(grads[i * each :][:each]) for i in range(self.replicas)]
+            param.grad = summed(sums) / len(self._dense)
 
     @staticmethod
     def _mixture(mixtures: Sequence[MoE], experts: Experts, xs: Sequence[Tensor]) -> list[Tensor]:

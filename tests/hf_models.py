@@ -6,7 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 VOCABULARY = 64
 
@@ -40,6 +50,40 @@ def t5() -> T5ForConditionalGeneration:
         dropout_rate=0.0,
     )
     return T5ForConditionalGeneration(config)
+
+
+def mixtures() -> dict[str, PreTrainedModel]:
+    """Mixtures of experts of three kinds, whose files have each expert's matrices by themselves."""
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    deepseek = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    configs = {
+        "mixtral": MixtralConfig(**common, num_local_experts=5),
+        "qwen3_moe": Qwen3MoeConfig(**common, moe_intermediate_size=24, num_experts=4, head_dim=8),
+        "deepseek_v3": DeepseekV3Config(
+            **{**common, "num_key_value_heads": 4},
+            **deepseek,
+            moe_intermediate_size=24,
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+        ),
+    }
+    found = {}
+    for name, config in configs.items():
+        torch.manual_seed(0)
+        found[name] = AutoModelForCausalLM.from_config(config)
+    return found
 
 
 class Sentences(Dataset):

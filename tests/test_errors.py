@@ -1095,7 +1095,9 @@ def a_vector_for_muon() -> Steps:
 
 
 @mistake(
-    ConfigError, r"Muon: 0.norm.weight, in param group 0, has the shape \(48,\)", "2-D matrices of real numbers only"
+    ConfigError,
+    r"Muon: 0.norm.weight, in param group 0, has the shape \(48,\)",
+    "matrices of real numbers only, and 3-D stacks",
 )
 def muon_for_all() -> Steps:
     model = fully_shard(nn.Sequential(Layer()))
@@ -1105,14 +1107,13 @@ def muon_for_all() -> Steps:
 
 @mistake(
     ConfigError,
-    r"Muon: parameter 0, in param group 0, is placed \(Shard\(dim=0\), Shard\(dim=1\)\)",
-    "cut along the last mesh axis only, or not at all",
+    r"Muon: parameter 0, in param group 0, is placed \(Partial\(sum\),\)",
+    r"cut by Shard\(dim\), or not at all",
 )
-def muon_for_tiles() -> Steps:
-    mesh = init_device_mesh("cpu", (1, 2))
-    tiles = distribute_tensor(torch.zeros(4, 4), mesh, [Cut(0), Cut(1)], src_data_rank=None)
+def muon_for_terms_of_a_sum() -> Steps:
+    terms = DTensor.from_local(torch.zeros(4, 4), init_device_mesh("cpu", (2,)), [Partial()])
     yield
-    Muon([nn.Parameter(tiles)])
+    Muon([nn.Parameter(terms)])
 
 
 @mistake(ConfigError, r"Muon\(ns_coefficients=\(3.4, 2\)\): a tuple of three numbers is needed")

@@ -23,7 +23,7 @@ from experts import (
 from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fullshard import (
     FSDPMeshInfo,
@@ -35,6 +35,7 @@ from fullshard import (
     summon_full_params,
 )
 from fullshard.checkpoint import load, save
+from fullshard.optim import Muon
 from fullshard.plan.ledger import predict_ledger
 from fullshard.testing import assert_same
 
@@ -209,3 +210,79 @@ def divide_beside_tensor_parallelism() -> None:
 
 def test_gradients_of_experts_have_the_divisor_of_dense_ones_beside_tensor_parallelism():
     run_ranks(4, divide_beside_tensor_parallelism)
+
+
+# -- Muon -------------------------------------------------------------------------------------------------------------
+
+
+def numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+STACKS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
+    ((4, 12, 8), (Shard(0), Shard(0))),  # each rank has an expert whole
+    ((5, 12, 8), (Shard(0), Shard(1))),  # two ranks have parts of one
+    ((6, 9, 14), (Shard(0), Shard(2))),
+    ((3, 7, 5), (Replicate(), Shard(0))),
+    ((4, 8, 12), (Shard(1), Shard(1))),
+    ((13, 9), (Shard(0), Shard(0))),  # as tensor parallelism cuts, and then the engine
+    ((9, 13), (Shard(1), Shard(0))),
+    ((10, 6), (Shard(0), Replicate())),
+    ((4, 6), (Replicate(), Replicate())),
+]
+
+
+def step_stacks() -> list[int]:
+    """Every matrix of every stack is stepped as `torch.optim.Muon` steps it alone, by one rank."""
+    mesh = expert_mesh()
+    wholes, placed = ([numbers(shape, i) for i, (shape, _) in enumerate(STACKS)] for _ in range(2))
+    params = [
+        nn.Parameter(distribute_tensor(value, mesh, placements))
+        for value, (_, placements) in zip(placed, STACKS, strict=True)
+    ]
+    alone = [[nn.Parameter(matrix.clone()) for matrix in whole.view(-1, *whole.shape[-2:])] for whole in wholes]
+    ours = Muon(params, lr=0.02)
+    theirs = torch.optim.Muon([matrix for stack in alone for matrix in stack], lr=0.02)
+    for number in range(3):
+        for i, (param, stack) in enumerate(zip(params, alone, strict=True)):
+            grad = numbers(tuple(param.shape), 100 * number + i)
+            param.grad = distribute_tensor(grad, mesh, param.placements)
+            for matrix, its in zip(stack, grad.view(-1, *grad.shape[-2:]), strict=True):
+                matrix.grad = its.clone()
+        with recording() as record:
+            ours.step()
+        theirs.step()
+        for param, stack in zip(params, alone, strict=True):
+            expected = torch.stack([matrix.detach() for matrix in stack]).view(param.shape)
+            assert_same(param.full_tensor().detach(), expected)
+    done = [event.origin.unit for event in record.events if event.name == "orthogonalise"]
+    return [done.count(f"parameter {i}") for i in range(len(STACKS))]
+
+
+def test_muon_steps_each_expert_and_each_matrix_that_is_cut_on_several_axes_as_one_process():
+    counts = run_ranks(4, step_stacks)
+    assert [sum(each) for each in zip(*counts, strict=True)] == [
+        shape[0] if len(shape) == 3 else 1 for shape, _ in STACKS
+    ]
+    assert [rank[0] for rank in counts] == [1] * 4
+
+
+def train_by_muon() -> None:
+    mesh = expert_mesh()
+    model, plain = joint(place(model_of(), mesh), mesh), model_of()
+    matrices = [[param for param in it.blocks.parameters() if param.ndim > 1] for it in (model, plain)]
+    optimizers = [Muon(params, lr=0.02) for params in matrices]
+    reference = InOneProcess(plain, 2, 2)
+    for number in range(3):
+        loss_of(model, tokens_of(number, dist.get_rank())).backward()
+        reference.backward([tokens_of(number, rank) for rank in range(4)])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        model.zero_grad()
+        plain.zero_grad()
+    assert_same(wholes(model), wholes(plain))
+
+
+def test_muon_trains_a_mixture_of_experts_to_the_bits_of_one_process():
+    run_ranks(4, train_by_muon)

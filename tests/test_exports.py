@@ -62,6 +62,7 @@ DOCUMENTED = {
         "summon_full_params",
     ],
     "fullshard.checkpoint": [
+        "Merged",
         "PendingSave",
         "Restored",
         "Unmatched",

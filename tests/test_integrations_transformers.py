@@ -3,7 +3,7 @@
 import importlib.metadata
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+import transformers.core_model_loading as loading
 import transformers.trainer
 from accelerate.state import AcceleratorState, GradientState
-from hf_models import Sentences, llama, names_in, t5
+from hf_models import Sentences, llama, mixtures, names_in, t5
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -26,7 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from fullshard import CheckpointError, ConfigError, StateError
+from fullshard import CheckpointError, ConfigError, StateError, fully_shard
 from fullshard.engine.registry import units_in
 from fullshard.integrations.accelerate import Accelerator
 from fullshard.integrations.plugin import ShardingPlugin
@@ -373,6 +374,37 @@ def test_a_folder_is_read_straight_into_shards(tmp_path):
         assert found["generation"] == 7
 
 
+def train_mixtures(folder: str, kinds: Sequence[str]) -> dict[str, list[list[float]]]:
+    """Losses of models that every rank has read whole and not sharded, sharded, and read straight into shards."""
+    losses: dict[str, list[list[float]]] = {}
+    for kind in kinds:
+        weights = f"{folder}/{kind}"
+        whole = AutoModelForCausalLM.from_pretrained
+        straight = partial(from_pretrained, AutoModelForCausalLM)
+        layer = next(name for name in whole(weights)._no_split_modules if "Layer" in name)
+        sharded = {**SHARDED, "fsdp_config": {"transformer_layer_cls_to_wrap": [layer]}}
+        for arguments, build in (({}, whole), (sharded, whole), (sharded, straight)):
+            watch, _ = Script(folder, arguments, model=build(weights), trainer=Trainer).run()
+            losses.setdefault(kind, []).append(watch.losses)
+        plain, read = whole(weights), straight(weights)
+        read_waiting(fully_shard(read))
+        found = {name: value.full_tensor() for name, value in read.state_dict().items()}
+        assert_same(found, dict(plain.state_dict()))
+    return losses
+
+
+def test_mixtures_of_experts_are_read_straight_into_shards_and_train(tmp_path):
+    """Their files have each expert's matrices by themselves, and the models all of a layer's in one."""
+    models = mixtures()
+    for kind, model in models.items():
+        model.save_pretrained(tmp_path / kind, max_shard_size="50KB")
+    for found in run_ranks(2, train_mixtures, str(tmp_path), list(models)):
+        for kind, (ddp, sharded, straight) in found.items():
+            assert len(set(ddp)) == 4, kind
+            assert sharded == ddp, kind
+            assert straight == ddp, kind
+
+
 def resume_waiting(folder: str, weights: str) -> list[list[float]]:
     """What follows the second step of a run of DDP, sharded: of a model that is there, and of one that waits."""
     Script(folder, SAVED, model=AutoModelForCausalLM.from_pretrained(weights)).run()
@@ -391,14 +423,15 @@ def test_a_model_whose_weights_wait_goes_on_from_a_checkpoint_of_ddp(tmp_path):
         assert waiting == plain
 
 
-def test_what_cannot_be_read_straight_is_refused(tmp_path):
-    experts = transformers.MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=1)
-    experts.save_pretrained(tmp_path / "mixtral")
+def test_what_cannot_be_read_straight_is_refused(tmp_path, monkeypatch):
     llama().save_pretrained(tmp_path / "llama")
     with pytest.raises(ConfigError, match="is no folder with a config"):
         from_pretrained(AutoModelForCausalLM, tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="renames or merges the weights of mixtral models"):
-        from_pretrained(AutoModelForCausalLM, tmp_path / "mixtral")
+    halved = loading.WeightConverter("attn.qkv", ["q_proj", "k_proj"], operations=[loading.Chunk(dim=0)])
+    with monkeypatch.context() as patch:
+        patch.setattr("transformers.conversion_mapping.get_model_conversion_mapping", lambda *_, **__: [halved])
+        with pytest.raises(ConfigError, match=r"computes the weights of llama models from those in files .Chunk."):
+            from_pretrained(AutoModelForCausalLM, tmp_path / "llama")
     with pytest.raises(ConfigError, match="no_such_option: there is no such value"):
         from_pretrained(AutoModelForCausalLM, tmp_path / "llama", no_such_option=3)
     within = nn.Sequential(from_pretrained(AutoModelForCausalLM, tmp_path / "llama"))
@@ -497,6 +530,10 @@ def test_the_private_hooks_are_those_of_the_version_that_was_checked():
     from transformers.distributed.fsdp import is_fsdp_managed_module
 
     assert "add_legacy" in inspect.signature(get_model_conversion_mapping).parameters
+    renames = list(inspect.signature(loading.rename_source_key).parameters)
+    assert renames[:3] == ["source_key", "weight_renamings", "weight_converters"]
+    assert list(inspect.signature(loading.dot_natural_key).parameters) == ["s"]
+    assert (loading.MergeModulelist().dim, loading.Concatenate().dim) == (0, 0)
     assert list(inspect.signature(transformers.PreTrainedModel._get_dtype_plan).parameters) == ["self", "dtype"]
     assert callable(transformers.PreTrainedModel._from_config)
 

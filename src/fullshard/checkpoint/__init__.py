@@ -11,8 +11,10 @@ from fullshard.checkpoint.exporting import export_safetensors
 from fullshard.checkpoint.importing import Unmatched, load_safetensors
 from fullshard.checkpoint.loading import Restored, latest, load
 from fullshard.checkpoint.saving import async_save, save
+from fullshard.checkpoint.tensor_files import Merged
 
 __all__ = [
+    "Merged",
     "PendingSave",
     "Restored",
     "Unmatched",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -17,7 +17,7 @@ from fullshard.checkpoint.contents import model_state, tied_names
 from fullshard.checkpoint.fitting import Misfit
 from fullshard.checkpoint.manifest import Progress
 from fullshard.checkpoint.opening import verify
-from fullshard.checkpoint.tensor_files import CHECKSUMS, TensorFiles, open_tensor_files
+from fullshard.checkpoint.tensor_files import CHECKSUMS, Merged, TensorFiles, open_tensor_files
 from fullshard.checkpoint.together import default_ranks
 from fullshard.comm.mesh import own_spans
 from fullshard.engine.materialize import allocate
@@ -45,6 +45,7 @@ def load_safetensors(
     strict: bool = True,
     dtype: torch.dtype | None = None,
     rename: Callable[[str], str | None] | None = None,
+    merge: Callable[[Collection[str]], Mapping[str, Merged]] | None = None,
     progress: Progress | None = None,
 ) -> Unmatched:
     """Load the weights of safetensors files into `model`, in place. Every rank of the default process group calls it.
@@ -60,6 +61,9 @@ def load_safetensors(
             by any of its names; if it is there by several, the values must be alike.
         dtype: the floating-point parameters and buffers of the model are cast to it first; None keeps their own.
         rename: gives the FQN for a name in the files, or None to leave it out.
+        merge: gives, for all names in the files, the tensors that are made of several of them, such as the experts of a
+            layer, each by a name of its own: `Merged`s. They are renamed as if they were in the files, and a rank reads
+            only what it needs of their parts.
         progress: called with the bytes that this rank has verified of its share, and all of that; then with those of
             its shards that it has read, and all that it will read.
 
@@ -76,7 +80,7 @@ def load_safetensors(
     checkpoints.wait()
     ranks, path = default_ranks(), Path(path)
     doing = f"loading {path}"
-    files = ranks.do(doing, lambda: open_tensor_files(path))
+    files = ranks.do(doing, lambda: _opened(path, merge))
     if files.checksums is not None:
         remedy = f"If it was changed on purpose, delete {CHECKSUMS}."
         verify(files.folder, files.checksums, ranks, doing, remedy, progress)
@@ -84,6 +88,11 @@ def load_safetensors(
     unmatched = ranks.do(doing, lambda: taker.fit(strict))
     ranks.do(doing, lambda: taker.read(dtype, progress))
     return unmatched
+
+
+def _opened(path: Path, merge: Callable[[Collection[str]], Mapping[str, Merged]] | None) -> TensorFiles:
+    files = open_tensor_files(path)
+    return files if merge is None else files.with_merged(merge(files.tensors))
 
 
 class _Taker:

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ __all__ = [
     "INDEX_SUFFIX",
     "WEIGHTS",
     "Description",
+    "Merged",
     "TensorFile",
     "TensorFiles",
     "dumps_checksums",
@@ -133,6 +134,29 @@ def dumps_checksums(files: Mapping[str, StoredFile]) -> str:
 
 
 @dataclass(frozen=True)
+class Merged:
+    """A tensor that the files have in parts, each a tensor of theirs by name or made of several itself.
+
+    Args:
+        parts: of it, in order.
+        dim: along which they lie end to end; None if they are stacked, along a new dim 0.
+    """
+
+    parts: tuple[Merged | str, ...]
+    dim: int | None = None
+
+    @property
+    def names(self) -> Iterator[str]:
+        """The names of the tensors in the files."""
+        for part in self.parts:
+            yield from [part] if isinstance(part, str) else part.names
+
+
+_Place = tuple[int | slice, ...]  # in the tensor that is read
+_Piece = tuple[str, list[range], _Place]  # of a tensor in the files, and where it goes
+
+
+@dataclass(frozen=True)
 class TensorFiles:
     """The tensors of a file, or of a folder of files with an index."""
 
@@ -141,6 +165,8 @@ class TensorFiles:
     places: Mapping[str, Path]  # the file of each tensor
     metadata: Mapping[str, str]
     checksums: Mapping[str, StoredFile] | None = None  # by name of file, where fullshard has written them
+    merged: Mapping[str, Merged] = field(default_factory=dict)  # tensors that the files have in parts
+    whole: TensorFiles | None = None  # the same with the parts
 
     @property
     def folder(self) -> Path:
@@ -152,6 +178,17 @@ class TensorFiles:
         """Names that are no tensors, each with that of the tensor that has its values."""
         return {name: kept for name, kept in self.metadata.items() if kept in self.tensors and name not in self.tensors}
 
+    def with_merged(self, merged: Mapping[str, Merged]) -> TensorFiles:
+        """The same files with the tensors `merged` in place of their parts.
+
+        Raises:
+            CheckpointError: the parts of one do not fit together.
+        """
+        tensors = {name: _described_merged(name, it, self.tensors) for name, it in merged.items()}
+        used = {name for it in merged.values() for name in it.names}
+        kept = {name: it for name, it in self.tensors.items() if name not in used}
+        return replace(self, tensors={**kept, **tensors}, merged=merged, whole=self)
+
     def read(self, wanted: Mapping[str, tuple[str, Sequence[range] | None]]) -> Iterator[tuple[str, Tensor]]:
         """The tensors `wanted`, file by file, on the CPU, each by the key under which it is asked for.
 
@@ -161,11 +198,80 @@ class TensorFiles:
         Raises:
             CheckpointError: a file cannot be read.
         """
+        for key, (name, spans) in wanted.items():
+            if name in self.merged:
+                yield key, self._read_merged(name, spans)
+        wanted = {key: it for key, it in wanted.items() if it[0] not in self.merged}
         for path in dict.fromkeys(self.places[name] for name, _ in wanted.values()):
             with _opened(path) as file:
                 for key, (name, spans) in wanted.items():
                     if self.places[name] == path:
                         yield key, _read(file, name, self.tensors[name], spans)
+
+    def _read_merged(self, name: str, spans: Sequence[range] | None) -> Tensor:
+        assert self.whole is not None, "parts are described by the files themselves"
+        shape = self.tensors[name].shape
+        spans = [range(size) for size in shape] if spans is None else list(spans)
+        found = torch.empty([len(span) for span in spans], dtype=self.tensors[name].dtype)
+        pieces = list(_pieces(self.merged[name], spans, self.whole.tensors))
+        wanted = {str(number): (part, its) for number, (part, its, _) in enumerate(pieces)}
+        for number, values in self.whole.read(wanted):
+            found[pieces[int(number)][2]] = values
+        return found
+
+
+def _shape_of(of: Merged | str, tensors: Mapping[str, Description]) -> tuple[int, ...]:
+    if isinstance(of, str):
+        return tensors[of].shape
+    first, *others = [_shape_of(part, tensors) for part in of.parts]
+    if of.dim is None:
+        return (len(of.parts), *first)
+    return (*first[: of.dim], sum(it[of.dim] for it in (first, *others)), *first[of.dim + 1 :])
+
+
+def _described_merged(name: str, merged: Merged, tensors: Mapping[str, Description]) -> Description:
+    """The shape and dtype of a tensor that is made of several."""
+
+    def fits(of: Merged | str) -> bool:
+        if isinstance(of, str):
+            return True
+        shapes = [_shape_of(part, tensors) for part in of.parts]
+        if of.dim is not None:
+            shapes = [(*shape[: of.dim], *shape[of.dim + 1 :]) for shape in shapes]
+        return len(set(shapes)) == 1 and all(fits(part) for part in of.parts)
+
+    dtypes = {tensors[part].dtype for part in merged.names}
+    if not fits(merged) or len(dtypes) > 1:
+        each = ", ".join(f"{part} {tensors[part]}" for part in list(merged.names)[:5])
+        raise CheckpointError(f"{name} is made of tensors that do not fit together, such as {each}. {_AGAIN}")
+    return Description(_shape_of(merged, tensors), dtypes.pop())
+
+
+def _pieces(of: Merged | str, spans: Sequence[range], tensors: Mapping[str, Description]) -> Iterator[_Piece]:
+    """What to read for the positions `spans` of a tensor, and where each piece lies among these."""
+    if isinstance(of, str):
+        yield of, list(spans), tuple(slice(0, len(span)) for span in spans)
+        return
+    if of.dim is None:
+        for row, number in enumerate(spans[0]):
+            for name, its, place in _pieces(of.parts[number], spans[1:], tensors):
+                yield name, its, (row, *place)
+        return
+    start, span = 0, spans[of.dim]
+    for part in of.parts:
+        size = _shape_of(part, tensors)[of.dim]
+        first, last = max(span.start, start), min(span.stop, start + size)
+        if first < last:
+            within = [*spans[: of.dim], range(first - start, last - start), *spans[of.dim + 1 :]]
+            for name, its, place in _pieces(part, within, tensors):
+                yield name, its, _moved(place, of.dim, first - span.start)
+        start += size
+
+
+def _moved(place: _Place, dim: int, by: int) -> _Place:
+    at = place[dim]
+    moved = at + by if isinstance(at, int) else slice(at.start + by, at.stop + by)
+    return (*place[:dim], moved, *place[dim + 1 :])
 
 
 def _read(file: Any, name: str, there: Description, spans: Sequence[range] | None) -> Tensor:

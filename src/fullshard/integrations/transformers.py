@@ -15,7 +15,7 @@ Where neither `fsdp` nor `accelerate launch` asks for sharding, these are transf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -32,18 +32,20 @@ require("transformers", TESTED_TRANSFORMERS, extra="transformers")
 
 import accelerate  # noqa: E402  # once transformers is known to be there
 import transformers  # noqa: E402
+import transformers.core_model_loading as loading  # noqa: E402
 import transformers.trainer  # noqa: E402
 import transformers.trainer_seq2seq  # noqa: E402
 from transformers.trainer_callback import TrainerState  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
 from fullshard import checkpoint  # noqa: E402
+from fullshard.checkpoint import Merged  # noqa: E402
 from fullshard.engine.managed import managed_by  # noqa: E402
 from fullshard.errors import ConfigError, StateError  # noqa: E402
 from fullshard.integrations.accelerate import Accelerator  # noqa: E402
 from fullshard.integrations.adapters import trained_part  # noqa: E402
 from fullshard.integrations.plugin import FULL, SHARDED, ShardingPlugin, plugin_from_environment  # noqa: E402
-from fullshard.integrations.waiting_weights import is_waiting, read_waiting, wait_for  # noqa: E402
+from fullshard.integrations.waiting_weights import is_waiting, read_waiting, wait_for, wait_for_others  # noqa: E402
 from fullshard.state.state_dict import shard_of  # noqa: E402
 
 __all__ = ["TESTED_TRANSFORMERS", "Seq2SeqTrainer", "Trainer", "enable", "from_pretrained"]
@@ -157,7 +159,7 @@ class _Sharding(transformers.Trainer):
         is_ours = self.sharding is not None and (Path(resume_from_checkpoint) / _FOLDER).exists()
         resumed: Any = model or self.model
         if not is_ours and is_waiting(resumed):
-            wait_for(resumed, resume_from_checkpoint)
+            wait_for_others(resumed, resume_from_checkpoint)
         elif not is_ours:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         # else: along with the optimizer, once the model is sharded
@@ -235,8 +237,8 @@ def from_pretrained(
         options: replace values of the configuration.
 
     Raises:
-        ConfigError: `folder` is none, or has no configuration; or transformers converts the weights of such a model
-            when it reads them, and there is no `rename`; or an option is none of the configuration's.
+        ConfigError: `folder` is none, or has no configuration; or transformers computes the weights of such a model
+            from those in files, and does not only rename or merge them; or an option is none of the configuration's.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
@@ -253,18 +255,14 @@ def from_pretrained(
     chosen: torch.dtype | None = dtype or config.dtype
     with accelerate.init_empty_weights(include_buffers=False):  # buffers that files do not hold are computed
         model = _build(cls, config, chosen)
-    if rename is None and _converts(model):
-        raise ConfigError(
-            f"from_pretrained: transformers renames or merges the weights of {config.model_type} models when it reads "
-            "them, so the files do not have those of the model. Use its own from_pretrained, with "
-            "cpu_ram_efficient_loading in fsdp_config to read them on one rank only; or pass rename= where names are "
-            "all that differs."
-        )
+    merge = None
+    if rename is None and (conversions := _conversions(model)):
+        rename, merge = conversions.rename, conversions.merge
     _raise_dtypes(model, chosen)
     model.tie_weights()
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    wait_for(model, folder, rename)
+    wait_for(model, folder, rename, merge)
     return model.eval()
 
 
@@ -276,11 +274,62 @@ def _build(cls: Any, config: Any, dtype: torch.dtype | None) -> Any:
     return (cls.from_config if hasattr(cls, "from_config") else cls._from_config)(config, dtype=dtype)
 
 
-def _converts(model: Any) -> bool:
-    """True if files have other weights than `model`, or the same by other names."""
+class _Conversions:
+    """How transformers makes the weights of a model of those in files: by other names, and merged, as of experts.
+
+    Args:
+        model_type: for errors.
+        transforms: transformers' own.
+
+    Raises:
+        ConfigError: it does anything else with them.
+    """
+
+    def __init__(self, model_type: str, transforms: Sequence[Any]) -> None:
+        self._renamings = [it for it in transforms if isinstance(it, loading.WeightRenaming)]
+        self._converters = {}
+        for it in transforms:
+            if isinstance(it, loading.WeightRenaming):
+                continue
+            kinds = [type(operation) for operation in getattr(it, "operations", [None])]
+            if kinds not in ([loading.MergeModulelist], [loading.MergeModulelist, loading.Concatenate]) or (
+                it.operations[0].dim != 0
+            ):
+                names = ", ".join(kind.__name__ for kind in kinds)
+                raise ConfigError(
+                    f"from_pretrained: transformers computes the weights of {model_type} models from those in files "
+                    f"({names}), so a rank cannot read its own rows. Use its own from_pretrained, with "
+                    "cpu_ram_efficient_loading in fsdp_config to read them on one rank only; or pass rename= where "
+                    "names are all that differs."
+                )
+            self._converters.update(dict.fromkeys(it.source_patterns, it))
+
+    def rename(self, name: str) -> str:
+        """The FQN of a tensor that is in the files as it is in the model, or that is merged."""
+        return str(loading.rename_source_key(name, self._renamings, [])[0])
+
+    def merge(self, names: Collection[str]) -> dict[str, Merged]:
+        """The tensors that are made of several of `names`."""
+        parts: dict[str, dict[str, list[str]]] = {}
+        for name in sorted(names, key=loading.dot_natural_key):
+            fqn, pattern = loading.rename_source_key(name, self._renamings, list(self._converters.values()))
+            if pattern is not None:
+                parts.setdefault(fqn, {}).setdefault(pattern, []).append(name)
+        return {fqn: self._merged(by_pattern) for fqn, by_pattern in parts.items()}
+
+    def _merged(self, by_pattern: Mapping[str, Sequence[str]]) -> Merged:
+        converter = self._converters[next(iter(by_pattern))]
+        stacks = [Merged(tuple(by_pattern[it])) for it in converter.source_patterns if it in by_pattern]
+        joins = converter.operations[1:]
+        return Merged(tuple(stacks), dim=joins[0].dim) if joins else stacks[0]
+
+
+def _conversions(model: Any) -> _Conversions | None:
+    """How `model` is made of what is in files; None if that is the same."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
+    transforms = get_model_conversion_mapping(model, add_legacy=False)
+    return _Conversions(model.config.model_type, transforms) if transforms else None
 
 
 def _raise_dtypes(model: Any, dtype: torch.dtype | None) -> None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 
 from torch import nn
 
-from fullshard.checkpoint import load_safetensors
+from fullshard.checkpoint import Merged, load_safetensors
 from fullshard.errors import ConfigError
 
-__all__ = ["is_waiting", "read_waiting", "wait_for"]
+__all__ = ["is_waiting", "read_waiting", "wait_for", "wait_for_others"]
 
 _WAITING = "_fullshard_waiting"  # the attribute of a model that holds the place of its weights
 
@@ -21,11 +21,26 @@ _WAITING = "_fullshard_waiting"  # the attribute of a model that holds the place
 class _Waiting:
     path: Path
     rename: Callable[[str], str | None] | None
+    merge: Callable[[Collection[str]], Mapping[str, Merged]] | None
 
 
-def wait_for(model: nn.Module, path: str | PathLike[str], rename: Callable[[str], str | None] | None = None) -> None:
-    """Let `model`, whose parameters are on the meta device, get the weights in `path` later: safetensors files."""
-    vars(model)[_WAITING] = _Waiting(Path(path), rename)
+def wait_for(
+    model: nn.Module,
+    path: str | PathLike[str],
+    rename: Callable[[str], str | None] | None = None,
+    merge: Callable[[Collection[str]], Mapping[str, Merged]] | None = None,
+) -> None:
+    """Let `model`, whose parameters are on the meta device, get the weights in `path` later: safetensors files.
+
+    `rename` and `merge` are as of `load_safetensors`.
+    """
+    vars(model)[_WAITING] = _Waiting(Path(path), rename, merge)
+
+
+def wait_for_others(model: nn.Module, path: str | PathLike[str]) -> None:
+    """Let `model`, which waits for weights, get those in `path` instead, in the same way."""
+    waiting: _Waiting = vars(model)[_WAITING]
+    vars(model)[_WAITING] = replace(waiting, path=Path(path))
 
 
 def is_waiting(model: nn.Module) -> bool:
@@ -42,7 +57,7 @@ def read_waiting(model: nn.Module) -> None:
     """
     if is_waiting(model):
         waiting: _Waiting = vars(model)[_WAITING]
-        load_safetensors(model, waiting.path, rename=waiting.rename)
+        load_safetensors(model, waiting.path, rename=waiting.rename, merge=waiting.merge)
         del vars(model)[_WAITING]
         return
     for name, part in model.named_modules():

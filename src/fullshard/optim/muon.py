@@ -17,7 +17,10 @@ and C by rank 1:
 
 One all-to-all sends stretches of `mine` to the receive buffers of the owners. These overwrite the parts with their
 results, and a second all-to-all takes them back. Along a mesh axis whose ranks have the same parts there is nothing to
-collect; results are passed on along it in the end.
+collect; results are passed on along it in the end. Where a matrix is cut along several axes (tensor parallelism, or
+experts on ranks of their own, beside the shard axis), these are one: all the ranks that have different parts.
+
+Of a stack of matrices (experts) each is one by itself. What a rank has whole it owns, and nothing of it travels.
 """
 
 from __future__ import annotations
@@ -25,22 +28,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import ParamsT
 
 from fullshard.comm.collectives import Collectives
+from fullshard.comm.mesh import subgroup
 from fullshard.comm.routes import collectives_for
 from fullshard.comm.wire import Pending
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import Mark
 from fullshard.errors import ConfigError
+from fullshard.layout import shard_spec
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
-from fullshard.layout.shard_spec import ShardSpec
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
 __all__ = ["Muon"]
@@ -63,14 +70,17 @@ class Muon(torch.optim.Optimizer):
     exchange the next matrices while they compute. Matrices that are no `DTensor`s are orthogonalised where they are.
     Every rank must call `step`, with gradients of the same parameters.
 
+    A 3-D parameter is a stack of matrices, one an expert or a head, each of which is orthogonalised by itself, where it
+    is if a rank has it whole. Matrices may be cut along any axes of their mesh, by tensor or expert parallelism too.
+
     Muon is for the weight matrices of hidden layers. Give embeddings, output heads, biases and norms to another
     optimizer:
 
-        hidden = [param for param in model.blocks.parameters() if param.ndim == 2]
+        hidden = [param for param in model.blocks.parameters() if param.ndim >= 2]
         muon = Muon(hidden, lr=0.02, weight_decay=0.01)
 
     Args:
-        params: matrices (2-D, real, floating-point), or groups of them.
+        params: matrices, or stacks of them (2-D or 3-D, real, floating-point), or groups of these.
         lr: the learning rate: a number, or a tensor of one.
         weight_decay: how much of a parameter a step takes away, times the learning rate.
         momentum: how much of the momentum a step keeps; the rest is the gradient's.
@@ -163,25 +173,25 @@ class Muon(torch.optim.Optimizer):
                     "sparse=False), or give the parameter to torch.optim.SparseAdam."
                 )
             team = Team.of(param)
-            found.setdefault(team, []).append(Matrix(name, param, group, self.state, team.spec(param)))
+            found.setdefault(team, []).extend(_matrices(name, param, group, self.state, team))
         return found
 
     def _wrong_param(self) -> str | None:
         """The fault of the last group's parameters, in words; None if Muon can step them all."""
         number = len(self.param_groups) - 1
         for name, _, param in (it for it in self._named() if it[1] is self.param_groups[-1]):
-            if param.ndim != 2 or not param.is_floating_point():
+            if param.ndim not in (2, 3) or not param.is_floating_point():
                 return (
                     f"Muon: {name}, in param group {number}, has the shape {tuple(param.shape)} and the dtype "
-                    f"{param.dtype}, but Muon steps 2-D matrices of real numbers only. Give it to another optimizer, "
-                    "such as torch.optim.AdamW."
+                    f"{param.dtype}, but Muon steps matrices of real numbers only, and 3-D stacks of them. Give it to "
+                    "another optimizer, such as torch.optim.AdamW."
                 )
-            outer, last = _placements(param)
-            if any(type(it) is not Replicate for it in outer) or type(last) not in (Replicate, Shard):
+            placements = param.placements if isinstance(param, DTensor) else ()
+            if any(type(it) not in (Replicate, Shard) for it in placements):
                 return (
-                    f"Muon: {name}, in param group {number}, is placed {(*outer, last)}, but Muon steps matrices that "
-                    "are cut along the last mesh axis only, or not at all. Give it to another optimizer, such as "
-                    "torch.optim.AdamW."
+                    f"Muon: {name}, in param group {number}, is placed {placements}, but Muon steps matrices that are "
+                    "cut by Shard(dim), or not at all. Redistribute it first, or give it to another optimizer, such "
+                    "as torch.optim.AdamW."
                 )
         return None
 
@@ -200,34 +210,80 @@ def _wrong_option(options: Mapping[str, Any]) -> str | None:
     return wrong[0] if wrong else None
 
 
-def _placements(param: Tensor) -> tuple[tuple[Any, ...], Any]:
-    """The placements of `param` on the outer mesh axes, and on the last; `Replicate` for a plain tensor."""
-    *outer, last = param.placements if isinstance(param, DTensor) else [Replicate()]
-    return tuple(outer), last
-
-
 # -- one matrix -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Matrix:
-    """One parameter, and the operations on it."""
+class Cuts:
+    """Where the parts of one matrix of a parameter lie.
 
-    name: str
+    Args:
+        spans: of each part, the positions along each dim of the parameter.
+        index: of the matrix in a stack: a number, or nothing.
+        rows: of the matrix.
+        columns: of the matrix.
+    """
+
+    spans: Sequence[Sequence[range]]
+    index: tuple[int, ...]
+    rows: int
+    columns: int
+
+    def has(self, part: int) -> bool:
+        """True if `part` of the parameter has anything of this matrix."""
+        return all(at in span for at, span in zip(self.index, self.spans[part], strict=False))
+
+    def tile(self, part: int) -> tuple[slice, slice]:
+        """The rows and columns that `part` has."""
+        if not self.has(part):
+            return slice(0), slice(0)
+        rows, columns = self.spans[part][-2:]
+        return slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+
+    def shape(self, part: int) -> tuple[int, int]:
+        """The shape of `part`."""
+        rows, columns = self.tile(part)
+        return rows.stop - (rows.start or 0), columns.stop - (columns.start or 0)
+
+    def numel(self, part: int) -> int:
+        """Elements of `part`."""
+        return math.prod(self.shape(part))
+
+    @property
+    def home(self) -> int | None:
+        """The part that is the whole matrix, if there is one."""
+        whole = (self.rows, self.columns)
+        return next((part for part in range(len(self.spans)) if self.has(part) and self.shape(part) == whole), None)
+
+    def own(self, local: Tensor, part: int) -> Tensor:
+        """What `local`, which is `part` of the parameter, has of this matrix: a view."""
+        if not self.has(part):
+            return local.new_empty(0, 0)
+        for at, span in zip(self.index, self.spans[part], strict=False):
+            local = local[at - span.start]
+        return local
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One matrix, and the operations on it: a parameter, or one of a stack that is a parameter."""
+
+    name: str  # the parameter's
     param: Tensor
     group: Mapping[str, Any]  # its options
     states: dict[Tensor, Any]  # of all parameters
-    spec: ShardSpec  # over the ranks that hold different parts of it
+    cuts: Cuts
+    part: int  # this rank's
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole matrix, as it travels."""
-        return self.spec.numel * _WIRE.itemsize
+        return self.cuts.rows * self.cuts.columns * _WIRE.itemsize
 
     @property
     def cost(self) -> float:
         """Multiplications in its orthogonalisation, up to a factor common to all matrices."""
-        short, long = sorted(self.spec.shape)
+        short, long = sorted((self.cuts.rows, self.cuts.columns))
         return float(self.group["ns_steps"] * short * short * (2 * long + short))
 
     def update_momentum(self) -> Tensor:
@@ -236,39 +292,50 @@ class Matrix:
         assert self.param.grad is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(self.param.grad, memory_format=torch.preserve_format)
-        grad, buffer = _local(self.param.grad), _local(state["momentum_buffer"])
+        grad, buffer = (self._own(tensor) for tensor in (self.param.grad, state["momentum_buffer"]))
         buffer.lerp_(grad, 1 - momentum)
         return grad.lerp(buffer, momentum) if self.group["nesterov"] else buffer
 
     def orthogonalise(self, parts: Sequence[Tensor]) -> None:
-        """Overwrite `parts`, the matrix cut along the sharded dim in rank order, with its orthogonalised form."""
-        dim = self.spec.dim or 0
+        """Overwrite `parts`, each rank's of the matrix, with those of its orthogonalised form."""
         coefficients, steps, eps = (self.group[name] for name in ("ns_coefficients", "ns_steps", "eps"))
-        result = orthogonalised(torch.cat(list(parts), dim), coefficients, steps, eps)
-        for part, piece in zip(parts, result.split([part.shape[dim] for part in parts], dim), strict=True):
-            part.copy_(piece)
+        whole = parts[0].new_empty(self.cuts.rows, self.cuts.columns)
+        for number, part in enumerate(parts):
+            whole[self.cuts.tile(number)] = part
+        whole = orthogonalised(whole, coefficients, steps, eps)
+        for number, part in enumerate(parts):
+            part.copy_(whole[self.cuts.tile(number)])
 
     def subtract(self, update: Tensor) -> None:
         """Step this rank's part of the parameter along `update`, its part of the orthogonalised matrix."""
         lr: Any = self.group["lr"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr
-        own = _local(self.param)
+        own = self._own(self.param)
         own.mul_(1 - lr * self.group["weight_decay"])
         # A sum in bfloat16 rounds vectors in one way and their last elements in another: shard boundaries would show.
         own.add_(update.to(own.device, torch.float32), alpha=-lr * self._lr_factor)
-        if own is not self.param:
+        if isinstance(self.param, DTensor):
             torch.autograd.graph.increment_version(self.param)
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        return self.cuts.own(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, self.part)
 
     @property
     def _lr_factor(self) -> float:
-        rows, columns = self.spec.shape
+        rows, columns = self.cuts.rows, self.cuts.columns
         if self.group["adjust_lr_fn"] == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, columns))
         return math.sqrt(max(1, rows / max(1, columns)))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def _matrices(
+    name: str, param: Tensor, group: Mapping[str, Any], states: dict[Tensor, Any], team: Team
+) -> list[Matrix]:
+    """The matrices that `param` is made of."""
+    *stacked, rows, columns = param.shape
+    spans = team.spans(param)
+    indices: list[tuple[int, ...]] = [()] if not stacked else [(i,) for i in range(stacked[0])]
+    return [Matrix(name, param, group, states, Cuts(spans, index, rows, columns), team.part) for index in indices]
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -290,17 +357,24 @@ def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, ep
 # -- many matrices on many ranks --------------------------------------------------------------------------------------
 
 
-def divide(costs: Sequence[float], nbytes: Sequence[int], owners: int, limit: int) -> list[list[list[int]]]:
+def divide(
+    costs: Sequence[float],
+    nbytes: Sequence[int],
+    owners: int,
+    limit: int,
+    allowed: Mapping[int, Sequence[int]] | None = None,
+) -> list[list[list[int]]]:
     """The work in batches, one at least: `divide(...)[batch][owner]` are indices of matrices.
 
     The dearest comes first, and each goes to the owner who has least to do so far; so nobody has more than 4/3 of the
     busiest one's work in the best division (Graham, 1969, "Bounds on multiprocessing timing anomalies"). A batch ends
-    where an owner would have more than `limit` bytes of it, unless that is one matrix.
+    where an owner would have more than `limit` bytes of it, unless that is one matrix. A matrix that is in `allowed`
+    goes to one of the owners who are named there.
     """
     batches: list[list[list[int]]] = [[[] for _ in range(owners)]]
     loads, held = [0.0] * owners, [0] * owners
     for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owner = loads.index(min(loads))
+        owner = min((allowed or {}).get(i, range(owners)), key=loads.__getitem__)
         if batches[-1][owner] and held[owner] + nbytes[i] > limit:
             batches.append([[] for _ in range(owners)])
             held = [0] * owners
@@ -314,31 +388,49 @@ def divide(costs: Sequence[float], nbytes: Sequence[int], owners: int, limit: in
 class Team:
     """The ranks of one mesh, who divide the work on its matrices.
 
-    They are numbered with the last axis running fastest. Results are taken back along the last axis first.
+    They are numbered with the last wire running fastest. Results are taken back along the last wire first.
 
     Args:
-        wires: along each axis of the mesh. A plain tensor has none, and a team of one rank.
-        is_sharded: whether ranks along the last axis have different parts. Along all others they have the same.
+        wires: to the ranks along each axis of the mesh that have the same parts; then, if matrices are cut, to all that
+            have different ones, along one axis or several. A plain tensor has none, and a team of one rank.
+        places: of the ranks that have different parts, on the axes along which matrices are cut.
         device: where matrices are orthogonalised.
     """
 
     wires: tuple[Collectives, ...]
-    is_sharded: bool
+    places: tuple[tuple[int, ...], ...]
     device: torch.device
 
     @classmethod
     def of(cls, param: Tensor) -> Team:
         """The team that steps `param`."""
         if not isinstance(param, DTensor):
-            return cls((), False, param.device)
+            return cls((), (), param.device)
         mesh, device = param.device_mesh, torch.device(param.device_mesh.device_type)
-        wires = tuple(collectives_for(mesh.get_group(axis), device) for axis in range(mesh.ndim))
-        return cls(wires, isinstance(param.placements[-1], Shard), device)
+        cut = [axis for axis, placement in enumerate(param.placements) if placement.is_shard()]
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if axis not in cut]
+        places: list[tuple[int, ...]] = []
+        if cut:
+            groups.append(group := _along(mesh, cut))
+            at = {int(rank): place for place, rank in _places(mesh, cut)}
+            places = [at[rank] for rank in dist.get_process_group_ranks(group)]
+        return cls(tuple(collectives_for(group, device) for group in groups), tuple(places), device)
 
-    def spec(self, param: Tensor) -> ShardSpec:
-        """The division of `param` over the ranks that have different parts."""
-        _, last = _placements(param)
-        return ShardSpec(tuple(param.shape), last.dim if self.is_sharded else None, self.parts)
+    def spans(self, param: Tensor) -> list[list[range]]:
+        """The positions along each dim of `param` that each of the ranks with different parts has."""
+        found = [[range(size) for size in param.shape] for _ in range(self.parts)]
+        if isinstance(param, DTensor):
+            cut = [(axis, it.dim) for axis, it in enumerate(param.placements) if isinstance(it, Shard)]
+            for spans, place in zip(found, self.places, strict=False):
+                for (axis, dim), rank in zip(cut, place, strict=True):
+                    mine = shard_spec.owned(len(spans[dim]), param.device_mesh.size(axis), rank)
+                    spans[dim] = spans[dim][mine.start : mine.stop]
+        return found
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if some ranks have different parts: those along the last wire."""
+        return bool(self.places)
 
     @property
     def parts(self) -> int:
@@ -376,6 +468,13 @@ class Team:
         first = self.number // every * every + rank * each
         return range(first, first + each)
 
+    def _at_home(self, matrices: Sequence[Matrix]) -> dict[int, range]:
+        """The owners of those of `matrices` that some ranks have whole, though others have none of it."""
+        if self.parts == 1:
+            return {}
+        homes = {i: matrix.cuts.home for i, matrix in enumerate(matrices)}
+        return {i: range(home, self.size, self.parts) for i, home in homes.items() if home is not None}
+
     def step(self, matrices: Sequence[Matrix], note: str) -> None:
         """Step `matrices`, batch by batch: meanwhile the next one travels to the owners and the last one back.
 
@@ -383,8 +482,9 @@ class Team:
             matrices: the same on every rank, and each with a gradient.
             note: what is unusual about them.
         """
-        which = ", ".join(f"{matrix.name} {matrix.spec.shape}" for matrix in matrices)
-        work = divide([it.cost for it in matrices], [it.nbytes for it in matrices], self.size, BATCH_NBYTES)
+        which = ", ".join(dict.fromkeys(f"{matrix.name} {tuple(matrix.param.shape)}" for matrix in matrices))
+        costs, nbytes = [it.cost for it in matrices], [it.nbytes for it in matrices]
+        work = divide(costs, nbytes, self.size, BATCH_NBYTES, self._at_home(matrices))
         batches = [
             Batch(self, [[matrices[i] for i in owned] for owned in by_owner], number % 2, which, note)
             for number, by_owner in enumerate(work)
@@ -414,7 +514,7 @@ class Batch:
         self._parity = parity
         self._which = which
         self._note = note
-        self._numels = [sum(it.spec.shard_numel(team.part) for it in owned) for owned in by_owner]
+        self._numels = [sum(it.cuts.numel(team.part) for it in owned) for owned in by_owner]
         self._starts, self._numel = aligned_offsets(self._numels, ALIGNMENT_BYTES // _WIRE.itemsize)
         self._mine = torch.empty(0)
         self._received: list[Tensor] = []
@@ -435,7 +535,7 @@ class Batch:
         self._received = [
             self._stretch(range(team.number, team.number + 1))
             if part == team.part
-            else self._mine.new_empty(sum(matrix.spec.shard_numel(part) for matrix in mine))
+            else self._mine.new_empty(sum(matrix.cuts.numel(part) for matrix in mine))
             for part in range(team.parts)
         ]
         if team.is_sharded:
@@ -503,6 +603,19 @@ class Batch:
 
 def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor]:
     """The `part` of each of `matrices`, one after another in `buffer` (1-D)."""
-    numels = [matrix.spec.shard_numel(part) for matrix in matrices]
+    numels = [matrix.cuts.numel(part) for matrix in matrices]
     flat = buffer[: sum(numels)].split(numels)
-    return [it.view(matrix.spec.shard_shape(part)) for it, matrix in zip(flat, matrices, strict=True)]
+    return [it.view(matrix.cuts.shape(part)) for it, matrix in zip(flat, matrices, strict=True)]
+
+
+def _places(mesh: DeviceMesh, axes: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
+    """The places on `axes` of `mesh`, the last running fastest, with the rank of each that is beside this one."""
+    mine = mesh.get_coordinate()
+    assert mine is not None, "a rank of the mesh steps"
+    beside = mesh.mesh[tuple(slice(None) if axis in axes else at for axis, at in enumerate(mine))]
+    return [(place, int(beside[place])) for place in product(*(range(mesh.size(axis)) for axis in axes))]
+
+
+def _along(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
+    """The group of this rank and those beside it along `axes` of `mesh`, one group for all of them."""
+    return mesh.get_group(axes[0]) if len(axes) == 1 else subgroup([rank for _, rank in _places(mesh, axes)])

@@ -1,0 +1,168 @@
+"""Every cell of the table in docs/composition.md: what a pair or triple of parallelisms gives under a strategy."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from experts import InOneProcess, Model, loss_of, model_of, place, tokens_of, whole_grads, wholes
+from shared_ranks import run_ranks
+from test_docs import page, rows, section
+from test_meshes import batch_of, on_all_axes, perceptrons
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fullshard import ConfigError, DataParallelMeshDims, ShardPlacementResult, fully_shard
+
+STEPS = range(3)
+Values = dict[str, Tensor]
+HEADING = "What a combination gives"
+
+
+def mesh_of(**axes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def hybrid(strategy: str) -> bool:
+    return strategy.startswith("hsdp")
+
+
+def by_slice(strategy: str) -> dict[str, Any]:
+    return {"mesh": mesh_of(replicate=2, shard=2) if hybrid(strategy) else mesh_of(shard=4), "strategy": strategy}
+
+
+def by_names(strategy: str) -> dict[str, Any]:
+    """Two axes of data, context parallel's for one: both are sharded over."""
+    replicate = "dp_replicate" if hybrid(strategy) else None
+    mesh = mesh_of(dp_replicate=2, dp_shard=1, cp=2) if replicate else mesh_of(dp_shard=2, cp=2, tp=1)
+    return {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(("dp_shard", "cp"), replicate), "strategy": strategy}
+
+
+def trained(model: nn.Module, backward: Any) -> list[Values]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in STEPS:
+        backward(step)
+        found.append(whole_grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, wholes(model)]
+
+
+def mixture(options: dict[str, Any], ep: int, *, one_unit: bool = False) -> tuple[list[Values], list[Values]]:
+    """A mixture of experts, of which `ep` ranks have the experts together, beside one process."""
+    strategy, rank = options["strategy"], dist.get_rank()
+    replicas = 2 if hybrid(strategy) else 1
+    mesh = mesh_of(replicate=replicas, efsdp=4 // ep // replicas, ep=ep)
+    over = mesh["replicate", "efsdp"] if replicas > 1 else mesh["efsdp"]
+    model: Model = place(model_of(), mesh) if ep > 1 else model_of()
+    for block in model.blocks:
+        experts = set(block.experts.parameters())
+        if ep > 1 and not one_unit:
+            fully_shard(block.experts, mesh=over, strategy=strategy)
+        choose = partial(chosen, experts, over) if one_unit else None
+        fully_shard(block, shard_placement_fn=choose, **options)
+    fully_shard(model, **options)
+    reference = InOneProcess(alone := model_of(), 4 // ep, ep, replicas)
+    return (
+        trained(model, lambda step: loss_of(model, tokens_of(step, rank)).backward()),
+        trained(alone, lambda step: reference.backward([tokens_of(step, other) for other in range(4)])),
+    )
+
+
+def chosen(experts: set[nn.Parameter], over: DeviceMesh, param: nn.Parameter) -> ShardPlacementResult | None:
+    return ShardPlacementResult(None, over) if param in experts else None
+
+
+def tensor_parallel(strategy: str) -> tuple[list[Values], list[Values]]:
+    """Beside tensor parallelism alone, with gradients averaged by hand."""
+    mesh = mesh_of(replicate=2, shard=1, tp=2) if hybrid(strategy) else mesh_of(replicate=1, shard=2, tp=2)
+    data = mesh["replicate" if hybrid(strategy) else "shard"].get_group()
+    model, alone = perceptrons(), perceptrons()
+    for it in (*model, *alone):
+        parallelize_module(it, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    over = mesh["replicate", "shard"] if hybrid(strategy) else mesh["shard"]
+    for block in model:
+        fully_shard(block, mesh=over, strategy=strategy)
+    fully_shard(model, mesh=over, strategy=strategy)
+    mine = dist.get_rank() // 2
+
+    def backward(it: nn.Module, step: int) -> None:
+        it(batch_of(step).chunk(2)[mine]).square().mean().backward()
+        if it is alone:
+            for param in it.parameters():
+                assert param.grad is not None
+                local = param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad
+                dist.all_reduce(local, group=data)
+                local /= 2
+
+    return trained(model, partial(backward, model)), trained(alone, partial(backward, alone))
+
+
+def one_mesh(strategy: str) -> tuple[list[Values], list[Values]]:
+    """Everything is a `DTensor` on one mesh, the batch too: beside one process with the whole batch."""
+    mesh = mesh_of(replicate=2, shard=1, tp=2) if hybrid(strategy) else mesh_of(shard=2, cp=1, tp=2)
+    dims = DataParallelMeshDims("shard", "replicate") if hybrid(strategy) else DataParallelMeshDims(("shard", "cp"))
+    model, alone = perceptrons(), perceptrons()
+    on_all_axes(model, mesh)
+    for block in model:
+        fully_shard(block, mesh=mesh, dp_mesh_dims=dims, strategy=strategy).set_gradient_divide_factor(1.0)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=dims, strategy=strategy)
+    spread = [Replicate() if name == "tp" else Shard(0) for name in mesh.mesh_dim_names or ()]
+
+    def backward(it: nn.Module, step: int) -> None:
+        tokens = batch_of(step)
+        it(distribute_tensor(tokens, mesh, spread) if it is model else tokens).square().mean().backward()
+
+    return trained(model, partial(backward, model))[:1], trained(alone, partial(backward, alone))[:1]
+
+
+COMBINATIONS = {
+    "data": lambda strategy: mixture(by_slice(strategy), 1),
+    "data, context": lambda strategy: mixture(by_names(strategy), 1),
+    "data, tensor": tensor_parallel,
+    "data, context, tensor: all tensors on one mesh": one_mesh,
+    "data, expert": lambda strategy: mixture(by_slice(strategy), 2),
+    "data, expert: one unit a block": lambda strategy: mixture(by_slice(strategy), 2, one_unit=True),
+    "data, context, expert": lambda strategy: mixture(by_names(strategy), 2, one_unit=True),
+}
+
+
+def verdict(combination: str, strategy: str) -> str:
+    try:
+        found, expected = COMBINATIONS[combination](strategy)
+    except ConfigError:
+        return "refused"
+    pairs = [(mine[name], it[name]) for mine, it in zip(found, expected, strict=True) for name in it]
+    if all(torch.equal(a, b) for a, b in pairs):
+        return "bits"
+    is_close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
+    return "close" if is_close else "wrong"
+
+
+def verdicts(strategies: list[str]) -> dict[str, list[str]]:
+    return {combination: [verdict(combination, it) for it in strategies] for combination in COMBINATIONS}
+
+
+@cache
+def table() -> tuple[list[str], dict[str, list[str]]]:
+    text = section(page("docs/composition.md"), HEADING)
+    head = next(line for line in text.splitlines() if line.startswith("|"))
+    strategies = [cell.strip(" `") for cell in head.strip("|").split("|")][1:]
+    return strategies, {row[0]: row[1:] for row in rows(text)}
+
+
+def test_the_table_has_every_combination():
+    assert [name for name in table()[1] if name in COMBINATIONS] == list(COMBINATIONS)
+
+
+@pytest.mark.slow
+def test_every_cell_is_what_comes_out():
+    strategies, cells = table()
+    for found in run_ranks(4, verdicts, strategies, timeout=300.0):
+        assert found == {name: cells[name] for name in COMBINATIONS}
