@@ -257,6 +257,13 @@ def buffers_that_are_no_number() -> Steps:
     model.set_reduce_scatter_max_input_buffers(True)
 
 
+@mistake(StateError, r"take_part\(FSDPLinear\)", r"Call set_reduce_scatter_unused_params\(True\) on it first")
+def a_part_in_what_is_reduced_at_its_last_gradient() -> Steps:
+    model = fully_shard(linear())
+    yield
+    fullshard.take_part(model)
+
+
 @mistake(ConfigError, "has states that are kept in groups of 2 ranks", "Make a unit of its own", ranks=4)
 def a_mesh_for_some_parameters_beside_groups() -> Steps:
     other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp"))["efsdp"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -33,8 +34,10 @@ from fullshard import (
     fully_shard,
     recording,
     summon_full_params,
+    take_part,
 )
 from fullshard.checkpoint import load, save
+from fullshard.engine.registry import is_unit
 from fullshard.optim import Muon
 from fullshard.plan.ledger import predict_ledger
 from fullshard.testing import assert_same
@@ -286,3 +289,99 @@ def train_by_muon() -> None:
 
 def test_muon_trains_a_mixture_of_experts_to_the_bits_of_one_process():
     run_ranks(4, train_by_muon)
+
+
+# -- ranks that have nothing to compute -------------------------------------------------------------------------------
+
+
+def experts_without_tokens() -> None:
+    """All tokens go to one expert: gradients of the others are zeros."""
+    mesh, rank = expert_mesh(), dist.get_rank()
+    model, alone = joint(place(model_of(), mesh), mesh), model_of()
+    for it in (model, alone):
+        for block in it.blocks:
+            with summon_full_params(it) if it is model else nullcontext(), torch.no_grad():
+                block.router.weight[:3].zero_()
+                block.norm.weight.zero_()
+                block.norm.bias.fill_(1.0)
+                block.router.weight[3].fill_(1.0)
+    reference = InOneProcess(alone, 2, 2)
+    for number in range(2):
+        loss_of(model, tokens_of(number, rank)).backward()
+        reference.backward([tokens_of(number, other) for other in range(4)])
+        found = whole_grads(model)
+        assert_same(found, whole_grads(alone))
+        assert all(not found[name][:3].any() and found[name][3].any() for name in found if is_expert(name))
+        model.zero_grad()
+
+
+def test_experts_without_tokens_have_gradients_of_zeros():
+    run_ranks(4, experts_without_tokens)
+
+
+class Tower(nn.Module):
+    """Blocks between an embedding and a projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.out = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x).mean()
+
+
+class WithTower(nn.Module):
+    """A loss on words, and one on images if there are any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = Tower()
+        self.words = nn.Linear(8, 8)
+
+    def forward(self, words: Tensor, images: Tensor | None) -> Tensor:
+        loss = self.words(words).square().mean()
+        if images is not None:
+            return loss + self.tower(images)
+        return loss + take_part(self.tower) if is_unit(self.tower) else loss
+
+
+def run_towers(strategy: str) -> None:
+    """In each step another set of ranks has images."""
+    rank, ranks = dist.get_rank(), range(2)
+    torch.manual_seed(0)
+    plain, model = (WithTower() for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    for block in model.tower.blocks:
+        fully_shard(block, strategy=strategy)
+    fully_shard(model.tower, strategy=strategy).set_reduce_scatter_unused_params(True)
+    fully_shard(model, strategy=strategy)
+    optimizers = [torch.optim.AdamW(it.parameters(), lr=0.01) for it in (model, plain)]
+    for number, having in enumerate(((0, 1), (0,), (1,), (), (0,), (1,), (0, 1))):
+        batches = [(numbers((4, 8), 10 * number + r), numbers((3, 8), 99 * number + r)) for r in ranks]
+        mine = [(words, images if r in having else None) for r, (words, images) in enumerate(batches)]
+        model(*mine[rank]).backward()
+        sums: dict[str, Tensor] = {name: torch.zeros_like(param) for name, param in plain.named_parameters()}
+        for each in mine:
+            plain(*each).backward()
+            for name, param in plain.named_parameters():
+                sums[name] += 0 if param.grad is None else param.grad
+            plain.zero_grad()
+        for name, param in plain.named_parameters():
+            param.grad = sums[name] / 2
+        assert_same(whole_grads(model), {name: param.grad for name, param in plain.named_parameters()})
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        model(*mine[rank])
+    assert_same(wholes(model), wholes(plain))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])
+def test_ranks_without_images_take_part_in_a_tower(strategy):
+    run_ranks(2, run_towers, strategy)

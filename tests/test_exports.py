@@ -60,6 +60,7 @@ DOCUMENTED = {
         "share_memory_between_ranks",
         "share_memory_between_units",
         "summon_full_params",
+        "take_part",
     ],
     "fullshard.checkpoint": [
         "Merged",

@@ -24,6 +24,7 @@ from fullshard.fully_shard import (
     register_fsdp_forward_method,
     replicate,
     share_comm_ctx,
+    take_part,
 )
 from fullshard.liveness.watchdog import set_collective_timeout
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
@@ -110,4 +111,5 @@ __all__ = [
     "share_memory_between_ranks",
     "share_memory_between_units",
     "summon_full_params",
+    "take_part",
 ]

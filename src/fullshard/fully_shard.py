@@ -43,6 +43,7 @@ __all__ = [
     "replicate",
     "shard_in_place",
     "share_comm_ctx",
+    "take_part",
 ]
 
 Strategy = str | ShardingStrategy | StrategyPlacements
@@ -473,6 +474,68 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return run_as_forward(module, method, args, kwargs)
 
     setattr(module, method_name, run_unsharded)
+
+
+def take_part(module: nn.Module) -> Tensor:
+    """Zero, to add to the loss on a rank that has nothing for `module` to compute where other ranks have.
+
+    The module's units are gathered, and in backward gradients of zeros are sent, as by a call of it. So gradients are
+    means over all ranks, those that had nothing included. Switch `module.set_reduce_scatter_unused_params(True)` on
+    first, on all ranks, and call inner units in the order in which the module has them.
+
+        features = tower(images) if len(images) else take_part(tower)
+
+    Args:
+        module: a unit, with others in it or not.
+
+    Returns:
+        A tensor without dims. It needs a gradient if any parameter of these units does.
+
+    Raises:
+        StateError: the module is no unit, or its unused parameters are not reduced.
+    """
+    lacking = [unit for unit in units_in(module) if unit.is_trained and not unit.state.reduces_unused]
+    if lacking:
+        raise StateError(
+            f"take_part({type(module).__name__}): {lacking[0].name} is reduced with its last gradient, which other "
+            "ranks may come to at another moment. Call set_reduce_scatter_unused_params(True) on it first, on every "
+            "rank."
+        )
+    return _zero_through(module, torch.zeros((), device=unit_of(module).device))
+
+
+def _zero_through(module: nn.Module, x: Tensor) -> Tensor:
+    def run(x: Tensor) -> Tensor:
+        params = [param.unsharded for param in unit.params if param.unsharded.requires_grad]
+        x = cast(Any, _Zeros).apply(x, *params) if params else x
+        for inner in _units_below(module):
+            x = _zero_through(inner, x)
+        return x
+
+    unit = unit_of(module)
+    return cast(Tensor, run_as_forward(module, run, (x,), {}))
+
+
+def _units_below(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost units within `module`."""
+    for child in module.children():
+        if is_unit(child):
+            yield child
+        else:
+            yield from _units_below(child)
+
+
+class _Zeros(torch.autograd.Function):
+    """A tensor as it is; in backward the other arguments get gradients of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.params = params
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (*grads, *(torch.zeros_like(param) for param in ctx.params))
 
 
 _classes: dict[type, type] = {}
