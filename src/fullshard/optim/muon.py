@@ -28,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any, overload
 
@@ -45,9 +46,10 @@ from fullshard.comm.wire import Pending
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import Mark
 from fullshard.errors import ConfigError
-from fullshard.layout import shard_spec
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
+from fullshard.layout.shard_spec import owned
+from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
 __all__ = ["Muon"]
@@ -222,12 +224,14 @@ class Cuts:
         index: of the matrix in a stack: a number, or nothing.
         rows: of the matrix.
         columns: of the matrix.
+        home: the part that is the whole matrix, if there is one.
     """
 
     spans: Sequence[Sequence[range]]
     index: tuple[int, ...]
     rows: int
     columns: int
+    home: int | None
 
     def has(self, part: int) -> bool:
         """True if `part` of the parameter has anything of this matrix."""
@@ -248,12 +252,6 @@ class Cuts:
     def numel(self, part: int) -> int:
         """Elements of `part`."""
         return math.prod(self.shape(part))
-
-    @property
-    def home(self) -> int | None:
-        """The part that is the whole matrix, if there is one."""
-        whole = (self.rows, self.columns)
-        return next((part for part in range(len(self.spans)) if self.has(part) and self.shape(part) == whole), None)
 
     def own(self, local: Tensor, part: int) -> Tensor:
         """What `local`, which is `part` of the parameter, has of this matrix: a view."""
@@ -332,10 +330,42 @@ def _matrices(
     name: str, param: Tensor, group: Mapping[str, Any], states: dict[Tensor, Any], team: Team
 ) -> list[Matrix]:
     """The matrices that `param` is made of."""
-    *stacked, rows, columns = param.shape
-    spans = team.spans(param)
+    *stacked, rows, columns = shape = tuple(param.shape)
+    cuts: tuple[tuple[int, int], ...] = ()
+    if isinstance(param, DTensor):
+        sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+        cuts = tuple((it.dim, size) for it, size in sizes if isinstance(it, Shard))
+    spans, homes = _divided(shape, cuts, team.places)
     indices: list[tuple[int, ...]] = [()] if not stacked else [(i,) for i in range(stacked[0])]
-    return [Matrix(name, param, group, states, Cuts(spans, index, rows, columns), team.part) for index in indices]
+    return [
+        Matrix(name, param, group, states, Cuts(spans, index, rows, columns, home), team.part)
+        for index, home in zip(indices, homes, strict=True)
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _divided(
+    shape: tuple[int, ...], cuts: tuple[tuple[int, int], ...], places: tuple[tuple[int, ...], ...]
+) -> tuple[list[list[range]], list[int | None]]:
+    """The division of a parameter: the positions along each dim of each part, and of each matrix in it the part that
+    is all of that, if there is one.
+
+    Args:
+        shape: of the parameter.
+        cuts: the dims along which it is cut, one after another, and into how many pieces.
+        places: for each part, which piece it is of each cut. None, if there is one part.
+    """
+    spans = [[range(size) for size in shape] for _ in places or [()]]
+    for its, place in zip(spans, places, strict=False):
+        for (dim, pieces), number in zip(cuts, place, strict=True):
+            mine = owned(len(its[dim]), pieces, number)
+            its[dim] = its[dim][mine.start : mine.stop]
+    homes: list[int | None] = [None] * math.prod(shape[:-2])
+    for part, its in enumerate(spans):
+        if tuple(map(len, its[-2:])) == shape[-2:]:
+            for index in its[0] if len(shape) == 3 else range(1):
+                homes[index] = part if homes[index] is None else homes[index]
+    return spans, homes
 
 
 def orthogonalised(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
@@ -407,25 +437,13 @@ class Team:
         if not isinstance(param, DTensor):
             return cls((), (), param.device)
         mesh, device = param.device_mesh, torch.device(param.device_mesh.device_type)
-        cut = [axis for axis, placement in enumerate(param.placements) if placement.is_shard()]
+        cut = tuple(axis for axis, placement in enumerate(param.placements) if placement.is_shard())
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim) if axis not in cut]
-        places: list[tuple[int, ...]] = []
+        places: tuple[tuple[int, ...], ...] = ()
         if cut:
-            groups.append(group := _along(mesh, cut))
-            at = {int(rank): place for place, rank in _places(mesh, cut)}
-            places = [at[rank] for rank in dist.get_process_group_ranks(group)]
-        return cls(tuple(collectives_for(group, device) for group in groups), tuple(places), device)
-
-    def spans(self, param: Tensor) -> list[list[range]]:
-        """The positions along each dim of `param` that each of the ranks with different parts has."""
-        found = [[range(size) for size in param.shape] for _ in range(self.parts)]
-        if isinstance(param, DTensor):
-            cut = [(axis, it.dim) for axis, it in enumerate(param.placements) if isinstance(it, Shard)]
-            for spans, place in zip(found, self.places, strict=False):
-                for (axis, dim), rank in zip(cut, place, strict=True):
-                    mine = shard_spec.owned(len(spans[dim]), param.device_mesh.size(axis), rank)
-                    spans[dim] = spans[dim][mine.start : mine.stop]
-        return found
+            group, places = _beside.get_or_make((mesh, cut), lambda: _along(mesh, cut))
+            groups.append(group)
+        return cls(tuple(collectives_for(group, device) for group in groups), places, device)
 
     @property
     def is_sharded(self) -> bool:
@@ -486,7 +504,7 @@ class Team:
         costs, nbytes = [it.cost for it in matrices], [it.nbytes for it in matrices]
         work = divide(costs, nbytes, self.size, BATCH_NBYTES, self._at_home(matrices))
         batches = [
-            Batch(self, [[matrices[i] for i in owned] for owned in by_owner], number % 2, which, note)
+            Batch(self, [[matrices[i] for i in its] for its in by_owner], number % 2, which, note)
             for number, by_owner in enumerate(work)
         ]
         passing_on = [Batch.take_back] * (len(self.wires) - 1)
@@ -514,7 +532,7 @@ class Batch:
         self._parity = parity
         self._which = which
         self._note = note
-        self._numels = [sum(it.cuts.numel(team.part) for it in owned) for owned in by_owner]
+        self._numels = [sum(it.cuts.numel(team.part) for it in its) for its in by_owner]
         self._starts, self._numel = aligned_offsets(self._numels, ALIGNMENT_BYTES // _WIRE.itemsize)
         self._mine = torch.empty(0)
         self._received: list[Tensor] = []
@@ -526,8 +544,8 @@ class Batch:
         """Update all momenta, and begin to send this rank's parts to the owners."""
         team = self._team
         self._mine = torch.empty(self._numel, dtype=_WIRE, device=team.device)
-        for owner, start, owned in zip(range(team.size), self._starts, self._by_owner, strict=True):
-            for matrix, part in zip(owned, _parts(self._mine[start:], owned, team.part), strict=True):
+        for owner, start, its in zip(range(team.size), self._starts, self._by_owner, strict=True):
+            for matrix, part in zip(its, _parts(self._mine[start:], its, team.part), strict=True):
                 update = matrix.update_momentum()
                 if owner in team.partners:
                     part.copy_(update)
@@ -572,8 +590,8 @@ class Batch:
     def finish(self) -> None:
         """Update the parameters, and free the memory."""
         self._wait()
-        for start, owned in zip(self._starts, self._by_owner, strict=True):
-            for matrix, part in zip(owned, _parts(self._mine[start:], owned, self._team.part), strict=True):
+        for start, its in zip(self._starts, self._by_owner, strict=True):
+            for matrix, part in zip(its, _parts(self._mine[start:], its, self._team.part), strict=True):
                 matrix.subtract(part)
         self._mine, self._received = torch.empty(0), []
 
@@ -608,14 +626,17 @@ def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor
     return [it.view(matrix.cuts.shape(part)) for it, matrix in zip(flat, matrices, strict=True)]
 
 
-def _places(mesh: DeviceMesh, axes: Sequence[int]) -> list[tuple[tuple[int, ...], int]]:
-    """The places on `axes` of `mesh`, the last running fastest, with the rank of each that is beside this one."""
+_Beside = tuple[dist.ProcessGroup, tuple[tuple[int, ...], ...]]
+_beside: Kept[tuple[DeviceMesh, tuple[int, ...]], _Beside] = Kept("ranks along several axes")
+
+
+def _along(mesh: DeviceMesh, axes: Sequence[int]) -> _Beside:
+    """The group of this rank and those beside it along `axes` of `mesh`, one for all of them, and the places of its
+    ranks on these axes.
+    """
     mine = mesh.get_coordinate()
     assert mine is not None, "a rank of the mesh steps"
     beside = mesh.mesh[tuple(slice(None) if axis in axes else at for axis, at in enumerate(mine))]
-    return [(place, int(beside[place])) for place in product(*(range(mesh.size(axis)) for axis in axes))]
-
-
-def _along(mesh: DeviceMesh, axes: Sequence[int]) -> dist.ProcessGroup:
-    """The group of this rank and those beside it along `axes` of `mesh`, one group for all of them."""
-    return mesh.get_group(axes[0]) if len(axes) == 1 else subgroup([rank for _, rank in _places(mesh, axes)])
+    at = {int(beside[place]): place for place in product(*(range(mesh.size(axis)) for axis in axes))}
+    group = mesh.get_group(axes[0]) if len(axes) == 1 else subgroup(list(at))
+    return group, tuple(at[rank] for rank in dist.get_process_group_ranks(group))
