@@ -353,6 +353,25 @@ def test_roots_may_share_their_lanes():
     run_ranks(2, share_lanes)
 
 
+def use_torch_s_own_values() -> None:
+    from torch.distributed import fsdp as theirs
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    dims = theirs.DataParallelMeshDims(shard="dp")
+    result = ShardPlacementResult(Shard(1), FSDPMeshInfo(mesh["dp"], shard_mesh_dim=0))
+    found = []
+    for options in ({"mesh": mesh, "dp_mesh_dims": dims}, {"shard_placement_fn": lambda _: result}):
+        model = fully_shard(nn.Linear(8, 6, bias=False), **options)
+        found.append((model.weight.placements, model.weight.device_mesh.mesh_dim_names))
+    assert found == [((Shard(0),), ("dp",)), ((Shard(1),), ("dp",))]
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="torch's classes are those of 2.13")
+def test_torch_s_own_descriptions_of_meshes_are_taken():
+    run_ranks(2, use_torch_s_own_values)
+
+
 def give_hints() -> list[str]:
     model = fully_shard(nn.Linear(8, 8))
     said: list[str] = []

@@ -74,11 +74,12 @@ def shard_unit(
     mark_ignored(ignored)
     if materialize:
         initialise(modules, device, ignored, param_init_fn)
-    found = find_parameters(modules, ignored, partial(_place, axes, options, shard_placement_fn))
+    found = find_parameters(modules, ignored, partial(_place, axes, shard_placement_fn))
     move_buffers(modules, device, buffer_dtype)
     if sync_module_states:
-        values = [source.local for source in found.sources]
-        broadcast_from_first([*values, *buffers_of(modules)], axes, Phase.IDLE)
+        for over in dict.fromkeys([axes, *(source.axes for source in found.sources)]):
+            values = [source.local for source in found.sources if source.axes == over]
+            broadcast_from_first([*values, *(buffers_of(modules) if over is axes else ())], over, Phase.IDLE)
     unit = Unit(modules, found.sources, found.borrowed, options, axes, device)
     install(unit)
     watch_optimizers()
@@ -101,9 +102,7 @@ def _mark(modules: Iterable[nn.Module]) -> None:
         module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
-def _place(
-    axes: Axes, options: ShardOptions, choose: ShardPlacementFn | None, fqn: str, param: nn.Parameter
-) -> tuple[Axes, int | None]:
+def _place(axes: Axes, choose: ShardPlacementFn | None, fqn: str, param: nn.Parameter) -> tuple[Axes, int | None]:
     """The axes to shard a parameter over, and the dim to shard it along, None if that is left open.
 
     They are those of its unit, unless `choose`, a user's `shard_placement_fn`, says otherwise.
@@ -114,7 +113,7 @@ def _place(
     if info is not None:
         others = axes_chosen(info, fqn)
         if others != axes:
-            _check_together(fqn, axes, others, options)
+            _check_together(fqn, axes, others)
             axes = others
     if placement is None:
         return axes, None
@@ -126,7 +125,7 @@ def _place(
     return axes, placement.dim % len(shape)
 
 
-def _check_together(fqn: str, axes: Axes, others: Axes, options: ShardOptions) -> None:
+def _check_together(fqn: str, axes: Axes, others: Axes) -> None:
     """Refuse meshes for single parameters that one unit cannot have beside its own.
 
     Raises:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ class Axes:
         """The number of ranks on both axes."""
         return self.mesh.size()
 
-    @property
+    @cached_property
     def ranks(self) -> frozenset[int]:
         """The ranks on both axes, numbered as in the default process group."""
         return frozenset(self.mesh.mesh.flatten().tolist())

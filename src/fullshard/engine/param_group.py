@@ -153,8 +153,8 @@ class ParamGroup:
         other parameters, ranks beyond the root's have gradients of their own, each of which counts.
         """
         axes = self.plan.axes
-        is_cut = any(param.view.is_cut for param in self.params)
-        return len(data_ranks) if is_cut or axes.ranks <= data_ranks else axes.world
+        is_mean_of_all = axes.ranks <= data_ranks or any(param.view.is_cut for param in self.params)
+        return len(data_ranks) if is_mean_of_all else axes.world
 
     def start_reduction(
         self,
