@@ -15,6 +15,7 @@ Where neither `fsdp` nor `accelerate launch` asks for sharding, these are transf
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -278,19 +279,20 @@ class _Conversions:
     """How transformers makes the weights of a model of those in files: by other names, and merged, as of experts.
 
     Args:
-        model_type: for errors.
+        model: for errors, and for what it leaves out.
         transforms: transformers' own.
 
     Raises:
         ConfigError: it does anything else with them.
     """
 
-    def __init__(self, model_type: str, transforms: Sequence[Any]) -> None:
+    def __init__(self, model: Any, transforms: Sequence[Any]) -> None:
+        model_type = model.config.model_type
+        self._left_out = list(model._keys_to_ignore_on_load_unexpected or ())
+        self._made: set[str] = set()  # names of what is merged
         self._renamings = [it for it in transforms if isinstance(it, loading.WeightRenaming)]
-        self._converters = {}
-        for it in transforms:
-            if isinstance(it, loading.WeightRenaming):
-                continue
+        self._converters = [it for it in transforms if not isinstance(it, loading.WeightRenaming)]
+        for it in self._converters:
             kinds = [type(operation) for operation in getattr(it, "operations", [None])]
             if kinds not in ([loading.MergeModulelist], [loading.MergeModulelist, loading.Concatenate]) or (
                 it.operations[0].dim != 0
@@ -302,23 +304,26 @@ class _Conversions:
                     "cpu_ram_efficient_loading in fsdp_config to read them on one rank only; or pass rename= where "
                     "names are all that differs."
                 )
-            self._converters.update(dict.fromkeys(it.source_patterns, it))
 
-    def rename(self, name: str) -> str:
-        """The FQN of a tensor that is in the files as it is in the model, or that is merged."""
-        return str(loading.rename_source_key(name, self._renamings, [])[0])
+    def rename(self, name: str) -> str | None:
+        """The FQN of a tensor that is in the files as it is in the model, or that is merged; None if it is left out."""
+        if name in self._made:
+            return name
+        fqn = str(loading.rename_source_key(name, self._renamings, [])[0])
+        return None if any(re.search(pattern, fqn) for pattern in self._left_out) else fqn
 
     def merge(self, names: Collection[str]) -> dict[str, Merged]:
         """The tensors that are made of several of `names`."""
         parts: dict[str, dict[str, list[str]]] = {}
         for name in sorted(names, key=loading.dot_natural_key):
-            fqn, pattern = loading.rename_source_key(name, self._renamings, list(self._converters.values()))
-            if pattern is not None:
+            fqn, pattern = loading.rename_source_key(name, self._renamings, self._converters)
+            if pattern is not None and self.rename(name) is not None:
                 parts.setdefault(fqn, {}).setdefault(pattern, []).append(name)
+        self._made = set(parts)
         return {fqn: self._merged(by_pattern) for fqn, by_pattern in parts.items()}
 
     def _merged(self, by_pattern: Mapping[str, Sequence[str]]) -> Merged:
-        converter = self._converters[next(iter(by_pattern))]
+        converter = next(it for it in self._converters if next(iter(by_pattern)) in it.source_patterns)
         stacks = [Merged(tuple(by_pattern[it])) for it in converter.source_patterns if it in by_pattern]
         joins = converter.operations[1:]
         return Merged(tuple(stacks), dim=joins[0].dim) if joins else stacks[0]
@@ -329,7 +334,7 @@ def _conversions(model: Any) -> _Conversions | None:
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     transforms = get_model_conversion_mapping(model, add_legacy=False)
-    return _Conversions(model.config.model_type, transforms) if transforms else None
+    return _Conversions(model, transforms) if transforms else None
 
 
 def _raise_dtypes(model: Any, dtype: torch.dtype | None) -> None:
