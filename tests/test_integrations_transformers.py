@@ -16,6 +16,7 @@ import transformers.core_model_loading as loading
 import transformers.trainer
 from accelerate.state import AcceleratorState, GradientState
 from hf_models import Sentences, llama, mixtures, names_in, t5
+from small_models import whole
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import (
@@ -379,17 +380,16 @@ def train_mixtures(folder: str, kinds: Sequence[str]) -> dict[str, list[list[flo
     losses: dict[str, list[list[float]]] = {}
     for kind in kinds:
         weights = f"{folder}/{kind}"
-        whole = AutoModelForCausalLM.from_pretrained
+        before = AutoModelForCausalLM.from_pretrained
         straight = partial(from_pretrained, AutoModelForCausalLM)
-        layer = next(name for name in whole(weights)._no_split_modules if "Layer" in name)
+        layer = next(name for name in before(weights)._no_split_modules if "Layer" in name)
         sharded = {**SHARDED, "fsdp_config": {"transformer_layer_cls_to_wrap": [layer]}}
-        for arguments, build in (({}, whole), (sharded, whole), (sharded, straight)):
+        for arguments, build in (({}, before), (sharded, before), (sharded, straight)):
             watch, _ = Script(folder, arguments, model=build(weights), trainer=Trainer).run()
             losses.setdefault(kind, []).append(watch.losses)
-        plain, read = whole(weights), straight(weights)
+        plain, read = before(weights), straight(weights)
         read_waiting(fully_shard(read))
-        found = {name: value.full_tensor() for name, value in read.state_dict().items()}
-        assert_same(found, dict(plain.state_dict()))
+        assert_same({name: whole(value) for name, value in read.state_dict().items()}, dict(plain.state_dict()))
     return losses
 
 

@@ -10,7 +10,8 @@ import resource
 import shutil
 import subprocess
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fullshard import CheckpointError, ConfigError, FullyShardedDataParallel, fully_shard
-from fullshard.checkpoint import Unmatched, export_safetensors, load_safetensors, tensor_files
+from fullshard.checkpoint import Merged, Unmatched, export_safetensors, load_safetensors, tensor_files
 from fullshard.checkpoint.exporting import parse_size
 from fullshard.checkpoint.tensor_files import Description, TensorFile
 from fullshard.engine.registry import units_in
@@ -641,3 +642,37 @@ def test_sizes_are_read_from_words():
     for odd in (0, -1, "5 apples", "", "1.2.3GB", "GB", 0.5):
         with pytest.raises(ConfigError, match="is no size of a file"):
             parse_size(odd)
+
+
+# -- tensors in parts -------------------------------------------------------------------------------------------------
+
+
+def experts_of(names: Collection[str]) -> dict[str, Merged]:
+    """Two matrices of each of three experts, one above the other, and the experts stacked."""
+    stacks = [Merged(tuple(name for name in sorted(names) if name.endswith(kind))) for kind in ("gate", "up")]
+    return {"experts": Merged(tuple(stacks), dim=1)}
+
+
+def test_a_tensor_that_files_have_in_parts_is_read_as_one(tmp_path):
+    parts = {f"{i}.{kind}": torch.randn(rows, 4) for i in range(3) for kind, rows in (("gate", 2), ("up", 3))}
+    save_file({**parts, "norm": torch.ones(4)}, tmp_path / "model.safetensors")
+    opened = tensor_files.open_tensor_files(tmp_path)
+    files = opened.with_merged(experts_of(opened.tensors))
+    expected = torch.stack([torch.cat([parts[f"{i}.gate"], parts[f"{i}.up"]]) for i in range(3)])
+    assert {name: it.shape for name, it in files.tensors.items()} == {"experts": (3, 5, 4), "norm": (4,)}
+    for spans in product(*([range(a, b) for a in range(n + 1) for b in range(a, n + 1)] for n in (3, 5, 4))):
+        [(_, found)] = files.read({"it": ("experts", spans)})
+        assert_same(found, expected[tuple(slice(span.start, span.stop) for span in spans)])
+    [(_, found)] = files.read({"it": ("experts", None)})
+    assert_same(found, expected)
+    model = nn.Module()
+    model.experts, model.norm = nn.Parameter(torch.zeros(3, 5, 4)), nn.Parameter(torch.zeros(4))
+    assert load_safetensors(model, tmp_path, merge=experts_of) == Unmatched()
+    assert_same(model.experts.detach(), expected)
+
+
+def test_parts_that_do_not_fit_together_are_named(tmp_path):
+    save_file({"0.gate": torch.ones(2, 4), "1.gate": torch.ones(3, 4)}, tmp_path / "model.safetensors")
+    merged = {"experts": Merged(("0.gate", "1.gate"))}
+    with pytest.raises(CheckpointError, match=r"experts is made of tensors that do not fit .* 0.gate \(2, 4\) float32"):
+        load_safetensors(nn.Linear(1, 1), tmp_path, merge=lambda names: merged)
