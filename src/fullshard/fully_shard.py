@@ -481,7 +481,8 @@ def take_part(module: nn.Module) -> Tensor:
 
     The module's units are gathered, and in backward gradients of zeros are sent, as by a call of it. So gradients are
     means over all ranks, those that had nothing included. Switch `module.set_reduce_scatter_unused_params(True)` on
-    first, on all ranks, and call inner units in the order in which the module has them.
+    first, on all ranks. Its forward should call inner units once, in the order in which the module has them, and end
+    with something of its own, such as a norm: where ranks gather in different orders, all of them are told.
 
         features = tower(images) if len(images) else take_part(tower)
 
@@ -510,7 +511,7 @@ def _zero_through(module: nn.Module, x: Tensor) -> Tensor:
         x = cast(Any, _Zeros).apply(x, *params) if params else x
         for inner in _units_below(module):
             x = _zero_through(inner, x)
-        return x
+        return x.clone()  # of its own, as what a forward makes of the last inner unit's output
 
     unit = unit_of(module)
     return cast(Tensor, run_as_forward(module, run, (x,), {}))
