@@ -1,5 +1,6 @@
 """A script of the Trainer's, with the one changed import: the losses of DDP, whatever its arguments ask for."""
 
+import importlib
 import importlib.metadata
 import inspect
 import json
@@ -429,7 +430,8 @@ def test_what_cannot_be_read_straight_is_refused(tmp_path, monkeypatch):
         from_pretrained(AutoModelForCausalLM, tmp_path / "nowhere")
     halved = loading.WeightConverter("attn.qkv", ["q_proj", "k_proj"], operations=[loading.Chunk(dim=0)])
     with monkeypatch.context() as patch:
-        patch.setattr("transformers.conversion_mapping.get_model_conversion_mapping", lambda *_, **__: [halved])
+        mapping = importlib.import_module("transformers.conversion_mapping")
+        patch.setattr(mapping, "get_model_conversion_mapping", lambda *_, **__: [halved])
         with pytest.raises(ConfigError, match=r"computes the weights of llama models from those in files .Chunk."):
             from_pretrained(AutoModelForCausalLM, tmp_path / "llama")
     with pytest.raises(ConfigError, match="no_such_option: there is no such value"):

@@ -488,8 +488,6 @@ class Team:
 
     def _at_home(self, matrices: Sequence[Matrix]) -> dict[int, range]:
         """The owners of those of `matrices` that some ranks have whole, though others have none of it."""
-        if self.parts == 1:
-            return {}
         homes = {i: matrix.cuts.home for i, matrix in enumerate(matrices)}
         return {i: range(home, self.size, self.parts) for i, home in homes.items() if home is not None}
 
