@@ -93,6 +93,7 @@ DOCUMENTED = {
         "zero",
     ],
     "fullshard.integrations.lightning": ["FabricFullShardStrategy", "FullShardStrategy"],
+    "fullshard.integrations.pipelining": ["PipelineStage", "with_actions"],
     "fullshard.optim": ["Muon", "step_shards"],
     "fullshard.testing": [
         "ParityReport",
