@@ -165,7 +165,7 @@ def a_backward_of_a_pipeline_s_stage_in_two_parts() -> Steps:
     torch.autograd.grad(stage.forward_one_chunk(0, (x,)).sum(), x)
 
 
-@mistake(StateError, "finalize_backward of FSDPSequential", r"set_manual_backward_finalization\(True\)")
+@mistake(StateError, "finalize_backward of FSDP", r"set_manual_backward_finalization\(True\)")
 def a_backward_finalized_by_hand_that_hooks_finalize() -> Steps:
     model = sharded()
     yield

@@ -211,7 +211,7 @@ def visits(pipeline: Pipeline) -> dict[str, int]:
 
 def count_collectives(strategy: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    for kind in SCHEDULES:
+    for kind, stages in SCHEDULES.items():
         pipeline = Pipeline(kind, mesh, mesh["dp"], stage=Watched, strategy=strategy)
         with_actions(pipeline.schedule)
         pipeline.step(0)
@@ -227,7 +227,7 @@ def count_collectives(strategy: str) -> None:
             assert layer, event
             (gathers if event.name == "all_gather" else sums)[f"{stage}.{layer}"] += 1
         expected = visits(pipeline)
-        assert (max(expected.values()) > 1) == (SCHEDULES[kind] == 4)
+        assert (max(expected.values()) > 1) == (stages == 4)
         if strategy != "zero3":
             expected = dict.fromkeys(expected, 1)  # they are kept from forward to backward
         wanted = {unit: 2 * expected[unit.partition(".")[0]] for unit in sums}  # of trained and of frozen parameters
@@ -236,7 +236,7 @@ def count_collectives(strategy: str) -> None:
         assert set(sums.values()) == {1}, (kind, sums)
         late = [before != after for before, after in Watched.started]
         assert late == sorted(late, reverse=True), "what the first forward gathers in a schedule without actions"
-        assert sum(late) == (SCHEDULES[kind] == 1), (kind, Watched.started)
+        assert sum(late) == (stages == 1), (kind, Watched.started)
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
