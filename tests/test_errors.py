@@ -60,6 +60,7 @@ from fullshard import (
     fully_shard,
     recording,
     register_fsdp_forward_method,
+    stream_weights,
     summon_full_params,
 )
 from fullshard._compat import storage_info
@@ -163,6 +164,20 @@ def a_backward_of_a_pipeline_s_stage_in_two_parts() -> Steps:
     x = inputs().requires_grad_()
     yield
     torch.autograd.grad(stage.forward_one_chunk(0, (x,)).sum(), x)
+
+
+@mistake(ConfigError, "bucket_bytes=0", "positive number")
+def buckets_for_nothing() -> Steps:
+    model = sharded()
+    yield
+    stream_weights(model, bucket_bytes=0)
+
+
+@mistake(ConfigError, "names are given to several weights", "a name of its own")
+def weights_of_one_name() -> Steps:
+    model = sharded()
+    yield
+    stream_weights(model, rename=lambda name: "weight")
 
 
 @mistake(StateError, "finalize_backward of FSDP", r"set_manual_backward_finalization\(True\)")

@@ -55,6 +55,7 @@ DOCUMENTED = {
         "share_comm_ctx",
         "share_memory_between_ranks",
         "share_memory_between_units",
+        "stream_weights",
         "summon_full_params",
     ],
     "fullshard.checkpoint": [
