@@ -19,11 +19,12 @@ from fullshard.planner.advice import python_lines, train_flags, trainer_argument
 from fullshard.planner.candidates import CHECKPOINTING, STRATEGIES, Candidate, Cluster, Program, programs, share_rows
 from fullshard.planner.command import run
 from fullshard.planner.page import page
+from fullshard.planner.readings import LIMITS
 from fullshard.planner.report import as_dict, said, what_ifs
 from fullshard.planner.search import Question, largest_rows, search, states_bytes
 from fullshard.planner.settings import MachineSettings, PlanSettings
 from fullshard.planner.shorten import block_lists, shortened
-from fullshard.planner.sketch import LIMITS, sketch
+from fullshard.planner.sketch import sketch
 from fullshard.planner.subject import Subject, gpt_subject, named_subject, own_loss
 from fullshard.train.options import parse_settings
 from fullshard.train.settings import ModelSettings

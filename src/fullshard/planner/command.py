@@ -20,7 +20,6 @@ from fullshard.planner.page import page
 from fullshard.planner.report import WIDTH, as_dict, head, paste, said, table, what_ifs, why
 from fullshard.planner.search import Found, Plan, Question, largest_rows, least_hosts, search
 from fullshard.planner.settings import PlanSettings
-from fullshard.train.predicting import comparison_of
 
 __all__ = ["run"]
 
@@ -110,6 +109,8 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
 
 def _say_against(out: Path, path: str | None) -> int:
     """Tell of a run what was predicted and what was measured."""
+    from fullshard.train.predicting import comparison_of  # late: a quarter of a second that plans do without
+
     found = comparison_of(out)
     if path is not None:
         text = json.dumps(asdict(found), indent=2) + "\n"

@@ -20,7 +20,8 @@ from fullshard.planner.candidates import (
     programs,
     share_rows,
 )
-from fullshard.planner.sketch import Figures, MakeOptimizer, Sketch, sketch
+from fullshard.planner.sketch import Figures, Sketch, sketch
+from fullshard.planner.steps import MakeOptimizer
 from fullshard.planner.subject import Subject
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
