@@ -46,9 +46,7 @@ class _Given:
 class QuickFakes(FakeTensorMode):
     """A context in which tensors have shapes, dtypes and devices, but no memory. Real ones beside them become such."""
 
-    _known: ClassVar[
-        dict[Any, Any]
-    ] = {}  # of all of them: what operations gave, by what they were given. None: ask torch
+    _known: ClassVar[dict[Any, Any]] = {}  # what operations gave, by what they were given; None: torch is asked
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)

@@ -69,6 +69,7 @@ class Watch(TorchDispatchMode):
         self._storages = accelerator.storages
         self._fakes = fakes
         self._asked, self._asked_at = 0, ""
+        self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -193,6 +194,7 @@ class Watch(TorchDispatchMode):
                 if not self._storages.is_known(tensor):
                     self._storages.note_allocated(tensor.untyped_storage(), self._accelerator.lane)
                 writes.append(self._storages.access(tensor))
+        ranks = self._groups.setdefault(ranks, ranks)  # of thousands, the same for all collectives of a group
         name, lane, origin = str(func._overloadpacket).split(".")[-1], self._accelerator.lane, self._tape.origin
         if sizes:
             self._tape.note(Collective(name, lane, origin, tuple(reads), tuple(writes), ranks, tuple(sizes)))

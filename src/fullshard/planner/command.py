@@ -17,8 +17,8 @@ from fullshard.errors import ConfigError
 from fullshard.plan.forecast import comparison_table
 from fullshard.planner.candidates import STRATEGIES, Program
 from fullshard.planner.page import page
-from fullshard.planner.report import WIDTH, as_dict, head, paste, said, table, what_ifs, why
-from fullshard.planner.search import Found, Plan, Question, largest_rows, least_hosts, search
+from fullshard.planner.report import WIDTH, as_dict, head, nearest_lines, paste, said, table, what_ifs, why
+from fullshard.planner.search import Found, Plan, Question, largest_rows, least_hosts, nearest, search
 from fullshard.planner.settings import PlanSettings
 
 __all__ = ["run"]
@@ -126,7 +126,7 @@ def _say_against(out: Path, path: str | None) -> int:
 
 
 def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> int:
-    """Tell of one strategy, with the first of the checkpointing that is considered, and the fewest rows."""
+    """Tell of one strategy, with the first of the checkpointing that is considered, and what else comes nearest."""
     rows, count = min(question.shapes())
     program = Program(
         strategy=strategy,
@@ -138,10 +138,11 @@ def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> i
     made = question.asked(program)
     figures, usable = made.figures(rows, count), question.cluster.usable_bytes
     found = Found(made, figures, figures.needed_bytes <= usable, largest_rows(made, usable))
-    lines = why(question, found)
+    others = [] if found.fits else nearest(question, program)
+    lines = [*why(question, found), *nearest_lines(question, found, others)]
     say(*lines)
     if path is not None:
-        plan = Plan(question, [found])
+        plan = Plan(question, [found, *(it for it in others if it.sketch.program != program)])
         text = json.dumps({**as_dict(plan), "why": lines}, indent=2, default=str) + "\n"
         if path == "-":
             sys.stdout.write(text)

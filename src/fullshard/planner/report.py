@@ -16,7 +16,7 @@ from fullshard.planner.search import Found, Plan, Question, states_bytes
 from fullshard.planner.sketch import Figures
 from fullshard.versions import versions
 
-__all__ = ["WIDTH", "WhatIf", "as_dict", "head", "paste", "said", "table", "what_ifs", "why"]
+__all__ = ["WIDTH", "WhatIf", "as_dict", "head", "nearest_lines", "paste", "said", "table", "what_ifs", "why"]
 
 WIDTH = 140
 _SHOWN = 12
@@ -204,6 +204,19 @@ def why(question: Question, found: Found) -> list[str]:
     elif over > 0 and found.largest:
         lines.append(f"Up to {found.largest} rows a microbatch fit.")
     return lines
+
+
+def nearest_lines(question: Question, found: Found, others: Sequence[Found]) -> list[str]:
+    """What of the same strategy fits, the fastest of it, or else comes nearest to fitting. `found` is what was said."""
+    fitting = [it for it in others if it.fits]
+    best = min(fitting, key=lambda it: it.figures.seconds_a_row, default=None) or next(iter(others), found)
+    if best.sketch.program == found.sketch.program:
+        return ["Nothing else with this strategy comes nearer to fitting."] if others else []
+    figures, usable = best.figures, question.cluster.usable_bytes
+    over = figures.needed_bytes - usable
+    verdict = f"{_gb(over)} over, in {figures.where}" if over > 0 else f"fits, with {_gb(-over)} to spare"
+    rows = f"{figures.candidate.rows} x {figures.candidate.microbatches}"
+    return [f"Nearest to fitting: {best.sketch.program}, rows {rows}: {_gb(figures.needed_bytes)} needed, {verdict}."]
 
 
 def as_dict(plan: Plan, changes: Sequence[WhatIf] = ()) -> dict[str, Any]:
