@@ -320,9 +320,9 @@ def _leanest(question: Question, hosts: int, per_host: int, tell: Callable[[str]
 def nearest(question: Question, program: Program) -> list[Found]:
     """`program` and its like with other checkpoints, or with sums after each microbatch, those that need least first.
 
-    None of those whose states alone do not fit.
+    None of those whose states alone do not fit. Steps of any number of rows are taken to have one a rank.
     """
-    everything = replace(question, exhaustive=True)
+    everything = replace(question, exhaustive=True, global_batch=question.global_batch or question.cluster.world)
     likes = [replace(program, checkpointing=kept) for kept in question.checkpointing]
     likes += [replace(it, syncs_each=True) for it in likes if it.accumulates and it.strategy != "ddp"]
     return sorted(_searched(everything, likes, lambda it: None).found, key=lambda it: it.figures.needed_bytes)
