@@ -19,11 +19,12 @@ from fullshard.planner.advice import python_lines, train_flags, trainer_argument
 from fullshard.planner.candidates import CHECKPOINTING, STRATEGIES, Candidate, Cluster, Program, programs, share_rows
 from fullshard.planner.command import run
 from fullshard.planner.page import page
-from fullshard.planner.report import as_dict, said, what_ifs
-from fullshard.planner.search import Question, largest_rows, search, states_bytes
+from fullshard.planner.readings import LIMITS
+from fullshard.planner.report import as_dict, nearest_lines, said, what_ifs
+from fullshard.planner.search import Question, largest_rows, least_hosts, nearest, search, states_bytes
 from fullshard.planner.settings import MachineSettings, PlanSettings
 from fullshard.planner.shorten import block_lists, shortened
-from fullshard.planner.sketch import LIMITS, sketch
+from fullshard.planner.sketch import sketch
 from fullshard.planner.subject import Subject, gpt_subject, named_subject, own_loss
 from fullshard.train.options import parse_settings
 from fullshard.train.settings import ModelSettings
@@ -32,8 +33,8 @@ H100 = Cluster(hardware=hardware("h100-80"), hosts=1, per_host=8)
 TWO_HOSTS = H100.with_hosts(2)
 
 
-def gpt(layers: int = 6) -> Subject:
-    return gpt_subject(ModelSettings(size="nano", layers=layers), seq=32)
+def gpt(layers: int = 6, seq: int = 32) -> Subject:
+    return gpt_subject(ModelSettings(size="nano", layers=layers), seq=seq)
 
 
 # ------------------------------------------------------------------------------------- short models tell of long ones
@@ -340,6 +341,31 @@ def test_other_questions(capsys, tmp_path):
     assert (tmp_path / "plan.html").stat().st_size > 1000
     code, out = told(capsys, *size, "--why", "zero3", "--gpu-memory", "0.000001")
     assert code == 1 and " over." in out and "The peak of tensors is" in out and "largest tensors" in out
+
+
+def test_the_fewest_ranks_are_those_on_which_it_just_fits():
+    """On one rank fewer, the leanest way needs more than there is; hosts need be no power of two."""
+    one = replace(asked().cluster, hosts=1, per_host=1)
+    question = asked(cluster=one, global_batch=None, strategies=("ddp", "zero3"), checkpointing=("none",))
+    leanest = Program(strategy="zero3")
+    needs = {hosts: replace(question, cluster=one.with_hosts(hosts)).asked(leanest).needed_bytes(1) for hosts in (2, 3)}
+    share = (needs[2] + needs[3]) / 2 / one.hardware.memory_bytes
+    found = least_hosts(replace(question, cluster=replace(one, share=share)))
+    assert found is not None and found.best is not None
+    assert (found.question.cluster.hosts, found.best.sketch.program.strategy) == (3, "zero3")
+
+
+def test_what_comes_nearest_to_fitting_is_named():
+    """By more checkpoints, if those are enough; they come in the order of what they need."""
+    program = Program(strategy="zero2")
+    question = asked(subject=gpt(seq=512), global_batch=None, checkpointing=("none", "every-1"))
+    needs = [question.asked(replace(program, checkpointing=kept)).needed_bytes(1) for kept in question.checkpointing]
+    share = sum(needs) / 2 / question.cluster.hardware.memory_bytes
+    tight = replace(question, cluster=replace(question.cluster, share=share))
+    likes = nearest(tight, program)
+    assert [(it.sketch.program.checkpointing, it.fits) for it in likes] == [("every-1", True), ("none", False)]
+    (line,) = nearest_lines(tight, likes[1], likes)
+    assert line.startswith("Nearest to fitting: zero2, checkpoints every-1, rows 1 x 1: ") and "fits, with" in line
 
 
 def test_values_are_measured_if_asked(models, capsys):

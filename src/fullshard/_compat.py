@@ -40,9 +40,11 @@ from torch.utils._python_dispatch import (
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from fullshard._fakes import QuickFakes
 from fullshard.layout.offsets import contiguous_strides
 
 __all__ = [
+    "FakeTensor",
     "FakeTensorMode",
     "address",
     "all_gather_each",
@@ -92,7 +94,6 @@ __all__ = [
     "store_address",
     "taken_for_real",
     "tree_map",
-    "uncached",
     "unwatched_propagation",
     "waited",
 ]
@@ -358,7 +359,7 @@ def concatenated_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
 
 def fake_tensors() -> FakeTensorMode:
     """A context in which tensors have shapes, dtypes and devices, but no memory. Real ones beside them become such."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    return QuickFakes()
 
 
 def outside_of_modes() -> AbstractContextManager[Any]:
@@ -449,19 +450,6 @@ def unwatched_propagation() -> Iterator[None]:
         yield
     finally:
         setattr(ShardingPropagator, method, propagate)
-
-
-@contextmanager
-def uncached(fakes: FakeTensorMode | None) -> Iterator[None]:
-    """A context in which `fakes` keeps no operation in its cache, which would keep storages that are arguments."""
-    if fakes is None:
-        yield
-        return
-    before, fakes.cache_enabled = fakes.cache_enabled, False
-    try:
-        yield
-    finally:
-        fakes.cache_enabled = before
 
 
 data_dependent_errors = (DataDependentOutputException, DynamicOutputShapeException)

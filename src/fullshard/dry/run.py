@@ -32,7 +32,7 @@ from fullshard.tape.context import drop_if_stale
 from fullshard.tape.recorder import recording_to
 from fullshard.tape.tape import Tape
 
-__all__ = ["run", "taped", "world"]
+__all__ = ["fused_adamw", "run", "taped", "world"]
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def run(
         mesh = () if make_mesh is None else (make_mesh(),)
         with taped(lanes=lanes, values=values) as tape:
             model = make_model(*mesh)
-            optimizer = (make_optimizer or _adamw)(model.parameters())
+            optimizer = (make_optimizer or fused_adamw)(model.parameters())
             with nullcontext() if values else taken_for_real():  # which `make_model` may have imported
                 _train(model, optimizer, make_batch, loss or _loss, steps, microbatches, max_norm)
             gc.collect()
@@ -181,7 +181,8 @@ def _train(
         optimizer.zero_grad()
 
 
-def _adamw(params: Any) -> torch.optim.Optimizer:
+def fused_adamw(params: Any) -> torch.optim.Optimizer:
+    """The optimizer of dry runs for which none is named."""
     return torch.optim.AdamW(params, fused=True)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard._compat import (
+    FakeTensor,
     FakeTensorMode,
     are_real,
     data_dependent_errors,
@@ -25,8 +25,8 @@ from fullshard._compat import (
     is_wrapper_type,
     outside_of_modes,
     skipped_flops_of,
-    uncached,
 )
+from fullshard._fakes import ASKS_DEVICE
 from fullshard.dry.lanes import DryAccelerator
 from fullshard.errors import ConfigError
 from fullshard.tape.tape import HOST, Collective, Operation
@@ -69,19 +69,29 @@ class Watch(TorchDispatchMode):
         self._storages = accelerator.storages
         self._fakes = fakes
         self._asked, self._asked_at = 0, ""
+        self._groups: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, so that torch's compiler is not asked at every operation whether it is to look away."""
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, or pretend to, and write it down. Of wrappers such as `DTensor`, what they wrap."""
+        if func is ASKS_DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
         if any(map(is_wrapper_type, types)):
             return NotImplemented
         kwargs = kwargs or {}
-        kind, given = _kind(func), list(_tensors((args, kwargs)))
+        kind = _kind(func)
+        if kind == "view" and FakeTensor in types:
+            return func(*args, **kwargs)
+        given = list(_tensors((args, kwargs)))
         if self._fakes is not None and are_real(given) and kind != "constant":  # such as the ranks of a mesh
             with outside_of_modes():
                 return func(*args, **kwargs)
         if kind in ("view", "constant"):
-            with nullcontext() if func.is_view else uncached(self._fakes):
-                return func(*args, **kwargs)
+            return func(*args, **kwargs)
         if kind == "collective":
             return self._collect(func, args, kwargs)
         name = str(func._overloadpacket)
@@ -184,6 +194,7 @@ class Watch(TorchDispatchMode):
                 if not self._storages.is_known(tensor):
                     self._storages.note_allocated(tensor.untyped_storage(), self._accelerator.lane)
                 writes.append(self._storages.access(tensor))
+        ranks = self._groups.setdefault(ranks, ranks)  # of thousands, the same for all collectives of a group
         name, lane, origin = str(func._overloadpacket).split(".")[-1], self._accelerator.lane, self._tape.origin
         if sizes:
             self._tape.note(Collective(name, lane, origin, tuple(reads), tuple(writes), ranks, tuple(sizes)))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import ceil, log2
 from types import MappingProxyType
 
@@ -135,12 +136,7 @@ class Costs:
             return self.launch_s
         read, written = (sum(it.nbytes for it in those) for those in (collective.reads, collective.writes))
         is_all_reduce = "reduce" in collective.name and "scatter" not in collective.name
-        return min(self._ways(max(read, written), self._places(collective.ranks), is_all_reduce))
-
-    def _places(self, ranks: Sequence[int]) -> tuple[int, int, int]:
-        """How many ranks there are, on how many hosts, and how many on the host of the first."""
-        hosts = [rank // self.ranks_per_host for rank in ranks]
-        return len(ranks), len(set(hosts)), hosts.count(hosts[0])
+        return min(self._ways(max(read, written), _places(collective.ranks, self.ranks_per_host), is_all_reduce))
 
     def _ways(self, whole: int, places: tuple[int, int, int], is_all_reduce: bool) -> Iterator[float]:
         """Seconds by each algorithm and protocol that there is."""
@@ -226,6 +222,13 @@ def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
     itemsize = (2 * (a * b * c) ** 0.5 / flops) ** (2 / 3)
     rows, inner, columns = (round(itemsize * flops / 2 / nbytes) for nbytes in (b, c, a))
     return rows, inner, columns
+
+
+@lru_cache(maxsize=64)
+def _places(ranks: tuple[int, ...], ranks_per_host: int) -> tuple[int, int, int]:
+    """How many ranks there are, on how many hosts, and how many on the host of the first."""
+    hosts = [rank // ranks_per_host for rank in ranks]
+    return len(ranks), len(set(hosts)), hosts.count(hosts[0])
 
 
 def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None = None) -> Costs:

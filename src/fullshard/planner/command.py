@@ -17,10 +17,9 @@ from fullshard.errors import ConfigError
 from fullshard.plan.forecast import comparison_table
 from fullshard.planner.candidates import STRATEGIES, Program
 from fullshard.planner.page import page
-from fullshard.planner.report import WIDTH, as_dict, head, paste, said, table, what_ifs, why
-from fullshard.planner.search import Found, Plan, Question, largest_rows, least_hosts, search
+from fullshard.planner.report import WIDTH, as_dict, head, nearest_lines, paste, said, table, what_ifs, why
+from fullshard.planner.search import Found, Plan, Question, largest_rows, least_hosts, nearest, search
 from fullshard.planner.settings import PlanSettings
-from fullshard.train.predicting import comparison_of
 
 __all__ = ["run"]
 
@@ -110,6 +109,8 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
 
 def _say_against(out: Path, path: str | None) -> int:
     """Tell of a run what was predicted and what was measured."""
+    from fullshard.train.predicting import comparison_of  # late: a quarter of a second that plans do without
+
     found = comparison_of(out)
     if path is not None:
         text = json.dumps(asdict(found), indent=2) + "\n"
@@ -125,7 +126,7 @@ def _say_against(out: Path, path: str | None) -> int:
 
 
 def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> int:
-    """Tell of one strategy, with the first of the checkpointing that is considered, and the fewest rows."""
+    """Tell of one strategy, with the first of the checkpointing that is considered, and what else comes nearest."""
     rows, count = min(question.shapes())
     program = Program(
         strategy=strategy,
@@ -137,10 +138,11 @@ def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> i
     made = question.asked(program)
     figures, usable = made.figures(rows, count), question.cluster.usable_bytes
     found = Found(made, figures, figures.needed_bytes <= usable, largest_rows(made, usable))
-    lines = why(question, found)
+    others = [] if found.fits else nearest(question, program)
+    lines = [*why(question, found), *nearest_lines(question, found, others)]
     say(*lines)
     if path is not None:
-        plan = Plan(question, [found])
+        plan = Plan(question, [found, *(it for it in others if it.sketch.program != program)])
         text = json.dumps({**as_dict(plan), "why": lines}, indent=2, default=str) + "\n"
         if path == "-":
             sys.stdout.write(text)

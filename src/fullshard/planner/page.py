@@ -10,7 +10,7 @@ from jinja2 import Environment
 
 from fullshard.plan.memory import State, memory_curve
 from fullshard.plan.timeline import Placed, lay_out
-from fullshard.planner.report import WhatIf, head, paste, said
+from fullshard.planner.report import WhatIf, columns, head, paste, row, said
 from fullshard.planner.search import Found, Plan
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import HOST
@@ -123,30 +123,8 @@ def _areas(curve: Sequence[tuple[int, Mapping[State, int]]]) -> Iterator[tuple[s
 
 
 def _rows(plan: Plan) -> Iterator[list[str]]:
-    usable, subject = plan.question.cluster.usable_bytes, plan.question.subject
-    yield [
-        "strategy",
-        "checkpoints",
-        "rows x microbatches",
-        "peak, GB",
-        "of usable",
-        "step, ms",
-        f"{subject.unit}/s",
-        "MFU",
-    ]
-    for found in plan.fitting:
-        program, figures, count = found.sketch.program, found.figures, found.figures.candidate
-        rate = count.rows * count.microbatches * plan.question.cluster.world * subject.per_row / figures.step_s
-        yield [
-            program.strategy,
-            program.checkpointing,
-            f"{count.rows} x {count.microbatches}",
-            f"{figures.needed_bytes / 1e9:.1f}",
-            f"{figures.needed_bytes / usable:.0%}",
-            f"{figures.step_s * 1e3:,.1f}",
-            f"{rate:,.0f}",
-            f"{figures.flops_utilisation:.1%}",
-        ]
+    yield columns(plan)
+    yield from (row(plan, found) for found in plan.fitting)
 
 
 _PAGE = """<!doctype html>
@@ -161,8 +139,10 @@ table { border-collapse: collapse; }
 td, th { padding: .2em .8em; border-bottom: 1px solid var(--line); text-align: right; }
 td:nth-child(-n+2), th:nth-child(-n+2) { text-align: left; }
 pre { background: var(--soft); padding: 1em; overflow-x: auto; } svg { width: 100%; height: auto; }
-svg text { fill: var(--text); font: 11px system-ui, sans-serif; } .key i { display: inline-block; width: .9em;
-  height: .9em; margin: 0 .3em 0 1em; }
+svg text { fill: var(--text); font: 11px system-ui, sans-serif; }
+.key i { display: inline-block; width: .9em;
+  height: .9em; margin-right: .3em; } .key span { white-space: nowrap;
+  margin-right: 1em; }
 </style>
 <h1>{{ title }}</h1>
 {% for line in head %}<p>{{ line }}</p>
@@ -176,7 +156,8 @@ svg text { fill: var(--text); font: 11px system-ui, sans-serif; } .key i { displ
 {% endfor %}
 <h2>Lanes of a step</h2>
 <p>{{ shown }} {{ step_ms }} ms from left to right.</p>
-<p class="key">{% for name, colour in phases %}<i style="background:{{ colour }}"></i>{{ name }}{% endfor %}</p>
+<p class="key">{% for name, colour in phases %}<span><i style="background:{{ colour }}"></i>{{ name }}</span>
+{% endfor %}</p>
 <svg viewBox="-70 0 {{ width + 72 }} {{ height }}" role="img" aria-label="what each lane does over time">
 {% for name, y in lanes %}<text x="-68" y="{{ y }}">{{ name }}</text>
 {% endfor %}
@@ -186,7 +167,8 @@ svg text { fill: var(--text); font: 11px system-ui, sans-serif; } .key i { displ
 </svg>
 <h2>Memory of a step</h2>
 <p>{{ most }} GB of tensors at the peak of what is shown; in the order in which the host asks for it.</p>
-<p class="key">{% for name, colour in states %}<i style="background:{{ colour }}"></i>{{ name }}{% endfor %}</p>
+<p class="key">{% for name, colour in states %}<span><i style="background:{{ colour }}"></i>{{ name }}</span>
+{% endfor %}</p>
 <svg viewBox="0 0 {{ width }} {{ curve_height }}" role="img" aria-label="bytes by state over a step">
 {% for points, colour, name in areas %}
 <polygon points="{{ points }}" fill="{{ colour }}"><title>{{ name }}</title></polygon>

@@ -16,7 +16,20 @@ from fullshard.planner.search import Found, Plan, Question, states_bytes
 from fullshard.planner.sketch import Figures
 from fullshard.versions import versions
 
-__all__ = ["WIDTH", "WhatIf", "as_dict", "head", "paste", "said", "table", "what_ifs", "why"]
+__all__ = [
+    "WIDTH",
+    "WhatIf",
+    "as_dict",
+    "columns",
+    "head",
+    "nearest_lines",
+    "paste",
+    "row",
+    "said",
+    "table",
+    "what_ifs",
+    "why",
+]
 
 WIDTH = 140
 _SHOWN = 12
@@ -56,21 +69,26 @@ def _states_line(question: Question) -> list[str]:
 
 def table(plan: Plan) -> Table:
     """Every program that was simulated, the fastest of its candidates, those that fit first."""
-    subject, usable = plan.question.subject, plan.question.cluster.usable_bytes
     shown = Table(box=box.SIMPLE, pad_edge=False)
     left = ("strategy", "checkpoints", "limited by")
-    for name in (
-        *("strategy", "checkpoints", "rows x micro", "peak, GB", "usable", "step, ms", f"{subject.unit}/s", "MFU"),
-        *("exposed", "limited by", "most rows"),
-    ):
+    for name in columns(plan):
         shown.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     misfits = sorted((it for it in plan.found if not it.fits), key=lambda it: it.figures.needed_bytes)
     for found in (*plan.fitting[:_SHOWN], *misfits[: max(2, _SHOWN - len(plan.fitting))]):
-        shown.add_row(*_row(plan, found, usable), style=None if found.fits else "dim")
+        shown.add_row(*row(plan, found), style=None if found.fits else "dim")
     return shown
 
 
-def _row(plan: Plan, found: Found, usable: float) -> list[str]:
+def columns(plan: Plan) -> list[str]:
+    """What a table says of each program."""
+    unit = plan.question.subject.unit
+    told = ("strategy", "checkpoints", "rows x micro", "peak, GB", "usable", "step, ms", f"{unit}/s", "MFU")
+    return [*told, "exposed", "limited by", "most rows"]
+
+
+def row(plan: Plan, found: Found) -> list[str]:
+    """What it says of one, by `columns`."""
+    usable = plan.question.cluster.usable_bytes
     program, figures = found.sketch.program, found.figures
     candidate, subject = figures.candidate, plan.question.subject
     name = program.strategy + (", offload" if program.offload else "")
@@ -204,6 +222,19 @@ def why(question: Question, found: Found) -> list[str]:
     elif over > 0 and found.largest:
         lines.append(f"Up to {found.largest} rows a microbatch fit.")
     return lines
+
+
+def nearest_lines(question: Question, found: Found, others: Sequence[Found]) -> list[str]:
+    """What of the same strategy fits, the fastest of it, or else comes nearest to fitting. `found` is what was said."""
+    fitting = [it for it in others if it.fits]
+    best = min(fitting, key=lambda it: it.figures.seconds_a_row, default=None) or next(iter(others), found)
+    if best.sketch.program == found.sketch.program:
+        return ["Nothing else with this strategy comes nearer to fitting."] if others else []
+    figures, usable = best.figures, question.cluster.usable_bytes
+    over = figures.needed_bytes - usable
+    verdict = f"{_gb(over)} over, in {figures.where}" if over > 0 else f"fits, with {_gb(-over)} to spare"
+    rows = f"{figures.candidate.rows} x {figures.candidate.microbatches}"
+    return [f"Nearest to fitting: {best.sketch.program}, rows {rows}: {_gb(figures.needed_bytes)} needed, {verdict}."]
 
 
 def as_dict(plan: Plan, changes: Sequence[WhatIf] = ()) -> dict[str, Any]:

@@ -20,13 +20,14 @@ from fullshard.planner.candidates import (
     programs,
     share_rows,
 )
-from fullshard.planner.sketch import Figures, MakeOptimizer, Sketch, sketch
+from fullshard.planner.sketch import Figures, Sketch, sketch
+from fullshard.planner.steps import MakeOptimizer
 from fullshard.planner.subject import Subject
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Collective
 
-__all__ = ["Found", "Plan", "Question", "largest_rows", "least_hosts", "search", "states_bytes"]
+__all__ = ["Found", "Plan", "Question", "largest_rows", "least_hosts", "nearest", "search", "states_bytes"]
 
 _NO_MATTER = 0.97
 """What cannot take less than this share of the best time is not simulated any more: predictions are not that sharp."""
@@ -275,26 +276,56 @@ def largest_rows(made: Sketch, usable: float) -> int:
 def least_hosts(question: Question, *, most: int = 4096, tell: Callable[[str], None] = lambda it: None) -> Plan | None:
     """The plan for the fewest ranks on which one row fits, on part of a host or several; None if none up to `most` do.
 
-    Worlds are powers of two within a host, then whole hosts. The formula says where to begin.
+    Worlds are powers of two within a host, then whole hosts, any number of them: what shards most decides, with and
+    without checkpoints. On the fewest, everything that was asked for is looked through.
     """
     whole = question.cluster.per_host
-    within = [ranks for ranks in (2**n for n in range(20)) if ranks < whole]
-    sizes = [(1, ranks) for ranks in within] + [(2**n, whole) for n in range(20) if 2**n * whole <= most * whole]
-    for hosts, per_host in sizes:
-        if hosts > most:
-            break
-        cluster = replace(question.cluster, hosts=hosts, per_host=per_host)
-        leanest = "zero3" if cluster.world > 1 else "ddp"
-        kept = [it for it in ("none", "every-1") if it in question.checkpointing] or list(question.checkpointing)
-        asked = replace(question, cluster=cluster, global_batch=None, strategies=(leanest,), checkpointing=kept)
-        wanted = list(asked.programs())
-        if not wanted or min(states_bytes(asked, it) for it in wanted) > cluster.usable_bytes:
-            continue
-        tell(f"{cluster.world} ranks")
-        plan = _searched(replace(asked, exhaustive=True), wanted, tell)
-        if plan.best is not None:
-            return plan
-    return None
+    within = [(1, ranks) for ranks in (2**n for n in range(20)) if ranks < whole]
+    sizes = [*within, *((2**n, whole) for n in range(20) if 2**n <= most)]
+    leanest = next((plan for plan in (_leanest(question, *size, tell) for size in sizes) if plan is not None), None)
+    if leanest is None:
+        return None
+    below, above = leanest.question.cluster.hosts // 2, leanest.question.cluster.hosts
+    while above - below > 1:
+        middle = (below + above) // 2
+        fewer = _leanest(question, middle, whole, tell)
+        below, above = (middle, above) if fewer is None else (below, middle)
+        leanest = fewer or leanest
+    plan = search(replace(question, cluster=leanest.question.cluster, global_batch=None), tell=tell)
+    known = {it.sketch.program for it in plan.found}
+    plan.found += [it for it in leanest.found if it.sketch.program not in known]
+    return plan
+
+
+def _leanest(question: Question, hosts: int, per_host: int, tell: Callable[[str], None]) -> Plan | None:
+    """What fits on so many ranks of the strategy that shards most, simulated; None if nothing does."""
+    cluster = replace(question.cluster, hosts=hosts, per_host=per_host)
+    kept = [it for it in ("none", "every-1") if it in question.checkpointing] or list(question.checkpointing)
+    strategies = question.strategies if cluster.world > 1 else ("ddp",)
+    asked = replace(
+        question, cluster=cluster, global_batch=None, strategies=strategies, checkpointing=kept, exhaustive=True
+    )
+    wanted = asked.programs()
+    if not wanted:
+        return None
+    least = min(wanted, key=lambda it: (states_bytes(asked, it), it.strategy != "zero3")).strategy
+    wanted = [it for it in wanted if it.strategy == least]
+    if min(states_bytes(asked, it) for it in wanted) > cluster.usable_bytes:
+        return None
+    tell(f"{cluster.world} ranks")
+    plan = _searched(asked, wanted, tell)
+    return plan if plan.best is not None else None
+
+
+def nearest(question: Question, program: Program) -> list[Found]:
+    """`program` and its like with other checkpoints, or with sums after each microbatch, those that need least first.
+
+    None of those whose states alone do not fit. Steps of any number of rows are taken to have one a rank.
+    """
+    everything = replace(question, exhaustive=True, global_batch=question.global_batch or question.cluster.world)
+    likes = [replace(program, checkpointing=kept) for kept in question.checkpointing]
+    likes += [replace(it, syncs_each=True) for it in likes if it.accumulates and it.strategy != "ddp"]
+    return sorted(_searched(everything, likes, lambda it: None).found, key=lambda it: it.figures.needed_bytes)
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds

@@ -9,7 +9,7 @@ from fullshard.errors import ConfigError
 from fullshard.plan.hardware import HERE, hardware
 from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, Cluster
 from fullshard.planner.search import Question
-from fullshard.planner.sketch import MakeOptimizer
+from fullshard.planner.steps import MakeOptimizer
 from fullshard.planner.subject import Subject, gpt_subject, named_subject, transformers_subject
 from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES
 from fullshard.testing.parity.named import function_named

@@ -1,0 +1,170 @@
+"""Fake tensors that are made quickly: what an operation gives is asked of torch once, and then made again.
+
+For an operation that it knows, torch's own `FakeTensorMode` takes longer than the rest of a dry run together: it asks
+much that matters to its compiler only. Here views are asked of their kernels at once. Of other operations it is kept
+what they gave for tensors of such shapes and such other arguments. All that is not plain goes torch's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+__all__ = ["ASKS_DEVICE", "QuickFakes"]
+
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
+_NOT_TOLD_BY_SHAPES = frozenset(("data_dependent_output", "dynamic_output_shape", "inplace_view"))  # tags
+_NOTHING = object()
+_UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
+ASKS_DEVICE = torch.ops.prim.device.default
+"""What torch itself asks of a tensor several times an operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """A tensor of its own storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """The argument of that number."""
+
+    number: int
+
+
+class QuickFakes(FakeTensorMode):
+    """A context in which tensors have shapes, dtypes and devices, but no memory. Real ones beside them become such."""
+
+    _known: ClassVar[dict[Any, Any]] = {}  # what operations gave, by what they were given; None: torch is asked
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.cache_enabled = False  # torch's own, which would keep storages that are arguments
+        self._vars: dict[torch.device, dict[str, Any]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, so that torch's compiler is not asked at every operation whether it is to look away."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """What `func` gives."""
+        kwargs = kwargs or {}
+        if func is ASKS_DEVICE and type(args[0]) is FakeTensor:
+            return args[0].device
+        if not _is_told_by_shapes(func):
+            return self.dispatch(func, types, args, kwargs)
+        key = [func, torch.get_default_dtype()]
+        if not self._add(key, args) or (kwargs and not self._add(key, [it for pair in kwargs.items() for it in pair])):
+            return self.dispatch(func, types, args, kwargs)
+        if func.is_view or func is _UNSAFE_VIEW:
+            with in_kernel_invocation_manager(self):
+                viewed = func(*args, **kwargs)
+            return self._wrapped(viewed, args[0].fake_device)
+        known = tuple(key)
+        if known not in self._known:
+            result = self.dispatch(func, types, args, kwargs)
+            self._known[known] = self._told(result, args)
+            return result
+        told = self._known[known]
+        return self.dispatch(func, types, args, kwargs) if told is None else self._made(told, args)
+
+    def _add(self, key: list[Any], args: Sequence[Any]) -> bool:
+        """Add to `key` what a result can depend on; False if an argument is not plain."""
+        for arg in args:
+            kind = type(arg)
+            if kind is FakeTensor:
+                if arg.fake_mode is not self or arg.constant is not None or arg.layout is not torch.strided:
+                    return False
+                if arg.dtype.is_complex:
+                    return False
+                key += (arg.shape, arg.stride(), arg.dtype, arg.fake_device)
+            elif kind in _PLAIN:
+                key += (kind, arg)
+            elif kind is list or kind is tuple:
+                key += (kind, len(arg))
+                if not self._add(key, arg):
+                    return False
+            else:
+                return False
+        return True
+
+    def _told(self, result: Any, args: Sequence[Any]) -> Any:
+        """How `result` can be made again: of several tensors, in a tuple. None if it cannot."""
+        if not isinstance(result, tuple | list):
+            return self._told_one(result, args)
+        each = [self._told_one(it, args) for it in result]
+        storages = {it.untyped_storage()._cdata for it in result if isinstance(it, Tensor)}
+        return None if None in each or len(storages) < len(result) else tuple(each)
+
+    def _told_one(self, result: Any, args: Sequence[Any]) -> Any:
+        if result is None:
+            return _NOTHING
+        given = next((_Given(number) for number, arg in enumerate(args) if arg is result), None)
+        if given is not None or type(result) is not FakeTensor:
+            return given
+        if not self._add([], [result]) or result.requires_grad or result.untyped_storage()._cdata in _storages(args):
+            return None
+        like = _Like(result.shape, result.stride(), result.dtype, result.fake_device)
+        made = self._made(like, args)
+        same_keys = torch._C._dispatch_key_set(made) == torch._C._dispatch_key_set(result)
+        is_whole = result.storage_offset() == 0 and result.untyped_storage().nbytes() == made.untyped_storage().nbytes()
+        return like if same_keys and is_whole else None
+
+    def _made(self, told: Any, args: Sequence[Any]) -> Any:
+        if type(told) is _Like:
+            empty = torch.empty_strided(told.shape, told.stride, dtype=told.dtype, device="meta")
+            return self._wrapped(empty, told.device)
+        if type(told) is _Given:
+            return args[told.number]
+        if told is _NOTHING:
+            return None
+        return tuple([self._made(it, args) for it in told])
+
+    def _wrapped(self, meta: Any, device: torch.device) -> Any:
+        """Meta tensors as fake ones of `device`: with what torch's constructor leaves in one, without its checks."""
+        if not isinstance(meta, Tensor):
+            return type(meta)([self._wrapped(it, device) for it in meta])
+        left = self._vars.get(device)
+        if left is None:
+            left = self._vars[device] = dict(vars(FakeTensor(self, torch.empty(0, device="meta"), device)))
+        made = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
+        torch._C._set_throw_on_mutable_data_ptr(made)
+        vars(made).update(left)
+        return made
+
+
+@cache
+def _is_told_by_shapes(func: Any) -> bool:
+    """True if what `func` gives follows from shapes, dtypes and what else is given, and is new memory or an argument.
+
+    Or is a view of its first argument.
+    """
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return False
+    name = str(func._overloadpacket).removeprefix("aten.")
+    if any(tag.name in _NOT_TOLD_BY_SHAPES for tag in func.tags) or name.startswith("lift_fresh"):
+        return False
+    if func.is_view and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
+        return False  # it may copy, as `to` does
+    return not any(it.is_out for it in func._schema.arguments)
+
+
+def _storages(tree: Any) -> set[int]:
+    """Which storages tensors in arguments have."""
+    if isinstance(tree, Tensor):
+        return {tree.untyped_storage()._cdata}
+    return set().union(*map(_storages, tree)) if isinstance(tree, tuple | list) else set()

@@ -1,0 +1,120 @@
+"""What is read off the tapes of a few steps: times by what they go to, and memory by region."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fullshard.plan.allocator import allocator_use
+from fullshard.plan.costs import Costs
+from fullshard.plan.memory import State
+from fullshard.plan.prediction import model_flops
+from fullshard.plan.timeline import Timeline, lay_out
+from fullshard.planner.tapes import Tapes
+from fullshard.tape.recorder import Origin, Phase
+from fullshard.tape.tape import Collective, Entry, Operation, Tape
+
+__all__ = ["LIMITS", "region_peaks", "reserved_of", "times_of"]
+
+COMPUTE = "compute"
+LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits")
+"""What a second of the compute lane may go to."""
+
+
+def times_of(tapes: Tapes, rows: int, costs: Costs) -> dict[Any, float]:
+    """What adds up from block to block: seconds, FLOPs, bytes. ("each", ...) is of one more microbatch."""
+    step = tapes.at(rows)
+    laid = lay_out(step, costs)
+    found = _spent(laid, costs)
+    found |= {
+        "flops": model_flops(step),
+        "sent": float(sum(sum(it.sizes) for it in step if isinstance(it, Collective))),
+    }
+    second = next((place for place, entry in enumerate(step) if entry.origin.microbatch == 2), None)
+    if second is None:
+        each = dict.fromkeys(found, 0.0)
+    else:
+        first = lay_out(step[:second], costs)
+        each = _spent(first, costs)
+        each |= {"flops": found["flops"] / 2, "step": first.end_of(COMPUTE)}
+        each["sent"] = float(sum(sum(it.sizes) for it in step[:second] if isinstance(it, Collective)))
+    return {**found, **{("each", name): seconds for name, seconds in each.items()}}
+
+
+def reserved_of(tapes: Tapes) -> dict[Any, float]:
+    """What the caching allocator holds at most, and the tensors, with one row."""
+    tape = Tape()
+    tape.entries = tapes.tape.entries[: tapes.begins[2]]
+    use = allocator_use(tape, since=tapes.begins[0])
+    return {"reserved": float(use.reserved), "tensors": float(use.tensors)}
+
+
+def _spent(laid: Timeline, costs: Costs) -> dict[Any, float]:
+    """Seconds of the compute lane by what they go to; "step" is all of them, with what comes behind its last."""
+    found: dict[Any, float] = dict.fromkeys((*LIMITS, "step"), 0.0)
+    for placed in laid.placed:
+        entry = placed.entry
+        if entry.lane == COMPUTE and isinstance(entry, Operation):
+            is_compute = entry.flops / costs.flops_per_s > entry.nbytes / costs.memory_bytes_per_s
+            found["compute" if is_compute else "memory bandwidth"] += placed.end - placed.start
+        elif entry.lane == COMPUTE:
+            found[_kind(entry)] += placed.end - placed.start
+    for stall in laid.stalls:
+        if stall.lane == COMPUTE:
+            cause = stall.cause.entry if stall.cause is not None else None
+            found[_kind(cause) if isinstance(cause, Collective) else _lane_kind(cause)] += stall.seconds
+    end, compute_end = laid.end, laid.end_of(COMPUTE)
+    found["host"] = max(0.0, laid.starved_s(COMPUTE)) + max(0.0, laid.host_s - compute_end)
+    found["reductions"] += max(0.0, end - max(compute_end, laid.host_s))
+    found["step"] = end
+    return found
+
+
+def _kind(entry: Entry) -> str:
+    name = getattr(entry, "name", "")
+    return "reductions" if "reduce" in name else "gathers"
+
+
+def _lane_kind(entry: Entry | None) -> str:
+    lane = "" if entry is None else entry.lane
+    return "reductions" if "reduce" in lane else "gathers" if "gather" in lane else "waits"
+
+
+def region_peaks(tapes: Tapes, step: int, whole: Mapping[str, int], of_host: bool) -> dict[Any, float]:
+    """The most bytes in each region of a step, and the parts of it by state.
+
+    A region is a unit, blocks in the middle of their list taken together, and a phase.
+    """
+    begin, end = tapes.begins[1 + step], tapes.begins[2 + step]
+    if begin == end:
+        begin, end = tapes.begins[1], tapes.begins[2]
+    since = tapes.begins[0] if step == 0 else begin
+    found: dict[tuple[str, Phase], tuple[int, Mapping[State, int]]] = {}
+    places: dict[Origin, tuple[str, Phase]] = {}
+    for place, held in tapes.curve(of_host):
+        if not since <= place < end:
+            continue
+        origin = tapes.tape.entries[place].origin
+        if origin not in places:
+            places[origin] = _place_of(origin.unit, tapes.lengths, whole), origin.phase
+        region = places[origin]
+        total = sum(held.values())
+        if region not in found or total > found[region][0]:
+            found[region] = total, dict(held)
+    flat: dict[Any, float] = {}
+    for (unit, phase), (total, by_state) in found.items():
+        flat[unit, phase, None] = float(total)
+        flat |= {(unit, phase, state): float(by_state.get(state, 0)) for state in State}
+    return flat
+
+
+def _place_of(unit: str, lengths: Mapping[str, int], whole: Mapping[str, int]) -> str:
+    """The unit's name in the whole model; for blocks in the middle of a list, what they are together."""
+    for fqn, length in lengths.items():
+        if unit.startswith(f"{fqn}."):
+            number, dot, rest = unit.removeprefix(f"{fqn}.").partition(".")
+            place = int(number)
+            if place >= length - 2:
+                return f"{fqn}.{place + whole[fqn] - length}{dot}{rest}"
+            return f"{fqn}.{'0' if place == 0 else 'N'}{dot}{rest}"
+    return unit

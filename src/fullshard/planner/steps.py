@@ -1,0 +1,165 @@
+"""Steps of a program taken dry, on a model of a few blocks."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fullshard import dry
+from fullshard.dry.run import fused_adamw
+from fullshard.engine.hooks import without_sync
+from fullshard.engine.registry import units_in
+from fullshard.errors import ConfigError
+from fullshard.optim.clipping import clip_grad_norm_
+from fullshard.planner.candidates import Cluster, Program, sharded
+from fullshard.planner.shorten import shortened
+from fullshard.planner.subject import Subject, copy_with_memory, user_line
+from fullshard.planner.tapes import Tapes
+from fullshard.tape.recorder import Origin, Phase, note_origin
+from fullshard.tape.tape import Entry, Operation
+
+__all__ = ["MakeOptimizer", "take_steps"]
+
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+_BETWEEN = Origin("", Phase.IDLE)
+_READS_VALUES = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.equal")
+
+
+def take_steps(
+    subject: Subject,
+    cluster: Cluster,
+    program: Program,
+    lengths: dict[str, int],
+    rows_of_steps: Sequence[int],
+    max_norm: float | None,
+    make_optimizer: MakeOptimizer | None,
+) -> Tapes:
+    """Steps with so many rows a microbatch. In the first, no order is known yet."""
+    microbatches = 2 if program.accumulates else 1
+    lanes: Any = "gpu" if cluster.hardware.kind == "gpu" else "cpu"
+    gc.freeze()  # what is there already is not looked through again, which would take as long as a step
+    with (
+        dry.world(cluster.world, ranks_per_host=cluster.per_host),
+        dry.taped(lanes=lanes, values=subject.values) as tape,
+    ):
+        try:
+            model = _made(subject, cluster, program, lengths)
+            params = [param for param in model.parameters() if param.requires_grad]
+            optimizer = (make_optimizer or fused_adamw)(params)
+            begins = []
+            for step, rows in enumerate(rows_of_steps if subject.any_rows else (1, 1)):
+                note_origin(_BETWEEN)
+                begins.append(len(tape.entries))
+                _step(subject, program, model, optimizer, rows, microbatches if step else 1, max_norm)
+        except ConfigError as error:
+            raise _told(subject, error, error.__cause__ or error) from error
+        except (NotImplementedError, TypeError) as error:
+            raise _told(subject, error, error) from error
+        begins += [len(tape.entries)] * (4 - len(begins))
+    one = tape.entries[begins[1] : begins[2]]
+    two = tape.entries[begins[2] : begins[3]] or one
+    if not subject.values:
+        _check_reads_no_values(subject, cluster, one)
+    return Tapes(lengths, tape, begins, one, two)
+
+
+def _made(subject: Subject, cluster: Cluster, program: Program, lengths: dict[str, int]) -> nn.Module:
+    if subject.make_sharded is not None:
+        return subject.make_sharded()
+    assert subject.model is not None
+    undo = shortened(subject.model, lengths)
+    try:
+        model = copy_with_memory(subject.model, values=subject.values)
+    finally:
+        for blocks, rest in undo:
+            blocks.extend(rest)
+    return sharded(model, program, cluster.per_host)
+
+
+def _step(
+    subject: Subject,
+    program: Program,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rows: int,
+    microbatches: int,
+    max_norm: float | None,
+) -> None:
+    for number in range(microbatches):
+        with ExitStack() as stack:
+            if number < microbatches - 1 and not program.syncs_each:
+                stack.enter_context(without_sync(units_in(model)))
+            subject.loss(model, subject.make_batch(rows)).backward()
+    if max_norm is not None:
+        clip_grad_norm_(model.parameters(), max_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _told(subject: Subject, error: Exception, cause: BaseException) -> ConfigError:
+    where = user_line(cause) or user_line(error)
+    said = " ".join(str(error).split())
+    return ConfigError(
+        f"{subject.name}: cannot be planned without values{where}: {said} Add --measure: steps are then taken on real "
+        "tensors, in this machine's memory."
+    )
+
+
+def _check_reads_no_values(subject: Subject, cluster: Cluster, step: Sequence[Entry]) -> None:
+    """Refuse a model that asks for values on its way: what it does then depends on them, and there are none."""
+    for entry in step:
+        if isinstance(entry, Operation) and entry.name in _READS_VALUES and entry.origin.phase is Phase.FORWARD:
+            line = _line_that_reads(subject, cluster)
+            if line is None:
+                return
+            raise ConfigError(
+                f"{subject.name}: reads a value within its forward{line}, by .item(), bool() or the like "
+                f"({entry.name}), and what it does may depend on it. Add --measure: steps are then taken on real "
+                "tensors, in this machine's memory."
+            )
+
+
+class _Reads(TorchFunctionMode):
+    """A context that notes the user's line that first asks a tensor for its value.
+
+    But not where transformers asks whether a mask leaves anything out: a dry run has it answered as by a full batch.
+    """
+
+    line: str | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        reads = getattr(func, "__name__", "") in ("item", "tolist", "__bool__", "__int__", "__float__")
+        if reads and self.line is None and "mask" not in _asking_file():
+            self.line = user_line(None)
+        return func(*args, **(kwargs or {}))
+
+
+def _asking_file() -> str:
+    """The name of the file that asks torch for something, if it is one of transformers."""
+    files = (Path(frame.filename) for frame in reversed(traceback.extract_stack()))
+    asking = next((it for it in files if "torch" not in it.parts and it != Path(__file__)), Path())
+    return asking.name if "transformers" in asking.parts else ""
+
+
+def _line_that_reads(subject: Subject, cluster: Cluster) -> str | None:
+    """The line, if the model can be run by itself; None if none is the model's own."""
+    if subject.model is None:
+        return ""
+    if subject.model not in _reads:  # the same of every sketch
+        with dry.world(cluster.world, ranks_per_host=cluster.per_host), dry.taped(), _Reads() as reads:
+            subject.loss(copy_with_memory(subject.model, values=False), subject.make_batch(1))
+        _reads[subject.model] = reads.line
+    return _reads[subject.model]
+
+
+_reads: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()

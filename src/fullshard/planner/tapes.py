@@ -1,0 +1,200 @@
+"""The tapes of a few steps, from which those of other rows are told: entry by entry, along straight lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from fullshard.plan.memory import State, memory_curve
+from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Tape
+
+__all__ = ["Tapes", "with_two_rows"]
+
+
+@dataclass
+class Tapes:
+    """Two steps of one program on a model of `lengths` blocks: with one row, and with two."""
+
+    lengths: Mapping[str, int]
+    tape: Tape
+    begins: Sequence[int]  # of the first step, of that with one row, of that with two, and the end
+    one: Sequence[Entry]
+    two: Sequence[Entry]
+    curves: dict[bool, Sequence[tuple[int, Mapping[State, int]]]] = field(default_factory=dict, repr=False)
+
+    def curve(self, of_host: bool) -> Sequence[tuple[int, Mapping[State, int]]]:
+        """The bytes by state wherever they change."""
+        if of_host not in self.curves:
+            self.curves[of_host] = list(memory_curve(self.tape, of_host=of_host))
+        return self.curves[of_host]
+
+    @cached_property
+    def pairs(self) -> Sequence[tuple[Entry, Entry]] | None:
+        """Each entry of the step with one row, and its like with two rows; None if the model does different things.
+
+        What the engine does once, such as zeros for padding that are kept, has no like: it is the same at any rows.
+        """
+        likes: dict[Any, list[Entry]] = {}
+        for entry, key in zip(self.two, _kinds(self.two), strict=True):
+            likes.setdefault((entry.origin.unit, key), []).append(entry)
+        counts, found = Counter[Any](), list[tuple[Entry, Entry]]()
+        for entry, kind in zip(self.one, _kinds(self.one), strict=True):
+            key = entry.origin.unit, kind
+            known, number = likes.get(key, []), counts[key]
+            counts[key] += 1
+            if number < len(known):
+                found.append((entry, known[number]))
+            elif isinstance(entry, Operation) and entry.flops:
+                return None
+            else:
+                found.append((entry, entry))
+        return found
+
+    @property
+    def is_straight(self) -> bool:
+        """True if sizes at any number of rows can be told."""
+        return self.pairs is not None
+
+    def at(self, rows: int) -> Sequence[Entry]:
+        """The step with so many rows."""
+        if rows <= 2:
+            return (self.one, self.two)[rows - 1]
+        assert self.pairs is not None
+        return [_scaled(one, two, rows - 1) for one, two in self.pairs]
+
+
+def with_two_rows(longer: Tapes, first: Tapes) -> Tapes | None:
+    """`longer`, whose steps have one row, with the step of two rows that `first` tells, block by block.
+
+    A block's entries are those of its like on `first`. None if they are not.
+    """
+    pairs: dict[Any, list[tuple[Entry, Entry]]] = {}
+    assert first.pairs is not None
+    for pair, kind in zip(first.pairs, _kinds(first.one), strict=True):
+        pairs.setdefault((pair[0].origin.unit, kind), []).append(pair)
+    counts = Counter[Any]()
+    step: list[Entry] = []
+    for entry, kind in zip(longer.one, _kinds(longer.one), strict=True):
+        unit = entry.origin.unit
+        number = counts[unit, kind]
+        counts[unit, kind] += 1
+        known = pairs.get((_likes(unit, longer.lengths, first.lengths), kind), [])
+        if number < len(known):
+            step.append(_moved(entry, *known[number]))
+        elif isinstance(entry, Operation) and entry.flops:
+            return None
+        else:
+            step.append(entry)  # of more tensors at once: an optimizer's or the engine's own, whatever the rows
+    tape = _joined(longer, step)
+    return replace(longer, two=step, tape=tape, begins=[*longer.begins[:3], len(tape.entries)])
+
+
+def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
+    """The tape of `longer` with `step` behind its last one, whose storages it has: they are given other numbers."""
+    mine = {entry.storage for entry in step if isinstance(entry, Allocation)}
+    freed = {entry.storage for entry in step if isinstance(entry, Free)}
+    left: dict[tuple[str, int], list[int]] = {}  # of the step before, freed in this one as earlier ones were in that
+    for entry in longer.one:
+        if isinstance(entry, Allocation) and entry.storage not in freed:
+            left.setdefault((entry.lane, entry.nbytes), []).append(entry.storage)
+    more = 1 + max(entry.storage for entry in longer.tape.entries if isinstance(entry, Allocation))
+    tape = Tape()
+    tape.entries = list(longer.tape.entries[: longer.begins[2]])
+    renamed: set[int] = set()
+    for entry in step:
+        if isinstance(entry, Allocation):
+            renamed.add(entry.storage)
+            tape.entries.append(replace(entry, storage=entry.storage + more))
+        elif isinstance(entry, Free) and entry.storage in renamed:
+            renamed.discard(entry.storage)
+            tape.entries.append(replace(entry, storage=entry.storage + more))
+        elif isinstance(entry, Free) and (waiting := left.get((entry.lane, entry.nbytes))):
+            tape.entries.append(replace(entry, storage=waiting.pop(0)))
+        elif isinstance(entry, Operation | Collective):
+            reads, writes = (
+                tuple(replace(it, storage=it.storage + more) if it.storage in renamed else it for it in those)
+                for those in (entry.reads, entry.writes)
+            )
+            tape.entries.append(replace(entry, reads=reads, writes=writes))
+        elif not (isinstance(entry, Free) and entry.storage in mine):
+            tape.entries.append(entry)
+    return tape
+
+
+def _kinds(step: Sequence[Entry]) -> list[tuple[Any, ...]]:
+    """What entries are like one another by, in each unit: memory by the operation that writes it first."""
+    writers: dict[int, str] = {}  # by the place of the allocation
+    waiting: dict[int, int] = {}
+    for place, entry in enumerate(step):
+        if isinstance(entry, Allocation):
+            waiting[entry.storage] = place
+        elif isinstance(entry, Operation | Collective):
+            for access in entry.writes:
+                if access.storage in waiting:
+                    writers[waiting.pop(access.storage)] = entry.name
+    last: dict[int, int] = {}
+    found = []
+    for place, entry in enumerate(step):
+        name = getattr(entry, "name", "")
+        if isinstance(entry, Allocation):
+            last[entry.storage] = place
+        if isinstance(entry, Allocation | Free):
+            name = writers.get(last.get(entry.storage, -1), "")
+        found.append((type(entry), name, entry.lane, entry.origin.phase, entry.origin.microbatch))
+    return found
+
+
+def _likes(unit: str, lengths: Mapping[str, int], others: Mapping[str, int]) -> str:
+    """The unit of a model of `others` blocks that is like `unit` of one of `lengths`: as far from the nearer end."""
+    for fqn, length in lengths.items():
+        if unit.startswith(f"{fqn}."):
+            number, dot, rest = unit.removeprefix(f"{fqn}.").partition(".")
+            place, few, more = int(number), others[fqn], length - others[fqn]
+            if place >= length - 2:
+                place -= more
+            elif place >= few - 2:
+                place = few - 2 if more == 1 or (place - few) % 2 == 0 else few - 3
+            return f"{fqn}.{place}{dot}{rest}"
+    return unit
+
+
+def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
+    """`entry` with a row more, as `two` has one more than `one`."""
+    match entry, one, two:
+        case Operation(), Operation(), Operation():
+            if one.nbytes == two.nbytes and one.flops == two.flops:  # such as an optimizer's, of fewer tensors there
+                return entry
+            each = [
+                tuple(Access(it.storage, 0, it.nbytes + b.nbytes - a.nbytes) for it, a, b in zip(*those, strict=False))
+                for those in ((entry.reads, one.reads, two.reads), (entry.writes, one.writes, two.writes))
+            ]
+            flops = entry.flops + two.flops - one.flops
+            return Operation(entry.name, entry.lane, entry.origin, each[0], each[1], flops, entry.copies, entry.dtype)
+        case Allocation(), Allocation(), Allocation():
+            return replace(entry, nbytes=entry.nbytes + two.nbytes - one.nbytes)
+        case Free(), Free(), Free():
+            return replace(entry, nbytes=entry.nbytes + two.nbytes - one.nbytes)
+    return entry
+
+
+def _scaled(one: Entry, two: Entry, more: int) -> Entry:
+    """An entry with `more` rows than `one` has, which `two` has one more than."""
+    match one, two:
+        case Operation(), Operation():
+            if one.nbytes == two.nbytes and one.flops == two.flops:
+                return one
+            reads, writes = _lengthened(one.reads, two.reads, more), _lengthened(one.writes, two.writes, more)
+            flops = one.flops + more * (two.flops - one.flops)
+            return Operation(one.name, one.lane, one.origin, reads, writes, flops, one.copies, one.dtype)
+        case Allocation(), Allocation():
+            return replace(one, nbytes=one.nbytes + more * (two.nbytes - one.nbytes))
+        case Free(), Free():
+            return replace(one, nbytes=one.nbytes + more * (two.nbytes - one.nbytes))
+    return one
+
+
+def _lengthened(one: Sequence[Access], two: Sequence[Access], more: int) -> tuple[Access, ...]:
+    return tuple(Access(a.storage, 0, a.nbytes + more * (b.nbytes - a.nbytes)) for a, b in zip(one, two, strict=False))

@@ -1,0 +1,95 @@
+"""Fake tensors that are made quickly are those that torch would make."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from fullshard._fakes import QuickFakes
+
+
+def views(x: Tensor) -> Any:
+    """Views of every kind: of parts, of other shapes, and of what the schema calls no view."""
+    parts = (*x.split(3), *x.unbind(1), *x.chunk(2, dim=1))
+    same = x.detach(), torch.ops.aten.alias(x), x.view_as(x), torch.ops.aten._unsafe_view(x, [x.numel()])
+    return *parts, *same, x.t(), x.reshape(-1), x[1:, 2], x[None].expand(2, -1, -1), x.as_strided((2, 2), (1, 3), 1)
+
+
+def new(x: Tensor) -> Any:
+    """Results of their own memory: one or several, of other dtypes, strides and sizes."""
+    other = x.t().contiguous()
+    normed = torch.native_layer_norm(x, [x.shape[1]], None, None, 1e-5)
+    return x @ other, x.t() + other, x.to(torch.bfloat16), x > 0, x.sum(), x.argmax(1), torch.cat([x, x]), *normed
+
+
+def written(x: Tensor) -> Any:
+    """Arguments themselves, and nothing."""
+    y = x.clone()
+    torch._foreach_add_([y, y], 1.0)
+    return y.add_(1), y.zero_(), y.copy_(x), torch._foreach_mul([x, y], 2.0), torch.stack([y, y], out=x.new_empty(0))
+
+
+def trained(x: Tensor) -> Any:
+    """A loss with its gradients, by attention and fused cross-entropy."""
+    weight = torch.empty(x.shape[1], 12).requires_grad_()
+    heads = (x @ weight).view(1, -1, 3, 4).transpose(1, 2)
+    attended = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+    loss = F.cross_entropy(attended.transpose(1, 2).flatten(2)[0], torch.zeros(x.shape[0], dtype=torch.int64))
+    loss.backward()
+    return loss, weight.grad
+
+
+def told(result: Any, given: Tensor) -> list[Any]:
+    """All that is known of fake tensors, and which share memory."""
+    leaves = [it for it in tree_leaves(result) if isinstance(it, Tensor)]
+    storages = [given.untyped_storage()._cdata, *(it.untyped_storage()._cdata for it in leaves)]
+    shared = [storages.index(it) for it in storages]
+    each = [
+        (it.shape, it.stride(), it.storage_offset(), it.dtype, it.device, it.requires_grad, it.untyped_storage().size())
+        for it in leaves
+    ]
+    return [each, shared, [torch._C._dispatch_key_set(it) for it in leaves]]
+
+
+@pytest.mark.parametrize("run", [views, new, written, trained])
+def test_quick_fakes_are_as_torch_makes_them(run: Callable[[Tensor], Any]) -> None:
+    """The first time, and again once they are known; for a like tensor, and for one of another layout."""
+    quick, slow = QuickFakes(), FakeTensorMode(allow_non_fake_inputs=True)
+
+    def under(mode: FakeTensorMode, shape: tuple[int, ...], dtype: torch.dtype, transposed: bool) -> list[Any]:
+        with mode:
+            x = torch.empty(shape, dtype=dtype)
+            x = x.t().clone(memory_format=torch.preserve_format).t() if transposed else x
+            return told(run(x), x)
+
+    for shape in ((6, 4), (6, 4), (5, 3)):
+        for dtype in (torch.float32, torch.float64):
+            for transposed in (False, True):
+                assert under(quick, shape, dtype, transposed) == under(slow, shape, dtype, transposed)
+
+
+def test_torch_is_asked_once_for_what_is_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views are never asked for, other operations once for each shape; no tensor is kept alive by that."""
+    monkeypatch.setattr(QuickFakes, "_known", {})
+    asked: list[str] = []
+    dispatch = QuickFakes.dispatch
+
+    def count(self: QuickFakes, func: Any, *args: Any) -> Any:
+        asked.append(str(func))
+        return dispatch(self, func, *args)
+
+    monkeypatch.setattr(QuickFakes, "dispatch", count)
+    with QuickFakes():
+        x = torch.empty(4, 4)
+        asked.clear()
+        for _ in range(3):
+            (x.t()[1:] @ x).view(-1)
+        assert asked == ["aten.mm.default"]
+        x.new_empty(4, 4).add_(x)
+        storage = x.untyped_storage()._cdata
+        assert not any(isinstance(part, Tensor) or part == storage for key in QuickFakes._known for part in key)
