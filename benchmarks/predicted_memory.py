@@ -10,8 +10,8 @@
               ranks have in common each one counts its part. How many messages are under way is decided by the pace of
               ranks: of three runs the one counts that needed most
     process   the most memory of a process, above what it had after steps of a tiny model: its own pages, and its part
-              of those that ranks share. The kernel keeps the peak. The C library's allocator is left as it is,
-              unless a threshold is given
+              of those that ranks share. The kernel keeps the peak; the mean of three runs and of their ranks is taken.
+              The C library's allocator is left as it is, unless a threshold is given
     limits    runs whose ranks are under RLIMIT_AS, of several sizes and that from which on they are said to fit: none
               may fail that is said to fit
 
@@ -53,7 +53,7 @@ from fullshard.testing import run_ranks
 transformers.logging.set_verbosity_error()
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3
-RUNS = 3  # of which the one counts that needs most: how far ranks fall behind each other is chance
+RUNS = 3  # of each configuration
 W, G, S = Placement.WHOLE, Placement.GROUPED, Placement.SHARDED
 GROUPED = {
     "grouped in step": Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S, group=2),
@@ -392,19 +392,21 @@ def process_cases() -> list[Case]:
 
 
 def processes(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
-    """Predicted and measured memory of rank 0's process, for each case."""
+    """Predicted and measured memory of a process, for each case; its ranks are alike."""
     rows = []
     print(HEAD)
     for case in process_cases()[:limit]:
-        took, before = run_ranks(case.ranks, measured_process, case, timeout=120.0)[0]
+        runs = [run for _ in range(RUNS) for run in run_ranks(case.ranks, measured_process, case, timeout=120.0)]
+        took = [it for it, _ in runs]
         predicted = process_memory(predicted_tape(case), threshold=threshold)
-        rows.append(row_of(case, 0, predicted.nbytes, took, tensors=predicted.tensors, before=before))
+        more = {"least": min(took), "most": max(took), "tensors": predicted.tensors, "before": runs[0][1]}
+        rows.append(row_of(case, 0, predicted.nbytes, round(sum(took) / len(took)), **more))
     return rows
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
 
-LIMITS = (72 << 20, 112 << 20, 160 << 20, 224 << 20)  # bytes of addresses, beyond what a process has after tiny steps
+LIMITS = tuple(64 * 2**20 << i for i in range(5))  # bytes of addresses, beyond what a process has after tiny steps
 _PATIENCE_S = 120
 
 
@@ -447,7 +449,7 @@ def address_bytes() -> int:
 
 
 def limit_cases() -> list[Case]:
-    """From 50 to 300 MB a rank."""
+    """From 100 to 350 MB a rank."""
     sizes = {"width": 256, "vocabulary": 4000, "layers": 4, "length": 64}
     cases = [Case(family=it, ranks=1, batch=n, **sizes) for it in ("llama", "gpt2", "bert") for n in (2, 8, 16)]
     cases += [Case(strategy=it, batch=n, **sizes) for it in ("ddp", "zero1", "zero3") for n in (4, 12)]
@@ -476,9 +478,10 @@ def limits(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
             {(True, True): "+", (False, False): "-", (True, False): "F", (False, True): "r"}[it]
             for it in zip(said, done, strict=True)
         )
-        print(f"| {case.name} | {predicted.fits_from / 1e6:.1f} | {marks} |", flush=True)
+        name = f"{case.name}, {case.batch} rows"
+        print(f"| {name} | {predicted.fits_from / 1e6:.1f} | {marks} |", flush=True)
         rows += [
-            {"case": case.name, "limit": at, "fits from": predicted.fits_from, "fits": fits, "ran": ran}
+            {"case": name, "limit": at, "fits from": predicted.fits_from, "fits": fits, "ran": ran}
             for at, fits, ran in zip(given, said, done, strict=True)
         ]
     feasible = [row for row in rows if row["ran"] and row["limit"] in LIMITS]

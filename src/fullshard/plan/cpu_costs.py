@@ -16,12 +16,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from fullshard.errors import ConfigError
 from fullshard.plan.costs import Costs
 from fullshard.plan.hardware import Hardware
-from fullshard.plan.process import ProcessHeap
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
 
 __all__ = ["CoreTime", "CpuCosts", "core_seconds", "step_seconds"]
@@ -31,6 +28,8 @@ _BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # a tape has 
 _ALIKE = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
 _OWN_CACHE_BYTES = 2**20  # of a core
 _USUAL = "aten.add"  # what an operation is like that was not measured
+_MOST_KEPT = 2**25 - 2**12  # bytes: larger blocks glibc gets from the system each time, and gives back at once
+_FIRST_KEPT = 2**17  # the same, before any has been given back
 
 
 def step_seconds(
@@ -73,7 +72,7 @@ class CoreTime:
         kernels = self._speeds["kernels"]
         self._kernels: Mapping[str, list[Sequence[float]]] = {**kernels["float32"], **kernels[dtype]}
         self._cache = _Cache(self._speeds["cache_bytes"] / ranks * (1 if ranks < 2 else 2))
-        self._heap = ProcessHeap()
+        self._heap = _Heap()
         self._after_s = 0.0  # that the next call takes longer
 
     def _spend(self, what: str, seconds: float) -> None:
@@ -81,9 +80,11 @@ class CoreTime:
 
     def note(self, entry: Entry) -> None:
         """Count what `entry` costs."""
-        if touched := self._heap.note(entry):
-            self._spend("pages", touched * self._speeds["page_s"])
         match entry:
+            case Allocation():
+                self._spend("pages", self._heap.allocate(entry.storage, entry.nbytes) * self._speeds["page_s"])
+            case Free():
+                self._heap.free(entry.storage)
             case Operation():
                 self._spend("calls", self._speeds["operation_s"] + self._after_s)
                 large = entry.name in _PRODUCTS and entry.nbytes > _OWN_CACHE_BYTES
@@ -149,14 +150,15 @@ class CoreTime:
     def _product_s(self, operation: Operation) -> float:
         """Seconds of a product, from its FLOPs and the bytes of its operands and of its result.
 
-        With m x k, k x n and m x n elements, k squared is (m k)(k n) / (m n), and so on.
+        With m x k, k x n and m x n elements, k squared is (m k)(k n) / (m n), and so on; and all three multiplied are
+        the square of m k n, which tells how many bytes an element has.
         """
         left, right = sorted((access.nbytes for access in operation.reads), reverse=True)[:2]
         out = sum(access.nbytes for access in operation.writes)
-        element = getattr(torch, operation.dtype).itemsize
+        element = (left * right * out / (operation.flops / 2) ** 2) ** (1 / 3)
         inner = math.sqrt(left * right / out / element)
         sizes = left / element / inner, inner, right / element / inner
-        table = self._speeds["products"]["float32" if element >= 4 else "bfloat16"]
+        table = self._speeds["products"]["float32" if element > 3 else "bfloat16"]
         return operation.flops / _rate(table, self._speeds["dims"], sizes)
 
 
@@ -258,3 +260,59 @@ class _Cache:
             _, dropped = self._held.popitem(last=False)
             self._used -= dropped
         return max(0, nbytes - held)
+
+
+class _Heap:
+    """Of glibc's malloc: which pages it gets from the system. What is small is not looked at.
+
+    Blocks over a limit are got and given back each. Others lie in a heap that grows at its end, and is cut there when
+    more than twice the limit is free at it. The limit is the largest block that was given back so far, up to 32 MiB.
+    """
+
+    def __init__(self) -> None:
+        self._where: dict[int, tuple[int, int]] = {}  # by storage
+        self._free: list[tuple[int, int]] = []  # start and stop, in order
+        self._end = 0  # of what is handed out
+        self._touched = 0  # of the pages that are there
+        self._kept = _FIRST_KEPT
+        self._apart: dict[int, int] = {}  # bytes of blocks that are not in the heap
+
+    def allocate(self, storage: int, nbytes: int) -> int:
+        """Bytes of pages that are touched first."""
+        self.free(storage)
+        if nbytes > self._kept:
+            self._apart[storage] = nbytes
+            return nbytes
+        fitting = [(stop - start, start, stop) for start, stop in self._free if stop - start >= nbytes]
+        if fitting:
+            _, start, stop = min(fitting)
+            self._free.remove((start, stop))
+            if stop - start > nbytes:
+                bisect.insort(self._free, (start + nbytes, stop))
+        else:
+            start = self._end
+            self._end += nbytes
+        self._where[storage] = start, start + nbytes
+        new = max(0, self._end - self._touched)
+        self._touched = max(self._touched, self._end)
+        return new
+
+    def free(self, storage: int) -> None:
+        """Give a block back."""
+        if (nbytes := self._apart.pop(storage, 0)) and nbytes <= _MOST_KEPT:
+            self._kept = max(self._kept, nbytes)
+        if storage not in self._where:
+            return
+        start, stop = self._where.pop(storage)
+        place = bisect.bisect(self._free, (start, stop))
+        if place < len(self._free) and self._free[place][0] == stop:
+            stop = self._free.pop(place)[1]
+        if place and self._free[place - 1][1] == start:
+            place -= 1
+            start = self._free.pop(place)[0]
+        if stop == self._end:
+            self._end = start
+            if self._touched - self._end > 2 * self._kept:
+                self._touched = self._end
+        else:
+            self._free.insert(place, (start, stop))
