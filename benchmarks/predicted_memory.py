@@ -28,6 +28,7 @@ import os
 import platform
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -503,6 +504,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.threshold:
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(options.threshold)  # for processes that start from here on
+    parts = options.part or list(PARTS)
+    if len(parts) > 1:  # by a process each, which sets what ranks' processes begin with
+        others = [f"--{name}={value}" for name, value in vars(options).items() if value and name != "part"]
+        for part in parts:
+            subprocess.run((sys.executable, __file__, f"--part={part}", *others), check=True)
+        return
+    (part,) = parts
+    if part == "limits":  # other arenas have 64 MB of addresses each in reserve, which no limit stops
+        os.environ["MALLOC_ARENA_MAX"] = "1"
     results = RESULTS / "predicted_memory.json"
     about = {
         "torch": torch.__version__,
@@ -511,20 +521,17 @@ def main() -> None:
         "machine": platform.machine(),
         "cores": os.cpu_count(),
     }
-    for part in options.part or PARTS:
-        began = time.perf_counter()
-        print(f"\n## {part}\n")
-        rows = PARTS[part](options.limit, options.threshold)
-        differences = [abs(row["difference"]) for row in rows if "difference" in row]
-        worst = (
-            f", worst {max(differences):.2%}, over 2 %: {sum(it > 0.02 for it in differences)}" if differences else ""
-        )
-        print(f"{part}: {len(rows)} rows{worst}, in {time.perf_counter() - began:.0f} s", file=sys.stderr)
-        if options.limit is None:
-            found = json.loads(results.read_text()) if results.exists() else {}
-            found |= {"about": about, f"{part} at {options.threshold}" if options.threshold else part: rows}
-            results.write_text(json.dumps(found, indent=1) + "\n")
-            draw(found, results.with_suffix(".png"))
+    began = time.perf_counter()
+    print(f"\n## {part}\n", flush=True)
+    rows = PARTS[part](options.limit, options.threshold)
+    differences = [abs(row["difference"]) for row in rows if "difference" in row]
+    worst = f", worst {max(differences):.2%}, over 2 %: {sum(it > 0.02 for it in differences)}" if differences else ""
+    print(f"{part}: {len(rows)} rows{worst}, in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    if options.limit is None:
+        found = json.loads(results.read_text()) if results.exists() else {}
+        found |= {"about": about, f"{part} at {options.threshold}" if options.threshold else part: rows}
+        results.write_text(json.dumps(found, indent=1) + "\n")
+        draw(found, results.with_suffix(".png"))
 
 
 HEAD = "| case | rank | predicted, MB | measured, MB | difference |\n|---|---|---|---|---|"

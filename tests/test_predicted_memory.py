@@ -1,6 +1,7 @@
 """A dry run of CPU ranks does what CPU ranks do: the same collectives, and the same peak but for their pace."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 from fullshard import ConfigError, dry, fully_shard
 from fullshard.comm.pretended import PretendedCollectives
 from fullshard.dry import watch
+from fullshard.plan.hardware import hardware
 from fullshard.plan.malloc import Malloc
+from fullshard.plan.prediction import read_off
 from fullshard.plan.process import FIRST_STEPS_NBYTES, ProcessHeap, process_memory
 from fullshard.tape.recorder import Phase
-from fullshard.tape.tape import HOST, Allocation, Collective, Free, Operation
+from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Operation
 
 STRATEGIES = ("zero1", "zero3")
 
@@ -195,20 +198,37 @@ def test_large_chunks_join_when_they_are_free_and_small_ones_wait_for_their_size
     assert malloc.allocate(40) != small and malloc.allocate(100) == small
 
 
-def test_an_aligned_request_finds_no_room_where_an_equal_one_was_once_what_it_left_is_used():
-    for uses_what_was_left in (False, True):
-        malloc = Malloc()
-        first = malloc.allocate_aligned(100_000)
-        small = [malloc.allocate(nbytes) for nbytes in (24, 40, 56, 72)]
-        malloc.allocate(5000)
-        for chunk in [] if uses_what_was_left else small:
-            malloc.free(chunk)
-        malloc.free(first)
-        heap = malloc.nbytes
-        second = malloc.allocate_aligned(100_000)
-        assert second != first and malloc.nbytes > heap
-        malloc.free(second)
-        assert malloc.allocate(100_000) == first, "without alignment there is room"
+def test_an_aligned_request_finds_no_room_where_an_equal_one_was():
+    malloc = Malloc()
+    first = malloc.allocate_aligned(100_000)
+    malloc.allocate(5000)
+    malloc.free(first)
+    before = malloc.nbytes
+    second = malloc.allocate_aligned(100_000)
+    assert second != first and malloc.nbytes > before, "what was cut off is kept for its size"
+    malloc.free(second)
+    assert malloc.allocate(100_000) == first
+
+
+def test_what_is_small_lives_as_long_as_its_tensor_or_as_its_node_of_the_graph():
+    heap, origin = ProcessHeap(), dry.Tape().origin
+
+    def in_use(*entries: Entry) -> int:
+        for entry in entries:
+            heap.note(entry)
+        return sum(heap.malloc._sizes.values())
+
+    def done_in(phase: Phase) -> Operation:
+        return Operation("aten.mul", "compute", replace(origin, phase=phase), (), ())
+
+    tensor, end = Allocation(1, 10_000, "compute", origin), Free(1, 10_000, "compute", origin)
+    alone = in_use(tensor)
+    assert 10_200 < alone < 10_500
+    one, two = in_use(done_in(Phase.FORWARD)), in_use(done_in(Phase.FORWARD))
+    assert alone < one < two
+    assert in_use(done_in(Phase.BACKWARD)) == one
+    assert in_use(done_in(Phase.FORWARD), done_in(Phase.STEP)) == alone, "what no backward has come to"
+    assert in_use(end) == 0
 
 
 def touched_in_turns(heap: ProcessHeap, mib: int, turns: int) -> list[int]:
@@ -247,3 +267,17 @@ def test_a_process_has_its_tensors_and_its_part_of_what_is_shared():
     assert found.nbytes == found.held + FIRST_STEPS_NBYTES
     assert not found.fits(found.nbytes)
     assert found.fits(2 * found.nbytes)
+
+
+def test_a_threshold_in_the_environment_is_predicted_with(monkeypatch):
+    tape = dry_steps("zero3", 2, 0)
+
+    def needed() -> int:
+        return read_off(tape, hardware("h100-80"), 2).reserved_bytes
+
+    rising = needed()
+    assert rising == process_memory(tape).nbytes
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1024")
+    assert needed() == process_memory(tape, threshold=1024).nbytes != rising
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "much")
+    assert needed() == rising

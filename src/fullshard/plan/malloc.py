@@ -8,7 +8,8 @@ The rules are those of `malloc/malloc.c` in glibc 2.36, of one arena, with its d
     freeing      a chunk joins its free neighbours. Of the end of the heap, memory goes back to the system only when
                  more than twice the threshold is free there
     small ones   seven freed chunks of each size up to 1 KiB are kept as they are for the next that asks for that size,
-                 and more of those up to 128 bytes until something large is asked for. So long they join nothing
+                 and more of those up to 128 bytes until something large is asked for. So long they join nothing.
+                 Where one is taken from other free ones of its size, these are kept, too
     alignment    torch asks for 64 bytes, and gets them cut from a chunk that is 96 bytes larger. What is cut off is
                  small, and soon somebody's; and then the same request does not fit where the one before it was
 """
@@ -148,6 +149,7 @@ class Malloc:
         return self._top - size, size
 
     def _keep_others_of(self, size: int) -> None:
+        """Keep free chunks of just that size for it, after one was taken."""
         while len(self._kept[size]) < _KEPT:
             place = bisect_left(self._free, (size, -1))
             if place == len(self._free) or self._free[place][0] != size:

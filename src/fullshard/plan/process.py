@@ -11,6 +11,7 @@ Not modelled: other threads' heaps, and pages that a program never touches.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from fullshard.tape.tape import Allocation, Entry, Free, Operation, Tape
 __all__ = [
     "FIRST_STEPS_NBYTES",
     "MARGIN",
+    "MARGIN_NBYTES",
     "PRODUCTS_NBYTES",
-    "RISING_MARGIN",
     "ProcessHeap",
     "ProcessMemory",
     "compute_dtype",
     "process_memory",
+    "threshold_set",
 ]
 
 _BEFORE_DATA, _AFTER_DATA = (96,), (176, 24)  # bytes of a tensor beside its data
@@ -42,8 +44,8 @@ PRODUCTS_NBYTES = {"bfloat16": (7_000_000, 21_000_000), "float16": (7_000_000, 2
 """What products of matrices of a dtype take in a process on a CPU, by oneDNN: of pages, and of addresses, which a limit
 counts too. Measured with models of three sizes, which differ by 2 MB."""
 
-MARGIN, RISING_MARGIN = 0.03, 0.1
-"""What a limit must leave beyond what is predicted, as a part: with a fixed threshold of malloc's, and without one."""
+MARGIN, MARGIN_NBYTES = 0.04, 3_000_000
+"""What a limit must leave beyond what is predicted: a part of it, and what MKL keeps for packed operands."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,13 @@ class ProcessMemory:
     """The most bytes at once: of tensors, of pages that the process has for them, and of addresses.
 
     Of memory in common a rank's part counts of tensors and pages, and all of it of addresses. `dtype` is that of most
-    products of matrices, and `margin` what a limit must leave beyond, as a part of it.
+    products of matrices.
     """
 
     tensors: int
     held: int
     addresses: int
     dtype: str = "float32"
-    margin: float = MARGIN
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +80,7 @@ class ProcessMemory:
     @property
     def fits_from(self) -> int:
         """The least limit with which it is said to."""
-        return round(self.address_nbytes * (1 + self.margin))
+        return round((self.address_nbytes + MARGIN_NBYTES) * (1 + MARGIN))
 
 
 class ProcessHeap:
@@ -124,6 +125,12 @@ class ProcessHeap:
             self.malloc.free(chunk)
 
 
+def threshold_set() -> int | None:
+    """The threshold of `malloc` that this process's environment sets, in bytes; None if it sets none."""
+    value = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
+    return int(value) if value.isdigit() else None
+
+
 def process_memory(tape: Tape, *, threshold: int | None = None) -> ProcessMemory:
     """What the process of the tape's rank needs at most, for a tape of CPU ranks (`lanes="cpu"`) of whole steps.
 
@@ -150,7 +157,6 @@ def process_memory(tape: Tape, *, threshold: int | None = None) -> ProcessMemory
         held=round(most_held),
         addresses=round(most_addresses),
         dtype=compute_dtype(tape.entries),
-        margin=RISING_MARGIN if threshold is None else MARGIN,
     )
 
 
