@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,7 +67,6 @@ def train(settings: TrainSettings, source: TextSource, rank: Rank, *, predicts: 
     check_machines(settings, rank)
     settings = resolved(settings, rank)
     forecasting = start_forecast(settings, rank) if predicts else None
-    import_module("torch._dynamo")  # by the first DTensor otherwise: 20 MB that are no memory of the run's
     peak = PeakMemory(rank.device)
     out = agreed_folder(settings, rank)
     if settings.checkpoints.checkpoint_every and rank.machines > 1:
