@@ -2,15 +2,18 @@
 
     python benchmarks/predicted_memory.py
     python benchmarks/predicted_memory.py --part peaks
+    python benchmarks/predicted_memory.py --part process --part limits --threshold 65536
 
     peaks     the most bytes of tensors at once on a rank, from the making of the model to the end of the third step.
               Measured by a counter of its own, which knows nothing of the engine or its tape: after each operation of
               torch's, the bytes of all storages that any operation has met and that are still alive. Of memory that
-              ranks have in common each one counts its part
+              ranks have in common each one counts its part. How many messages are under way is decided by the pace of
+              ranks: of three runs the one counts that needed most
     process   the most memory of a process, above what it had after steps of a tiny model: its own pages, and its part
-              of those that ranks share. The kernel keeps the peak. With a fixed threshold of malloc's, see
-              `plan/process.py`
-    limits    runs under RLIMIT_DATA, below and above what is predicted to fit: none may fail that is said to fit
+              of those that ranks share. The kernel keeps the peak; the mean of three runs and of their ranks is taken.
+              The C library's allocator is left as it is, unless a threshold is given
+    limits    runs whose ranks are under RLIMIT_AS, of several sizes and that from which on they are said to fit: none
+              may fail that is said to fit
 
 Both sides run the same function. The table goes to the screen, all numbers to benchmarks/results/predicted_memory.json,
 and predicted over measured to a picture beside it.
@@ -19,12 +22,13 @@ and predicted over measured to a picture beside it.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import gc
 import json
 import os
 import platform
 import resource
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,8 +54,7 @@ from fullshard.testing import run_ranks
 transformers.logging.set_verbosity_error()
 RESULTS = Path(__file__).parent / "results"
 STEPS = 3
-THRESHOLD = 64 << 10  # as by MALLOC_MMAP_THRESHOLD_=65536
-_M_MMAP_THRESHOLD = -3  # of <malloc.h>
+RUNS = 3  # of each configuration
 W, G, S = Placement.WHOLE, Placement.GROUPED, Placement.SHARDED
 GROUPED = {
     "grouped in step": Placements(parameters=S, parameters_in_step=G, gradients=S, optimizer=S, group=2),
@@ -280,13 +284,29 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
         yield tree
 
 
+def measured_peaks(cases: Sequence[Case]) -> list[list[float]]:
+    """On a rank: the most bytes of storages at once, of each case and run of it. Every run has a process group of its
+    own, so that it finds no memory that one before it shared.
+    """
+    store, rank, world = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    peaks: list[list[float]] = []
+    for case in cases:
+        peaks.append([])
+        for run in range(RUNS):
+            peaks[-1].append(measured_peak(case))
+            gc.collect()
+            dist.destroy_process_group()
+            prefix = dist.PrefixStore(f"{len(peaks)}.{run}/", store)
+            dist.init_process_group("gloo", store=prefix, rank=rank, world_size=world)
+    return peaks
+
+
 def measured_peak(case: Case) -> float:
     """On a rank: the most bytes of storages at once."""
     mesh = make_mesh(case)
     shared = SharedMemory()
     with pretending(shared), LiveStorages(shared) as counter:
         train(case, mesh)
-    gc.collect()
     return counter.peak_bytes
 
 
@@ -310,15 +330,19 @@ def peak_cases() -> list[Case]:
     return cases
 
 
-def peaks(limit: int | None) -> list[dict[str, Any]]:
-    """Predicted and measured peaks of the first and the last rank of each case."""
+def peaks(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
+    """Predicted and measured peaks of the first rank of each case, and of the last where it has other sizes."""
     rows = []
+    cases = peak_cases()[:limit]
     print(HEAD)
-    for case in peak_cases()[:limit]:
-        measured = run_ranks(case.ranks, measured_peak, case, timeout=120.0)
-        for rank in sorted({0, case.ranks - 1 if case.width == 100 else 0}):
-            predicted = predicted_tape(case, rank).peak_bytes()
-            rows.append(row_of(case, rank, predicted, round(measured[rank])))
+    for world in sorted({case.ranks for case in cases}):
+        alike = [case for case in cases if case.ranks == world]
+        by_rank = run_ranks(world, measured_peaks, alike, timeout=60.0 * len(alike))
+        for number, case in enumerate(alike):
+            for rank in sorted({0, case.ranks - 1 if case.width == 100 else 0}):
+                runs = [round(it) for it in by_rank[rank][number]]
+                predicted = predicted_tape(case, rank).peak_bytes()
+                rows.append(row_of(case, rank, predicted, max(runs), least=min(runs)))
     return rows
 
 
@@ -335,18 +359,16 @@ def row_of(case: Case, rank: int, predicted: int, measured: int, **more: Any) ->
 # -- memory of processes ----------------------------------------------------------------------------------------------
 
 
-def warm_up(case: Case) -> Any:
-    """The mesh of `case`, after steps of a tiny model, which import all there is. Malloc's threshold is fixed first."""
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, THRESHOLD)
-    mesh = make_mesh(case)
+def tiny_steps(case: Case, mesh: Any) -> None:
+    """Steps of a tiny model, which import all there is."""
     train(replace(case, width=32, vocabulary=100, batch=1, length=8, layers=2), mesh)
     gc.collect()
-    return mesh
 
 
 def measured_process(case: Case) -> tuple[int, int]:
     """On a rank: what its process took at most, above what it had after steps of a tiny model; and what that was."""
-    mesh = warm_up(case)
+    mesh = make_mesh(case)
+    tiny_steps(case, mesh)
     before = process_bytes()
     peak = PeakMemory(torch.device("cpu"))
     peak.reset()
@@ -370,80 +392,100 @@ def process_cases() -> list[Case]:
     ]
 
 
-def processes(limit: int | None) -> list[dict[str, Any]]:
-    """Predicted and measured memory of rank 0's process, for each case."""
+def processes(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
+    """Predicted and measured memory of a process, for each case; its ranks are alike."""
     rows = []
     print(HEAD)
     for case in process_cases()[:limit]:
-        took, before = run_ranks(case.ranks, measured_process, case, timeout=120.0)[0]
-        predicted = process_memory(predicted_tape(case), threshold=THRESHOLD)
-        rows.append(row_of(case, 0, predicted.nbytes, took, tensors=predicted.tensors, before=before))
+        runs = [run for _ in range(RUNS) for run in run_ranks(case.ranks, measured_process, case, timeout=120.0)]
+        took = [it for it, _ in runs]
+        predicted = process_memory(predicted_tape(case), threshold=threshold)
+        more = {"least": min(took), "most": max(took), "tensors": predicted.tensors, "before": runs[0][1]}
+        rows.append(row_of(case, 0, predicted.nbytes, round(sum(took) / len(took)), **more))
     return rows
 
 
 # -- limits -----------------------------------------------------------------------------------------------------------
 
-LIMITS = (0.6, 0.8, 0.9, 0.95, 0.98, 1.021, 1.05, 1.1, 1.25)  # of what is predicted, above what the process has already
+LIMITS = tuple(64 * 2**20 << i for i in range(5))  # bytes of addresses, beyond what a process has after tiny steps
+_PATIENCE_S = 120
 
 
 def limited_runs(case: Case, limits: Sequence[int]) -> list[bool]:
-    """On a rank: whether the case gets through under each limit (bytes above what the process has), each in a fork."""
-    warm_up(case)
-    return [_runs_within(case, limit) for limit in limits]
+    """On a rank: whether it gets through under each limit, in a fork of its process that joins those of other ranks."""
+    store = dist.distributed_c10d._get_default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tiny_steps(case, make_mesh(case))
+    dist.destroy_process_group()
+    return [
+        _runs_within(case, limit, dist.PrefixStore(f"{number}/", store), rank, world)
+        for number, limit in enumerate(limits)
+    ]
 
 
-def _runs_within(case: Case, limit: int) -> bool:
+def _runs_within(case: Case, limit: int, store: dist.Store, rank: int, world: int) -> bool:
     child = os.fork()
     if child == 0:
         with open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), 2)
         try:
-            most = data_bytes() + limit
-            resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-            train(case, None)
+            signal.alarm(_PATIENCE_S)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+            mesh = make_mesh(case)
+            tiny_steps(case, mesh)
+            dist.barrier()
+            most = address_bytes() + limit
+            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            train(case, mesh)
         except BaseException:
             os._exit(1)
         os._exit(0)
     return os.waitpid(child, 0)[1] == 0
 
 
-def data_bytes() -> int:
-    """What RLIMIT_DATA counts: private memory that may be written to."""
+def address_bytes() -> int:
+    """What RLIMIT_AS counts: all addresses that this process has, touched or not."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmData"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmSize"))
 
 
 def limit_cases() -> list[Case]:
-    sizes = {"width": 256, "vocabulary": 2000, "layers": 2, "batch": 2, "length": 64}
-    cases = [
-        Case(family=it, strategy=s, ranks=1, **sizes) for it in ("llama", "gpt2", "bert") for s in ("ddp", "zero3")
-    ]
-    return [*cases, Case(family="t5", ranks=1, **sizes), Case(ranks=1, bf16=True, **sizes)]
+    """From 100 to 350 MB a rank."""
+    sizes = {"width": 256, "vocabulary": 4000, "layers": 4, "length": 64}
+    cases = [Case(family=it, ranks=1, batch=n, **sizes) for it in ("llama", "gpt2", "bert") for n in (2, 8, 16)]
+    cases += [Case(strategy=it, batch=n, **sizes) for it in ("ddp", "zero1", "zero3") for n in (4, 12)]
+    cases += [Case(family="gpt2", batch=16, checkpoints=it, **sizes) for it in (False, True)]
+    cases += [Case(family="gpt2", ranks=n, strategy="zero2", batch=8, **sizes) for n in (3, 4)]
+    return [*cases, Case(family="t5", batch=4, **sizes), Case(bf16=True, batch=8, **sizes)]
 
 
-def limits(limit: int | None) -> list[dict[str, Any]]:
-    """For each case and limit: whether it is said to fit, and whether it does."""
+def limits(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
+    """For each case and limit: whether it is said to fit, and whether it does. The last limit is the least of which
+    that is said.
+    """
     rows = []
     print(
-        "| case | fits from, MB | said, done at each limit: "
-        + ", ".join(f"{it:.0%}" for it in LIMITS)
-        + " |\n|---|---|---|"
+        "| case | fits from, MB | said, done within "
+        + ", ".join(f"{it / 1e6:.0f}" for it in LIMITS)
+        + " MB and the least |\n|---|---|---|"
     )
     for case in limit_cases()[:limit]:
-        predicted = process_memory(predicted_tape(case), threshold=THRESHOLD)
-        given = [round(it * predicted.address_nbytes) for it in LIMITS]
-        done = run_ranks(1, limited_runs, case, given, timeout=200.0)[0]
+        predicted = process_memory(predicted_tape(case), threshold=threshold)
+        given = [*LIMITS, predicted.fits_from]
+        by_rank = run_ranks(case.ranks, limited_runs, case, given, timeout=200.0)
+        done = [all(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
         said = [predicted.fits(it) for it in given]
         marks = "".join(
             {(True, True): "+", (False, False): "-", (True, False): "F", (False, True): "r"}[it]
             for it in zip(said, done, strict=True)
         )
-        print(f"| {case.name} | {predicted.address_nbytes / 1e6:.1f} | {marks} |", flush=True)
+        name = f"{case.name}, {case.batch} rows"
+        print(f"| {name} | {predicted.fits_from / 1e6:.1f} | {marks} |", flush=True)
         rows += [
-            {"case": case.name, "limit": at, "predicted": predicted.address_nbytes, "fits": fits, "ran": ran}
+            {"case": name, "limit": at, "fits from": predicted.fits_from, "fits": fits, "ran": ran}
             for at, fits, ran in zip(given, said, done, strict=True)
         ]
-    feasible = [row for row in rows if row["ran"]]
+    feasible = [row for row in rows if row["ran"] and row["limit"] in LIMITS]
     failed = sum(row["fits"] and not row["ran"] for row in rows)
     refused = sum(not row["fits"] for row in feasible)
     print(f"\n{len(rows)} runs; said to fit and failed: {failed}; refused of {len(feasible)} feasible: {refused}")
@@ -458,7 +500,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=PARTS, action="append", help="one part only")
     parser.add_argument("--limit", type=int, help="so many cases of each part only")
+    parser.add_argument("--threshold", type=int, help="MALLOC_MMAP_THRESHOLD_ of the ranks, for both sides")
     options = parser.parse_args()
+    if options.threshold:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(options.threshold)  # for processes that start from here on
+    parts = options.part or list(PARTS)
+    if len(parts) > 1:  # by a process each, which sets what ranks' processes begin with
+        others = [f"--{name}={value}" for name, value in vars(options).items() if value and name != "part"]
+        for part in parts:
+            subprocess.run((sys.executable, __file__, f"--part={part}", *others), check=True)
+        return
+    (part,) = parts
+    if part == "limits":  # other arenas have 64 MB of addresses each in reserve, which no limit stops
+        os.environ["MALLOC_ARENA_MAX"] = "1"
     results = RESULTS / "predicted_memory.json"
     about = {
         "torch": torch.__version__,
@@ -466,22 +520,18 @@ def main() -> None:
         "libc": platform.libc_ver()[1],
         "machine": platform.machine(),
         "cores": os.cpu_count(),
-        "malloc_threshold": THRESHOLD,
     }
-    for part in options.part or PARTS:
-        began = time.perf_counter()
-        print(f"\n## {part}\n")
-        rows = PARTS[part](options.limit)
-        differences = [abs(row["difference"]) for row in rows if "difference" in row]
-        worst = (
-            f", worst {max(differences):.2%}, over 2 %: {sum(it > 0.02 for it in differences)}" if differences else ""
-        )
-        print(f"{part}: {len(rows)} rows{worst}, in {time.perf_counter() - began:.0f} s", file=sys.stderr)
-        if options.limit is None:
-            found = json.loads(results.read_text()) if results.exists() else {}
-            found |= {"about": about, part: rows}
-            results.write_text(json.dumps(found, indent=1) + "\n")
-            draw(found, results.with_suffix(".png"))
+    began = time.perf_counter()
+    print(f"\n## {part}\n", flush=True)
+    rows = PARTS[part](options.limit, options.threshold)
+    differences = [abs(row["difference"]) for row in rows if "difference" in row]
+    worst = f", worst {max(differences):.2%}, over 2 %: {sum(it > 0.02 for it in differences)}" if differences else ""
+    print(f"{part}: {len(rows)} rows{worst}, in {time.perf_counter() - began:.0f} s", file=sys.stderr)
+    if options.limit is None:
+        found = json.loads(results.read_text()) if results.exists() else {}
+        found |= {"about": about, f"{part} at {options.threshold}" if options.threshold else part: rows}
+        results.write_text(json.dumps(found, indent=1) + "\n")
+        draw(found, results.with_suffix(".png"))
 
 
 HEAD = "| case | rank | predicted, MB | measured, MB | difference |\n|---|---|---|---|---|"

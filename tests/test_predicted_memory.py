@@ -1,6 +1,7 @@
 """A dry run of CPU ranks does what CPU ranks do: the same collectives, and the same peak but for their pace."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import Tensor, nn
 from fullshard import ConfigError, dry, fully_shard
 from fullshard.comm.pretended import PretendedCollectives
 from fullshard.dry import watch
-from fullshard.plan.process import FIRST_STEPS_NBYTES, Malloc, process_memory
+from fullshard.plan.hardware import hardware
+from fullshard.plan.malloc import Malloc
+from fullshard.plan.prediction import read_off
+from fullshard.plan.process import FIRST_STEPS_NBYTES, ProcessHeap, process_memory
 from fullshard.tape.recorder import Phase
-from fullshard.tape.tape import HOST, Allocation, Collective, Free, Operation
+from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Operation
 
 STRATEGIES = ("zero1", "zero3")
 
@@ -144,38 +148,115 @@ def test_a_loop_that_waits_for_a_value_is_named(monkeypatch):
 # -- processes --------------------------------------------------------------------------------------------------------
 
 
+MIB = 1 << 20
+
+
 def test_memory_of_mappings_is_gone_when_freed_and_that_of_the_heap_is_not():
     fixed, rising = Malloc(threshold=1 << 16), Malloc()
     for malloc in (fixed, rising):
-        kept, large = malloc.allocate(100), malloc.allocate(1 << 20)
-        assert malloc.mapped >= 1 << 20
+        kept, large = malloc.allocate(100), malloc.allocate_aligned(MIB)
+        assert malloc.mapped >= MIB
         malloc.free(large)
         assert malloc.mapped == 0
-        below, above = malloc.allocate(1 << 19), malloc.allocate(1 << 17)
+        below, above = malloc.allocate_aligned(1 << 19), malloc.allocate_aligned(1 << 17)
         assert bool(malloc.mapped) == (malloc is fixed)  # the threshold has risen
-        before = malloc.nbytes
+        before = malloc.address_nbytes
         malloc.free(below)
-        assert (malloc.nbytes < before) == (malloc is fixed)
+        assert (malloc.address_nbytes < before) == (malloc is fixed)
         malloc.free(above)
         malloc.free(kept)
-        assert malloc.nbytes < 1 << 20
+        assert malloc.address_nbytes < MIB
 
 
-def test_chunks_of_the_heap_never_overlap_and_join_when_free():
-    malloc, generator, chunks = Malloc(), torch.Generator().manual_seed(0), dict[int, int]()
-    for number in range(2000):
-        nbytes = int(torch.randint(1, 60_000, (), generator=generator))
-        address = malloc.allocate(nbytes)
-        assert address % 64 == 48  # what it holds comes 16 bytes later
+def numbers(below: int, many: int) -> list[int]:
+    return torch.randint(1, below, (many,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def test_chunks_of_the_heap_never_overlap():
+    malloc, chunks = Malloc(), dict[int, int]()
+    for number, nbytes in enumerate(numbers(60_000, 2000)):
+        nbytes = nbytes if number % 2 else nbytes % 200
+        is_aligned = number % 5 > 1
+        address = malloc.allocate_aligned(nbytes) if is_aligned else malloc.allocate(nbytes)
+        assert address % 64 == 48 or not is_aligned  # what it holds comes 16 bytes later
         assert all(address + nbytes <= other or other + n <= address for other, n in chunks.items())
         chunks[address] = nbytes
         if number % 3:
-            address = list(chunks)[int(torch.randint(len(chunks), (), generator=generator))]
+            address = list(chunks)[nbytes % len(chunks)]
             malloc.free(address)
             del chunks[address]
-    for address in list(chunks):
-        malloc.free(address)
-    assert malloc.allocate(1000) == 48  # all of it is one free end
+
+
+def test_large_chunks_join_when_they_are_free_and_small_ones_wait_for_their_size():
+    malloc = Malloc()
+    chunks = [malloc.allocate(2000 + nbytes) for nbytes in numbers(60_000, 50)]
+    for chunk in chunks[::2] + chunks[1::2]:
+        malloc.free(chunk)
+    assert malloc.allocate(100_000) == 0, "all of it is one free end"
+    small, _ = malloc.allocate(100), malloc.allocate(5000)
+    malloc.free(small)
+    assert malloc.allocate(40) != small and malloc.allocate(100) == small
+
+
+def test_an_aligned_request_finds_no_room_where_an_equal_one_was():
+    malloc = Malloc()
+    first = malloc.allocate_aligned(100_000)
+    malloc.allocate(5000)
+    malloc.free(first)
+    before = malloc.nbytes
+    second = malloc.allocate_aligned(100_000)
+    assert second != first and malloc.nbytes > before, "what was cut off is kept for its size"
+    malloc.free(second)
+    assert malloc.allocate(100_000) == first
+
+
+def test_what_is_small_lives_as_long_as_its_tensor_or_as_its_node_of_the_graph():
+    heap, origin = ProcessHeap(), dry.Tape().origin
+
+    def in_use(*entries: Entry) -> int:
+        for entry in entries:
+            heap.note(entry)
+        return sum(heap.malloc._sizes.values())
+
+    def done_in(phase: Phase) -> Operation:
+        return Operation("aten.mul", "compute", replace(origin, phase=phase), (), ())
+
+    tensor, end = Allocation(1, 10_000, "compute", origin), Free(1, 10_000, "compute", origin)
+    alone = in_use(tensor)
+    assert 10_200 < alone < 10_500
+    one, two = in_use(done_in(Phase.FORWARD)), in_use(done_in(Phase.FORWARD))
+    assert alone < one < two
+    assert in_use(done_in(Phase.BACKWARD)) == one
+    assert in_use(done_in(Phase.FORWARD), done_in(Phase.STEP)) == alone, "what no backward has come to"
+    assert in_use(end) == 0
+
+
+def touched_in_turns(heap: ProcessHeap, mib: int, turns: int) -> list[int]:
+    """MiB of pages that are touched first when a tensor is allocated, which is freed before the next one is."""
+    found, origin = [], dry.Tape().origin
+    for _ in range(turns):
+        found.append(round(heap.note(Allocation(1, mib * MIB, "compute", origin)) / MIB))
+        heap.note(Free(1, mib * MIB, "compute", origin))
+    return found
+
+
+def test_pages_are_new_for_what_is_too_large_for_the_heap_and_for_what_just_misses_the_room_that_it_left():
+    """As torch's own tensors were seen to do, by the page faults of such loops."""
+    heap = ProcessHeap()
+    assert touched_in_turns(heap, 16, 5) == [16] * 5
+    assert sum(touched_in_turns(heap, 12, 5)) < 12, "most of it where the larger ones were"
+    assert touched_in_turns(heap, 64, 5) == [64] * 5
+
+
+def test_a_heap_gives_its_end_back_when_more_than_twice_the_largest_is_free_there():
+    malloc = Malloc()
+    malloc.free(malloc.allocate(16 * MIB))
+    chunks = [malloc.allocate(12 * MIB) for _ in range(4)]
+    ends = []
+    while chunks:
+        malloc.free(chunks.pop())
+        ends.append(malloc.heap // MIB)
+    assert ends == [48, 48, 12, 12]
 
 
 def test_a_process_has_its_tensors_and_its_part_of_what_is_shared():
@@ -186,3 +267,17 @@ def test_a_process_has_its_tensors_and_its_part_of_what_is_shared():
     assert found.nbytes == found.held + FIRST_STEPS_NBYTES
     assert not found.fits(found.nbytes)
     assert found.fits(2 * found.nbytes)
+
+
+def test_a_threshold_in_the_environment_is_predicted_with(monkeypatch):
+    tape = dry_steps("zero3", 2, 0)
+
+    def needed() -> int:
+        return read_off(tape, hardware("h100-80"), 2).reserved_bytes
+
+    rising = needed()
+    assert rising == process_memory(tape).nbytes
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "1024")
+    assert needed() == process_memory(tape, threshold=1024).nbytes != rising
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "much")
+    assert needed() == rising

@@ -261,7 +261,7 @@ def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str
         said = "what other libraries and this script keep in the same process is not on the tape of a dry run"
         if measured.core_s is not None:  # on CPUs
             said += (
-                ", nor are pieces of freed memory that the C library does not give back: with "
+                ", and which pieces of freed memory the C library can use again is partly chance: with "
                 "MALLOC_MMAP_THRESHOLD_=65536 in the environment there are fewer"
             )
         causes.append(f"{abs(memory.difference):.0%} {more} memory than predicted: {said}.")

@@ -17,7 +17,7 @@ from fullshard.plan.allocator import allocator_use
 from fullshard.plan.costs import costs_of
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak
-from fullshard.plan.process import compute_dtype, process_memory
+from fullshard.plan.process import compute_dtype, process_memory, threshold_set
 from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Phase
 from fullshard.tape.tape import Collective, Entry, Operation, Recorded, Tape
@@ -139,13 +139,17 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
     costs = costs_of(hardware, dtype=dtype, ranks=on_host)
     for entry in tape.entries[: begins[-1]]:
         costs.note_before(entry)
+    if has_lanes:
+        reserved_bytes = allocator_use(tape, since=begins[0]).reserved
+    else:
+        reserved_bytes = process_memory(tape, threshold=threshold_set()).nbytes
     return Prediction(
         hardware=hardware,
         world=world,
         peak=memory_peak(tape, since=begins[0]),
         host_peak=memory_peak(tape, since=begins[0], of_host=True),
         most_by_state=_most_by_state(tape, begins[0]),
-        reserved_bytes=allocator_use(tape, since=begins[0]).reserved if has_lanes else process_memory(tape).nbytes,
+        reserved_bytes=reserved_bytes,
         step=lay_out(step, costs),
         flops=model_flops(step),
         sent_bytes=sum(sum(it.sizes) for it in step if isinstance(it, Collective)),
