@@ -10,9 +10,10 @@ torch asks the device for *segments* and cuts *blocks* from them. The rules are 
     splitting    what is left of a block stays free: in the small pool from 512 bytes on, in the large one above 1 MiB
     merging      a block that is freed joins its free neighbours in the segment; segments stay
     expandable   `expandable_segments:True`: one segment a pool, which grows in steps of 2 or 20 MiB at its end
+    retries      where the device has no room for a segment, all segments that are wholly free go back to it, and it is
+                 asked again. If it still has none, the request fails; the model goes on, and counts it
 
-Not modelled: what cuBLAS, NCCL and CUDA itself take, `max_split_size_mb`, garbage collection, and giving segments back
-when the device is full.
+Not modelled: what cuBLAS, NCCL and CUDA itself take, `max_split_size_mb` and garbage collection.
 """
 
 from __future__ import annotations
@@ -85,16 +86,21 @@ class CachingAllocator:
 
     Args:
         expandable: whether segments are expandable.
+        room: bytes that the device has for segments; None if there is no end to them.
     """
 
-    def __init__(self, *, expandable: bool = False) -> None:
+    def __init__(self, *, expandable: bool = False, room: float | None = None) -> None:
         self._expandable = expandable
+        self._room = float("inf") if room is None else room
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._end = 0  # addresses: segments never meet
         self.allocated = 0
         """Bytes of blocks in use."""
         self.reserved = 0
         """Bytes of segments."""
+        self.asked = self.given_back = self.retries = self.failures = 0
+        """How often the device was asked for a segment and given one back; how often it had no room, and how often it
+        still had none once all free segments were given back."""
 
     def allocate(self, nbytes: int, lane: str) -> _Block:
         """A block of at least `nbytes` from the pools of `lane`."""
@@ -148,7 +154,22 @@ class CachingAllocator:
         pool.add(pool.last)
         return pool.last
 
+    def _make_room(self, nbytes: int) -> None:
+        """Give back the segments that are wholly free, since the device has no room for `nbytes` more."""
+        self.retries += 1
+        for pool in self._pools.values():
+            for block in [it for it in pool.blocks.values() if it.before is None and it.after is None]:
+                pool.take(block)
+                self.reserved -= block.nbytes
+                self.given_back += 1
+                if pool.last is block:
+                    pool.last = None
+        self.failures += self.reserved + nbytes > self._room
+
     def _segment(self, pool: _Pool, nbytes: int) -> _Block:
+        if self.reserved + nbytes > self._room:
+            self._make_room(nbytes)
+        self.asked += 1
         block = _Block(self._end, nbytes, pool)
         self._end += 1 << 50 if self._expandable else nbytes
         self.reserved += nbytes
