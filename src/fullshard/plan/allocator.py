@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from fullshard.layout.offsets import align
 from fullshard.tape.tape import HOST, Allocation, Entry, Free, Tape
 
-__all__ = ["AllocatorUse", "CachingAllocator", "allocator_use"]
+__all__ = ["AllocatorUse", "CachingAllocator", "TapeAllocator", "allocator_use"]
 
 _MIB = 1 << 20
 _STEP = 512
@@ -86,7 +86,7 @@ class CachingAllocator:
 
     Args:
         expandable: whether segments are expandable.
-        room: bytes that the device has for segments; None if there is no end to them.
+        room: bytes that the device has for segments that do not expand; None if there is no end to them.
     """
 
     def __init__(self, *, expandable: bool = False, room: float | None = None) -> None:
@@ -162,12 +162,10 @@ class CachingAllocator:
                 pool.take(block)
                 self.reserved -= block.nbytes
                 self.given_back += 1
-                if pool.last is block:
-                    pool.last = None
         self.failures += self.reserved + nbytes > self._room
 
     def _segment(self, pool: _Pool, nbytes: int) -> _Block:
-        if self.reserved + nbytes > self._room:
+        if not self._expandable and self.reserved + nbytes > self._room:
             self._make_room(nbytes)
         self.asked += 1
         block = _Block(self._end, nbytes, pool)
@@ -175,6 +173,25 @@ class CachingAllocator:
         self.reserved += nbytes
         pool.add(block)
         return block
+
+
+class TapeAllocator(CachingAllocator):
+    """The allocator of a tape's accelerator: entries are noted in their order. Arguments are `CachingAllocator`'s."""
+
+    def __init__(self, *, expandable: bool = False, room: float | None = None) -> None:
+        super().__init__(expandable=expandable, room=room)
+        self._held: dict[int, _Block] = {}
+        self.tensors = 0
+        """Bytes of tensors, as they are."""
+
+    def note(self, entry: Entry) -> None:
+        """Allocate or free what `entry` does. The host's memory is not the allocator's."""
+        if isinstance(entry, Allocation) and entry.lane != HOST:
+            self._held[entry.storage] = self.allocate(entry.nbytes, entry.lane)
+            self.tensors += entry.nbytes
+        elif isinstance(entry, Free) and entry.storage in self._held:
+            self.free(self._held.pop(entry.storage))
+            self.tensors -= entry.nbytes
 
 
 def _join(pool: _Pool, first: _Block, second: _Block) -> _Block:
@@ -197,17 +214,11 @@ def allocator_use(tape: Tape, *, since: int = 0, expandable: bool = False) -> Al
             holds nothing else, as after `torch.cuda.empty_cache()`.
         expandable: see `CachingAllocator`.
     """
-    allocator = CachingAllocator(expandable=expandable)
-    held: dict[int, _Block] = {}
-    tensors = most_tensors = most_allocated = 0
+    allocator = TapeAllocator(expandable=expandable)
+    most_tensors = most_allocated = 0
     for entry in (*_alive(tape.entries[:since]), *tape.entries[since:]):
-        if isinstance(entry, Allocation) and entry.lane != HOST:
-            held[entry.storage] = allocator.allocate(entry.nbytes, entry.lane)
-            tensors += entry.nbytes
-            most_tensors, most_allocated = max(most_tensors, tensors), max(most_allocated, allocator.allocated)
-        elif isinstance(entry, Free) and entry.storage in held:
-            allocator.free(held.pop(entry.storage))
-            tensors -= entry.nbytes
+        allocator.note(entry)
+        most_tensors, most_allocated = max(most_tensors, allocator.tensors), max(most_allocated, allocator.allocated)
     return AllocatorUse(most_tensors, most_allocated, allocator.reserved)
 
 

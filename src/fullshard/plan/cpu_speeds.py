@@ -46,7 +46,7 @@ TOKENS = (32, 128, 512)  # that attention is measured with
 OUT_OF_CACHE = 2**28  # bytes
 OWN_CACHE = 2**20  # bytes that a core's own cache has
 LAYERS, WIDE = 4, 256  # of the transformers whose steps are taken
-MISSING_PRODUCTS = ((128, 512, 2048), (128, 2048, 512), (64, 1024, 1024), (16, 1024, 4096))
+MISSING_PRODUCTS = ((64, 512, 2048), (128, 2048, 512), (16, 1024, 4096))
 LARGEST = 2**33  # rows x inner x columns of a product that is worth its time
 PRODUCTS_SHARE, KERNELS_SHARE = 0.45, 0.25  # of the time
 
@@ -117,7 +117,7 @@ def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: 
 
 
 def _product_miss_s(mib: int = 64) -> float:
-    """Seconds of a byte that a product reads or writes and the cache does not have: the mean of some layers.
+    """Seconds of a byte that a product reads or writes and the cache does not have: the median of some layers.
 
     What comes before has gone through more memory than any cache has, and has written it.
     """
@@ -136,7 +136,7 @@ def _product_miss_s(mib: int = 64) -> float:
         return (statistics.median(far_s() for _ in range(7)) - near_s) / nbytes
 
     with torch.no_grad():
-        return max(0.0, statistics.fmean(of(*sizes) for sizes in MISSING_PRODUCTS))
+        return max(0.0, statistics.median(of(*sizes) for sizes in MISSING_PRODUCTS))
 
 
 def _kernels(dtype: torch.dtype, budget_s: float) -> dict[str, list[list[float]]]:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import dry
 from fullshard.errors import ConfigError
-from fullshard.plan.allocator import allocator_use
+from fullshard.plan.allocator import TapeAllocator, allocator_use
 from fullshard.plan.costs import costs_of
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak
@@ -139,14 +139,20 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
     costs = costs_of(hardware, dtype=dtype, ranks=on_host)
     for entry in tape.entries[: begins[-1]]:
         costs.note_before(entry)
+    reserved = allocator_use(tape, since=begins[0]).reserved if has_lanes else process_memory(tape).nbytes
+    memory = None
+    if has_lanes and reserved > hardware.memory_bytes:
+        memory = TapeAllocator(room=hardware.memory_bytes)
+        for entry in tape.entries[: begins[-1]]:
+            memory.note(entry)
     return Prediction(
         hardware=hardware,
         world=world,
         peak=memory_peak(tape, since=begins[0]),
         host_peak=memory_peak(tape, since=begins[0], of_host=True),
         most_by_state=_most_by_state(tape, begins[0]),
-        reserved_bytes=allocator_use(tape, since=begins[0]).reserved if has_lanes else process_memory(tape).nbytes,
-        step=lay_out(step, costs),
+        reserved_bytes=reserved,
+        step=lay_out(step, costs, memory),
         flops=model_flops(step),
         sent_bytes=sum(sum(it.sizes) for it in step if isinstance(it, Collective)),
         dtype=dtype,
