@@ -31,6 +31,8 @@ _USUAL = "aten.add"  # what an operation is like that was not measured
 _MOST_KEPT = 2**25 - 2**12  # bytes: larger blocks glibc gets from the system each time, and gives back at once
 _FIRST_KEPT = 2**17  # the same, before any has been given back
 
+_NEEDED = frozenset(("after_large_s", "cache_bytes", "kernels", "operation_s", "product_miss_s", "products", "unit_s"))
+
 _Sizes = Sequence[Sequence[float]]
 """Of an operation, what was measured for each of some sizes: seconds, bytes read and written, FLOPs."""
 
@@ -189,12 +191,12 @@ class CpuCosts(Costs):
         """Those of so many ranks on a machine that was measured.
 
         Raises:
-            ConfigError: it was not.
+            ConfigError: it was not, or not in all that is needed.
         """
-        if "kernels" not in here.measured:
+        if missing := sorted(_NEEDED - here.measured.keys()):
             raise ConfigError(
-                f"{here.name}: a CPU's costs are measured by operation and size, and its description has none of that. "
-                "Run `fullshard calibrate` there, and take the file that it writes."
+                f"{here.name}: a CPU's costs are measured by operation and size, and its description says nothing of "
+                f"{', '.join(missing)}. Run `fullshard calibrate` there, and take the file that it writes."
             )
         return cls(time=CoreTime(here, ranks=ranks, dtype=dtype), turns=max(1.0, ranks / here.ranks_per_host))
 
