@@ -170,7 +170,9 @@ class _Layout:
         retries, calls = memory.retries, memory.asked + memory.given_back
         memory.note(entry)
         if memory.retries > retries:
-            self._wait(HOST, max((lane.done for lane in self._lanes.values()), key=lambda it: it.time))
+            self._wait(
+                HOST, max((lane.done for lane in self._lanes.values()), key=lambda it: it.time, default=_Point())
+            )
         self.now += self._costs.segment_s * (memory.asked + memory.given_back - calls)
 
     def _run(
