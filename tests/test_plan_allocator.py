@@ -67,6 +67,28 @@ def test_segments_are_of_the_sizes_that_torch_documents():
     assert reserved_for(*[11 * MIB] * 3, expandable=True) == 40 * MIB
 
 
+@given(wishes=requests, room=st.integers(20, 200))
+def test_the_device_has_no_more_than_its_room(wishes, room):
+    """Free segments go back before more than that is asked for; and nothing is asked anew where there is room."""
+    allocator, endless = CachingAllocator(room=room * MIB), CachingAllocator()
+    held, as_many = (blocks_after(it, wishes) for it in (allocator, endless))
+    assert allocator.failures or allocator.reserved <= room * MIB
+    assert allocator.allocated == sum(block.nbytes for block, _, _ in held) <= allocator.reserved
+    if endless.reserved <= room * MIB:
+        assert (allocator.retries, allocator.asked) == (0, endless.asked) and len(held) == len(as_many)
+
+
+def test_segments_that_are_wholly_free_make_room():
+    allocator = CachingAllocator(room=64 * MIB)
+    one, other = (allocator.allocate(30 * MIB, lane) for lane in ("compute", "reduce"))
+    allocator.free(one)
+    allocator.allocate(32 * MIB, "reduce")
+    assert (allocator.retries, allocator.given_back, allocator.failures) == (1, 1, 0)
+    allocator.allocate(30 * MIB, "compute")
+    assert (allocator.retries, allocator.given_back, allocator.failures) == (2, 1, 1)
+    assert not other.is_free
+
+
 def test_a_lane_never_has_memory_of_another():
     allocator = CachingAllocator()
     allocator.free(allocator.allocate(30 * MIB, "compute"))

@@ -1,5 +1,6 @@
 """Times read off a tape: lanes in order, nothing before what it waits for, and no second is lost."""
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -7,12 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fullshard.plan.allocator import TapeAllocator
 from fullshard.plan.costs import Costs
 from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Origin, Phase
-from fullshard.tape.tape import Access, Collective, Entry, Operation, Recorded, Waited
+from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Recorded, Waited
 
 HERE = Origin("blocks.0", Phase.FORWARD)
+MIB = 2**20
 LANES = ("compute", "gather", "reduce")
 COSTS = Costs(
     flops_per_s=1.0,
@@ -85,6 +88,17 @@ def test_the_host_that_waits_asks_for_nothing():
     assert spans(timeline, "compute") == [(1, 10), (11, 12)]
     assert timeline.exposed_s("host") == 9
     assert timeline.host_s == 11
+
+
+@pytest.mark.parametrize(("room", "seconds", "retries"), [(None, 6.0, 0), (64 * MIB, 8.0, 1)])
+def test_segments_are_given_back_when_every_lane_is_done(room, seconds, retries):
+    """Asking for a segment takes a second here, and giving one back another; only the latter waits."""
+    memory = TapeAllocator(room=room)
+    for entry in (Allocation(1, 40 * MIB, "compute", HERE), Free(1, 40 * MIB, "compute", HERE)):
+        memory.note(entry)
+    entries = [work("compute", 5), Allocation(2, 40 * MIB, "gather", HERE)]
+    timeline = lay_out(entries, replace(COSTS, segment_s=1.0), memory)
+    assert (timeline.end, memory.retries) == (seconds, retries)
 
 
 def test_marks_set_before_the_part_that_is_laid_out_have_been_reached():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -113,7 +114,8 @@ class Watch(TorchDispatchMode):
             writes += (self._storages.access(result[0]),)
         writes += tuple(map(self._storages.access, made))
         flops = flops_of(func, args, kwargs, result)
-        dtype = str(next(_tensors(result)).dtype).removeprefix("torch.") if flops else ""
+        told = next(itertools.chain(_tensors(result), written, given)).dtype
+        dtype = str(told).removeprefix("torch.")
         skipped = skipped_flops_of(func, args, kwargs, flops) if flops else 0
         origin, copies = self._tape.origin, name in _COPIES
         crosses = copies and self._crosses(given)

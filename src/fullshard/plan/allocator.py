@@ -10,9 +10,10 @@ torch asks the device for *segments* and cuts *blocks* from them. The rules are 
     splitting    what is left of a block stays free: in the small pool from 512 bytes on, in the large one above 1 MiB
     merging      a block that is freed joins its free neighbours in the segment; segments stay
     expandable   `expandable_segments:True`: one segment a pool, which grows in steps of 2 or 20 MiB at its end
+    retries      where the device has no room for a segment, all segments that are wholly free go back to it, and it is
+                 asked again. If it still has none, the request fails; the model goes on, and counts it
 
-Not modelled: what cuBLAS, NCCL and CUDA itself take, `max_split_size_mb`, garbage collection, and giving segments back
-when the device is full.
+Not modelled: what cuBLAS, NCCL and CUDA itself take, `max_split_size_mb` and garbage collection.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass, field
 from fullshard.layout.offsets import align
 from fullshard.tape.tape import HOST, Allocation, Entry, Free, Tape
 
-__all__ = ["AllocatorUse", "CachingAllocator", "allocator_use"]
+__all__ = ["AllocatorUse", "CachingAllocator", "TapeAllocator", "allocator_use"]
 
 _MIB = 1 << 20
 _STEP = 512
@@ -85,16 +86,21 @@ class CachingAllocator:
 
     Args:
         expandable: whether segments are expandable.
+        room: bytes that the device has for segments that do not expand; None if there is no end to them.
     """
 
-    def __init__(self, *, expandable: bool = False) -> None:
+    def __init__(self, *, expandable: bool = False, room: float | None = None) -> None:
         self._expandable = expandable
+        self._room = float("inf") if room is None else room
         self._pools: dict[tuple[str, bool], _Pool] = {}
         self._end = 0  # addresses: segments never meet
         self.allocated = 0
         """Bytes of blocks in use."""
         self.reserved = 0
         """Bytes of segments."""
+        self.asked = self.given_back = self.retries = self.failures = 0
+        """How often the device was asked for a segment and given one back; how often it had no room, and how often it
+        still had none once all free segments were given back."""
 
     def allocate(self, nbytes: int, lane: str) -> _Block:
         """A block of at least `nbytes` from the pools of `lane`."""
@@ -148,12 +154,44 @@ class CachingAllocator:
         pool.add(pool.last)
         return pool.last
 
+    def _make_room(self, nbytes: int) -> None:
+        """Give back the segments that are wholly free, since the device has no room for `nbytes` more."""
+        self.retries += 1
+        for pool in self._pools.values():
+            for block in [it for it in pool.blocks.values() if it.before is None and it.after is None]:
+                pool.take(block)
+                self.reserved -= block.nbytes
+                self.given_back += 1
+        self.failures += self.reserved + nbytes > self._room
+
     def _segment(self, pool: _Pool, nbytes: int) -> _Block:
+        if not self._expandable and self.reserved + nbytes > self._room:
+            self._make_room(nbytes)
+        self.asked += 1
         block = _Block(self._end, nbytes, pool)
         self._end += 1 << 50 if self._expandable else nbytes
         self.reserved += nbytes
         pool.add(block)
         return block
+
+
+class TapeAllocator(CachingAllocator):
+    """The allocator of a tape's accelerator: entries are noted in their order. Arguments are `CachingAllocator`'s."""
+
+    def __init__(self, *, expandable: bool = False, room: float | None = None) -> None:
+        super().__init__(expandable=expandable, room=room)
+        self._held: dict[int, _Block] = {}
+        self.tensors = 0
+        """Bytes of tensors, as they are."""
+
+    def note(self, entry: Entry) -> None:
+        """Allocate or free what `entry` does. The host's memory is not the allocator's."""
+        if isinstance(entry, Allocation) and entry.lane != HOST:
+            self._held[entry.storage] = self.allocate(entry.nbytes, entry.lane)
+            self.tensors += entry.nbytes
+        elif isinstance(entry, Free) and entry.storage in self._held:
+            self.free(self._held.pop(entry.storage))
+            self.tensors -= entry.nbytes
 
 
 def _join(pool: _Pool, first: _Block, second: _Block) -> _Block:
@@ -176,17 +214,11 @@ def allocator_use(tape: Tape, *, since: int = 0, expandable: bool = False) -> Al
             holds nothing else, as after `torch.cuda.empty_cache()`.
         expandable: see `CachingAllocator`.
     """
-    allocator = CachingAllocator(expandable=expandable)
-    held: dict[int, _Block] = {}
-    tensors = most_tensors = most_allocated = 0
+    allocator = TapeAllocator(expandable=expandable)
+    most_tensors = most_allocated = 0
     for entry in (*_alive(tape.entries[:since]), *tape.entries[since:]):
-        if isinstance(entry, Allocation) and entry.lane != HOST:
-            held[entry.storage] = allocator.allocate(entry.nbytes, entry.lane)
-            tensors += entry.nbytes
-            most_tensors, most_allocated = max(most_tensors, tensors), max(most_allocated, allocator.allocated)
-        elif isinstance(entry, Free) and entry.storage in held:
-            allocator.free(held.pop(entry.storage))
-            tensors -= entry.nbytes
+        allocator.note(entry)
+        most_tensors, most_allocated = max(most_tensors, allocator.tensors), max(most_allocated, allocator.allocated)
     return AllocatorUse(most_tensors, most_allocated, allocator.reserved)
 
 

@@ -85,6 +85,7 @@ class Costs:
         host_s: to ask for an operation.
         host_collective_s: to ask for a collective, with the engine's own work around it.
         host_mark_s: to set a mark, or to let a lane wait for one.
+        segment_s: to ask the device for a segment of memory, or to give one back; assumed.
         host_memory_bytes_per_s: of copies within the host's memory.
         host_link_bytes_per_s: of copies between the host's memory and an accelerator's.
     """
@@ -106,6 +107,7 @@ class Costs:
     host_s: float = 6e-6
     host_collective_s: float = 6e-6
     host_mark_s: float = 1e-6
+    segment_s: float = 1e-3
     host_memory_bytes_per_s: float = 20e9
     host_link_bytes_per_s: float = 55e9
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fullshard.errors import ConfigError
 from fullshard.plan.costs import Costs
+from fullshard.plan.cpu_speeds import OWN_CACHE
 from fullshard.plan.hardware import Hardware
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
 
@@ -26,10 +27,14 @@ __all__ = ["CoreTime", "CpuCosts", "core_seconds", "step_seconds"]
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # a tape has them read, or write, all of a table
 _ALIKE = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
-_OWN_CACHE_BYTES = 2**20  # of a core
 _USUAL = "aten.add"  # what an operation is like that was not measured
 _MOST_KEPT = 2**25 - 2**12  # bytes: larger blocks glibc gets from the system each time, and gives back at once
 _FIRST_KEPT = 2**17  # the same, before any has been given back
+
+_NEEDED = frozenset(("after_large_s", "cache_bytes", "kernels", "operation_s", "product_miss_s", "products", "unit_s"))
+
+_Sizes = Sequence[Sequence[float]]
+"""Of an operation, what was measured for each of some sizes: seconds, bytes read and written, FLOPs."""
 
 
 def step_seconds(
@@ -55,12 +60,10 @@ def core_seconds(
     """Seconds of a core for one rank's step, by what they are for; see `step_seconds`."""
     time = CoreTime(here, ranks=ranks, dtype=dtype)
     for entry in before:
-        time.note(entry)
-    time.spent.clear()
+        time.note_before(entry)
     for entry in entries:
         time.note(entry)
-    units = {it.origin.unit for it in entries if isinstance(it, Operation)}
-    return {**time.spent, "hooks": here.measured["unit_s"] * len(units) if ranks > 1 else 0.0}
+    return time.spent
 
 
 class CoreTime:
@@ -69,14 +72,23 @@ class CoreTime:
     def __init__(self, here: Hardware, *, ranks: int, dtype: str) -> None:
         self.spent: dict[str, float] = {}
         self._speeds: Mapping[str, Any] = here.measured
-        kernels = self._speeds["kernels"]
-        self._kernels: Mapping[str, list[Sequence[float]]] = {**kernels["float32"], **kernels[dtype]}
-        self._cache = _Cache(self._speeds["cache_bytes"] / ranks * (1 if ranks < 2 else 2))
+        by_dtype: Mapping[str, Mapping[str, _Sizes]] = self._speeds["kernels"]
+        usual = {**by_dtype["float32"], **by_dtype[dtype]}
+        self._kernels = defaultdict(lambda: usual, {name: {**usual, **own} for name, own in by_dtype.items()})
+        self._cache = _Cache(self._speeds["cache_bytes"] * min(1.0, here.ranks_per_host / ranks))
         self._heap = _Heap()
         self._after_s = 0.0  # that the next call takes longer
+        self._unit_s: float = self._speeds["unit_s"] if ranks > 1 else 0.0
+        self._begun = set[tuple[int, str]]()  # microbatches of units
 
     def _spend(self, what: str, seconds: float) -> None:
         self.spent[what] = self.spent.get(what, 0.0) + seconds
+
+    def note_before(self, entry: Entry) -> None:
+        """Count nothing: `entry` is on the tape before what is counted."""
+        self.note(entry)
+        self.spent.clear()
+        self._begun.clear()
 
     def note(self, entry: Entry) -> None:
         """Count what `entry` costs."""
@@ -86,19 +98,25 @@ class CoreTime:
             case Free():
                 self._heap.free(entry.storage)
             case Operation():
+                if (begun := (entry.origin.microbatch, entry.origin.unit)) not in self._begun:
+                    self._begun.add(begun)
+                    self._spend("hooks", self._unit_s)
                 self._spend("calls", self._speeds["operation_s"] + self._after_s)
-                large = entry.name in _PRODUCTS and entry.nbytes > _OWN_CACHE_BYTES
-                self._after_s = self._speeds["after_product_s"] if large else 0.0
+                self._after_s = self._speeds["after_large_s"] if entry.nbytes > OWN_CACHE else 0.0
                 read, written = self._missed(entry)
-                name = self._alike(entry)
-                sizes = self._kernels[name]
+                kernels = self._kernels[entry.dtype]
+                name = _alike(entry, kernels)
+                sizes = kernels[name]
                 if len(sizes) > 1 and not entry.flops:  # measured out of the cache, too
                     share = min(1.0, (read + written) / max(1, sum(access.nbytes for access in entry.reads)))
                     near, far = (self._for_bytes(name, it, entry) for it in (sizes[0], sizes[-1]))
                     self._spend(_kind(entry), near + share * (far - near))
                     return
-                self._spend(_kind(entry), self._work_s(entry, name))
-                self._spend("memory", read * self._speeds["read_s"] + written * self._speeds["write_s"])
+                self._spend(_kind(entry), self._work_s(entry, name, sizes))
+                if entry.name in _PRODUCTS:
+                    self._spend("memory", (read + written) * self._speeds["product_miss_s"])
+                else:
+                    self._spend("memory", read * self._speeds["read_s"] + written * self._speeds["write_s"])
             case Collective():  # of routes that a dry run does not look into
                 nbytes = sum(access.nbytes for access in (*entry.reads, *entry.writes))
                 self._spend("copies", nbytes / self._speeds["copy_bytes_per_s"])
@@ -109,22 +127,13 @@ class CoreTime:
         reads = () if of_table else operation.reads
         return sum(map(self._cache.miss, reads)), sum(map(self._cache.miss, operation.writes))
 
-    def _alike(self, operation: Operation) -> str:
-        """The name of the operation that was measured and is most like it."""
-        name = operation.name
-        if name in ("aten.copy_", "aten._to_copy") and (read := _nbytes(operation.reads)) != _nbytes(operation.writes):
-            wider = "aten._to_copy+"
-            return wider if wider in self._kernels and _nbytes(operation.writes) > read else "aten._to_copy"
-        bare = name.rstrip("_")
-        return next((it for it in (name, bare, f"{bare}_", _ALIKE.get(bare, "")) if it in self._kernels), _USUAL)
-
-    def _work_s(self, operation: Operation, name: str) -> float:
+    def _work_s(self, operation: Operation, name: str, sizes: _Sizes) -> float:
         """Seconds of the work itself, of tensors that the cache has."""
         if operation.name in _PRODUCTS:
             return self._product_s(operation)
-        if operation.flops and self._kernels[name][0][3]:
-            return operation.flops * self._for_a_flop(self._kernels[name], operation.flops / operation.nbytes)
-        return self._for_bytes(name, self._kernels[name][0], operation)
+        if operation.flops and sizes[0][3]:
+            return operation.flops * self._for_a_flop(sizes, operation.flops / operation.nbytes)
+        return self._for_bytes(name, sizes[0], operation)
 
     def _for_bytes(self, name: str, measured: Sequence[float], operation: Operation) -> float:
         seconds, read, written, _ = measured
@@ -135,7 +144,7 @@ class CoreTime:
         call_s: float = self._speeds["call_s"]
         return max(0.0, seconds - call_s) / (read + written) * nbytes
 
-    def _for_a_flop(self, measured: Sequence[Sequence[float]], flops_a_byte: float) -> float:
+    def _for_a_flop(self, measured: _Sizes, flops_a_byte: float) -> float:
         """Seconds of a FLOP of attention, which has the more FLOPs for a byte the more tokens there are."""
         points = [
             (math.log(flops / (read + written)), math.log(max(1e-9, seconds - self._speeds["call_s"]) / flops))
@@ -182,18 +191,17 @@ class CpuCosts(Costs):
         """Those of so many ranks on a machine that was measured.
 
         Raises:
-            ConfigError: it was not.
+            ConfigError: it was not, or not in all that is needed.
         """
-        if "kernels" not in here.measured:
+        if missing := sorted(_NEEDED - here.measured.keys()):
             raise ConfigError(
-                f"{here.name}: a CPU's costs are measured by operation and size, and its description has none of that. "
-                "Run `fullshard calibrate` there, and take the file that it writes."
+                f"{here.name}: a CPU's costs are measured by operation and size, and its description says nothing of "
+                f"{', '.join(missing)}. Run `fullshard calibrate` there, and take the file that it writes."
             )
         return cls(time=CoreTime(here, ranks=ranks, dtype=dtype), turns=max(1.0, ranks / here.ranks_per_host))
 
     def note_before(self, entry: Entry) -> None:
-        self.time.note(entry)
-        self.time.spent.clear()
+        self.time.note_before(entry)
 
     def note_memory(self, entry: Allocation | Free) -> None:
         self.time.note(entry)
@@ -210,6 +218,16 @@ class CpuCosts(Costs):
         seconds = sum(self.time.spent.values())
         self.time.spent.clear()
         return self.turns * seconds
+
+
+def _alike(operation: Operation, kernels: Mapping[str, _Sizes]) -> str:
+    """The name of the operation that was measured and is most like it."""
+    name = operation.name
+    if name in ("aten.copy_", "aten._to_copy") and (read := _nbytes(operation.reads)) != _nbytes(operation.writes):
+        wider = "aten._to_copy+"
+        return wider if wider in kernels and _nbytes(operation.writes) > read else "aten._to_copy"
+    bare = name.rstrip("_")
+    return next((it for it in (name, bare, f"{bare}_", _ALIKE.get(bare, "")) if it in kernels), _USUAL)
 
 
 def _kind(operation: Operation) -> str:

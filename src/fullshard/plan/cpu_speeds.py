@@ -1,28 +1,32 @@
 """What a core reaches while all cores of the machine do the same, measured.
 
-    products   FLOP/s of matrix products by dtype and size, of operands that the cache has
+    products   FLOP/s of matrix products by dtype and size, of operands that the cache has; and what a byte of one costs
+               that the cache does not have
     kernels    of other operations, by dtype: seconds for each byte that they write, of tensors that the cache has
     memory     seconds for each byte that comes from or goes to memory behind the caches, beside those
     pages      seconds of a page that is touched first, for each byte of it
-    steps      seconds of an operation, and of a unit's hooks and collectives, beside what is in their bytes
+    steps      what the host's part of an operation takes, of an operation after a large one, and of a unit's hooks
     link       the engine's own collectives, by the clock
 
 Measured is the time of the core, not of the clock, so that other processes on the machine spoil it little. A process
-for each core measures, all of them the same at about the same time: caches and memory are shared as in a step.
+for each core measures, all of them the same at the same time: they share the caches and the memory as in a step.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.comm.wire import PartSums
@@ -31,7 +35,7 @@ from fullshard.plan.operations import counted
 from fullshard.plan.speeds_of_ranks import as_rank, found_by_ranks
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["DIMS", "cpu_speeds"]
+__all__ = ["DIMS", "OWN_CACHE", "cpu_speeds"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DIMS = (16, 64, 256, 1024, 4096)  # rows, inner and columns of products; fewer of them if there is little time
@@ -40,7 +44,9 @@ ROWS, WIDTH = 256, 512  # of the tensors that kernels are measured with, which a
 HEADS, HEAD = 8, 64
 TOKENS = (32, 128, 512)  # that attention is measured with
 OUT_OF_CACHE = 2**28  # bytes
-LAYERS = 4
+OWN_CACHE = 2**20  # bytes that a core's own cache has
+LAYERS, WIDE = 4, 256  # of the transformers whose steps are taken
+MISSING_PRODUCTS = ((64, 512, 2048), (128, 2048, 512), (16, 1024, 4096))
 LARGEST = 2**33  # rows x inner x columns of a product that is worth its time
 PRODUCTS_SHARE, KERNELS_SHARE = 0.45, 0.25  # of the time
 
@@ -68,6 +74,7 @@ def measure(world: int, seconds: float) -> dict[str, Any]:
     return {
         "dims": list(dims),
         "products": products,
+        "product_miss_s": _product_miss_s(),
         "kernels": kernels,
         **_memory(seconds / 100),
         **_steps(seconds / 100),
@@ -82,7 +89,8 @@ def _dims(seconds: float) -> Sequence[int]:
 
 
 def _core_s(call: Call, budget_s: float, least: int = 2) -> float:
-    """Seconds of the core for a call: the median of some, after one that does not count."""
+    """Seconds of the core for a call: the median of some, after one that does not count. All ranks begin together."""
+    dist.barrier()
     call()
     found = [_timed(call, 1)]
     calls = max(1, min(100, int(50e-6 / max(found[0], 1e-7))))
@@ -106,6 +114,29 @@ def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: 
     left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
     out = torch.empty(rows, columns, dtype=dtype)
     return _core_s(lambda: torch.mm(left, right.t(), out=out), budget_s, least=2 if out.numel() < 2**20 else 1)
+
+
+def _product_miss_s(mib: int = 64) -> float:
+    """Seconds of a byte that a product reads or writes and the cache does not have: the median of some layers.
+
+    What comes before has gone through more memory than any cache has, and has written it.
+    """
+    other = torch.zeros(mib * 2**18)
+
+    def of(rows: int, inner: int, columns: int) -> float:
+        layer, tokens = nn.Linear(inner, columns), torch.randn(rows, inner)
+
+        def far_s() -> float:
+            other.add_(1.0)
+            return _timed(lambda: layer(tokens), 1)
+
+        near_s = _core_s(lambda: layer(tokens), 0.0, least=5)
+        dist.barrier()
+        nbytes = 4 * (rows * inner + inner * columns + rows * columns)
+        return (statistics.median(far_s() for _ in range(7)) - near_s) / nbytes
+
+    with torch.no_grad():
+        return max(0.0, statistics.median(of(*sizes) for sizes in MISSING_PRODUCTS))
 
 
 def _kernels(dtype: torch.dtype, budget_s: float) -> dict[str, list[list[float]]]:
@@ -134,9 +165,10 @@ def _attention(dtype: torch.dtype, tokens: int) -> list[Call]:
     ]
 
 
-def _adamw(numel: int) -> Call:
-    param, grad, mean, square = ([torch.zeros(numel)] for _ in range(4))
-    steps = [torch.ones(())]
+def _adamw(numel: int, count: int = 1) -> Call:
+    """Of so many parameters."""
+    param, grad, mean, square = ([torch.full((numel,), 1e-3) for _ in range(count)] for _ in range(4))
+    steps = [torch.ones(()) for _ in range(count)]
 
     def step() -> None:
         torch._fused_adamw_(
@@ -196,7 +228,7 @@ def _calls(dtype: torch.dtype) -> list[Call]:
     for tokens in TOKENS:
         calls += _attention(dtype, tokens)
     if dtype is torch.float32:
-        calls += [_adamw(ROWS * WIDTH), _adamw(OUT_OF_CACHE // 16)]
+        calls += [_adamw(ROWS * WIDTH), _adamw(ROWS * WIDTH, OUT_OF_CACHE // 16 // ROWS // WIDTH)]
     else:
         calls.append(lambda: a.to(other))
     return calls
@@ -227,46 +259,76 @@ def _memory(budget_s: float, mib: int = 64) -> dict[str, float]:
 
 def _cache_bytes(budget_s: float) -> int:
     """The largest size of which a sum is no slower by half than of a small one."""
-    near = torch.ones(2**18)
-    base_s, size = _core_s(near.sum, budget_s / 4) / near.nbytes, near.nbytes
-    while size < 2**28:
-        tensor = torch.ones(size // 2)  # twice as large, in float32
-        if _core_s(tensor.sum, budget_s / 4) / tensor.nbytes > 1.5 * base_s:
-            break
-        size = tensor.nbytes
-    return size
+    sizes = tuple(1 << power for power in range(20, 29))
+    taken: list[float] = [_core_s(torch.ones(size // 4).sum, budget_s / 4) / size for size in sizes]
+    fitting = itertools.takewhile(lambda place: taken[place] <= 1.5 * taken[0], range(len(sizes)))
+    return sizes[max(fitting)]
 
 
 def _steps(budget_s: float) -> dict[str, float]:
-    """Seconds of an operation beside its bytes, and of what a unit adds to a step beside copies of its parameters.
+    """The host's part of steps of a transformer, plain and sharded over the ranks: all but the work of its operations.
 
-    Of the steps of a transformer that is too small for bytes to count, as it is and sharded over the ranks.
+    Of one that is too small for anything to leave the core's own cache, and of one whose operations empty it, so that
+    the interpreter's next lines have to come from further away.
     """
-    plain, sharded = _small_step(), _small_step(shard=fully_shard)
-    operations = len(counted(plain))
-    rounds = max(3, round(budget_s / 0.015))  # as many on all ranks
-    plain_s, sharded_s = (statistics.median(_whole_s(step, 5) for _ in range(rounds)) for step in (plain, sharded))
+    rounds = max(3, round(budget_s / 0.03))  # as many on all ranks
+    near, far, sharded = (_HostPart.of(*it, rounds=rounds) for it in ((16, 4), (WIDE, ROWS), (WIDE, ROWS, fully_shard)))
+    operation_s = near.seconds / near.operations
+    after_s = max(0.0, far.seconds - far.operations * operation_s) / far.large
+    unit_s = sharded.seconds - sharded.operations * operation_s - sharded.large * after_s
     one = torch.ones(1)
     return {
         "call_s": _core_s(lambda: one.mul_(1.0), budget_s / 4),
-        "operation_s": plain_s / operations,
-        "unit_s": max(0.0, sharded_s - plain_s) / (1 + LAYERS),
-        "after_product_s": _after_product_s(budget_s),
+        "operation_s": operation_s,
+        "after_large_s": after_s,
+        "unit_s": max(0.0, unit_s) / (1 + LAYERS),
     }
 
 
-def _after_product_s(budget_s: float) -> float:
-    """What a call takes longer after a product that has filled the core's own cache, than after a small one."""
-    left, right = torch.ones(64, 2048), torch.ones(2048, 1024)
-    small, layer = torch.ones(4, 16), nn.Linear(16, 16)
-    taken: list[list[float]] = [[], []]
-    end = time.perf_counter() + 2 * budget_s
-    while time.perf_counter() < end or len(taken[0]) < 20:
-        for found, inner in zip(taken, (1, 2048), strict=True):
-            torch.mm(left[:, :inner], right[:inner])
-            found.append(_timed(lambda: layer(small), 1))
-    near, after = map(statistics.median, taken)
-    return max(0.0, after - near)
+@dataclass(frozen=True)
+class _HostPart:
+    """Seconds of the core in a step beside the work of its operations, and how many these are, small and large."""
+
+    seconds: float
+    operations: int
+    large: int  # that go through more bytes than the core's own cache has
+
+    @classmethod
+    def of(
+        cls, width: int, tokens: int, shard: Callable[[nn.Module], object] = lambda module: None, *, rounds: int
+    ) -> _HostPart:
+        step = _step(width, tokens, shard)
+        operations = counted(step)
+        dist.barrier()
+        step_s = statistics.median(_whole_s(step) for _ in range(rounds))
+        work_s = statistics.median(_Working.of(step) for _ in range(rounds))
+        return cls(step_s - work_s, len(operations), sum(it.nbytes > OWN_CACHE for it in operations))
+
+
+class _Working(TorchDispatchMode):
+    """Adds up seconds of the core that operations take beyond what a call of a tiny one takes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seconds: float = 0.0
+        self.call_s: float = 0.0
+
+    @classmethod
+    def of(cls, step: Call) -> float:
+        one = torch.ones(1)
+        working = cls()
+        with working:
+            for _ in range(20):
+                one.mul_(1.0)
+            working.call_s, working.seconds = working.seconds / 20, 0.0
+            step()
+        return working.seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        start = time.thread_time()
+        result = func(*args, **(kwargs or {}))
+        self.seconds += max(0.0, time.thread_time() - start - self.call_s)
+        return result
 
 
 def _link(world: int, mib: int = 32) -> dict[str, float]:
@@ -308,13 +370,15 @@ def _median_of(call: Call) -> float:
     return statistics.median(found[2:])
 
 
-def _small_step(shard: Callable[[nn.Module], object] = lambda module: None) -> Call:
-    layers = [nn.TransformerEncoderLayer(16, 1, 32, 0.0, batch_first=True, norm_first=True) for _ in range(LAYERS)]
+def _step(width: int, tokens: int, shard: Callable[[nn.Module], object]) -> Call:
+    layers = [
+        nn.TransformerEncoderLayer(width, 1, 4 * width, 0.0, batch_first=True, norm_first=True) for _ in range(LAYERS)
+    ]
     model = nn.Sequential(*layers)
     for module in (*model, model):
         shard(module)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    batch = torch.randn(1, 4, 16)
+    batch = torch.randn(1, tokens, width)
 
     def step() -> None:
         model(batch).mean().backward()
@@ -326,12 +390,11 @@ def _small_step(shard: Callable[[nn.Module], object] = lambda module: None) -> C
     return step
 
 
-def _whole_s(call: Call, calls: int) -> float:
+def _whole_s(call: Call) -> float:
     """Seconds of the core for a call, of all threads of this process."""
     start = time.process_time()
-    for _ in range(calls):
-        call()
-    return (time.process_time() - start) / calls
+    call()
+    return time.process_time() - start
 
 
 def main(folder: str, world: str, rank: str, seconds: str) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard import dry
 from fullshard.errors import ConfigError
-from fullshard.plan.allocator import allocator_use
+from fullshard.plan.allocator import TapeAllocator, allocator_use
 from fullshard.plan.costs import costs_of
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak
@@ -143,6 +143,11 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
         reserved_bytes = allocator_use(tape, since=begins[0]).reserved
     else:
         reserved_bytes = process_memory(tape, threshold=threshold_set()).nbytes
+    memory = None
+    if has_lanes and reserved_bytes > hardware.memory_bytes:
+        memory = TapeAllocator(room=hardware.memory_bytes)
+        for entry in tape.entries[: begins[-1]]:
+            memory.note(entry)
     return Prediction(
         hardware=hardware,
         world=world,
@@ -150,7 +155,7 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
         host_peak=memory_peak(tape, since=begins[0], of_host=True),
         most_by_state=_most_by_state(tape, begins[0]),
         reserved_bytes=reserved_bytes,
-        step=lay_out(step, costs),
+        step=lay_out(step, costs, memory),
         flops=model_flops(step),
         sent_bytes=sum(sum(it.sizes) for it in step if isinstance(it, Collective)),
         dtype=dtype,

@@ -164,6 +164,6 @@ def compute_dtype(entries: Iterable[Entry]) -> str:
     """The dtype in which most FLOPs are done."""
     flops = Counter[str]()
     for entry in entries:
-        if isinstance(entry, Operation) and entry.dtype:
+        if isinstance(entry, Operation) and entry.flops:
             flops[entry.dtype] += entry.flops
     return max(flops, key=lambda dtype: flops[dtype], default="float32")

@@ -19,6 +19,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from fullshard.plan.allocator import TapeAllocator
 from fullshard.plan.costs import Costs
 from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Operation, Recorded, Waited
 
@@ -92,12 +93,14 @@ class Timeline:
         return dict(sorted(found.items(), key=lambda it: -it[1]))
 
 
-def lay_out(entries: Iterable[Entry], costs: Costs | None = None) -> Timeline:
+def lay_out(entries: Iterable[Entry], costs: Costs | None = None, memory: TapeAllocator | None = None) -> Timeline:
     """`entries` of a tape laid out on a machine of these costs, beginning when all of it is idle.
 
-    A part of a tape will do: marks that were set before it have been reached.
+    A part of a tape will do: marks that were set before it have been reached. With `memory`, which has noted what came
+    before, each segment that is asked for or given back takes the host time. Where some have to be given back to make
+    room, the host waits first until every lane is done, as `cudaFree` does.
     """
-    layout = _Layout(costs or Costs())
+    layout = _Layout(costs or Costs(), memory)
     for entry in entries:
         layout.place(entry)
     return Timeline(layout.placed, layout.stalls, layout.now)
@@ -125,7 +128,8 @@ class _LaneState:
 
 
 class _Layout:
-    def __init__(self, costs: Costs) -> None:
+    def __init__(self, costs: Costs, memory: TapeAllocator | None) -> None:
+        self._memory = memory
         self.placed: list[Placed] = []
         self.stalls: list[Stall] = []
         self.now = 0.0  # the host's
@@ -139,6 +143,8 @@ class _Layout:
         match entry:
             case Allocation() | Free():
                 self._costs.note_memory(entry)
+                if self._memory is not None:
+                    self._ask(self._memory, entry)
             case Operation() if entry.lane == HOST:
                 begun = self.now
                 self.now += self._costs.host_s + entry.nbytes / self._costs.host_memory_bytes_per_s
@@ -158,6 +164,16 @@ class _Layout:
             case Waited():
                 self.now += self._costs.host_mark_s
                 self._wait(entry.lane, self._marks.get(entry.mark, _Point()))
+
+    def _ask(self, memory: TapeAllocator, entry: Allocation | Free) -> None:
+        """Allocate or free, with what the device has to do for it."""
+        retries, calls = memory.retries, memory.asked + memory.given_back
+        memory.note(entry)
+        if memory.retries > retries:
+            self._wait(
+                HOST, max((lane.done for lane in self._lanes.values()), key=lambda it: it.time, default=_Point())
+            )
+        self.now += self._costs.segment_s * (memory.asked + memory.given_back - calls)
 
     def _run(
         self, entry: Operation | Collective, seconds: float, communicator: _Point, beside: float | None = None

@@ -99,7 +99,7 @@ class Sketch:
         """Of most products of matrices."""
         flops = Counter[str]()
         for entry in self.tapes[0].one:
-            if isinstance(entry, Operation) and entry.dtype:
+            if isinstance(entry, Operation) and entry.flops:
                 flops[entry.dtype] += entry.flops
         return max(flops, key=lambda dtype: flops[dtype], default="float32")
 

@@ -39,8 +39,8 @@ class Access:
 class Operation:
     """An operation of torch's on a lane: what it reads and writes, and the floating-point operations it takes.
 
-    `copies` tells whether it moves values and computes none. `dtype` is that of what products of matrices give, such as
-    "bfloat16"; empty for other operations. `flops` are those of the formula, and `skipped_flops` those of them that a
+    `copies` tells whether it moves values and computes none. `dtype` is that of what it gives, such as "bfloat16".
+    `flops` are those of the formula, and `skipped_flops` those of them that a
     kernel need not do: attention under a causal mask leaves out the blocks above the diagonal. `crosses` tells whether
     it copies between the memory of the host and that of an accelerator.
     """
