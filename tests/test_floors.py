@@ -73,7 +73,21 @@ ROOMS: dict[str, list[str] | None] = {
     "fully_shard": None,
     "wrapper": None,
     "plan": None,  # which shards a model to measure what that costs
-    "report": ["run", "figures", "rules", "causes"],
+    "report": [
+        "run",
+        "figures",
+        "rules",
+        "causes",
+        "usage",
+        "steps",
+        "memory_watch",
+        "running_out",
+        "facts",
+        "rank_file",
+        "reading",
+        "writing",
+        "recording",
+    ],
     # what users import, made of all that is above
     PUBLIC: None,
     # edges: nothing above imports these
