@@ -70,14 +70,16 @@ class Figures:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._later = run.steps > 1 if (run.steps > 1).any() else run.steps > 0
+        known = ~np.isnan(run.parts_s).any((0, 2))  # by all ranks: one of them may be a step ahead, or gone
+        later = known & (run.steps > 1)
+        self._later = later if later.any() else known
         self.step_s: Seconds = run.step_s[:, self._later].mean(0)
         """A step, as the mean of the ranks; shape (steps,)."""
 
     @property
     def tells_time(self) -> bool:
         """True if there are steps enough to say something of time."""
-        return len(self.step_s) >= ENOUGH_STEPS
+        return self.step_s.size >= ENOUGH_STEPS
 
     def of(self, part: str) -> Seconds:
         """Seconds of one of `PARTS`; shape (ranks, steps)."""
@@ -85,7 +87,8 @@ class Figures:
 
     def later(self, values: NDArray[np.float64] | None) -> Seconds | None:
         """What was recorded by rank and step, without the first step; None if it was not."""
-        return None if values is None or np.isnan(values).any() else values[:, self._later]
+        later = None if values is None else values[:, self._later]
+        return None if later is None or np.isnan(later).any() else later
 
     @cached_property
     def computes(self) -> Seconds:
@@ -172,6 +175,11 @@ class Figures:
     def moving_s(self) -> float:
         """Seconds a step in which units' collectives are on the way, and no rank is late."""
         return self.wire_share * sum(it.gather_s + it.reduce_s for it in self.run.units)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of the median step that wait for the wire."""
+        return self.waits.usual * self.usual_step_s
 
     @property
     def reached_gb_s(self) -> float:

@@ -15,7 +15,18 @@ from fullshard.device.lanes import LANES
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import ShardSpec
 from fullshard.report.rank_file import lines_in, rank_files
-from fullshard.report.run import PARTS, HostWait, Memory, RankFacts, Run, Shard, Span, TensorHeld, UnitTimes
+from fullshard.report.run import (
+    PARTS,
+    HostWait,
+    Memory,
+    OutOfMemory,
+    RankFacts,
+    Run,
+    Shard,
+    Span,
+    TensorHeld,
+    UnitTimes,
+)
 from fullshard.report.steps import WATCHED_STEP, UnitCounts
 
 __all__ = ["is_recorded", "read_run"]
@@ -37,6 +48,7 @@ class _Rank:
     model: dict[str, Any] = field(default_factory=dict)
     units: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    out_of_memory: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     told: dict[int, dict[str, float | None]] = field(default_factory=dict)
     spans: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -52,7 +64,7 @@ class _Rank:
                 rank.told.setdefault(line["n"], {}).update(line["v"])
             elif kind == "spans":
                 rank.spans[line["n"]] = line
-            elif kind in ("start", "model", "units", "memory"):
+            elif kind in ("start", "model", "units", "memory", "out_of_memory"):
                 setattr(rank, kind, line)
         return rank
 
@@ -103,6 +115,7 @@ def read_run(folder: Path) -> Run:
         starved_s=None if np.isnan(starved).all() else starved,
         output_nbytes=first.model.get("output_nbytes", 0),
         host_waits=_host_waits(ranks),
+        out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
         links_gb_s=links if all(links) else (),
     )
 
@@ -213,6 +226,11 @@ def _memory(rank: _Rank, step_s: NDArray[np.float64]) -> Memory | None:
         held=max(0, held - int(sums.sum(axis=0).max(initial=0))),
         limit=rank.start["limit"],
     )
+
+
+def _out_of_memory(line: Mapping[str, Any]) -> OutOfMemory:
+    largest = tuple(TensorHeld(**it) for it in line["largest"])
+    return OutOfMemory(**{**line, "largest": largest, "would_fit": tuple(line["would_fit"])})
 
 
 def _shard(line: Mapping[str, Any]) -> Shard:

@@ -28,6 +28,7 @@ from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shard
 from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
 from fullshard.report.run import PARTS
+from fullshard.report.running_out import MemoryGuard, holders_said, is_out_of_memory
 from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts
 from fullshard.report.usage import usage_of
 from fullshard.report.writing import write_report
@@ -118,6 +119,7 @@ class RunReport:
         self._output_nbytes = 0
         self._told: dict[int, dict[str, float | Tensor]] = {}  # by step: not read yet
         self._is_open = True
+        self._guard = MemoryGuard(model, self._optimizers, self._device)
         self._file = RankFile(path_of(path, self._rank), goes_on=first_step > 1)
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self._world))
         self._file.add(
@@ -218,6 +220,8 @@ class RunReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and is_out_of_memory(error):
+            self._tell_memory(error)
         self.close()
 
     # -- what the engine says -----------------------------------------------------------------------------------------
@@ -241,6 +245,8 @@ class RunReport:
     def _seen(self, event: Event) -> None:
         if self._watch is not None:
             self._watch.note_event(event)
+        if self._guard.is_near():
+            self._tell_memory()
 
     def _before_step(self, number: int) -> None:
         if number - self._first_step + 1 == WATCHED_STEP and self._rank == 0 and can_be_watched(self._model):
@@ -272,6 +278,24 @@ class RunReport:
         if time.monotonic() > self._units_due:
             self._write_units()
             self._file.flush()
+
+    def _tell_memory(self, error: BaseException | None = None) -> None:
+        """Write the page of a run that is out of memory, or will be soon; the error, if there is one, names it."""
+        state = self._guard.state(self._rank, self._steps.origin, error)
+        self._file.add("out_of_memory", **asdict(state))
+        self._file.flush()
+        try:
+            self.page = write_report(self.path)
+        except Exception:  # there may be no memory for it: the record tells
+            _log.warning("rank %d: no page was written for %s", self._rank, self.path, exc_info=True)
+        what = "is out of memory" if error is not None else "is about to run out of memory"
+        said = (
+            f"rank {self._rank} {what} in {state.where}. It holds {holders_said(state)}. See {self.page or self.path}"
+        )
+        if error is None:
+            _log.warning(said)
+        else:
+            error.add_note(said)
 
     # -- lines --------------------------------------------------------------------------------------------------------
 

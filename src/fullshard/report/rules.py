@@ -205,7 +205,7 @@ def _has_small_messages(figures: Figures) -> bool:
         return False
     if run.link_gb_s is None:
         return figures.moved_bytes / count < _NO_SMALL_NBYTES / 10
-    return figures.moved_bytes / run.link_gb_s / 1e9 < _FEW_MOVING * figures.moving_s
+    return figures.moved_bytes / run.link_gb_s / 1e9 < _FEW_MOVING * figures.waited_s
 
 
 def _never_prefetches(figures: Figures) -> bool:
@@ -267,7 +267,7 @@ def units_too_small(figures: Figures, rule: Rule) -> Finding | None:
     lost, count = figures.waits.usual, figures.collectives
     said = (
         f"{percent(lost)} of a step waits for {count:.0f} collectives of {amount(figures.moved_bytes / count)} each: "
-        f"{milliseconds(figures.moving_s / count)} apiece, most of it to start."
+        f"{milliseconds(figures.waited_s / count)} apiece, most of it to start."
     )
     return rule.found(said, "Make larger units: several blocks as one, `fully_shard([a, b])`.", lost=lost)
 
