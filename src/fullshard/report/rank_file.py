@@ -9,6 +9,7 @@
 | `units` | what each unit's collectives have come to since the third step: the last such line counts |
 | `spans` | what the lanes did in one step: at steps whose number is a power of two |
 | `memory` | the step that was watched, by the first rank |
+| `what_ifs` | what other settings are simulated to gain |
 | `out_of_memory` | who held what when memory was out, or nearly |
 | `end` | the recording was closed |
 

@@ -26,6 +26,7 @@ from fullshard.report.run import (
     Span,
     TensorHeld,
     UnitTimes,
+    WhatIf,
 )
 from fullshard.report.steps import WATCHED_STEP, UnitCounts
 
@@ -49,6 +50,7 @@ class _Rank:
     units: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
     out_of_memory: dict[str, Any] = field(default_factory=dict)
+    what_ifs: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     told: dict[int, dict[str, float | None]] = field(default_factory=dict)
     spans: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -64,7 +66,7 @@ class _Rank:
                 rank.told.setdefault(line["n"], {}).update(line["v"])
             elif kind == "spans":
                 rank.spans[line["n"]] = line
-            elif kind in ("start", "model", "units", "memory", "out_of_memory"):
+            elif kind in ("start", "model", "units", "memory", "out_of_memory", "what_ifs"):
                 setattr(rank, kind, line)
         return rank
 
@@ -115,6 +117,7 @@ def read_run(folder: Path) -> Run:
         starved_s=None if np.isnan(starved).all() else starved,
         output_nbytes=first.model.get("output_nbytes", 0),
         host_waits=_host_waits(ranks),
+        what_ifs=tuple(WhatIf(**it) for it in first.what_ifs.get("v", ())),
         out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
         links_gb_s=links if all(links) else (),
     )

@@ -27,7 +27,7 @@ from fullshard.plan.memory_used import memory_for_a_rank
 from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shards_of, strategy_of, units_of
 from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
-from fullshard.report.run import PARTS
+from fullshard.report.run import PARTS, WhatIf
 from fullshard.report.running_out import MemoryGuard, holders_said, is_out_of_memory
 from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts
 from fullshard.report.usage import usage_of
@@ -194,6 +194,10 @@ class RunReport:
     def expect_memory(self, turns: Sequence[tuple[str, int]]) -> None:
         """Let the page show a predicted curve beside the measured one: labels and sums of a tape's `memory_turns`."""
         self._predicted = turns
+
+    def tell_what_ifs(self, what_ifs: Sequence[WhatIf]) -> None:
+        """Let the page show what other settings are simulated to gain."""
+        self._file.add("what_ifs", v=[asdict(it) for it in what_ifs])
 
     def close(self) -> Path | None:
         """Record no more, and on the first rank write the page: its path. On other ranks None."""

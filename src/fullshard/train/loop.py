@@ -39,6 +39,7 @@ from fullshard.train.sharding import ShardedGPT, dtype_of, optimizer_of, sharded
 from fullshard.train.stopping import PREEMPTED, StopRequest, heeding_sigterm
 from fullshard.train.stopwatch import Stopwatch
 from fullshard.train.text import Text, TextSource, training_batch, write_text
+from fullshard.train.what_ifs import simulate_changes
 from fullshard.versions import versions
 
 __all__ = ["Trained", "Trainer", "train"]
@@ -121,6 +122,8 @@ class Trainer:
         self.foresee()
         with self.recording(done):
             code = self.take_steps(done, stop)
+            if code == 0:
+                self.ask_what_if()
         if self.record is not None and self.record.page is not None:
             self.display.show_page(self.record.page)
         return code
@@ -136,6 +139,15 @@ class Trainer:
         if self.forecast is not None:
             self.record.expect_memory(self.forecast.turns)
         return self.record
+
+    def ask_what_if(self) -> None:
+        """Have the page say what other settings would have gained, in a run that was predicted."""
+        if self.record is None or self.foresight is None:
+            return
+        try:
+            self.record.tell_what_ifs(simulate_changes(self.settings, self.rank, str(self.folder.path)))
+        except ConfigError as error:
+            self.display.show_problem(str(error))
 
     def doing(self, what: str) -> AbstractContextManager[object]:
         """A context whose time the record takes for `what`."""
