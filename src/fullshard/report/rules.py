@@ -109,20 +109,19 @@ def unequal_work(figures: Figures, rule: Rule) -> Finding | None:
     return rule.found(said, "Give all ranks the same number of tokens: sort rows by length, or pack them.", lost=lost)
 
 
-def _for_equal_work(figures: Figures) -> NDArray[np.float64]:
-    """Seconds that each rank computes, less what it computes for having more to do; shape (ranks, steps)."""
+def _has_more_to_do(figures: Figures, place: int) -> bool:
+    """Whether a rank is given more than the others are, so that it may well take longer."""
     work = figures.later(figures.run.work)
-    if work is None or (work <= 0).any():
-        return figures.computes
-    scaled: NDArray[np.float64] = figures.computes * (work.mean(0) / work)
-    return scaled
+    return work is not None and bool(work[place].mean() > 1.02 * np.median(np.delete(work.mean(1), place)))
 
 
 def _slow_host(figures: Figures, least: float) -> tuple[str, Late] | None:
     """The host of which each rank takes longer than the fastest of another."""
-    hosts, seconds = figures.hosts(), _for_equal_work(figures)
-    late = figures.late(np.stack([seconds[list(places)].min(0) for places in hosts.values()]), least)
-    return None if late is None else (list(hosts)[late.latest], late)
+    hosts = figures.hosts()
+    late = figures.late(np.stack([figures.computes[list(places)].min(0) for places in hosts.values()]), least)
+    if late is None or all(_has_more_to_do(figures, it) for it in list(hosts.values())[late.latest]):
+        return None
+    return list(hosts)[late.latest], late
 
 
 @rule("slow host", least=0.10, why="clocks of equal machines differ by 1 to 3 %, of a faulty one by 10 and more")
@@ -141,9 +140,10 @@ def slow_host(figures: Figures, rule: Rule) -> Finding | None:
 
 @rule("throttled rank", least=0.10, why="clocks of equal devices differ by 1 to 3 %, of a throttled one by 10 and more")
 def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
-    late = figures.late(_for_equal_work(figures), rule.least)
-    host = _slow_host(figures, rule.least)
-    if late is None or (host is not None and set(late.ranks) <= set(figures.hosts()[host[0]])):
+    late, host = figures.late(figures.computes, rule.least), _slow_host(figures, rule.least)
+    if late is None or _has_more_to_do(figures, late.latest):
+        return None
+    if host is not None and set(late.ranks) <= set(figures.hosts()[host[0]]):
         return None
     who = figures.ranks_said(late.ranks)
     said = (
