@@ -28,10 +28,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint as recomputing
 
-import fullshard
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard.checkpoint import save
 from fullshard.comm.collectives import Collectives
 from fullshard.report import recording  # to give it little memory
 from fullshard.report.causes import find_causes, verdict
@@ -39,6 +40,7 @@ from fullshard.report.reading import read_run
 from fullshard.report.recording import report
 from fullshard.report.run import Finding, Run
 from fullshard.testing import run_ranks
+from fullshard.wrap import ModuleWrapPolicy
 
 MB = 1_000_000
 WIDTH = 64
@@ -158,6 +160,12 @@ def each_block(model: Model, **options: Any) -> nn.Module:
     return fully_shard(model, **options)
 
 
+def in_replicas(model: Model) -> nn.Module:
+    return each_block(
+        model, strategy="hsdp", mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    )
+
+
 def under(strategy: str) -> Callable[[Model], nn.Module]:
     return lambda model: each_block(model, strategy=strategy)
 
@@ -171,7 +179,7 @@ def each_layer(model: Model) -> nn.Module:
 
 def never_ahead(model: Model) -> nn.Module:
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=fullshard.wrap.ModuleWrapPolicy({Block}), backward_prefetch=None, forward_prefetch=False
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), backward_prefetch=None, forward_prefetch=False
     )
 
 
@@ -238,9 +246,7 @@ def log_every_step(loop: Loop) -> None:
 def save_often(loop: Loop) -> None:
     if loop.step % 3 == 2:
         with patch("os.fsync", lambda _: time.sleep(0.1)):  # a disk that takes its time
-            fullshard.checkpoint.save(
-                loop.folder / "checkpoints", model=loop.model, optimizer=loop.optimizer, step=loop.step
-            )
+            save(loop.folder / "checkpoints", model=loop.model, optimizer=loop.optimizer, step=loop.step)
 
 
 def keep_tensors(loop: Loop) -> None:
@@ -396,7 +402,7 @@ HEALTHY = (
     Plant(title="zero2", shard=under("zero2")),
     Plant(title="zero1", shard=under("zero1")),
     Plant(title="ddp", shard=under("ddp")),
-    Plant(title="hsdp", shard=under("hsdp")),
+    Plant(title="hsdp, 4 ranks", shard=in_replicas, world=4, forward_s=0.012, steps=8),
     Plant(title="3 ranks", world=3),
     Plant(title="4 ranks", world=4, forward_s=0.012, steps=8),
     Plant(title="1 rank", world=1),
