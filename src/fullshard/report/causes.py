@@ -32,9 +32,10 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
         return _out_of_memory(run, findings)
     if findings:
         first = findings[0]
-        step = milliseconds(figures.usual_step_s)
-        gain = "" if first.gain_s is None else f" Simulated gain: {milliseconds(first.gain_s)} of {step}."
-        return f"{first.said} {first.change}{gain}"
+        said = f"{first.said} {first.change}"
+        if first.gain_s is not None and figures.tells_time:
+            said += f" Simulated gain: {milliseconds(first.gain_s)} of {milliseconds(figures.usual_step_s)}."
+        return said
     if not figures.tells_time:
         return (
             f"{run.step_s.shape[1]} steps were recorded; from {ENOUGH_STEPS + 1} on, causes of lost time can be told."
