@@ -67,11 +67,6 @@
     name: "step", nameLocation: "middle", nameGap: 26, ...more,
     axisLabel: { color: color("soft"), fontSize: 12, hideOverlap: true, showMinLabel: true, showMaxLabel: false, ...more.axisLabel },
   });
-  const legend = (more = {}) => ({
-    type: "scroll", top: 0, left: 0, itemWidth: 12, itemHeight: 12, itemGap: 16, icon: "roundRect",
-    textStyle: { color: color("soft"), fontSize: 12 }, pageTextStyle: { color: color("soft") },
-    pageIconColor: color("text"), pageIconInactiveColor: color("line"), ...more,
-  });
   const whole = () => ({
     animation: false,
     textStyle: { fontFamily: getComputedStyle(document.body).fontFamily },
@@ -128,8 +123,8 @@
     const { at, each, parts } = run.over_steps;
     const there = PARTS.filter((it) => parts[it].some((value) => value > 0));
     return {
-      legend: legend(),
-      grid: { left: 8, right: 16, top: 40, bottom: 26, containLabel: true },
+      legend: { show: false },
+      grid: { left: 8, right: 16, top: 12, bottom: 26, containLabel: true },
       xAxis: steps(at),
       yAxis: times(),
       tooltip: pointed((found) => tip(stepName(at[found[0].dataIndex], each), [
@@ -154,7 +149,7 @@
     const ranks = chosenRanks();
     const used = lanes.map((_, lane) => ranks.some((it) => it.lane.includes(lane)));
     const shown = lanes.map((_, lane) => lane).filter((lane) => used[lane]);
-    const rows = ranks.flatMap((it) => shown.map((lane) => ranks.length > 1 ? `rank ${it.rank}, ${lanes[lane]}` : lanes[lane]));
+    const rows = ranks.flatMap((it) => shown.map((lane) => ranks.length > 1 ? `${narrow(box) ? "" : "rank "}${it.rank}, ${lanes[lane]}` : lanes[lane]));
     const data = [];
     ranks.forEach((it, place) => it.lane.forEach((lane, at) => {
       data.push([place * shown.length + shown.indexOf(lane), it.start_us[at] / 1e6, (it.start_us[at] + it.took_us[at]) / 1e6, it.name[at], it.unit[at]]);
@@ -208,10 +203,10 @@
     const rows = run.units.rows.filter((it) => it.gather_s || it.reduce_s);
     const series = [["gathers, exposed", "gather", "gather_exposed_s", "g"], ["gathers, hidden", "gather", "gather_s", "g"],
       ["reductions, exposed", "reduce", "reduce_exposed_s", "r"], ["reductions, hidden", "reduce", "reduce_s", "r"]];
-    box.style.height = `${74 + 28 * rows.length}px`;
+    box.style.height = `${44 + 28 * rows.length}px`;
     return {
-      legend: legend(),
-      grid: { left: 8, right: 16, top: 38, bottom: 8, containLabel: true },
+      legend: { show: false },
+      grid: { left: 8, right: 16, top: 10, bottom: 8, containLabel: true },
       xAxis: times(),
       yAxis: names(rows.map((it) => unit(it.fqn)), { inverse: true, axisLine: { show: false }, axisLabel: { formatter: (it) => short(it, narrow(box) ? 16 : 34) } }),
       tooltip: pointed((found) => {
@@ -237,6 +232,7 @@
       stack: "all", step: "end", symbol: "none", areaStyle: { color: stateColor(it), opacity: 0.92 }, lineStyle: { width: 0 },
     }));
     series.push(line("all tensors", pairs(at, total), color("text"), {
+      keyless: true,
       step: "end", symbol: "none", lineStyle: { width: 0 }, tooltip: { show: false },
       markPoint: {
         symbol: "circle", symbolSize: 9, itemStyle: { color: color("text"), borderColor: color("card"), borderWidth: 2 }, silent: true,
@@ -250,8 +246,8 @@
     }));
     if (predicted) series.push(line("predicted", pairs(at, predicted), color("text"), { step: "end", symbol: "none", lineStyle: { width: 1.5, type: [5, 4], color: color("text") } }));
     return {
-      legend: legend({ data: [...states, ...(predicted ? ["predicted"] : [])], type: narrow(box) ? "scroll" : "plain" }),
-      grid: { left: 8, right: 18, top: narrow(box) ? 40 : 64, bottom: 8, containLabel: true },
+      legend: { show: false },
+      grid: { left: 8, right: 18, top: 12, bottom: 8, containLabel: true },
       xAxis: times({ min: 0, max: at[at.length - 1], splitLine: { show: false }, axisLabel: { showMaxLabel: false } }),
       yAxis: sizes({ max: near ? Math.max(limit, most) * 1.08 : most * 1.14, axisLabel: { showMaxLabel: false } }),
       tooltip: pointed((found) => {
@@ -269,8 +265,8 @@
     const { at, median, most } = run.held;
     const several = run.ranks && run.ranks.of > 1;
     return {
-      legend: several ? legend() : undefined,
-      grid: { left: 8, right: 16, top: several ? 36 : 12, bottom: 26, containLabel: true },
+      legend: { show: false },
+      grid: { left: 8, right: 16, top: 12, bottom: 26, containLabel: true },
       xAxis: steps(at),
       yAxis: sizes({ min: 0 }),
       tooltip: pointed((found) => tip(`after step ${at[found[0].dataIndex]}`, found.map((it) => [it.seriesName, size(it.value[1]), it.color]))),
@@ -284,8 +280,8 @@
   charts.ranks = () => {
     const rows = [...run.ranks.rows].sort((a, b) => a.rank - b.rank);
     return {
-      legend: legend(),
-      grid: { left: 8, right: 16, top: 38, bottom: 8, containLabel: true },
+      legend: { show: false },
+      grid: { left: 8, right: 16, top: 10, bottom: 8, containLabel: true },
       xAxis: names(rows.map((it) => it.rank), { axisLabel: { formatter: (it) => rows.length > 12 ? it : `rank ${it}`, hideOverlap: true } }),
       yAxis: times(),
       tooltip: pointed((found) => {
@@ -410,27 +406,60 @@
 
   // ---- beside another run
 
-  const beside = (rows, shade, said, order) => (box) => ({
-    legend: legend(),
-    grid: { left: 4, right: narrow(box) ? 62 : 70, top: 36, bottom: 4, containLabel: true },
-    xAxis: (said === time ? times : sizes)({ axisLabel: { show: false }, splitLine: { show: false } }),
-    yAxis: names(rows().map((it) => EXPOSED[it.name] || it.name), { inverse: true, axisLine: { show: false }, axisLabel: { formatter: (it) => it.length > 20 ? it.slice(0, 19) + "…" : it } }),
-    tooltip: pointed((found) => {
-      const [ours, theirs] = rows()[found[0].dataIndex].values;
-      return tip(rows()[found[0].dataIndex].name, [[run.name, said(ours)], [run.against.name, said(theirs)],
-        ["difference", ours == null || theirs == null ? "–" : (ours >= theirs ? "+" : "−") + said(Math.abs(ours - theirs))]]);
-    }),
-    series: [[run.name, 0, 1], [run.against.name, 1, 0.45]].map(([name, place, opacity]) => ({
-      name: place ? `${name}\u200b` : name, type: "bar", barWidth: 9, barGap: "25%", itemStyle: { color: color("soft") },
-      data: rows().map((it) => ({ value: it.values[place], itemStyle: { color: shade(it.name), opacity, borderRadius: 2 }, label: labelled("right", said(it.values[place])) })),
-    })),
-  });
+  const beside = (rows, shade, said) => (box) => {
+    const change = ([ours, theirs]) => ours == null || theirs == null || Math.abs(ours - theirs) < 0.01 * Math.max(ours, theirs) ? ""
+      : (ours > theirs ? "+" : "−") + said(Math.abs(ours - theirs));
+    const other = run.against.name === run.name ? `${run.name} (the other)` : run.against.name;
+    return {
+      legend: { show: false },
+      grid: { left: 4, right: 124, top: 6, bottom: 4, containLabel: true },
+      xAxis: (said === time ? times : sizes)({ axisLabel: { show: false }, splitLine: { show: false } }),
+      yAxis: names(rows().map((it) => EXPOSED[it.name] || it.name), { inverse: true, axisLine: { show: false }, axisLabel: { width: narrow(box) ? 100 : 130, overflow: "break", lineHeight: 14 } }),
+      tooltip: pointed((found) => {
+        const it = rows()[found[0].dataIndex];
+        return tip(it.name, [[run.name, said(it.values[0])], [other, said(it.values[1])], ["difference", change(it.values) || "below 1%"]]);
+      }),
+      series: [[run.name, 0, 1], [other, 1, 0.4]].map(([name, place, opacity]) => ({
+        name, type: "bar", barWidth: 12, barGap: "15%", itemStyle: { color: color("soft"), opacity },
+        data: rows().map((it) => ({
+          value: it.values[place], itemStyle: { color: shade(it.name), opacity, borderRadius: 2 },
+          label: { ...labelled("right", place ? said(it.values[1]) : `${said(it.values[0])}  {change|${change(it.values)}}`), opacity: 1, color: color(place ? "soft" : "text"), rich: { change: { color: color("soft"), fontSize: 12 } } },
+        })),
+      })),
+    };
+  };
   charts.parts_beside = beside(() => run.against.parts, partColor, time);
   charts.states_beside = beside(() => run.against.states, stateColor, size);
 
   // ---- the page
 
   const boxes = [...document.querySelectorAll(".chart")];
+
+  // The key of a chart stands before it: words wrap there, and a click leaves a series out or brings it back.
+  const key = (box, chart, series) => {
+    const told = series.filter((it) => it.name && !it.keyless);
+    let list = box.previousElementSibling;
+    if (!list || !list.classList.contains("legend")) {
+      list = document.createElement("p");
+      list.className = "key legend";
+      box.before(list);
+    }
+    list.replaceChildren(...(told.length > 1 ? told : []).map((it) => {
+      const item = document.createElement("button");
+      const swatch = document.createElement("i");
+      swatch.className = "swatch";
+      swatch.style.background = it.itemStyle.color;
+      swatch.style.opacity = it.itemStyle.opacity ?? 1;
+      item.type = "button";
+      item.setAttribute("aria-pressed", "true");
+      item.append(swatch, it.name);
+      item.addEventListener("click", () => {
+        chart.dispatchAction({ type: "legendToggleSelect", name: it.name });
+        item.setAttribute("aria-pressed", item.getAttribute("aria-pressed") === "false");
+      });
+      return item;
+    }));
+  };
 
   const draw = (box) => {
     const { width } = box.getBoundingClientRect();
@@ -439,6 +468,7 @@
     const chart = known || echarts.init(box);
     if (known) chart.resize();
     chart.setOption(option, { notMerge: true });
+    if (option.legend) key(box, chart, option.series);
     box.dataset.drawn = Math.round(width);
     return chart;
   };
@@ -557,7 +587,9 @@
   document.querySelectorAll("table.sortable").forEach(sortable);
   document.querySelectorAll("button.more").forEach(more);
   document.getElementById("theme").addEventListener("click", window.switchTheme);
-  addEventListener("theme", () => { paint(); drawAll(); });
+  const label = () => { document.getElementById("theme").textContent = root.dataset.theme === "dark" ? "Light" : "Dark"; };
+  label();
+  addEventListener("theme", () => { label(); paint(); drawAll(); });
   let waiting;
   addEventListener("resize", () => {
     clearTimeout(waiting);
