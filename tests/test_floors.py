@@ -73,7 +73,7 @@ ROOMS: dict[str, list[str] | None] = {
     "fully_shard": None,
     "wrapper": None,
     "plan": None,  # which shards a model to measure what that costs
-    "report": ["run", "figures", "rules", "causes"],
+    "report": ["run", "figures", "rules", "causes", "shown", "trace", "page", "watching"],
     # what users import, made of all that is above
     PUBLIC: None,
     # edges: nothing above imports these

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 
+from fullshard.report.causes import verdict
 from fullshard.report.run import Finding, Run
 from fullshard.report.shown import shown
 from fullshard.report.trace import write_trace
@@ -39,6 +40,7 @@ def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run |
     """
     folder.mkdir(parents=True, exist_ok=True)
     known = shown(run, findings, against)
+    known["verdict"] = verdict(run, tuple(findings))
     known["written"] = datetime.now().astimezone().isoformat(timespec="seconds")
     known["fullshard"] = versions()["fullshard"]
     known["trace"] = TRACE if any(run.spans.values()) else None
@@ -64,7 +66,7 @@ def _page(known: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    told.filters.update(time=_time, size=_size, percent=_percent, number=_number, many=_many)
+    told.filters.update(time=_time, size=_size, percent=_percent, rate=_rate, number=_number, many=_many)
     return told.get_template("page.html").render(
         known,
         data=htmlsafe_json_dumps(_drawn(known), dumps=_compact),
@@ -91,17 +93,31 @@ def _drawn(known: Mapping[str, Any]) -> dict[str, Any]:
     if known["units"] is not None:
         drawn["units"] = {"rows": known["units"]["rows"][:_CHARTED_UNITS]}
     if known["shards"] is not None:
-        drawn["shards"] = {**known["shards"], "parameters": [list(it.values()) for it in known["shards"]["parameters"]]}
+        parameters = [list(it.values()) for it in known["shards"]["parameters"]]
+        drawn["shards"] = {**known["shards"], "parameters": parameters}
     return drawn
 
 
-_CHARTED = ("step", "over_steps", "timeline", "units", "memory", "held", "ranks", "shards", "training", "against", "name")
+_NONE = "\u2013"  # what was not measured, in a table
+_CHARTED = (
+    "step",
+    "over_steps",
+    "timeline",
+    "units",
+    "memory",
+    "held",
+    "ranks",
+    "shards",
+    "training",
+    "against",
+    "name",
+)
 
 
 def _time(seconds: float | None) -> str:
     """Seconds for people: three digits and a unit, such as 41.2 ms."""
     if seconds is None:
-        return "–"
+        return _NONE
     size = abs(seconds)
     if size == 0:
         return "0"
@@ -115,7 +131,7 @@ def _time(seconds: float | None) -> str:
 def _size(nbytes: float | None) -> str:
     """Bytes for people: three digits and a decimal unit, such as 21.3 MB."""
     if nbytes is None:
-        return "–"
+        return _NONE
     if abs(nbytes) < 1000:
         return f"{nbytes:.0f} B"
     power = next(power for power in (1, 2, 3, 4) if abs(nbytes) < 999.5 * 1000**power or power == 4)
@@ -124,12 +140,16 @@ def _size(nbytes: float | None) -> str:
 
 def _percent(share: float | None) -> str:
     if share is None:
-        return "–"
-    return "<1%" if 0 < share < 0.005 else f"{share:.0%}"
+        return _NONE
+    return "< 1\u00a0%" if 0 < share < 0.005 else f"{share * 100:.0f}\u00a0%"
+
+
+def _rate(gb_s: float | None) -> str:
+    return _NONE if gb_s is None else f"{_size(gb_s * 1e9)}/s"
 
 
 def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return _NONE if value is None else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def _many(count: int, name: str) -> str:

@@ -1,7 +1,7 @@
 """What a page shows of a run: plain values, thinned out until the page is small, with a word where that was done.
 
-Times are in seconds and sizes in bytes, as in `Run`. What is thinned keeps what a reader looks for: the peak of a memory
-curve, the ranks that are late, the units that are waited for, the means over steps.
+Times are in seconds and sizes in bytes, as in `Run`. What is thinned keeps what a reader looks for: the peak of a
+memory curve, the ranks that are late, the units that are waited for, the means over steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fullshard.device.lanes import LANES
 from fullshard.report.run import PARTS, Finding, Memory, OutOfMemory, Run, Shard, Span, TensorHeld, UnitTimes
 
-__all__ = ["shown"]
+__all__ = ["in_order", "shown"]
 
 _POINTS = 400  # of a curve over steps, or over one step
 _ROWS = 64  # of the map of ranks and steps
@@ -70,7 +70,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
 def _plain(value: Any) -> Any:
     """The value with arrays as lists, and None for what is not a number."""
     if isinstance(value, np.ndarray):
-        return [it if math.isfinite(it) else None for it in value.tolist()]
+        return _plain(value.tolist())
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
@@ -142,7 +142,7 @@ def _step(run: Run) -> dict[str, Any] | None:
         return None
     of_ranks = _mean(run.parts_s[:, _settled(run)], axis=1)
     clock = float(_mean(run.step_s[:, _settled(run)]))
-    parts = []
+    parts: list[dict[str, Any]] = []
     for place, part in enumerate(PARTS):
         low, high = _quantile(of_ranks[:, place], 0.1, 0.9)
         mean = float(_mean(of_ranks[:, place]))
@@ -175,9 +175,10 @@ def _timeline(run: Run) -> dict[str, Any] | None:
         return None
     names: dict[str, int] = {}
     units: dict[str, int] = {}
-    lanes = _in_order({span.lane for spans in run.spans.values() for span in spans}, LANES)
+    lanes = in_order({span.lane for spans in run.spans.values() for span in spans}, LANES)
     place = {lane: number for number, lane in enumerate(lanes)}
-    left, ranks, cut = _SPANS, [], 0
+    ranks: list[dict[str, Any]] = []
+    left, cut = _SPANS, 0
     for rank, why in _worth_seeing(run):
         spans = run.spans[rank]
         if ranks and len(spans) > left:
@@ -210,7 +211,7 @@ def _columns(
     }
 
 
-def _in_order(found: Iterable[str], known: Sequence[str]) -> list[str]:
+def in_order(found: Iterable[str], known: Sequence[str]) -> list[str]:
     """What was found, in the order of what is known; what is not known comes last."""
     return sorted(found, key=lambda it: (known.index(it) if it in known else len(known), it))
 
@@ -319,7 +320,7 @@ def _ranks(run: Run) -> dict[str, Any] | None:
     late = _lateness(run)
     waits = _mean(run.parts_s[:, settled][..., [PARTS.index("gather"), PARTS.index("reduce")]].sum(-1), axis=1)
     busy = _mean(run.busy_s[:, settled] / run.step_s[:, settled], axis=1) if run.busy_s.size else late * math.nan
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "rank": it.rank,
             "host": it.host,
@@ -344,13 +345,13 @@ def _ranks(run: Run) -> dict[str, Any] | None:
 
 
 def _slowest(run: Run, late: Numbers) -> dict[str, Any] | None:
-    """The rank that comes last, and the part of a step that takes it longer than the rank in the middle."""
+    """The rank that is waited for most, and the part of a step that takes it longest beside the others' median."""
     if len(run.ranks) < 2 or not np.isfinite(late).any():
         return None
     place = int(np.nanargmax(late))
     own = [index for index, part in enumerate(PARTS) if part not in ("gather", "reduce")]
     of_ranks = _mean(run.parts_s[:, _settled(run)], axis=1)[:, own]
-    more = of_ranks[place] - np.median(of_ranks, axis=0)
+    more = of_ranks[place] - np.median(np.delete(of_ranks, place, axis=0), axis=0)
     part = int(np.nanargmax(more))
     last = np.argmax(np.nan_to_num(run.waited_for_s[:, _settled(run)]), axis=0) == place
     return {
@@ -493,7 +494,7 @@ def _pairs(ours: Mapping[str, float], theirs: Mapping[str, float], order: Sequen
     found = [*ours, *(it for it in theirs if it not in ours)]
     return [
         {"name": it, "values": [ours.get(it), theirs.get(it)]}
-        for it in (_in_order(found, order) if order else found)
+        for it in (in_order(found, order) if order else found)
         if ours.get(it) or theirs.get(it)
     ]
 

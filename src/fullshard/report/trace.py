@@ -10,6 +10,7 @@ from typing import Any
 
 from fullshard.device.lanes import LANES
 from fullshard.report.run import Run
+from fullshard.report.shown import in_order
 
 __all__ = ["write_trace"]
 
@@ -28,7 +29,7 @@ def write_trace(run: Run, path: Path) -> None:
 def _events(run: Run) -> Iterator[dict[str, Any]]:
     hosts = {it.rank: it.host for it in run.ranks}
     for rank, spans in run.spans.items():
-        lanes = sorted({it.lane for it in spans}, key=lambda it: (it not in LANES, LANES.index(it) if it in LANES else it))
+        lanes = in_order({it.lane for it in spans}, LANES)
         thread = {lane: number for number, lane in enumerate(lanes)}
         yield _named("process_name", rank, 0, name=f"rank {rank} on {hosts.get(rank, 'unknown')}")
         yield _named("process_sort_index", rank, 0, sort_index=rank)

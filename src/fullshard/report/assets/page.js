@@ -26,7 +26,7 @@
     const power = Math.min(4, Math.max(0, Math.floor(Math.log10(Math.max(1, Math.abs(bytes) * 1.0005)) / 3)));
     return digits(bytes / 1000 ** power) + " " + ["B", "kB", "MB", "GB", "TB"][power];
   };
-  const percent = (share) => (share > 0 && share < 0.005 ? "<1" : (share * 100).toFixed(0)) + "%";
+  const percent = (share) => (share > 0 && share < 0.005 ? "< 1" : (share * 100).toFixed(0)) + "\u00a0%";
   const short = (name, most) => name.length > most ? "…" + name.slice(1 - most) : name;
   // The end of a dotted name that fits: layers.10.mlp, then 10.mlp, then mlp, then nothing.
   const fitting = (name, most) => {
@@ -391,7 +391,7 @@
   charts.curve = (box) => {
     const { at, each, curves } = run.training;
     const name = box.dataset.curve;
-    const said = (it) => it == null ? "–" : name === "MFU" ? digits(it * 100) + "%" : digits(it);
+    const said = (it) => it == null ? "–" : name === "MFU" ? digits(it * 100) + "\u00a0%" : digits(it);
     const values = curves[name];
     const there = values.filter((it) => it != null);
     const flat = Math.max(...there) - Math.min(...there) < 0.2 * Math.max(...there.map(Math.abs));
@@ -417,7 +417,7 @@
       yAxis: names(rows().map((it) => EXPOSED[it.name] || it.name), { inverse: true, axisLine: { show: false }, axisLabel: { width: narrow(box) ? 100 : 130, overflow: "break", lineHeight: 14 } }),
       tooltip: pointed((found) => {
         const it = rows()[found[0].dataIndex];
-        return tip(it.name, [[run.name, said(it.values[0])], [other, said(it.values[1])], ["difference", change(it.values) || "below 1%"]]);
+        return tip(it.name, [[run.name, said(it.values[0])], [other, said(it.values[1])], ["difference", change(it.values) || "below 1 %"]]);
       }),
       series: [[run.name, 0, 1], [other, 1, 0.4]].map(([name, place, opacity]) => ({
         name, type: "bar", barWidth: 12, barGap: "15%", itemStyle: { color: color("soft"), opacity },
