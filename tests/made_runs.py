@@ -273,7 +273,7 @@ def _memory(units: int, step_s: float) -> Memory:
         peak=int(np.argmax(total)),
         largest=_largest(),
         predicted=(total * 1.03).astype(np.int64),
-        held=int(total.max() * 1.2),
+        held=int(total.max() * 0.2),
         limit=1024 * MIB,
     )
 

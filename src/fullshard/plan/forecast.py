@@ -49,6 +49,8 @@ class Forecast:
         reduce_s: in which reductions are.
         exposed_s: in which compute waits for other ranks.
         would_fit: changes by which it would fit, if it does not.
+        turns: see `Prediction.turns`.
+        flops_share: the share of the peak rate that the model's own FLOPs come to in `step_s` (MFU).
     """
 
     hardware: str
@@ -62,6 +64,8 @@ class Forecast:
     reduce_s: float
     exposed_s: float
     would_fit: tuple[str, ...] = ()
+    turns: tuple[tuple[str, int], ...] = ()
+    flops_share: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -69,8 +73,8 @@ class Forecast:
         return self.needed_bytes <= self.limit_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for a line of metrics."""
-        return asdict(self)
+        """All of it but the turns, for a line of metrics."""
+        return {name: value for name, value in asdict(self).items() if name != "turns"}
 
 
 def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True) -> Forecast:
@@ -96,6 +100,8 @@ def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True)
         gather_s=gathers * times,
         reduce_s=(every - gathers) * times,
         exposed_s=prediction.exposed_s * times,
+        turns=prediction.turns,
+        flops_share=prediction.flops_utilisation * times,
     )
 
 

@@ -68,4 +68,4 @@ def _train_on_this_rank(argv: Sequence[str]) -> int:
     from fullshard.train.loop import train  # late: it pulls in the engine
 
     with process_group(rank):
-        return train(settings, source, rank, predicts=settings.run.predict)
+        return train(settings, source, rank, predicts=settings.run.predict, records=settings.run.report)
