@@ -41,6 +41,7 @@ def made_run(
     leak_bytes: int = 0,
     checkpoint_every: int = 0,
     name: str = "runs/small-zero3-1",
+    prefix: str = "",
     seed: int = 0,
 ) -> Run:
     """A run whose steps take `parts_s`, with a little noise.
@@ -49,6 +50,7 @@ def made_run(
         late: a rank that computes for `late_s` longer; the others wait for it, in gathers.
         leak_bytes: that each rank holds more after each step.
         checkpoint_every: so many steps a checkpoint is written, in 0.4 s.
+        prefix: of the units' names.
     """
     chance = np.random.default_rng(seed)
     parts = np.array(parts_s)[None, None] * chance.normal(1, 0.02, (ranks, steps, len(PARTS))).clip(0.9, 1.1)
@@ -60,7 +62,7 @@ def made_run(
         parts[late, :, PARTS.index("gather")] -= late_s
         parts[late, :, PARTS.index("backward")] += late_s
         waited[late] += late_s
-    named = ("", *(f"layers.{number}" for number in range(units - 1)))
+    named = ("", *(f"{prefix}layers.{number}" for number in range(units - 1)))
     measured = tuple(_unit(fqn, number, parts.mean((0, 1)), units) for number, fqn in enumerate(named))
     at = np.arange(1, steps + 1)
     loss = 5.5 * at**-0.21 + chance.normal(0, 0.02, steps)

@@ -19,6 +19,9 @@ import numpy as np
 import pytest
 from made_runs import HOSTILE, bare_run, exhausted, findings_of, hostile, made_run
 
+import fullshard.cli.report
+from fullshard.cli import main
+from fullshard.report.causes import find_causes, verdict
 from fullshard.report.page import DATA, PAGE, TRACE, write
 from fullshard.report.run import PARTS, Finding, Run
 from fullshard.report.shown import shown
@@ -47,14 +50,14 @@ class Case:
 def cases() -> dict[str, Case]:
     """Named as in the first column of what the issue asks a browser to open."""
     faulty = late_run()
-    large = made_run(ranks=64, steps=1000, units=500, late=17)
+    large = made_run(ranks=64, steps=1000, units=500, late=17, prefix="module.language_model.model.decoder.")
     return {
         "healthy": Case(made_run(), says=("No cause of lost time",), leaves_out=("Out of memory", "Beside")),
         "faulty": Case(
             faulty, findings_of(faulty), says=("one unit too large", "Simulated gain: 140 ms", "Rank 3 on node-0 is")
         ),
         "out of memory": Case(exhausted(faulty), says=("Rank 1 held 7.17 GB of 7.52 GB", "--activation-checkpointing")),
-        "64 ranks and 500 units": Case(large, findings_of(large), says=("Rank 17", "Shown are 4 of 64 ranks")),
+        "64 ranks and 500 units": Case(large, findings_of(large), says=("Rank 17", "Shown are 3 of 64 ranks")),
         "hostile names": Case(hostile(faulty), findings_of(faulty)),
         "hardly anything": Case(bare_run(), says=("Not measured: memory by state",)),
         "two runs": Case(
@@ -98,7 +101,7 @@ def test_what_is_written_is_the_run(cases: dict[str, Case], pages: dict[str, Pat
 
 
 def test_thinning_keeps_the_peak_the_late_rank_and_the_units_that_are_waited_for() -> None:
-    run = made_run(ranks=300, steps=900, units=14, late=211)
+    run = made_run(ranks=300, steps=900, units=10, late=211)
     told = shown(run, ())
     assert run.memory is not None
     total = np.sum(list(run.memory.by_state.values()), axis=0)
@@ -356,3 +359,36 @@ def test_hostile_names_are_told_as_they_are(pages: dict[str, Path]) -> None:
     told = json.loads((pages["hostile names"].parent / DATA).read_text())
     assert told["name"] == HOSTILE
     assert told["units"]["rows"][0]["fqn"].endswith(HOSTILE)
+
+
+# ---- the command
+
+
+def test_the_command_writes_the_page_and_says_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {tmp_path / "x": late_run(), tmp_path / "y": made_run(name="runs/other")}
+    monkeypatch.setattr(fullshard.cli.report, "read_run", runs.__getitem__)
+    assert main(["report", str(tmp_path / "x"), "--against", str(tmp_path / "y")]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(verdict(runs[tmp_path / "x"], find_causes(runs[tmp_path / "x"])))
+    assert told.endswith(f"written to {tmp_path / 'x' / PAGE}\n")
+    assert "Beside runs/other" in (tmp_path / "x" / PAGE).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "RUN must be named"),
+        (["{empty}"], "no run is recorded there"),
+        (["{empty}", "--agianst", "x"], "Did you mean against?"),
+    ],
+)
+def test_a_folder_without_a_run_is_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", *(it.format(empty=tmp_path) for it in words)]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

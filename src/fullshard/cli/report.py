@@ -21,9 +21,9 @@ __all__ = ["run"]
 WRITTEN = 0
 _LOOK_S = 2.0
 
-_PROG = "fullshard report RUN"
+_PROG = "fullshard report"
 _DESCRIPTION = (
-    "Write the page of a run into its folder: why it is slow or out of memory, where a step goes, what each unit waits "
+    "Write the page of RUN into that folder: why it is slow or out of memory, where a step goes, what each unit waits "
     "for, memory, ranks, shards. report.json has the same in numbers, trace.json.gz the lanes for ui.perfetto.dev."
 )
 

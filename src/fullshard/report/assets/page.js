@@ -44,6 +44,7 @@
   const stateColor = (state) => color("state-" + (STATES.indexOf(state) + STATES.length) % STATES.length);
   const rankColor = (rank, of) => echarts.color.lerp(of > 1 ? rank / (of - 1) : 0,
     [color("backward"), color("forward"), color("checkpoint"), color("state-4"), color("gather")]);
+  const inkOn = (shade) => echarts.color.lum(shade, 1) > 0.6 ? "#14171b" : "#ffffff";
   const narrow = (box) => box.clientWidth < 560;
   const tip = (title, rows) => `<div class="tip"><b>${text(title)}</b>` + rows.map(([name, value, mark]) =>
     `<div><span>${mark ? `<i class="swatch" style="background:${mark}"></i>` : ""}${text(name)}</span><b>${text(value)}</b></div>`).join("") + "</div>";
@@ -156,7 +157,6 @@
     }));
     const end = data.reduce((most, it) => Math.max(most, it[2]), 0);
     const shades = what.map((name) => partColor(partOfSpan(name)));
-    const ink = root.dataset.theme === "dark" ? "#0d1013" : "#ffffff";
     box.style.height = `${Math.max(150, rows.length * (ranks.length > 1 ? 22 : 34) + 80)}px`;
     return {
       grid: { left: 8, right: 14, top: 4, bottom: 58, containLabel: true },
@@ -189,7 +189,7 @@
             type: "rect",
             shape: { x: left, y: y - tall / 2, width: Math.max(wide - 0.5, 0.7), height: tall, r: wide > 6 ? 2 : 0 },
             style: { fill: shades[name] },
-            textContent: label ? { type: "text", style: { text: label, fill: ink, fontSize: 11 } } : undefined,
+            textContent: label ? { type: "text", style: { text: label, fill: inkOn(shades[name]), fontSize: 11 } } : undefined,
             textConfig: { position: "inside" },
           };
         },
@@ -377,7 +377,7 @@
             return {
               type: "rect", shape: { x, y: y - 8, width: Math.max(wide - (wide > 4 ? 1 : 0), 0.5), height: 16 },
               style: { fill: rankColor(api.value(3), it.ranks), opacity: it.packed ? 0.55 : 1 },
-              textContent: wide > 22 ? { type: "text", style: { text: String(api.value(3)), fill: root.dataset.theme === "dark" ? "#0d1013" : "#ffffff", fontSize: 11 } } : undefined,
+              textContent: wide > 22 ? { type: "text", style: { text: String(api.value(3)), fill: it.packed ? color("text") : inkOn(rankColor(api.value(3), it.ranks)), fontSize: 11 } } : undefined,
               textConfig: { position: "inside" },
             };
           },
