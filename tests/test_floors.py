@@ -73,7 +73,24 @@ ROOMS: dict[str, list[str] | None] = {
     "fully_shard": None,
     "wrapper": None,
     "plan": None,  # which shards a model to measure what that costs
-    "report": ["run", "usage", "steps", "memory_watch", "facts", "rank_file", "reading", "writing", "recording"],
+    "report": [
+        "run",
+        "usage",
+        "steps",
+        "memory_watch",
+        "facts",
+        "rank_file",
+        "reading",
+        "figures",
+        "rules",
+        "causes",
+        "shown",
+        "trace",
+        "page",
+        "watching",
+        "writing",
+        "recording",
+    ],
     # what users import, made of all that is above
     PUBLIC: None,
     # edges: nothing above imports these
