@@ -75,9 +75,6 @@ ROOMS: dict[str, list[str] | None] = {
     "plan": None,  # which shards a model to measure what that costs
     "report": [
         "run",
-        "figures",
-        "rules",
-        "causes",
         "usage",
         "steps",
         "memory_watch",
@@ -85,6 +82,13 @@ ROOMS: dict[str, list[str] | None] = {
         "facts",
         "rank_file",
         "reading",
+        "figures",
+        "rules",
+        "causes",
+        "shown",
+        "trace",
+        "page",
+        "watching",
         "writing",
         "recording",
     ],

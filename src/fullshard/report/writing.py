@@ -15,8 +15,7 @@ def write_report(folder: Path) -> Path:
     Raises:
         ConfigError: nothing is recorded there.
     """
-    from fullshard.report import causes, page  # type: ignore[attr-defined]  # late: drawing takes libraries
+    from fullshard.report import causes, page  # late: drawing takes libraries that training does not need
 
     run = read_run(folder)
-    written: Path = page.write(run, causes.find_causes(run), folder)
-    return written
+    return page.write(run, causes.find_causes(run), folder)
