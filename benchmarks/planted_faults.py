@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -183,8 +184,8 @@ def never_ahead(model: Model) -> nn.Module:
     )
 
 
-def in_bfloat16(model: Model) -> nn.Module:
-    return each_block(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+def in_bfloat16(model: Model, strategy: str = "zero3") -> nn.Module:
+    return each_block(model, strategy=strategy, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
 @contextmanager
@@ -362,7 +363,7 @@ FAULTS = (
         title="bfloat16, and sums in float32",
         cause="gradients in float32",
         said="float32",
-        shard=in_bfloat16,
+        shard=partial(in_bfloat16, strategy="ddp"),
         forward_s=0.001,
         **SLOW,
     ),
@@ -415,6 +416,7 @@ HEALTHY = (
 )
 
 PLANTS = (*FAULTS, *HEALTHY)
+SHARED_CORES = "oversubscribed cores"
 
 
 # -- asking -----------------------------------------------------------------------------------------------------------
@@ -430,11 +432,18 @@ class Answer:
     said: str
 
     @property
+    def told(self) -> list[str]:
+        """The causes, those that cost most first, but for cores that others take: true on a machine that is shared."""
+        elsewhere = () if self.plant.cause == SHARED_CORES else (SHARED_CORES,)
+        return [it.cause for it in self.findings if it.cause not in elsewhere]
+
+    @property
     def is_right(self) -> bool:
-        """Whether the fault is told first, where it is; or none, where there is none."""
+        """Whether the fault is told first and with its place, where it is; or none, where there is none."""
         if not self.plant.cause:
-            return not self.findings
-        return bool(self.findings) and self.findings[0].cause == self.plant.cause and self.plant.said in self.said
+            return not self.told
+        found = [it for it in self.findings if it.cause == self.plant.cause]
+        return self.told[:1] == [self.plant.cause] and self.plant.said in found[0].said
 
     @property
     def others(self) -> list[str]:
@@ -473,7 +482,7 @@ def main() -> None:
     given = answers(parser.parse_args().only)
     print("| planted | told as | said | others | |\n|---|---|---|---|---|")
     for it in given:
-        cause = it.findings[0].cause if it.findings else "-"
+        cause = it.told[0] if it.told else "-"
         print(
             f"| {it.plant.title} | {cause} | {it.said} | {', '.join(it.others)} | {'ok' if it.is_right else 'WRONG'} |"
         )

@@ -7,8 +7,6 @@ from benchmarks.planted_faults import FAULTS, HEALTHY, PLANTS, answers
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-ELSEWHERE = {"oversubscribed cores"}  # a true finding on a machine that others use, too
-
 
 @pytest.fixture(scope="module")
 def told():
@@ -17,18 +15,13 @@ def told():
 
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda it: it.title)
 def test_a_planted_fault_is_told(told, plant):
-    """It costs more than whatever else there is, but for cores that others take."""
-    answer = told[plant.title]
-    causes = [it.cause for it in answer.findings if it.cause == plant.cause or it.cause not in ELSEWHERE]
-    assert causes[:1] == [plant.cause], answer.said
-    found = next(it for it in answer.findings if it.cause == plant.cause)
-    assert plant.said in found.said
+    """It costs more than whatever else there is."""
+    assert told[plant.title].is_right, told[plant.title].findings
 
 
 @pytest.mark.parametrize("plant", HEALTHY, ids=lambda it: it.title)
 def test_a_healthy_run_has_no_cause(told, plant):
-    answer = told[plant.title]
-    assert {it.cause for it in answer.findings} <= ELSEWHERE, answer.said
+    assert told[plant.title].is_right, told[plant.title].findings
 
 
 def test_there_are_enough_of_both():

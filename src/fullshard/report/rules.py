@@ -203,9 +203,10 @@ def _has_small_messages(figures: Figures) -> bool:
     run, count = figures.run, figures.collectives
     if not count or figures.moved_bytes / count >= _NO_SMALL_NBYTES or len(run.units) < 4:
         return False
-    if run.link_gb_s is None:
+    gives = min((it for it in (run.link_gb_s, max(run.links_gb_s, default=None)) if it), default=None)
+    if gives is None:
         return figures.moved_bytes / count < _NO_SMALL_NBYTES / 10
-    return figures.moved_bytes / run.link_gb_s / 1e9 < _FEW_MOVING * figures.waited_s
+    return figures.moved_bytes / gives / 1e9 < _FEW_MOVING * figures.waited_s
 
 
 def _never_prefetches(figures: Figures) -> bool:
