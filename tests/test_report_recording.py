@@ -1,4 +1,4 @@
-"""What is recorded of a run: parts that add up to the clock, what the engine did and no more, and a small file a rank."""
+"""What is recorded of a run: parts that add up to the clock, what the engine did, and a small file a rank."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_a_step_is_split_by_turns_and_what_is_waited_for_is_cut_out(clock):
         assert (counts.gather_s, counts.gather_exposed_s) == pytest.approx((0.5, 0.5))
         assert (counts.reduce_s, counts.reduce_exposed_s) == pytest.approx((3.5, 0.5))
         compute = sorted(piece[3:] for piece in step.pieces if piece.lane == "compute")
-        assert all(end == pytest.approx(start) for (_, end), (start, _) in zip(compute, compute[1:], strict=False))
+        assert all(end == pytest.approx(start) for (_, end), (start, _) in pairwise(compute))
 
 
 def test_whatever_is_told_the_parts_add_up_to_the_clock_without_pauses(clock):
@@ -371,7 +372,7 @@ def test_a_torn_tail_and_a_missing_rank_are_tolerated_and_nothing_is_an_error(tr
     folder, whole = copied(trained, tmp_path), trained[2]
     path = path_of(folder, 1)
     lines = path.read_bytes().splitlines(keepends=True)
-    place = [i for i, line in enumerate(lines) if b'"kind":"step","n":6' in line][0]
+    place = next(i for i, line in enumerate(lines) if b'"kind":"step","n":6' in line)
     for cut in (len(lines[place]) - 1, 3):
         path.write_bytes(b"".join(lines[:place]) + lines[place][:cut])
         run = read_run(folder)
