@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -427,6 +428,53 @@ def run_alone(function: Any) -> Any:
         return function()
     finally:
         dist.destroy_process_group()
+
+
+def test_callbacks_of_trainers_record_what_the_trainers_log(tmp_path):
+    """Called as the trainers call them: who calls them when is theirs."""
+    lightning = pytest.importorskip("fullshard.integrations.lightning")
+    transformers = pytest.importorskip("fullshard.integrations.transformers")
+
+    def steps(begin: Any, log: Any, end: Any) -> None:
+        model = chain(fully_shard)
+        optimizer = sgd(model)
+        begin(model)
+        for number in range(1, 5):
+            model(inputs(number)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log(model, number)
+        end(model)
+
+    def by_transformers(folder: Path) -> None:
+        callback, args = transformers.ReportCallback(folder), SimpleNamespace(to_dict=lambda: {"lr": 1.0, "x": None})
+        states = [SimpleNamespace(global_step=number) for number in range(5)]
+        steps(
+            lambda model: callback.on_train_begin(args, states[0], None, model=model),
+            lambda _, n: callback.on_log(args, states[n], None, logs={"loss": n, "grad_norm": torch.tensor(2.0 * n)}),
+            lambda _: callback.on_train_end(args, states[4], None),
+        )
+
+    def by_lightning(folder: Path) -> None:
+        callback, trainer = lightning.ReportCallback(), SimpleNamespace(default_root_dir=str(folder), global_step=0)
+
+        def log(model: Any, number: int) -> None:
+            trainer.global_step = number
+            trainer.logged_metrics = {"loss": torch.tensor(float(number)), "grad_norm": 2.0 * number, "text": "no"}
+            callback.on_train_batch_end(trainer, model, None, None, 0)
+
+        steps(lambda it: callback.on_train_start(trainer, it), log, lambda it: callback.on_train_end(trainer, it))
+
+    for number, train_by in enumerate((by_transformers, by_lightning)):
+        folder = tmp_path / str(number)
+        run_alone(partial(train_by, folder))
+        run = read_run(folder)
+        assert run.steps.tolist() == [3, 4]
+        assert {name: values.tolist() for name, values in run.training.items()} == {
+            "loss": [3, 4],
+            "gradient norm": [6, 8],
+        }
+        assert (folder / "report.html").exists()
 
 
 def test_refused_before_anything_is_written(tmp_path):
