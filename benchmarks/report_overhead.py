@@ -145,9 +145,7 @@ def main() -> None:
     print(f"overhead: {statistics.median(ratios):+.2%} of a step ({min(ratios):+.2%} to {max(ratios):+.2%}), ", end="")
     print(f"{statistics.median(cores):+.2%} of its seconds on cores")
     for rank, (ours, traced) in enumerate(waits):
-        print(
-            f"exposed, rank {rank}: {ours:.4f} s by the record, {traced:.4f} s by the trace: {ours / traced - 1:+.2%}"
-        )
+        print(f"exposed, rank {rank}: {ours:.4f} s recorded, {traced:.4f} s traced: {ours / traced - 1:+.2%}")
     print(f"bytes: at most {max(sizes):,} a rank after {given.long} steps of 51 units")
     found = {"ratios": ratios, "core_ratios": cores, "exposed_s": waits, "bytes": sizes, "ranks": given.ranks}
     if given.json:

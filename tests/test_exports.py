@@ -94,7 +94,7 @@ DOCUMENTED = {
         "utils",
         "zero",
     ],
-    "fullshard.integrations.lightning": ["FabricFullShardStrategy", "FullShardStrategy"],
+    "fullshard.integrations.lightning": ["FabricFullShardStrategy", "FullShardStrategy", "ReportCallback"],
     "fullshard.optim": ["Muon", "step_shards"],
     "fullshard.testing": [
         "ParityReport",

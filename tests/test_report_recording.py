@@ -1,4 +1,4 @@
-"""What is recorded of a run: parts that add up to the clock, what the engine did and no more, and a small file a rank."""
+"""What is recorded of a run: parts that add up to the clock, what the engine did, and a small file a rank."""
 
 import json
 import os
@@ -8,7 +8,9 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -110,7 +112,7 @@ def test_a_step_is_split_by_turns_and_what_is_waited_for_is_cut_out(clock):
         assert (counts.gather_s, counts.gather_exposed_s) == pytest.approx((0.5, 0.5))
         assert (counts.reduce_s, counts.reduce_exposed_s) == pytest.approx((3.5, 0.5))
         compute = sorted(piece[3:] for piece in step.pieces if piece.lane == "compute")
-        assert all(end == pytest.approx(start) for (_, end), (start, _) in zip(compute, compute[1:], strict=False))
+        assert all(end == pytest.approx(start) for (_, end), (start, _) in pairwise(compute))
 
 
 def test_whatever_is_told_the_parts_add_up_to_the_clock_without_pauses(clock):
@@ -371,7 +373,7 @@ def test_a_torn_tail_and_a_missing_rank_are_tolerated_and_nothing_is_an_error(tr
     folder, whole = copied(trained, tmp_path), trained[2]
     path = path_of(folder, 1)
     lines = path.read_bytes().splitlines(keepends=True)
-    place = [i for i, line in enumerate(lines) if b'"kind":"step","n":6' in line][0]
+    place = next(i for i, line in enumerate(lines) if b'"kind":"step","n":6' in line)
     for cut in (len(lines[place]) - 1, 3):
         path.write_bytes(b"".join(lines[:place]) + lines[place][:cut])
         run = read_run(folder)
@@ -426,6 +428,53 @@ def run_alone(function: Any) -> Any:
         return function()
     finally:
         dist.destroy_process_group()
+
+
+def test_callbacks_of_trainers_record_what_the_trainers_log(tmp_path):
+    """Called as the trainers call them: who calls them when is theirs."""
+    lightning = pytest.importorskip("fullshard.integrations.lightning")
+    transformers = pytest.importorskip("fullshard.integrations.transformers")
+
+    def steps(begin: Any, log: Any, end: Any) -> None:
+        model = chain(fully_shard)
+        optimizer = sgd(model)
+        begin(model)
+        for number in range(1, 5):
+            model(inputs(number)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log(model, number)
+        end(model)
+
+    def by_transformers(folder: Path) -> None:
+        callback, args = transformers.ReportCallback(folder), SimpleNamespace(to_dict=lambda: {"lr": 1.0, "x": None})
+        states = [SimpleNamespace(global_step=number) for number in range(5)]
+        steps(
+            lambda model: callback.on_train_begin(args, states[0], None, model=model),
+            lambda _, n: callback.on_log(args, states[n], None, logs={"loss": n, "grad_norm": torch.tensor(2.0 * n)}),
+            lambda _: callback.on_train_end(args, states[4], None),
+        )
+
+    def by_lightning(folder: Path) -> None:
+        callback, trainer = lightning.ReportCallback(), SimpleNamespace(default_root_dir=str(folder), global_step=0)
+
+        def log(model: Any, number: int) -> None:
+            trainer.global_step = number
+            trainer.logged_metrics = {"loss": torch.tensor(float(number)), "grad_norm": 2.0 * number, "text": "no"}
+            callback.on_train_batch_end(trainer, model, None, None, 0)
+
+        steps(lambda it: callback.on_train_start(trainer, it), log, lambda it: callback.on_train_end(trainer, it))
+
+    for number, train_by in enumerate((by_transformers, by_lightning)):
+        folder = tmp_path / str(number)
+        run_alone(partial(train_by, folder))
+        run = read_run(folder)
+        assert run.steps.tolist() == [3, 4]
+        assert {name: values.tolist() for name, values in run.training.items()} == {
+            "loss": [3, 4],
+            "gradient norm": [6, 8],
+        }
+        assert (folder / "report.html").exists()
 
 
 def test_refused_before_anything_is_written(tmp_path):
