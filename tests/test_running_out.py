@@ -2,7 +2,9 @@
 
 import logging
 import resource
+from itertools import chain, repeat
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import nn
 
 from fullshard import fully_shard
 from fullshard.plan.memory import State
-from fullshard.report import recording
+from fullshard.report import recording, running_out
 from fullshard.report.causes import find_causes, verdict
 from fullshard.report.reading import read_run
 from fullshard.report.recording import report
@@ -58,6 +60,15 @@ def train_until_it_raises(folder: Path, rows: list[int], last: int = -1) -> dict
     return {"notes": notes, "state": run.out_of_memory, "verdict": verdict(run, find_causes(run))}
 
 
+class Logged(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
 def on_rank(folder: Path) -> dict[str, dict]:
     """All cases, in one process."""
     told = {"planted": train_until_it_raises(folder / "planted", [8] * 6, last=5)}
@@ -66,6 +77,12 @@ def on_rank(folder: Path) -> dict[str, dict]:
     resource.setrlimit(resource.RLIMIT_AS, (size * 1024 + 400 * MB, before[1]))
     told["limited"] = train_until_it_raises(folder / "limited", [8, 8, 8, 1_000_000])
     resource.setrlimit(resource.RLIMIT_AS, before)
+    used = chain([0] * 40, repeat(99))
+    limit = Limit(100, lambda: next(used), raises=False)
+    with patch.object(running_out, "_limits", lambda device: [limit]), patch.object(running_out, "_LOOK_EVERY_S", 0.0):
+        logged = Logged()
+        logging.getLogger(recording.__name__).addHandler(logged)
+        told["near"] = {**train_until_it_raises(folder / "near", [8] * 6), "logged": logged.messages}
     return told
 
 
@@ -87,7 +104,9 @@ def test_an_error_of_the_allocator_names_the_page_and_the_largest_holders(told):
 
 
 def test_a_limit_of_the_process_is_told_with_what_it_left(told):
+    """It fails where the loop makes a batch, of a million rows."""
     state = told["limited"]["state"]
+    assert state.where == "the loop"
     assert state.asked_bytes == 1_000_000 * WIDTH * 4
     assert state.used_bytes <= state.limit_bytes < state.used_bytes + state.asked_bytes + _BALLAST_NBYTES
     assert told["limited"]["notes"]
@@ -133,20 +152,8 @@ def test_a_container_counts_what_it_cannot_drop(tmp_path, line, folder, files):
     assert not limit.raises
 
 
-def test_a_container_that_is_nearly_full_is_told_once(tmp_path, monkeypatch, caplog):
+def test_a_container_that_is_nearly_full_is_told_once(told):
     """The page is written while there is memory for it; the run goes on."""
-    used = iter([0, *[10] * 40, *[99] * 1000])
-    monkeypatch.setattr(
-        "fullshard.report.running_out._limits", lambda _: [Limit(100, lambda: next(used), raises=False)]
-    )
-    monkeypatch.setattr("fullshard.report.running_out._LOOK_EVERY_S", 0.0)
-    with caplog.at_level(logging.WARNING, logger=recording.__name__):
-        told = run_one(tmp_path)
-    assert told["notes"] == []
-    assert told["state"].used_bytes == 99
-    assert sum("about to run out of memory" in it.message for it in caplog.records) == 1
-
-
-def run_one(folder: Path) -> dict:
-    """In this process, which has no process group: on one rank."""
-    return train_until_it_raises(folder, [8] * 4)
+    assert told["near"]["notes"] == []
+    assert told["near"]["state"].used_bytes == 99
+    assert sum("about to run out of memory" in it for it in told["near"]["logged"]) == 1

@@ -435,7 +435,7 @@ def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
         return None
     if run.out_of_memory is not None:
         held, total = run.out_of_memory.by_state.get("activations", 0), sum(run.out_of_memory.by_state.values())
-        binding = 1.0
+        binding = 1.0 if held >= run.out_of_memory.limit_bytes / 10 else 0.0  # else it is something else that is large
     elif used is not None and used[1] and run.memory is not None:
         binding, total = used[0] / used[1], figures.tensors_at_peak()
         held = int(run.memory.by_state["activations"][run.memory.peak]) if "activations" in run.memory.by_state else 0

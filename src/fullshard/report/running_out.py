@@ -28,7 +28,7 @@ from fullshard.plan.ledger import predict_ledger
 from fullshard.plan.memory import State
 from fullshard.report.memory_watch import Held, held_between_steps
 from fullshard.report.run import OutOfMemory, TensorHeld
-from fullshard.tape.recorder import Origin
+from fullshard.tape.recorder import Origin, Phase
 
 __all__ = ["MemoryGuard", "asked_bytes", "holders_said", "is_out_of_memory"]
 
@@ -93,7 +93,7 @@ class MemoryGuard:
         return OutOfMemory(
             rank=rank,
             asked_bytes=asked,
-            where=f"{origin.unit or 'the root'}, {origin.phase.value}",
+            where=_where(self._model, origin, error),
             used_bytes=used,
             limit_bytes=limit.nbytes,
             by_state=dict(by_state),
@@ -122,6 +122,18 @@ def holders_said(state: OutOfMemory) -> str:
     return "; ".join(f"{it.nbytes / 1e6:,.0f} MB {it.what}" for it in state.largest[:3])
 
 
+def _where(model: nn.Module, origin: Origin, error: BaseException | None) -> str:
+    """The module whose forward has raised `error`: by then the program has turned to others; else the unit at work."""
+    names = {id(module): name for name, module in model.named_modules()}
+    trace, inner = None if error is None else error.__traceback__, ""
+    while trace is not None:
+        inner = names.get(id(trace.tb_frame.f_locals.get("self")), "") or inner
+        trace = trace.tb_next
+    if inner:
+        return f"{inner}, forward"
+    return "the loop" if origin.phase is Phase.IDLE else f"{origin.unit or 'the root'}, {origin.phase.value}"
+
+
 def _gradients(model: nn.Module) -> Iterator[Held]:
     for unit in units_in(model):
         grads = (param.sharded.grad for param in unit.params)
@@ -132,10 +144,12 @@ def _gradients(model: nn.Module) -> Iterator[Held]:
 
 
 def _would_fit(model: nn.Module, activations: int, lacking: float) -> Iterator[str]:
-    """Changes that would free as much as is lacking, by formula, the cheapest first."""
+    """Changes that would free as much as is lacking, by formula, the cheapest first; none if nothing seems to lack."""
+    if lacking <= 0:
+        return
     with suppress(FullshardError):
         saved = predict_ledger(model).total - predict_ledger(model, strategy="zero3").total
-        if saved >= lacking and saved > 0:
+        if saved >= lacking:
             yield "strategy zero3"
     if activations * 0.5 >= lacking:
         yield "half the rows in a microbatch, and twice the microbatches"
