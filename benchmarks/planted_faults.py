@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,7 +34,7 @@ from torch.utils.checkpoint import checkpoint as recomputing
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from fullshard.checkpoint import save
 from fullshard.comm.collectives import Collectives
-from fullshard.report import recording  # to give it little memory
+from fullshard.report import recording
 from fullshard.report.causes import find_causes, verdict
 from fullshard.report.reading import read_run
 from fullshard.report.recording import report
@@ -292,7 +291,8 @@ def _compute_for(seconds: float) -> None:
 
 @contextmanager
 def two_hosts(rank: int) -> Iterator[None]:
-    with patch.object(socket, "gethostname", lambda: f"node{rank // 2}"):
+    facts = recording.rank_facts
+    with patch.object(recording, "rank_facts", lambda device: {**facts(device), "host": f"node{rank // 2}"}):
         yield
 
 
@@ -389,7 +389,7 @@ FAULTS = (
         forward_s=0.0,
     ),
     Plant(
-        title="8 MB a step kept in a list",
+        title="a tensor of 8 MB kept in each step",
         cause="memory leak",
         said="more after each step",
         between=keep_tensors,

@@ -31,13 +31,15 @@ class Late:
         ranks: the places of the ranks.
         latest: that of the one that is most behind.
         lost: the part of a step by which that one is.
-        times: how often as long as the others it usually takes.
+        took_s: what that one takes in the median step.
+        others_s: what the median of the others takes.
     """
 
     ranks: tuple[int, ...]
     latest: int
     lost: float
-    times: float
+    took_s: float
+    others_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +97,11 @@ class Figures:
         """Forward, backward and optimizer; shape (ranks, steps)."""
         return self.of("forward") + self.of("backward") + self.of("optimizer")
 
+    def of_most_ranks(self, seconds: Seconds) -> Seconds:
+        """What three ranks of four have at least, of two both; shape (steps,)."""
+        most: Seconds = np.quantile(seconds, 0.25, axis=0, method="lower")
+        return most
+
     def steady(self, seconds: Seconds) -> float:
         """The part of a step that `seconds`, of shape (steps,), are in three steps of four."""
         return _quartile(seconds / self.step_s)
@@ -128,7 +135,8 @@ class Figures:
             ranks=found,
             latest=latest,
             lost=float(np.median(behind[latest])),
-            times=float(np.median(seconds[latest]) / max(np.median(others[latest]), 1e-9)),
+            took_s=float(np.median(seconds[latest])),
+            others_s=float(np.median(others[latest])),
         )
 
     @cached_property

@@ -77,7 +77,7 @@ def rule(
 @rule("slow input", least=0.10, why="a loader with workers hands over a batch in under 1 % of a step")
 def slow_input(figures: Figures, rule: Rule) -> Finding | None:
     seconds = figures.of("input")
-    each = np.median(seconds, axis=0)
+    each = figures.of_most_ranks(seconds)
     if figures.steady(each) >= rule.least:
         lost = figures.usual(each)
         said = f"{percent(lost)} of a step waits for input, on all ranks: {milliseconds(float(np.median(each)))}."
@@ -86,7 +86,7 @@ def slow_input(figures: Figures, rule: Rule) -> Finding | None:
     if late is None:
         return None
     who = figures.ranks_said(late.ranks)
-    said = f"{percent(late.lost)} of a step waits for the input of {who}, {_times(late)} as slow as that of the others."
+    said = f"{percent(late.lost)} of a step waits for the input of {who}: {_times(late)}."
     return rule.found(said, "Look at what its files lie on, and whether its loader has workers.", lost=late.lost)
 
 
@@ -131,8 +131,8 @@ def slow_host(figures: Figures, rule: Rule) -> Finding | None:
         return None
     host, late = found
     said = (
-        f"{percent(late.lost)} of a step waits for {host}: each of its ranks computes {_times(late)} as long as those "
-        "of other hosts for the same work."
+        f"{percent(late.lost)} of a step waits for {host}: each of its ranks computes for longer for the same work, "
+        f"{_times(late)}."
     )
     change = f"Look at clocks, temperature and other programs on {host}, or leave it out."
     return rule.found(said, change, lost=late.lost)
@@ -146,12 +146,9 @@ def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
     if host is not None and set(late.ranks) <= set(figures.hosts()[host[0]]):
         return None
     who = figures.ranks_said(late.ranks)
-    said = (
-        f"{percent(late.lost)} of a step waits for {who}: it computes {_times(late)} as long as others for the same "
-        "work."
-    )
+    said = f"{percent(late.lost)} of a step waits for {who}: it computes for longer, {_times(late)}, for the same work."
     starved, place = figures.starved, late.latest
-    if starved is not None and figures.steady(starved[place] - np.median(starved, axis=0)) >= rule.least / 2:
+    if starved is not None and figures.steady(starved[place] - figures.of_most_ranks(starved)) >= rule.least / 2:
         part = figures.usual(starved[place])
         change = f"It has no core for {percent(part)} of a step: end what else runs on its cores."
     else:
@@ -164,7 +161,7 @@ def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
 def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
     if figures.starved is None:
         return None
-    each = np.median(figures.starved, axis=0)
+    each = figures.of_most_ranks(figures.starved)
     if figures.steady(each) < rule.least:
         return None
     lost = figures.usual(each)
@@ -355,7 +352,7 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
         if links[slowest] < usual[slowest] / 2:
             said = (
                 f"{percent(waits.usual)} of a step waits for the wire: to {figures.ranks_said((slowest,))} it gives "
-                f"{links[slowest]:.2g} GB/s, to others {usual[slowest]:.2g}."
+                f"{amount(1e9 * links[slowest])}/s, to others {amount(1e9 * usual[slowest])}/s."
             )
             return rule.found(said, "Look at cable, port and driver there, or leave that host out.", lost=waits.usual)
     others = (one_unit, unit_too_large, units_too_small, no_prefetch, frozen_part_gathered)
@@ -364,10 +361,10 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
         explained += waits.reductions
     if waits.steady - explained < rule.least:
         return None
-    gave = f", {run.link_gb_s:.2g} when it was measured" if run.link_gb_s else ""
+    gave = f"; it has given {amount(1e9 * run.link_gb_s)}/s" if run.link_gb_s else ""
     said = (
         f"{percent(waits.usual)} of a step waits for the wire, which carries {amount(figures.moved_bytes)} a step at "
-        f"{figures.reached_gb_s:.2g} GB/s{gave}."
+        f"{amount(1e9 * figures.reached_gb_s)}/s{gave}."
     )
     return rule.found(said, change, lost=waits.usual)
 
@@ -528,4 +525,5 @@ def _pairs(series: Series) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArra
 
 
 def _times(late: Late) -> str:
-    return f"{late.times:.1f} times"
+    """Such as "80 ms, and 2 ms on others"."""
+    return f"{milliseconds(late.took_s)}, and {milliseconds(late.others_s)} on others"
