@@ -146,7 +146,7 @@ def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
     if host is not None and set(late.ranks) <= set(figures.hosts()[host[0]]):
         return None
     who = figures.ranks_said(late.ranks)
-    said = f"{percent(late.lost)} of a step waits for {who}: it computes for longer, {_times(late)}, for the same work."
+    said = f"{percent(late.lost)} of a step waits for {who}: it computes for longer for the same work, {_times(late)}."
     starved, place = figures.starved, late.latest
     if starved is not None and figures.steady(starved[place] - figures.of_most_ranks(starved)) >= rule.least / 2:
         part = figures.usual(starved[place])
