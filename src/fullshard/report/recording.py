@@ -28,7 +28,7 @@ from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shard
 from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
 from fullshard.report.run import PARTS
-from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts
+from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts, is_kept_whole
 from fullshard.report.usage import UsageMeter
 from fullshard.report.writing import write_report
 from fullshard.tape.recorder import Event, recording_to
@@ -266,7 +266,7 @@ class RunReport:
             for name, (times, seconds) in step.host_waits.items():
                 known = self._host_waits.get(name, (0, 0.0))
                 self._host_waits[name] = known[0] + times, known[1] + seconds
-            if step.number.bit_count() == 1:
+            if is_kept_whole(step.number):
                 self._write_spans(step)
         self._group.append(step)
         if len(self._group) == self._group_size:
