@@ -80,6 +80,7 @@ ROOMS: dict[str, list[str] | None] = {
         "memory_watch",
         "facts",
         "rank_file",
+        "elsewhere",
         "reading",
         "figures",
         "rules",

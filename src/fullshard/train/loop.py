@@ -131,7 +131,12 @@ class Trainer:
             return nullcontext()
         settings = {name: value for name, value in self.settings.as_options().items() if name != "out"}
         self.record = report(
-            self.model, self.folder.path, optimizer=self.optimizer, settings=settings, first_step=done + 1
+            self.model,
+            self.folder.path,
+            optimizer=self.optimizer,
+            settings=settings,
+            first_step=done + 1,
+            log_to=self.settings.run.log_to,
         )
         if self.forecast is not None:
             self.record.expect_memory(self.forecast.turns)

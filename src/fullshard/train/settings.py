@@ -137,6 +137,8 @@ class RunSettings:
     them after the third beside what was measured. Times need a description of this machine: fullshard calibrate."""
     report: bool = True
     """Record where time and memory go, which costs less than 1 % of a step, and write a page of it in the end."""
+    log_to: MaybeStr = None
+    """Where the numbers of the report go, too: tensorboard, wandb or mlflow, by that library."""
     prompt: MaybeStr = None
     """Text that samples continue. Left out: a line break."""
     config: MaybePath = None
