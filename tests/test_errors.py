@@ -1686,7 +1686,8 @@ SOURCE = Path(fullshard.__file__).parent
 # Files and folders whose mistakes are made in tests of their own: of commands, liveness, shared memory, exports, safety
 # copies, runs in ranks, integrations, benches and predictions.
 ELSEWHERE = {
-    *("cli", "command_line.py", "train", "bench", "integrations", "planner", "testing/ranks.py", "testing/same.py"),
+    *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
+    *("testing/ranks.py", "testing/same.py"),
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),

@@ -60,6 +60,10 @@ def check_ranks(asked: int | None, world: int) -> None:
 
 def _check_parallelism(settings: ParallelSettings, world: int, machines: int) -> None:
     _check_choice("strategy", settings.strategy, STRATEGIES)
+    if settings.on is not None:
+        _check_choice("on", settings.on, ("ray",))
+    elif settings.ray_address is not None:
+        raise ConfigError(f"--ray-address {settings.ray_address}: nothing runs on Ray. Add --on ray, or leave it out.")
     if world < 1:
         raise ConfigError(f"--ranks {world}: a run needs at least 1 rank.")
     replicas_of(settings, world, machines)
