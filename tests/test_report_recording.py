@@ -29,7 +29,7 @@ from fullshard.plan.ledger import measure_ledger
 from fullshard.plan.memory import State
 from fullshard.report import recording as recording_module
 from fullshard.report import steps as steps_module
-from fullshard.report.rank_file import lines_in, path_of
+from fullshard.report.rank_file import RankFile, lines_in, path_of
 from fullshard.report.reading import read_run
 from fullshard.report.run import PARTS, Run
 from fullshard.report.steps import PAUSE, StepRecorder, StepTaken
@@ -166,6 +166,9 @@ class Stamped:
     def query(self) -> bool:
         return self.lane.reached >= self.at
 
+    def synchronize(self) -> None:
+        self.lane.reached = max(self.lane.reached, self.at)
+
     def elapsed_time(self, other: "Stamped") -> float:
         assert other.query(), "nobody waits for a lane"
         return 1e3 * (other.at - self.at)
@@ -190,7 +193,7 @@ def test_where_lanes_lag_the_times_are_theirs_and_read_when_they_are_there(clock
     accelerator.lanes = lanes
     taken: list[StepTaken] = []
     record = recorder(taken, accelerator)
-    lanes.compute.reached = 0.0
+    lanes.compute.reached = 0.0  # and the others are there already
     for _ in range(2):
         turn(record, clock, 1.0, FORWARD)
         event = record.add(Event("all_gather", Origin("a", FORWARD), "gather", start=clock.now, sent_bytes=8))
@@ -205,8 +208,8 @@ def test_where_lanes_lag_the_times_are_theirs_and_read_when_they_are_there(clock
         turn(record, clock, 2.0, STEP)
         turn(record, clock, 0.25, IDLE)
     assert not taken
-    lanes.compute.reached = lanes.gather.reached = float("inf")
-    record.finish()
+    record.finish()  # which waits
+    assert len(taken) == 2
     for step in taken:  # lanes take twice as long as the program
         expected = dict.fromkeys(PARTS, 0.0) | {"input": 2.0, "forward": 3.0, "gather": 0.5, "backward": 4.0}
         assert step.parts_s == pytest.approx(expected | {"optimizer": 0.5})
@@ -476,6 +479,18 @@ def test_callbacks_of_trainers_record_what_the_trainers_log(tmp_path):
             "gradient norm": [6, 8],
         }
         assert (folder / "report.html").exists()
+
+
+def test_a_disk_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path, caplog):
+    (tmp_path / "x").write_text("a file")
+    (tmp_path / "report").mkdir()
+    path_of(tmp_path, 1).symlink_to("/dev/full")
+    for file in (RankFile(path_of(tmp_path / "x", 0)), RankFile(path_of(tmp_path, 1))):
+        for number in range(3):
+            file.add("step", n=number)
+            file.flush()
+        file.close()
+    assert [record.message.count("nothing more is recorded") for record in caplog.records] == [1, 1]
 
 
 STAND_INS = {

@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 __all__ = ["FOLDER", "RankFile", "finite", "is_closed", "lines_in", "path_of", "rank_files"]
 
@@ -53,13 +53,18 @@ class RankFile:
     """
 
     def __init__(self, path: Path, *, goes_on: bool = False) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a" if goes_on else "w", encoding="utf-8")
+        self._path = path
+        self._file: TextIO | None = None
         self._flushed = time.monotonic()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a" if goes_on else "w", encoding="utf-8")
+        except OSError as error:
+            self._give_up(error)
 
     def add(self, kind: str, **values: Any) -> None:
         """Add a line. It is on its way to the disk within some seconds, or when the next one is added."""
-        if self._file.closed:
+        if self._file is None:
             return
         try:
             self._file.write(json.dumps({"kind": kind, **values}, separators=(",", ":"), default=_plain) + "\n")
@@ -70,23 +75,28 @@ class RankFile:
 
     def flush(self) -> None:
         """Let readers see what was added."""
+        self._flushed = time.monotonic()
         try:
-            self._file.flush()
+            if self._file is not None:
+                self._file.flush()
         except OSError as error:
             self._give_up(error)
-        self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Add no more."""
+        file, self._file = self._file, None
         try:
-            self._file.close()
+            if file is not None:
+                file.close()
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        _log.warning("%s: nothing more is recorded of this run (%s)", self._file.name, error.strerror)
+        _log.warning("%s: nothing more is recorded of this run (%s).", self._path, error.strerror)
+        file, self._file = self._file, None
         with suppress(OSError):  # it was said
-            self._file.close()
+            if file is not None:
+                file.close()
 
 
 def _plain(value: Any) -> Any:

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -210,7 +210,8 @@ class RunReport:
             return self.page
         self._is_open = False
         self._stack.close()
-        self._steps.finish()
+        with suppress(RuntimeError):  # of a device that has failed
+            self._steps.finish()
         self._write_line()
         self._write_units()
         self._file.add("end")

@@ -146,7 +146,7 @@ class StepRecorder(Recorder):
         first: int = 1,
     ) -> None:
         super().__init__()
-        self.reads_lanes = accelerator.has_lanes
+        self._accelerator = accelerator
         self.number = first  # of the step under way
         self.work = 0.0  # numbers that this step's forwards were given
         self._compute = accelerator.lanes.compute
@@ -160,6 +160,11 @@ class StepRecorder(Recorder):
         self._unread: deque[_Unread] = deque()
         self._has_begun = False
 
+    @property
+    def reads_lanes(self) -> bool:  # type: ignore[override]  # which changes here
+        """True where lanes work at other times than the program, and are not recorded into a graph."""
+        return self._accelerator.has_lanes and not self._accelerator.is_capturing
+
     # -- what the engine and the loop tell ----------------------------------------------------------------------------
 
     def add(self, event: Event) -> Event:
@@ -172,7 +177,7 @@ class StepRecorder(Recorder):
     def turn_to(self, origin: Origin) -> None:
         """See `Recorder.turn_to`."""
         self.origin = origin
-        if PAUSE in self._told:
+        if PAUSE in self._told or self._accelerator.is_capturing:
             return
         turn = self._turn(origin)
         if origin.phase is Phase.FORWARD:
@@ -201,9 +206,11 @@ class StepRecorder(Recorder):
                 self._turns.append(self._turn(before))
 
     def finish(self) -> None:
-        """Take the last step as over, if it has been taken; and read what can be read."""
+        """Take the last step as over, if it has been taken, and wait until the lanes have come so far."""
         if self._end is not None:
             self._end_step()
+        if self._unread and (last := self._unread[-1].turns[-1].stamp) is not None:
+            last.synchronize()
         self._read_all()
 
     @property
@@ -213,7 +220,7 @@ class StepRecorder(Recorder):
 
     def _turn(self, origin: Origin) -> _Turn:
         told = self._told[-1] if self._told else ""
-        stamp = self._compute.stamp() if self.reads_lanes else None
+        stamp = self._compute.stamp() if self._accelerator.has_lanes else None
         return _Turn(time.perf_counter(), stamp, origin.phase, origin.unit, told, torch.is_grad_enabled())
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -245,7 +252,7 @@ class StepRecorder(Recorder):
                 if len(self._unread) > _MOST_UNREAD:
                     self._unread.popleft()
                 return
-            self._done(_read(self._unread.popleft(), self.reads_lanes))
+            self._done(_read(self._unread.popleft(), self._accelerator.has_lanes))
 
 
 # -- from turns and events to parts -----------------------------------------------------------------------------------
