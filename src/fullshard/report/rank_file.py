@@ -20,13 +20,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["FOLDER", "RankFile", "finite", "is_closed", "lines_in", "path_of", "rank_files"]
+__all__ = ["FOLDER", "RankFile", "finite", "is_closed", "lines_in", "parsed", "path_of", "rank_files"]
 
 _log = logging.getLogger(__name__)
 
@@ -104,21 +105,28 @@ def _plain(value: Any) -> Any:
 
 
 def lines_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a rank's file; of `units`, only the last. A line that was cut off is left out."""
+    """The lines of a rank's file. Of `units` only the last; of `spans`, which are long, `n` and the line itself, for
+    `parsed`. A line that was cut off is left out.
+    """
     units = b""
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             continue
         if line.startswith(b'{"kind":"units"'):
             units = line
-            continue
-        if (found := _parsed(line)) is not None:
+        elif (number := _SPANS.match(line)) is not None:
+            yield {"kind": "spans", "n": int(number[1]), "line": line}
+        elif (found := parsed(line)) is not None:
             yield found
-    if units and (found := _parsed(units)) is not None:
+    if units and (found := parsed(units)) is not None:
         yield found
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+_SPANS = re.compile(rb'\{"kind":"spans","n":(\d+),')
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it is broken."""
     try:
         found: dict[str, Any] = json.loads(line)
     except ValueError:  # the disk was full, or a host went down
