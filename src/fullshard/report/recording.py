@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -24,12 +24,13 @@ from fullshard.device.lanes import LANES
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.plan.memory_used import memory_for_a_rank
+from fullshard.report.elsewhere import check_home, open_home
 from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shards_of, strategy_of, units_of
 from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
 from fullshard.report.run import PARTS, WhatIf
 from fullshard.report.running_out import MemoryGuard, holders_said, is_out_of_memory
-from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts
+from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts, is_kept_whole
 from fullshard.report.usage import UsageMeter
 from fullshard.report.writing import write_report
 from fullshard.tape.recorder import Event, recording_to
@@ -52,6 +53,7 @@ def report(
     optimizer: torch.optim.Optimizer | None = None,
     settings: Mapping[str, Any] | None = None,
     first_step: int = 1,
+    log_to: str | None = None,
 ) -> RunReport:
     """Record the training of `model` from here on, and leave a page behind that says where time and memory went.
 
@@ -76,15 +78,19 @@ def report(
         optimizer: those that step the model are found by themselves; name one that is not among torch's.
         settings: names and values that tell this run from another one.
         first_step: the number of the first step; with one above 1 the record goes on where it was.
+        log_to: "tensorboard", "wandb" or "mlflow": there the numbers of each step go, too, by that library.
 
     Raises:
-        ConfigError: the model has no units; or `first_step` is below 1.
+        ConfigError: the model has no units; `first_step` is below 1; or `log_to` is none of those.
+        MissingLibraryError: the library of `log_to` is not installed.
     """
     if not units_in(model):
         raise ConfigError(f"{type(model).__name__} has no units, so nothing can be reported. Call fully_shard first.")
     if first_step < 1:
         raise ConfigError(f"report(first_step={first_step}): steps are numbered from 1 on.")
-    return RunReport(model, Path(path), [optimizer] if optimizer else [], settings or {}, first_step)
+    if log_to is not None:
+        check_home(log_to)
+    return RunReport(model, Path(path), [optimizer] if optimizer else [], settings or {}, first_step, log_to)
 
 
 class RunReport:
@@ -97,6 +103,7 @@ class RunReport:
         optimizers: Sequence[torch.optim.Optimizer],
         settings: Mapping[str, Any],
         first_step: int,
+        log_to: str | None,
     ) -> None:
         self.path = path
         self.page: Path | None = None
@@ -135,6 +142,8 @@ class RunReport:
             first_step=first_step,
         )
         self._file.flush()
+        said = {name: str(value) for name, value in settings.items()}
+        self._home = open_home(log_to, path, said) if log_to is not None and self._rank == 0 else None
         usage = UsageMeter(self._device)
         self._steps = StepRecorder(
             accelerator_for(self._device),
@@ -207,11 +216,14 @@ class RunReport:
             return self.page
         self._is_open = False
         self._stack.close()
-        self._steps.finish()
+        with suppress(RuntimeError):  # of a device that has failed
+            self._steps.finish()
         self._write_line()
         self._write_units()
         self._file.add("end")
         self._file.close()
+        if self._home is not None:
+            self._home.close()
         if self._rank == 0 and draws:
             self._await_others()
             try:
@@ -276,8 +288,11 @@ class RunReport:
             for name, (times, seconds) in step.host_waits.items():
                 known = self._host_waits.get(name, (0, 0.0))
                 self._host_waits[name] = known[0] + times, known[1] + seconds
-            if step.number.bit_count() == 1:
+            if is_kept_whole(step.number):
                 self._write_spans(step)
+        if self._home is not None:
+            parts = {f"seconds/{part}": seconds for part, seconds in step.parts_s.items()}
+            self._home.tell(step.number, {"seconds/step": step.step_s, **parts, "bytes held": step.usage.held})
         self._group.append(step)
         if len(self._group) == self._group_size:
             self._write_line()
@@ -306,7 +321,10 @@ class RunReport:
     # -- lines --------------------------------------------------------------------------------------------------------
 
     def _tell(self, step: int, told: Mapping[str, float | Tensor]) -> None:
-        self._file.add("told", n=step, v=finite({name: float(value) for name, value in told.items()}))
+        numbers = {name: float(value) for name, value in told.items()}
+        self._file.add("told", n=step, v=finite(numbers))
+        if self._home is not None:
+            self._home.tell(step, numbers)
 
     def _write_line(self) -> None:
         group, self._group = self._group, []

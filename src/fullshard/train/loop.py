@@ -32,7 +32,7 @@ from fullshard.train.predicting import Foresight, by_state, start_forecast
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
 from fullshard.train.ranks import Rank, gather_in_rank_order
 from fullshard.train.resuming import AUTO
-from fullshard.train.run_folder import STOPPED, RunFolder, free_folder
+from fullshard.train.run_folder import STOPPED, RunFolder, check_shared, free_folder
 from fullshard.train.schedule import learning_rate, peak_lr
 from fullshard.train.settings import TrainSettings
 from fullshard.train.sharding import ShardedGPT, dtype_of, optimizer_of, sharded_gpt
@@ -65,8 +65,8 @@ def train(
     it `records`, the run leaves a page behind: see `fullshard.report`.
 
     Raises:
-        ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or the checkpoint is
-            not of this run.
+        ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or checkpoints are
+            to be saved where not all machines see them; or the checkpoint is not of this run.
         CheckpointError: the checkpoint is damaged or does not fit; or SIGTERM came, and none could be written.
     """
     check_machines(settings, rank)
@@ -74,6 +74,8 @@ def train(
     forecasting = start_forecast(settings, rank) if predicts else None
     peak = PeakMemory(rank.device)
     out = agreed_folder(settings, rank)
+    if settings.checkpoints.checkpoint_every and rank.machines > 1:
+        check_shared(out, rank)
     folder = RunFolder(out, writes=rank.leads)
     text = agreed_text(source, out, rank)
     model = sharded_gpt(settings, rank)
@@ -134,7 +136,12 @@ class Trainer:
             return nullcontext()
         settings = {name: value for name, value in self.settings.as_options().items() if name != "out"}
         self.record = report(
-            self.model, self.folder.path, optimizer=self.optimizer, settings=settings, first_step=done + 1
+            self.model,
+            self.folder.path,
+            optimizer=self.optimizer,
+            settings=settings,
+            first_step=done + 1,
+            log_to=self.settings.run.log_to,
         )
         if self.forecast is not None:
             self.record.expect_memory(self.forecast.turns)
