@@ -170,8 +170,8 @@ def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
     threads, cores = sum(figures.rank(it).threads for it in places), max(figures.rank(it).cores for it in places)
     if threads > cores:
         said += f" {len(places)} ranks with {threads} threads share {cores} cores of {host}."
-        each = cores // len(places)
-        change = f"Set OMP_NUM_THREADS={each}, or start fewer ranks." if each else f"Start {cores} ranks, not more."
+        share = cores // len(places)
+        change = f"Set OMP_NUM_THREADS={share}, or start fewer ranks." if share else f"Start {cores} ranks, not more."
         return rule.found(said, change, lost=lost)
     return rule.found(
         said, f"Other programs take the {cores} cores of {host}: end them, or give ranks cores.", lost=lost
@@ -443,8 +443,8 @@ def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
     if binding < _BINDS or held < rule.least * max(total, 1):
         return None
     said = (
-        f"Memory is {percent(min(1.0, binding))} full, and {percent(held / total)} of tensors at the peak are activations: "
-        f"{amount(held)}."
+        f"Memory is {percent(min(1.0, binding))} full, and {percent(held / total)} of tensors at the peak are "
+        f"activations: {amount(held)}."
     )
     change = "Recompute them (`--activation-checkpointing`, `torch.utils.checkpoint`), or use smaller microbatches."
     return rule.found(said, change, of_memory=binding * held / total)
