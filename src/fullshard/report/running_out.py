@@ -64,12 +64,12 @@ class MemoryGuard:
         self._limits = list(_limits(device))
         known = sum(it.nbytes for it in held_between_steps(model, optimizers))
         self._own = [max(0, it.used() - known) for it in self._limits]  # of the program itself
-        self._ballast = bytearray(_BALLAST_NBYTES) if any(it.raises for it in self._limits) else None
+        self._ballast = bytearray(_BALLAST_NBYTES) if any(_of_process()) else None
         self._looked_at = 0.0
         self.has_told = False
 
     def is_near(self) -> bool:
-        """True, once, if a limit that raises no error is near. Cheap enough to be asked for with every event."""
+        """True if a limit that raises no error is near, and that was not told. Cheap enough to ask with every event."""
         now = time.monotonic()
         if self.has_told or now - self._looked_at < _LOOK_EVERY_S:
             return False
@@ -169,14 +169,19 @@ def _limits(device: torch.device) -> Iterator[Limit]:
         module = torch.get_device_module(device)
         yield Limit(int(module.mem_get_info(device)[1]), lambda: int(module.memory_reserved(device)), raises=True)
         return
-    for which, counted in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
-        soft, _ = resource.getrlimit(which)
-        if soft != resource.RLIM_INFINITY:
-            yield Limit(soft, partial(_status, counted), raises=True)
+    yield from _of_process()
     container = _container()
     if container is not None:
         yield container
     yield Limit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), lambda: _status("VmRSS"), raises=True)
+
+
+def _of_process() -> Iterator[Limit]:
+    """Limits of the addresses of this process."""
+    for which, counted in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft, _ = resource.getrlimit(which)
+        if soft != resource.RLIM_INFINITY:
+            yield Limit(soft, partial(_status, counted), raises=True)
 
 
 def _status(name: str) -> int:
