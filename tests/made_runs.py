@@ -123,8 +123,8 @@ def findings_of(run: Run) -> tuple[Finding, ...]:
     return (
         Finding(
             cause="one unit too large",
-            said=f"{gather:.0%} of a step waits for gathers, most for layers.7: that unit is 6 times larger than the "
-            "others.",
+            said=f"{100 * gather:.0f} % of a step waits for gathers, most for layers.7: that unit is 6 times larger "
+            "than the others.",
             change="Wrap its experts as units of their own, or use strategy hsdp.",
             lost=gather,
             gain_s=0.14,

@@ -381,7 +381,7 @@ def test_the_command_writes_the_page_and_says_the_verdict(
     [
         ([], "RUN must be named"),
         (["{empty}"], "no run is recorded there"),
-        (["{empty}", "--agianst", "x"], "Did you mean against?"),
+        (["{empty}", "--agianst=x"], "Did you mean against?"),
     ],
 )
 def test_a_folder_without_a_run_is_one_line(
