@@ -38,6 +38,7 @@ from fullshard.policy.switches import (
     share_memory_between_ranks,
     share_memory_between_units,
 )
+from fullshard.report.recording import RunReport, report
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -83,6 +84,7 @@ __all__ = [
     "Placements",
     "RankLostError",
     "RankMismatchError",
+    "RunReport",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
@@ -100,6 +102,7 @@ __all__ = [
     "predict_beside",
     "recording",
     "register_fsdp_forward_method",
+    "report",
     "set_collective_timeout",
     "share_comm_ctx",
     "share_memory_between_ranks",

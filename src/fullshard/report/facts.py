@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.engine.registry import units_in
+from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.plan.hardware import HERE, hardware
@@ -102,9 +102,10 @@ def _dtype(unit: Unit, which: str) -> str:
 
 def shards_of(model: nn.Module) -> list[Mapping[str, Any]]:
     """The parameters, and how they are cut."""
+    names = {id(param): clean_fqn(name) for name, param in model.named_parameters(remove_duplicate=False)}
     return [
         {
-            "fqn": param.fqn,
+            "fqn": names.get(id(param.sharded)) or names.get(id(param.unsharded)) or param.fqn,
             "unit": unit.name,
             "shape": param.layout.spec.shape,
             "dtype": str(param_group.plan.contract.stored).removeprefix("torch."),

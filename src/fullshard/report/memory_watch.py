@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard._compat import innermost_dispatch_mode, is_wrapper_type, local_tensor
 from fullshard.dry.storages import Storages
-from fullshard.engine.registry import units_in
+from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.plan.memory import State, memory_holders, memory_turns
 from fullshard.tape.recorder import Event, Phase, Recorder
 from fullshard.tape.tape import Allocation, Free, Operation, Tape
@@ -185,7 +185,7 @@ class _TimedTape(Tape):
 def _base(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Held]:
     """What is in memory between steps."""
     slots = {}
-    names: dict[int, str] = {}
+    names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
     for unit in units_in(model):
         name = unit.name or "the root"
         rest = sum(it.plan.rest_nbytes for it in unit.param_groups)
@@ -202,7 +202,6 @@ def _base(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iter
                 state=state.value,
                 what=f"unsharded parameters of {name}" + (", in turns with others" if unit.slot.shared else ""),
             )
-        names |= {id(param.sharded): param.fqn for param in unit.params}
     yield from slots.values()
     for optimizer in optimizers:
         for param, state in optimizer.state.items():

@@ -29,7 +29,7 @@ from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
 from fullshard.report.run import PARTS
 from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts
-from fullshard.report.usage import usage_of
+from fullshard.report.usage import UsageMeter
 from fullshard.report.writing import write_report
 from fullshard.tape.recorder import Event, recording_to
 
@@ -133,15 +133,17 @@ class RunReport:
             first_step=first_step,
         )
         self._file.flush()
+        usage = UsageMeter(self._device)
         self._steps = StepRecorder(
             accelerator_for(self._device),
-            usage_of(self._device),
+            usage,
             self._after_step,
             self._before_step,
             self._seen,
             first=first_step,
         )
         self._stack = ExitStack()
+        self._stack.callback(usage.close)
         self._stack.enter_context(recording_to(self._steps))
         hooks = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -193,8 +195,8 @@ class RunReport:
         """Let the page show a predicted curve beside the measured one: labels and sums of a tape's `memory_turns`."""
         self._predicted = turns
 
-    def close(self) -> Path | None:
-        """Record no more, and on the first rank write the page: its path. On other ranks None."""
+    def close(self, *, draws: bool = True) -> Path | None:
+        """Record no more, and on the first rank write the page, unless it is not to be drawn: its path; else None."""
         if not self._is_open:
             return self.page
         self._is_open = False
@@ -204,7 +206,7 @@ class RunReport:
         self._write_units()
         self._file.add("end")
         self._file.close()
-        if self._rank == 0:
+        if self._rank == 0 and draws:
             self._await_others()
             try:
                 self.page = write_report(self.path)

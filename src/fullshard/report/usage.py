@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-__all__ = ["Usage", "usage_of"]
+__all__ = ["Usage", "UsageMeter"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -36,30 +34,35 @@ class Usage:
         return replace(self, busy_s=busy_s)
 
 
-def usage_of(device: torch.device) -> Callable[[], Usage]:
-    """A function that gives what this rank has used by now. To be made on the thread that trains."""
-    held = _resident() if device.type == "cpu" else lambda: int(torch.get_device_module(device).memory_reserved(device))
-    starved = _starved()
-    return lambda: Usage(time.process_time(), starved(), held())
+class UsageMeter:
+    """Gives, when called, what this rank has used by now. To be made on the thread that trains."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._starved = _opened(f"/proc/self/task/{threading.get_native_id()}/schedstat")
+        self._resident = _opened("/proc/self/statm")
+
+    def __call__(self) -> Usage:
+        starved = _second_number(self._starved)  # nanoseconds ready and without a core, see sched-stats
+        return Usage(time.process_time(), None if starved is None else starved / 1e9, self._held())
+
+    def _held(self) -> int:
+        if self._device.type != "cpu":
+            return int(torch.get_device_module(self._device).memory_reserved(self._device))
+        return (_second_number(self._resident) or 0) * _PAGE
+
+    def close(self) -> None:
+        """Measure no more."""
+        for file in (self._starved, self._resident):
+            if file is not None:
+                os.close(file)
 
 
-def _starved() -> Callable[[], float | None]:
-    """Seconds that this thread was ready and had no core: the second number of `schedstat`, in nanoseconds."""
-    file = _opened(f"/proc/self/task/{threading.get_native_id()}/schedstat")
-    return lambda: None if file is None else int(_read(file).split()[1]) / 1e9
-
-
-def _resident() -> Callable[[], int]:
-    file = _opened("/proc/self/statm")
-    return lambda: 0 if file is None else int(_read(file).split()[1]) * _PAGE
-
-
-def _opened(path: str) -> Any:
+def _opened(path: str) -> int | None:
     with suppress(OSError):  # not Linux
-        return open(path, "rb", buffering=0)  # as long as the process lives
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     return None
 
 
-def _read(file: Any) -> bytes:
-    content: bytes = os.pread(file.fileno(), 256, 0)
-    return content
+def _second_number(file: int | None) -> int | None:
+    return None if file is None else int(os.pread(file, 256, 0).split()[1])
