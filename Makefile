@@ -10,7 +10,7 @@ BENCH   := $(VENV)/.installed-bench
 DEV     := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train bench test test-all gpu-check browser charts lint format clean
+.PHONY: help venv train bench test test-all test-clusters gpu-check browser charts lint format clean
 
 help:  ## list the targets
 	@echo 'fullshard: fully sharded data parallel training for PyTorch'
@@ -30,6 +30,9 @@ test: lint  ## linters, strict types and all tests but the slow ones
 
 test-all: lint  ## linters, strict types and every test
 	$(BIN)/python -m pytest -m '' $(ARGS)
+
+test-clusters: $(DEV)  ## the tests that start clusters on this machine
+	$(BIN)/python -m pytest -m clusters $(ARGS)
 
 gpu-check:  ## check all claims on this machine's GPU, by $(PYTHON) as it is: torch, numpy and pytest; results in one file
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py $(ARGS)

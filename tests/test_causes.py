@@ -1,6 +1,7 @@
 """A cause that is there is told, with its number and the change; where none is, none is told. On runs nobody ran."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -116,3 +117,11 @@ def test_room_for_a_larger_batch_is_told_to_who_has_it():
     run = healthy_run()
     assert "free: a larger batch fits" in verdict(run, ())
     assert "free" not in verdict(replace(run, memory=None), ())
+
+
+def test_the_docs_page_has_every_rule_with_its_threshold():
+    lines = (Path(__file__).parent.parent / "docs" / "report.md").read_text().splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("| cause |"))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : start + 2 + len(RULES)]]
+    assert [row[0] for row in rows] == [it.cause for it in RULES]
+    assert all(f"{100 * it.least:.0f} %" in row[2] for it, row in zip(RULES, rows, strict=True))

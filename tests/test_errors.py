@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ from fullshard import (
     FullStateDictConfig,
     FullyShardedDataParallel,
     LayoutError,
+    MissingLibraryError,
     MixedPrecision,
     MixedPrecisionPolicy,
     OptimStateKeyType,
@@ -73,6 +75,7 @@ from fullshard.optim import Muon, step_shards
 from fullshard.plan import calibration, hardware
 from fullshard.plan.costs import costs_of
 from fullshard.plan.ledger import predict_ledger
+from fullshard.report.elsewhere import HOMES, check_home
 from fullshard.report.reading import read_run
 from fullshard.state.optim_state import OWN, full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
@@ -148,6 +151,20 @@ def a_report_from_before_the_first_step() -> Steps:
     model = fully_shard(linear())
     yield
     fullshard.report(model, "nowhere", first_step=0)
+
+
+@mistake(ConfigError, "log_to='paper': not known", "Take one of tensorboard, wandb, mlflow")
+def a_report_to_a_home_that_is_not_known() -> Steps:
+    model = fully_shard(linear())
+    yield
+    fullshard.report(model, "nowhere", log_to="paper")
+
+
+@mistake(MissingLibraryError, "log_to='notes' needs notes", r"pip install 'fullshard\[notes\]'")
+def a_report_by_a_library_that_is_missing() -> Steps:
+    yield
+    with mock.patch.dict(HOMES, {"notes": HOMES["mlflow"]}):
+        check_home("notes")
 
 
 @mistake(ConfigError, "nowhere: no run is recorded there", "before the first step")
@@ -1669,7 +1686,8 @@ SOURCE = Path(fullshard.__file__).parent
 # Files and folders whose mistakes are made in tests of their own: of commands, liveness, shared memory, exports, safety
 # copies, runs in ranks, integrations, benches and predictions.
 ELSEWHERE = {
-    *("cli", "command_line.py", "train", "bench", "integrations", "planner", "testing/ranks.py", "testing/same.py"),
+    *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
+    *("testing/ranks.py", "testing/same.py"),
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),

@@ -15,6 +15,7 @@ PUBLIC = "__init__"  # the public names: an import from the bare package
 ROOMS: dict[str, list[str] | None] = {
     "errors": None,
     "versions": None,
+    "required": None,
     "policy": ["strategy", "precision", "offload", "options", "switches"],
     "layout": ["offsets", "shard_spec", "group_layout", "slots"],
     "_compat": None,
@@ -78,8 +79,10 @@ ROOMS: dict[str, list[str] | None] = {
         "usage",
         "steps",
         "memory_watch",
+        "running_out",
         "facts",
         "rank_file",
+        "elsewhere",
         "reading",
         "figures",
         "rules",

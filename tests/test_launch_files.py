@@ -7,9 +7,11 @@ import shlex
 import signal
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import yaml
+from kubeflow_trainer_api.models import TrainerV1alpha1ClusterTrainingRuntime, TrainerV1alpha1TrainJob
 from test_docs import ROOT, code_blocks, page
 from torch.distributed.run import get_args_parser
 
@@ -80,23 +82,52 @@ def test_what_slurm_reads_in_the_script_stands_before_its_commands():
     assert max(settings) < first_command
 
 
-def test_the_job_of_the_kubeflow_operator_starts_the_trainer():
-    job = yaml.safe_load((LAUNCH / "pytorchjob.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    elastic, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    assert elastic["minReplicas"] <= worker["replicas"] <= elastic["maxReplicas"]
-    assert elastic["maxRestarts"] > 0
-    assert worker["restartPolicy"] == "OnFailure"
-    pod = worker["template"]["spec"]
+def trainer_documents() -> tuple[dict, dict]:
+    """The runtime and the job of Kubeflow Trainer."""
+    runtime, job = yaml.safe_load_all((LAUNCH / "trainjob.yaml").read_text())
+    return runtime, job
+
+
+def test_kubeflow_trainer_knows_every_field_of_its_documents():
+    """The published schemas leave out what they do not know: what comes back must be what was given."""
+    runtime, job = trainer_documents()
+    assert TrainerV1alpha1ClusterTrainingRuntime.from_dict(runtime).to_dict() == runtime
+    assert TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job
+
+
+def test_the_job_of_kubeflow_trainer_starts_the_trainer():
+    runtime, job = trainer_documents()
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert "torch" in runtime["spec"]["mlPolicy"]  # or no pod would know the first one's address
+    (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    assert node["template"]["metadata"]["labels"]["trainer.kubeflow.org/trainjob-ancestor-step"] == "trainer"
+    lost = node["template"]["spec"]
+    assert lost["backoffLimit"] > 0
+    pod = lost["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # what a podFailurePolicy demands
     (container,) = pod["containers"]
-    assert container["name"] == "pytorch"
+    assert node["name"] == container["name"] == "node"
     assert {"name": OWN_STORE, "value": "1"} in container["env"]
-    check_command(container["command"], hosts=None, world=8 * worker["replicas"])
-    assert int(container["resources"]["limits"]["nvidia.com/gpu"]) == 8
+    trainer = job["spec"]["trainer"]
+    command, nodes = trainer["command"], trainer["numNodes"]
+    assert "--rdzv-endpoint=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)" in command
+    check_command(command, hosts=f"1:{nodes}", world=8 * nodes)
+    assert int(trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]) == trainer["numProcPerNode"] == 8
+    grace = int(next(it for it in command if it.startswith("--shutdown-timeout=")).split("=")[1])
+    assert grace < pod["terminationGracePeriodSeconds"]
     mounted = {mount["name"]: Path(mount["mountPath"]) for mount in container["volumeMounts"]}
     assert {volume["name"] for volume in pod["volumes"]} == set(mounted)
-    out = parse_settings(container["command"][container["command"].index("train") + 1 :]).run.out
+    out = parse_settings(command[command.index("train") + 1 :]).run.out
     assert mounted["runs"] in out.parents
+
+
+def test_the_image_has_what_the_package_is_built_from():
+    copied = [
+        line.split()[1:-1] for line in (LAUNCH / "Dockerfile").read_text().splitlines() if line.startswith("COPY")
+    ]
+    assert all((ROOT / name).exists() for names in copied for name in names)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert {"pyproject.toml", "src", project["readme"]} <= {name for names in copied for name in names}
 
 
 def test_the_command_of_the_page_is_one_that_there_is():

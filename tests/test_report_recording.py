@@ -4,13 +4,14 @@ import json
 import os
 import random
 import shutil
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from fullshard.plan.ledger import measure_ledger
 from fullshard.plan.memory import State
 from fullshard.report import recording as recording_module
 from fullshard.report import steps as steps_module
-from fullshard.report.rank_file import lines_in, path_of
+from fullshard.report.rank_file import RankFile, lines_in, path_of
 from fullshard.report.reading import read_run
 from fullshard.report.run import PARTS, Run
 from fullshard.report.steps import PAUSE, StepRecorder, StepTaken
@@ -165,6 +166,9 @@ class Stamped:
     def query(self) -> bool:
         return self.lane.reached >= self.at
 
+    def synchronize(self) -> None:
+        self.lane.reached = max(self.lane.reached, self.at)
+
     def elapsed_time(self, other: "Stamped") -> float:
         assert other.query(), "nobody waits for a lane"
         return 1e3 * (other.at - self.at)
@@ -189,7 +193,7 @@ def test_where_lanes_lag_the_times_are_theirs_and_read_when_they_are_there(clock
     accelerator.lanes = lanes
     taken: list[StepTaken] = []
     record = recorder(taken, accelerator)
-    lanes.compute.reached = 0.0
+    lanes.compute.reached = 0.0  # and the others are there already
     for _ in range(2):
         turn(record, clock, 1.0, FORWARD)
         event = record.add(Event("all_gather", Origin("a", FORWARD), "gather", start=clock.now, sent_bytes=8))
@@ -204,8 +208,8 @@ def test_where_lanes_lag_the_times_are_theirs_and_read_when_they_are_there(clock
         turn(record, clock, 2.0, STEP)
         turn(record, clock, 0.25, IDLE)
     assert not taken
-    lanes.compute.reached = lanes.gather.reached = float("inf")
-    record.finish()
+    record.finish()  # which waits
+    assert len(taken) == 2
     for step in taken:  # lanes take twice as long as the program
         expected = dict.fromkeys(PARTS, 0.0) | {"input": 2.0, "forward": 3.0, "gather": 0.5, "backward": 4.0}
         assert step.parts_s == pytest.approx(expected | {"optimizer": 0.5})
@@ -475,6 +479,84 @@ def test_callbacks_of_trainers_record_what_the_trainers_log(tmp_path):
             "gradient norm": [6, 8],
         }
         assert (folder / "report.html").exists()
+
+
+def test_a_disk_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path, caplog):
+    (tmp_path / "x").write_text("a file")
+    (tmp_path / "report").mkdir()
+    path_of(tmp_path, 1).symlink_to("/dev/full")
+    for file in (RankFile(path_of(tmp_path / "x", 0)), RankFile(path_of(tmp_path, 1))):
+        for number in range(3):
+            file.add("step", n=number)
+            file.flush()
+        file.close()
+    assert [record.message.count("nothing more is recorded") for record in caplog.records] == [1, 1]
+
+
+STAND_INS = {
+    "wandb": """
+import json
+class Run:
+    def log(self, numbers): told.append((numbers.pop("step"), numbers))
+    def finish(self): told.append("closed")
+def init(**given):
+    told.append((given["name"], given["config"]))
+    return Run()
+told = []
+""",
+    "mlflow": """
+told = []
+def start_run(run_name): told.append(run_name)
+def log_params(params): told[-1] = told[-1], params
+def log_metrics(numbers, step): told.append((step, numbers))
+def end_run(): told.append("closed")
+""",
+    "tensorboard": "told = []\n",
+}
+WRITER = """
+from tensorboard import told
+class SummaryWriter:
+    def __init__(self, folder): told.append(folder)
+    def add_text(self, name, text): told[-1] = told[-1].split("/")[-2], {"batch": text.split(": ")[1]}
+    def add_scalar(self, name, value, step): told.append((step, {name: value}))
+    def close(self): told.append("closed")
+"""
+
+
+def told_elsewhere(home: str, folder: Path) -> list[Any]:
+    model = chain(fully_shard)
+    optimizer = sgd(model)
+    with fullshard.report(model, folder, settings={"batch": 6}, log_to=home) as report:
+        for number in range(1, 4):
+            model(inputs(number)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report.log(loss=float(number))
+    return list(sys.modules[home].told)
+
+
+@pytest.mark.parametrize("home", ["tensorboard", "wandb", "mlflow"])
+def test_numbers_go_to_the_home_that_is_named(home, tmp_path, monkeypatch):
+    """By the calls that its library documents: the libraries are stand-ins here."""
+    for name, source in STAND_INS.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    writer = ModuleType("torch.utils.tensorboard")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exec(WRITER, vars(writer))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    first, *told, last = run_alone(partial(told_elsewhere, home, tmp_path / "x"))
+    assert (first, last) == (("x", {"batch": "6"}), "closed")
+    by_step: dict[int, dict[str, float]] = {}
+    for step, numbers in told:
+        by_step.setdefault(step, {}).update(numbers)
+    assert sorted(by_step) == [1, 2, 3]
+    for step, numbers in by_step.items():
+        assert numbers["loss"] == step
+        parts = sum(numbers[f"seconds/{part}"] for part in PARTS)
+        assert numbers["seconds/step"] == pytest.approx(parts)
+    with pytest.raises(fullshard.ConfigError, match="tensorboard, wandb, mlflow"):
+        run_alone(lambda: fullshard.report(chain(fully_shard), tmp_path / "y", log_to="paper"))
 
 
 def test_refused_before_anything_is_written(tmp_path):

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fullshard.command_line import option_types
 from fullshard.errors import ConfigError
+from fullshard.testing import run_ranks
+from fullshard.train.check import check
 from fullshard.train.options import parse_settings
 from fullshard.train.parallelism import replicas_of, rows_of, sequences_of
-from fullshard.train.run_folder import RunFolder
+from fullshard.train.ranks import Rank
+from fullshard.train.run_folder import RunFolder, check_shared
 from fullshard.train.schedule import learning_rate, peak_lr
 from fullshard.train.settings import OptimizationSettings, ParallelSettings, RunSettings, TrainSettings
 from fullshard.train.trained import trained_settings
@@ -168,3 +175,30 @@ def test_replicas_are_one_a_machine_or_two_and_only_for_hybrid_strategies() -> N
         replicas_of(replace(hybrid, replicas=2), world=3)
     with pytest.raises(ConfigError, match="has no replicas"):
         replicas_of(ParallelSettings(strategy="zero2", replicas=2), world=4)
+
+
+def probed(folder: str) -> tuple[str, str, list[str]]:
+    """What ranks say that share a folder, and then of folders of their own; and what is left of the first."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    here = Rank(index=rank, world=world, local_index=0, local_world=1, machines=world, device=torch.device("cpu"))
+    said = []
+    for out in (Path(folder) / "shared", Path(folder) / f"own{rank}"):
+        try:
+            check_shared(out, here)
+            said.append("")
+        except ConfigError as error:
+            said.append(str(error))
+    return said[0], said[1], os.listdir(Path(folder) / "shared")
+
+
+def test_storage_that_machines_do_not_share_is_found_before_the_first_step(tmp_path: Path) -> None:
+    for rank, (shared, own, left) in enumerate(run_ranks(2, probed, str(tmp_path))):
+        assert (shared, left) == ("", [])
+        assert f"{socket.gethostname()} (rank 1)" in own
+        assert f"own{rank}" in own
+
+
+def test_what_ranks_run_on_is_checked() -> None:
+    for asked, word in (({"on": "rey"}, "did you mean ray"), ({"ray_address": "a:1"}, "--on ray")):
+        with pytest.raises(ConfigError, match=f"(?i){word}"):
+            check(TrainSettings(parallelism=ParallelSettings(**asked)), world=1)

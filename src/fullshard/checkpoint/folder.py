@@ -110,11 +110,14 @@ def newest_number(folder: Path) -> int:
     return max((entry.manifest.number for entry in entries(folder) if entry.manifest is not None), default=0)
 
 
-def commit(partial: Path, manifest: Manifest, files: Mapping[str, StoredFile] | None = None) -> Path:
+def commit(
+    partial: Path, manifest: Manifest, files: Mapping[str, StoredFile] | None = None, *, writes: bool = True
+) -> Path:
     """Make `partial` a checkpoint of its folder, complete from now on; its path.
 
     Args:
         files: those that are there, if not all are meant to be.
+        writes: whether the manifest is to be written, too: by one of several, if each has its own files here.
 
     Raises:
         CheckpointError: not all files are visible from here.
@@ -125,7 +128,8 @@ def commit(partial: Path, manifest: Manifest, files: Mapping[str, StoredFile] | 
             f"{missing[0]}. Not all that the ranks have written is to be seen from the first rank. Save to a folder "
             "that all hosts share."
         )
-    write_synced(partial / MANIFEST, manifest.dumps().encode())
+    if writes:
+        write_synced(partial / MANIFEST, manifest.dumps().encode())
     sync(partial)
     final = partial.with_name(f"step-{manifest.step:09d}")
     replaced = final.with_name(f"{final.name}.replaced-{uuid.uuid4().hex}")

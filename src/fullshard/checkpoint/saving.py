@@ -24,7 +24,7 @@ from fullshard.errors import CheckpointError, ConfigError
 from fullshard.tape.recorder import noting
 from fullshard.versions import versions
 
-__all__ = ["async_save", "manifest_of", "save", "save_contents", "write_files"]
+__all__ = ["async_save", "manifest_of", "save", "save_contents", "save_own_files", "write_files"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,38 @@ def save_contents(
     order = _Order(folder, step, None)
     ranks = Ranks()
     return order.write(ranks.do(order.doing, collect_contents), ranks, progress)
+
+
+@noting("checkpoint")
+def save_own_files(
+    folder: str | PathLike[str],
+    *,
+    model: nn.Module,
+    step: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    scheduler: HasState | None = None,
+    data: HasState | None = None,
+    extra: Any = None,
+) -> Path:
+    """Write this rank's files of a checkpoint to `folder`/step-000000100 on a disk of its own; the path of that.
+
+    Every rank of the default process group calls it. What all of them have written is a checkpoint once it lies in one
+    folder, wherever something else takes it; until then there is no whole one anywhere.
+
+    Args: as those of `save`; no two ranks give the same folder.
+
+    Raises:
+        CheckpointError: some rank could not; the same error on every rank.
+        ConfigError: `step` is below 0.
+    """
+    order = _Order(Path(folder), step, None)
+    checkpoints.wait()
+    ranks = default_ranks()
+    contents = ranks.do(order.doing, lambda: collect(model, optimizer, scheduler, data, extra))
+    partial = ranks.do(order.doing, lambda: begin(order.folder, step))
+    by_rank = write_files(partial, contents, ranks, order.doing)
+    manifest = manifest_of(partial, step, 1, contents.strategy, by_rank)
+    return ranks.do(order.doing, lambda: commit(partial, manifest, by_rank[ranks.index], writes=ranks.leads))
 
 
 @noting("checkpoint")

@@ -48,6 +48,9 @@ class Stamp(Protocol):
     def query(self) -> bool:
         """True if it has."""
 
+    def synchronize(self) -> None:
+        """Let the host wait until it has."""
+
     def elapsed_time(self, other: Any) -> float:
         """Milliseconds from here to `other`, on the same device. Both have been reached."""
 

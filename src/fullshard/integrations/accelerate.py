@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard.integrations.required import require
+from fullshard.required import require
 
 TESTED_ACCELERATE = "1.15"
 require("accelerate", TESTED_ACCELERATE, extra="accelerate")

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fullshard.integrations.required import require
+from fullshard.required import require
 
 TESTED_TRANSFORMERS = "5.23"
 require("transformers", TESTED_TRANSFORMERS, extra="transformers")

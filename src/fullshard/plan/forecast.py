@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fullshard.errors import ConfigError
 from fullshard.plan.prediction import Prediction
@@ -28,6 +28,8 @@ __all__ = [
     "comparison_table",
     "forecast_of",
 ]
+
+T = TypeVar("T")
 
 _PATIENCE_S = 300.0
 NOTABLE = 0.10  # a difference beyond which a cause is named
@@ -122,15 +124,15 @@ def check_importable(arguments: Iterable[Any]) -> None:
         )
 
 
-class Forecasting:
+class Forecasting(Generic[T]):
     """A forecast under way in a process of its own, which gives way to whatever else wants to compute.
 
     Args:
-        forecast: a function of a module, which returns a `Forecast`.
+        forecast: a function of a module, such as one that returns a `Forecast`.
         arguments: for it; they are pickled.
     """
 
-    def __init__(self, forecast: Callable[..., Forecast], *arguments: Any) -> None:
+    def __init__(self, forecast: Callable[..., T], *arguments: Any) -> None:
         check_importable(arguments)
         environ = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         self._process = subprocess.Popen(
@@ -146,8 +148,8 @@ class Forecasting:
         self._process.stdin.close()
         self._process.stdin = None
 
-    def result(self) -> Forecast:
-        """The forecast; waits for it.
+    def result(self) -> T:
+        """What it returns; waits for it.
 
         Raises:
             ConfigError: there is none, with the last line that its process has said.
@@ -163,7 +165,7 @@ class Forecasting:
         if self._process.returncode:
             last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             raise ConfigError(f"nothing could be predicted: {last[0]}")
-        found: Forecast = pickle.loads(out)
+        found: T = pickle.loads(out)
         return found
 
     def close(self) -> None:

@@ -32,9 +32,10 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
         return _out_of_memory(run, findings)
     if findings:
         first = findings[0]
-        step = milliseconds(figures.usual_step_s)
-        gain = "" if first.gain_s is None else f" Simulated gain: {milliseconds(first.gain_s)} of {step}."
-        return f"{first.said} {first.change}{gain}"
+        said = f"{first.said} {first.change}"
+        if first.gain_s is not None and figures.tells_time:
+            said += f" Simulated gain: {milliseconds(first.gain_s)} of {milliseconds(figures.usual_step_s)}."
+        return said
     if not figures.tells_time:
         return (
             f"{run.step_s.shape[1]} steps were recorded; from {ENOUGH_STEPS + 1} on, causes of lost time can be told."
@@ -70,11 +71,12 @@ def _room(figures: Figures) -> str:
 def _out_of_memory(run: Run, findings: tuple[Finding, ...]) -> str:
     failed = run.out_of_memory
     assert failed is not None
-    asked = "" if failed.asked_bytes is None else f" for {amount(failed.asked_bytes)}"
-    said = (
-        f"Rank {failed.rank} ran out of memory in {failed.where}: it asked{asked} with {amount(failed.used_bytes)} of "
-        f"{amount(failed.limit_bytes)} in use."
-    )
+    used = f"{amount(failed.used_bytes)} of {amount(failed.limit_bytes)} in use"
+    if failed.asked_bytes is None:
+        said = f"Rank {failed.rank} had {used} in {failed.where}: next to nothing is left."
+    else:
+        asked = amount(failed.asked_bytes)
+        said = f"Rank {failed.rank} ran out of memory in {failed.where}: it asked for {asked} with {used}."
     of_memory = next((it for it in findings if it.of_memory), None)
     if of_memory is not None:
         said += f" {of_memory.said} {of_memory.change}"

@@ -31,13 +31,15 @@ class Late:
         ranks: the places of the ranks.
         latest: that of the one that is most behind.
         lost: the part of a step by which that one is.
-        times: how often as long as the others it usually takes.
+        took_s: what that one takes in the median step.
+        others_s: what the median of the others takes.
     """
 
     ranks: tuple[int, ...]
     latest: int
     lost: float
-    times: float
+    took_s: float
+    others_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +72,16 @@ class Figures:
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self._later = run.steps > 1 if (run.steps > 1).any() else run.steps > 0
+        known = ~np.isnan(run.parts_s).any((0, 2))  # by all ranks: one of them may be a step ahead, or gone
+        later = known & (run.steps > 1)
+        self._later = later if later.any() else known
         self.step_s: Seconds = run.step_s[:, self._later].mean(0)
         """A step, as the mean of the ranks; shape (steps,)."""
 
     @property
     def tells_time(self) -> bool:
         """True if there are steps enough to say something of time."""
-        return len(self.step_s) >= ENOUGH_STEPS
+        return self.step_s.size >= ENOUGH_STEPS
 
     def of(self, part: str) -> Seconds:
         """Seconds of one of `PARTS`; shape (ranks, steps)."""
@@ -85,12 +89,18 @@ class Figures:
 
     def later(self, values: NDArray[np.float64] | None) -> Seconds | None:
         """What was recorded by rank and step, without the first step; None if it was not."""
-        return None if values is None or np.isnan(values).any() else values[:, self._later]
+        later = None if values is None else values[:, self._later]
+        return None if later is None or np.isnan(later).any() else later
 
     @cached_property
     def computes(self) -> Seconds:
         """Forward, backward and optimizer; shape (ranks, steps)."""
         return self.of("forward") + self.of("backward") + self.of("optimizer")
+
+    def of_most_ranks(self, seconds: Seconds) -> Seconds:
+        """What three ranks of four have at least, of two both; shape (steps,)."""
+        most: Seconds = np.quantile(seconds, 0.25, axis=0, method="lower")
+        return most
 
     def steady(self, seconds: Seconds) -> float:
         """The part of a step that `seconds`, of shape (steps,), are in three steps of four."""
@@ -125,7 +135,8 @@ class Figures:
             ranks=found,
             latest=latest,
             lost=float(np.median(behind[latest])),
-            times=float(np.median(seconds[latest]) / max(np.median(others[latest]), 1e-9)),
+            took_s=float(np.median(seconds[latest])),
+            others_s=float(np.median(others[latest])),
         )
 
     @cached_property
@@ -172,6 +183,11 @@ class Figures:
     def moving_s(self) -> float:
         """Seconds a step in which units' collectives are on the way, and no rank is late."""
         return self.wire_share * sum(it.gather_s + it.reduce_s for it in self.run.units)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds of the median step that wait for the wire."""
+        return self.waits.usual * self.usual_step_s
 
     @property
     def reached_gb_s(self) -> float:

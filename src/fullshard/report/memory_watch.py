@@ -24,7 +24,7 @@ from fullshard.plan.memory import State, memory_holders, memory_turns
 from fullshard.tape.recorder import Event, Phase, Recorder
 from fullshard.tape.tape import Allocation, Free, Operation, Tape
 
-__all__ = ["Held", "MemoryWatch", "WatchedStep", "can_be_watched"]
+__all__ = ["Held", "MemoryWatch", "WatchedStep", "can_be_watched", "held_between_steps"]
 
 _MOST_MOMENTS = 600
 _SHOWN = 10
@@ -73,7 +73,7 @@ class MemoryWatch(TorchDispatchMode):
         self._storages = Storages(self._tape)
         self._units = {unit.name: unit for unit in units_in(model)}
         self._slots: dict[tuple[str, int], int] = {}
-        self._base = list(_base(model, optimizers))
+        self._base = list(held_between_steps(model, optimizers))
         self._is_on = False
         self.questions: dict[str, tuple[int, float]] = {}  # how often and how long the program waited for a number
 
@@ -182,7 +182,7 @@ class _TimedTape(Tape):
         self.times.append(time.perf_counter())
 
 
-def _base(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Held]:
+def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Held]:
     """What is in memory between steps."""
     slots = {}
     names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}

@@ -9,6 +9,8 @@
 | `units` | what each unit's collectives have come to since the third step: the last such line counts |
 | `spans` | what the lanes did in one step: at steps whose number is a power of two |
 | `memory` | the step that was watched, by the first rank |
+| `what_ifs` | what other settings are simulated to gain |
+| `out_of_memory` | who held what when memory was out, or nearly |
 | `end` | the recording was closed |
 
 Lines of steps are the only ones that come for ever. So that a file stays small, after some thousand of them a line is
@@ -20,13 +22,14 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-__all__ = ["FOLDER", "RankFile", "finite", "is_closed", "lines_in", "path_of", "rank_files"]
+__all__ = ["FOLDER", "RankFile", "finite", "is_closed", "lines_in", "parsed", "path_of", "rank_files"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,13 +56,18 @@ class RankFile:
     """
 
     def __init__(self, path: Path, *, goes_on: bool = False) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a" if goes_on else "w", encoding="utf-8")
+        self._path = path
+        self._file: TextIO | None = None
         self._flushed = time.monotonic()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a" if goes_on else "w", encoding="utf-8")
+        except OSError as error:
+            self._give_up(error)
 
     def add(self, kind: str, **values: Any) -> None:
         """Add a line. It is on its way to the disk within some seconds, or when the next one is added."""
-        if self._file.closed:
+        if self._file is None:
             return
         try:
             self._file.write(json.dumps({"kind": kind, **values}, separators=(",", ":"), default=_plain) + "\n")
@@ -70,23 +78,28 @@ class RankFile:
 
     def flush(self) -> None:
         """Let readers see what was added."""
+        self._flushed = time.monotonic()
         try:
-            self._file.flush()
+            if self._file is not None:
+                self._file.flush()
         except OSError as error:
             self._give_up(error)
-        self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Add no more."""
+        file, self._file = self._file, None
         try:
-            self._file.close()
+            if file is not None:
+                file.close()
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        _log.warning("%s: nothing more is recorded of this run (%s)", self._file.name, error.strerror)
+        _log.warning("%s: nothing more is recorded of this run (%s).", self._path, error.strerror)
+        file, self._file = self._file, None
         with suppress(OSError):  # it was said
-            self._file.close()
+            if file is not None:
+                file.close()
 
 
 def _plain(value: Any) -> Any:
@@ -94,21 +107,28 @@ def _plain(value: Any) -> Any:
 
 
 def lines_in(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a rank's file; of `units`, only the last. A line that was cut off is left out."""
+    """The lines of a rank's file. Of `units` only the last; of `spans`, which are long, `n` and the line itself, for
+    `parsed`. A line that was cut off is left out.
+    """
     units = b""
     for line in path.read_bytes().splitlines(keepends=True):
         if not line.endswith(b"\n"):
             continue
         if line.startswith(b'{"kind":"units"'):
             units = line
-            continue
-        if (found := _parsed(line)) is not None:
+        elif (number := _SPANS.match(line)) is not None:
+            yield {"kind": "spans", "n": int(number[1]), "line": line}
+        elif (found := parsed(line)) is not None:
             yield found
-    if units and (found := _parsed(units)) is not None:
+    if units and (found := parsed(units)) is not None:
         yield found
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+_SPANS = re.compile(rb'\{"kind":"spans","n":(\d+),')
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it is broken."""
     try:
         found: dict[str, Any] = json.loads(line)
     except ValueError:  # the disk was full, or a host went down

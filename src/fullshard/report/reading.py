@@ -14,8 +14,20 @@ from numpy.typing import NDArray
 from fullshard.device.lanes import LANES
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import ShardSpec
-from fullshard.report.rank_file import lines_in, rank_files
-from fullshard.report.run import PARTS, HostWait, Memory, RankFacts, Run, Shard, Span, TensorHeld, UnitTimes
+from fullshard.report.rank_file import lines_in, parsed, rank_files
+from fullshard.report.run import (
+    PARTS,
+    HostWait,
+    Memory,
+    OutOfMemory,
+    RankFacts,
+    Run,
+    Shard,
+    Span,
+    TensorHeld,
+    UnitTimes,
+    WhatIf,
+)
 from fullshard.report.steps import WATCHED_STEP, UnitCounts
 
 __all__ = ["is_recorded", "read_run"]
@@ -37,9 +49,11 @@ class _Rank:
     model: dict[str, Any] = field(default_factory=dict)
     units: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    out_of_memory: dict[str, Any] = field(default_factory=dict)
+    what_ifs: dict[str, Any] = field(default_factory=dict)
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     told: dict[int, dict[str, float | None]] = field(default_factory=dict)
-    spans: dict[int, dict[str, Any]] = field(default_factory=dict)
+    spans: dict[int, bytes] = field(default_factory=dict)  # as the line is
 
     @classmethod
     def of(cls, path: Path) -> _Rank:
@@ -51,8 +65,8 @@ class _Rank:
             elif kind == "told":
                 rank.told.setdefault(line["n"], {}).update(line["v"])
             elif kind == "spans":
-                rank.spans[line["n"]] = line
-            elif kind in ("start", "model", "units", "memory"):
+                rank.spans[line["n"]] = line["line"]
+            elif kind in ("start", "model", "units", "memory", "out_of_memory", "what_ifs"):
                 setattr(rank, kind, line)
         return rank
 
@@ -73,13 +87,14 @@ def read_run(folder: Path) -> Run:
     ranks = sorted((it for it in every if it.start["rank"]["rank"] < newest["world"]), key=_number)
     first = ranks[0]
     steps = _steps(ranks)
-    parts = _table(ranks, steps, lambda line: line["p"], len(PARTS))
+    table = _table(ranks, steps)
+    parts = table[:, :, : len(PARTS)]
+    busy_s, starved_s, held, work = np.moveaxis(table[:, :, len(PARTS) :], 2, 0)
     step_s = parts.sum(axis=2)
     exposed = parts[:, :, PARTS.index("gather")] + parts[:, :, PARTS.index("reduce")]
     links = tuple(_reached(rank) for rank in ranks)
     link = newest["link_bytes_per_s"]
     shown = _shown_step(ranks, steps, step_s)
-    starved = _table(ranks, steps, lambda line: [line["s"]])[:, :, 0]
     return Run(
         name=newest["name"],
         facts=newest["facts"],
@@ -88,21 +103,23 @@ def read_run(folder: Path) -> Run:
         step_s=step_s,
         parts_s=parts,
         waited_for_s=_most(exposed) - exposed,
-        busy_s=_table(ranks, steps, lambda line: [line["b"]])[:, :, 0],
+        busy_s=busy_s,
         units=_units(ranks),
         link_gb_s=link / 1e9 if link else max(links, default=0.0) or None,
         shown_step=shown,
         spans={_number(rank): tuple(_spans(rank.spans[shown])) for rank in ranks if shown in rank.spans},
         memory=_memory(first, step_s),
-        held_bytes=np.nan_to_num(_table(ranks, steps, lambda line: [line["h"]])[:, :, 0]).astype(np.int64),
+        held_bytes=np.nan_to_num(held).astype(np.int64),
         shards=tuple(_shard(it) for it in first.model.get("shards", ())),
         training=_training(ranks, steps),
         strategy=newest["strategy"],
         settings=newest["settings"],
-        work=_table(ranks, steps, lambda line: [line["w"]])[:, :, 0],
-        starved_s=None if np.isnan(starved).all() else starved,
+        work=work,
+        starved_s=None if np.isnan(starved_s).all() else starved_s,
         output_nbytes=first.model.get("output_nbytes", 0),
         host_waits=_host_waits(ranks),
+        what_ifs=tuple(WhatIf(**it) for it in first.what_ifs.get("v", ())),
+        out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
         links_gb_s=links if all(links) else (),
     )
 
@@ -118,15 +135,18 @@ def _steps(ranks: Sequence[_Rank]) -> list[int]:
     return [number for number in numbers if number not in untimed] or numbers
 
 
-def _table(ranks: Sequence[_Rank], steps: Sequence[int], values: Any, width: int = 1) -> NDArray[np.float64]:
-    """What `values` gives of each rank's line of each step; NaN where there is no such line."""
-    table = np.full((len(ranks), len(steps), width), np.nan)
-    for row, rank in enumerate(ranks):
-        for column, number in enumerate(steps):
-            line = rank.steps.get(number)
-            if line is not None:
-                table[row, column] = values(line)
-    return table
+def _table(ranks: Sequence[_Rank], steps: Sequence[int]) -> NDArray[np.float64]:
+    """The numbers of each rank's line of each step: the parts, then busy and starved seconds, bytes held, and work; NaN
+    where there is no such line. Shape (ranks, steps, numbers).
+    """
+    missing = [float("nan")] * (len(PARTS) + 4)
+    rows = [[_numbers(rank.steps[it]) if it in rank.steps else missing for it in steps] for rank in ranks]
+    return np.array(rows, dtype=np.float64).reshape(len(ranks), len(steps), len(missing))
+
+
+def _numbers(line: Mapping[str, Any]) -> list[float]:
+    starved = line["s"]
+    return [*line["p"], line["b"], float("nan") if starved is None else starved, line["h"], line["w"]]
 
 
 def _most(table: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -149,11 +169,14 @@ def _shown_step(ranks: Sequence[_Rank], steps: Sequence[int], step_s: NDArray[np
     return min(candidates, key=lambda number: abs(mean[place[number]] - usual))
 
 
-def _spans(line: Mapping[str, Any]) -> list[Span]:
-    names, units = line["names"], line["units"]
+def _spans(line: bytes) -> list[Span]:
+    said = parsed(line)
+    if said is None:
+        return []
+    names, units = said["names"], said["units"]
     return [
         Span(lane=LANES[lane], name=names[name], unit=units[unit], start_s=start / 1e6, end_s=(start + length) / 1e6)
-        for lane, name, unit, start, length in line["v"]
+        for lane, name, unit, start, length in said["v"]
     ]
 
 
@@ -213,6 +236,11 @@ def _memory(rank: _Rank, step_s: NDArray[np.float64]) -> Memory | None:
         held=max(0, held - int(sums.sum(axis=0).max(initial=0))),
         limit=rank.start["limit"],
     )
+
+
+def _out_of_memory(line: Mapping[str, Any]) -> OutOfMemory:
+    largest = tuple(TensorHeld(**it) for it in line["largest"])
+    return OutOfMemory(**{**line, "largest": largest, "would_fit": tuple(line["would_fit"])})
 
 
 def _shard(line: Mapping[str, Any]) -> Shard:

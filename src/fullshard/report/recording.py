@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -24,11 +24,13 @@ from fullshard.device.lanes import LANES
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.plan.memory_used import memory_for_a_rank
+from fullshard.report.elsewhere import check_home, open_home
 from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shards_of, strategy_of, units_of
 from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
-from fullshard.report.run import PARTS
-from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts
+from fullshard.report.run import PARTS, WhatIf
+from fullshard.report.running_out import MemoryGuard, holders_said, is_out_of_memory
+from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts, is_kept_whole
 from fullshard.report.usage import UsageMeter
 from fullshard.report.writing import write_report
 from fullshard.tape.recorder import Event, recording_to
@@ -51,6 +53,7 @@ def report(
     optimizer: torch.optim.Optimizer | None = None,
     settings: Mapping[str, Any] | None = None,
     first_step: int = 1,
+    log_to: str | None = None,
 ) -> RunReport:
     """Record the training of `model` from here on, and leave a page behind that says where time and memory went.
 
@@ -75,15 +78,19 @@ def report(
         optimizer: those that step the model are found by themselves; name one that is not among torch's.
         settings: names and values that tell this run from another one.
         first_step: the number of the first step; with one above 1 the record goes on where it was.
+        log_to: "tensorboard", "wandb" or "mlflow": there the numbers of each step go, too, by that library.
 
     Raises:
-        ConfigError: the model has no units; or `first_step` is below 1.
+        ConfigError: the model has no units; `first_step` is below 1; or `log_to` is none of those.
+        MissingLibraryError: the library of `log_to` is not installed.
     """
     if not units_in(model):
         raise ConfigError(f"{type(model).__name__} has no units, so nothing can be reported. Call fully_shard first.")
     if first_step < 1:
         raise ConfigError(f"report(first_step={first_step}): steps are numbered from 1 on.")
-    return RunReport(model, Path(path), [optimizer] if optimizer else [], settings or {}, first_step)
+    if log_to is not None:
+        check_home(log_to)
+    return RunReport(model, Path(path), [optimizer] if optimizer else [], settings or {}, first_step, log_to)
 
 
 class RunReport:
@@ -96,6 +103,7 @@ class RunReport:
         optimizers: Sequence[torch.optim.Optimizer],
         settings: Mapping[str, Any],
         first_step: int,
+        log_to: str | None,
     ) -> None:
         self.path = path
         self.page: Path | None = None
@@ -118,6 +126,7 @@ class RunReport:
         self._output_nbytes = 0
         self._told: dict[int, dict[str, float | Tensor]] = {}  # by step: not read yet
         self._is_open = True
+        self._guard = MemoryGuard(model, self._optimizers, self._device)
         self._file = RankFile(path_of(path, self._rank), goes_on=first_step > 1)
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self._world))
         self._file.add(
@@ -133,6 +142,8 @@ class RunReport:
             first_step=first_step,
         )
         self._file.flush()
+        said = {name: str(value) for name, value in settings.items()}
+        self._home = open_home(log_to, path, said) if log_to is not None and self._rank == 0 else None
         usage = UsageMeter(self._device)
         self._steps = StepRecorder(
             accelerator_for(self._device),
@@ -195,17 +206,24 @@ class RunReport:
         """Let the page show a predicted curve beside the measured one: labels and sums of a tape's `memory_turns`."""
         self._predicted = turns
 
+    def tell_what_ifs(self, what_ifs: Sequence[WhatIf]) -> None:
+        """Let the page show what other settings are simulated to gain."""
+        self._file.add("what_ifs", v=[asdict(it) for it in what_ifs])
+
     def close(self, *, draws: bool = True) -> Path | None:
         """Record no more, and on the first rank write the page, unless it is not to be drawn: its path; else None."""
         if not self._is_open:
             return self.page
         self._is_open = False
         self._stack.close()
-        self._steps.finish()
+        with suppress(RuntimeError):  # of a device that has failed
+            self._steps.finish()
         self._write_line()
         self._write_units()
         self._file.add("end")
         self._file.close()
+        if self._home is not None:
+            self._home.close()
         if self._rank == 0 and draws:
             self._await_others()
             try:
@@ -220,6 +238,8 @@ class RunReport:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and is_out_of_memory(error):
+            self._tell_memory(error)
         self.close()
 
     # -- what the engine says -----------------------------------------------------------------------------------------
@@ -243,6 +263,8 @@ class RunReport:
     def _seen(self, event: Event) -> None:
         if self._watch is not None:
             self._watch.note_event(event)
+        if self._guard.is_near():
+            self._tell_memory()
 
     def _before_step(self, number: int) -> None:
         if number - self._first_step + 1 == WATCHED_STEP and self._rank == 0 and can_be_watched(self._model):
@@ -266,8 +288,11 @@ class RunReport:
             for name, (times, seconds) in step.host_waits.items():
                 known = self._host_waits.get(name, (0, 0.0))
                 self._host_waits[name] = known[0] + times, known[1] + seconds
-            if step.number.bit_count() == 1:
+            if is_kept_whole(step.number):
                 self._write_spans(step)
+        if self._home is not None:
+            parts = {f"seconds/{part}": seconds for part, seconds in step.parts_s.items()}
+            self._home.tell(step.number, {"seconds/step": step.step_s, **parts, "bytes held": step.usage.held})
         self._group.append(step)
         if len(self._group) == self._group_size:
             self._write_line()
@@ -275,10 +300,31 @@ class RunReport:
             self._write_units()
             self._file.flush()
 
+    def _tell_memory(self, error: BaseException | None = None) -> None:
+        """Write the page of a run that is out of memory, or will be soon; the error, if there is one, names it."""
+        state = self._guard.state(self._rank, self._steps.origin, error)
+        self._file.add("out_of_memory", **asdict(state))
+        self._file.flush()
+        try:
+            self.page = write_report(self.path)
+        except Exception:  # there may be no memory for it: the record tells
+            _log.warning("rank %d: no page was written for %s", self._rank, self.path, exc_info=True)
+        what = "is out of memory" if error is not None else "is about to run out of memory"
+        said = (
+            f"rank {self._rank} {what} in {state.where}. It holds {holders_said(state)}. See {self.page or self.path}"
+        )
+        if error is None:
+            _log.warning(said)
+        else:
+            error.add_note(said)
+
     # -- lines --------------------------------------------------------------------------------------------------------
 
     def _tell(self, step: int, told: Mapping[str, float | Tensor]) -> None:
-        self._file.add("told", n=step, v=finite({name: float(value) for name, value in told.items()}))
+        numbers = {name: float(value) for name, value in told.items()}
+        self._file.add("told", n=step, v=finite(numbers))
+        if self._home is not None:
+            self._home.tell(step, numbers)
 
     def _write_line(self) -> None:
         group, self._group = self._group, []

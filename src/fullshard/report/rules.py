@@ -77,7 +77,7 @@ def rule(
 @rule("slow input", least=0.10, why="a loader with workers hands over a batch in under 1 % of a step")
 def slow_input(figures: Figures, rule: Rule) -> Finding | None:
     seconds = figures.of("input")
-    each = np.median(seconds, axis=0)
+    each = figures.of_most_ranks(seconds)
     if figures.steady(each) >= rule.least:
         lost = figures.usual(each)
         said = f"{percent(lost)} of a step waits for input, on all ranks: {milliseconds(float(np.median(each)))}."
@@ -86,7 +86,7 @@ def slow_input(figures: Figures, rule: Rule) -> Finding | None:
     if late is None:
         return None
     who = figures.ranks_said(late.ranks)
-    said = f"{percent(late.lost)} of a step waits for the input of {who}, {_times(late)} as slow as that of the others."
+    said = f"{percent(late.lost)} of a step waits for the input of {who}: {_times(late)}."
     return rule.found(said, "Look at what its files lie on, and whether its loader has workers.", lost=late.lost)
 
 
@@ -109,20 +109,19 @@ def unequal_work(figures: Figures, rule: Rule) -> Finding | None:
     return rule.found(said, "Give all ranks the same number of tokens: sort rows by length, or pack them.", lost=lost)
 
 
-def _for_equal_work(figures: Figures) -> NDArray[np.float64]:
-    """Seconds that each rank computes, less what it computes for having more to do; shape (ranks, steps)."""
+def _has_more_to_do(figures: Figures, place: int) -> bool:
+    """Whether a rank is given more than the others are, so that it may well take longer."""
     work = figures.later(figures.run.work)
-    if work is None or (work <= 0).any():
-        return figures.computes
-    scaled: NDArray[np.float64] = figures.computes * (work.mean(0) / work)
-    return scaled
+    return work is not None and bool(work[place].mean() > 1.02 * np.median(np.delete(work.mean(1), place)))
 
 
 def _slow_host(figures: Figures, least: float) -> tuple[str, Late] | None:
     """The host of which each rank takes longer than the fastest of another."""
-    hosts, seconds = figures.hosts(), _for_equal_work(figures)
-    late = figures.late(np.stack([seconds[list(places)].min(0) for places in hosts.values()]), least)
-    return None if late is None else (list(hosts)[late.latest], late)
+    hosts = figures.hosts()
+    late = figures.late(np.stack([figures.computes[list(places)].min(0) for places in hosts.values()]), least)
+    if late is None or all(_has_more_to_do(figures, it) for it in list(hosts.values())[late.latest]):
+        return None
+    return list(hosts)[late.latest], late
 
 
 @rule("slow host", least=0.10, why="clocks of equal machines differ by 1 to 3 %, of a faulty one by 10 and more")
@@ -132,8 +131,8 @@ def slow_host(figures: Figures, rule: Rule) -> Finding | None:
         return None
     host, late = found
     said = (
-        f"{percent(late.lost)} of a step waits for {host}: each of its ranks computes {_times(late)} as long as those "
-        "of other hosts for the same work."
+        f"{percent(late.lost)} of a step waits for {host}: each of its ranks computes for longer for the same work, "
+        f"{_times(late)}."
     )
     change = f"Look at clocks, temperature and other programs on {host}, or leave it out."
     return rule.found(said, change, lost=late.lost)
@@ -141,17 +140,15 @@ def slow_host(figures: Figures, rule: Rule) -> Finding | None:
 
 @rule("throttled rank", least=0.10, why="clocks of equal devices differ by 1 to 3 %, of a throttled one by 10 and more")
 def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
-    late = figures.late(_for_equal_work(figures), rule.least)
-    host = _slow_host(figures, rule.least)
-    if late is None or (host is not None and set(late.ranks) <= set(figures.hosts()[host[0]])):
+    late, host = figures.late(figures.computes, rule.least), _slow_host(figures, rule.least)
+    if late is None or _has_more_to_do(figures, late.latest):
+        return None
+    if host is not None and set(late.ranks) <= set(figures.hosts()[host[0]]):
         return None
     who = figures.ranks_said(late.ranks)
-    said = (
-        f"{percent(late.lost)} of a step waits for {who}: it computes {_times(late)} as long as others for the same "
-        "work."
-    )
+    said = f"{percent(late.lost)} of a step waits for {who}: it computes for longer for the same work, {_times(late)}."
     starved, place = figures.starved, late.latest
-    if starved is not None and figures.steady(starved[place] - np.median(starved, axis=0)) >= rule.least / 2:
+    if starved is not None and figures.steady(starved[place] - figures.of_most_ranks(starved)) >= rule.least / 2:
         part = figures.usual(starved[place])
         change = f"It has no core for {percent(part)} of a step: end what else runs on its cores."
     else:
@@ -164,7 +161,7 @@ def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
 def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
     if figures.starved is None:
         return None
-    each = np.median(figures.starved, axis=0)
+    each = figures.of_most_ranks(figures.starved)
     if figures.steady(each) < rule.least:
         return None
     lost = figures.usual(each)
@@ -173,7 +170,9 @@ def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
     threads, cores = sum(figures.rank(it).threads for it in places), max(figures.rank(it).cores for it in places)
     if threads > cores:
         said += f" {len(places)} ranks with {threads} threads share {cores} cores of {host}."
-        return rule.found(said, f"Set OMP_NUM_THREADS={max(1, cores // len(places))}, or start fewer ranks.", lost=lost)
+        share = cores // len(places)
+        change = f"Set OMP_NUM_THREADS={share}, or start fewer ranks." if share else f"Start {cores} ranks, not more."
+        return rule.found(said, change, lost=lost)
     return rule.found(
         said, f"Other programs take the {cores} cores of {host}: end them, or give ranks cores.", lost=lost
     )
@@ -203,9 +202,10 @@ def _has_small_messages(figures: Figures) -> bool:
     run, count = figures.run, figures.collectives
     if not count or figures.moved_bytes / count >= _NO_SMALL_NBYTES or len(run.units) < 4:
         return False
-    if run.link_gb_s is None:
+    gives = min((it for it in (run.link_gb_s, max(run.links_gb_s, default=None)) if it), default=None)
+    if gives is None:
         return figures.moved_bytes / count < _NO_SMALL_NBYTES / 10
-    return figures.moved_bytes / run.link_gb_s / 1e9 < _FEW_MOVING * figures.moving_s
+    return figures.moved_bytes / gives / 1e9 < _FEW_MOVING * figures.waited_s
 
 
 def _never_prefetches(figures: Figures) -> bool:
@@ -267,7 +267,7 @@ def units_too_small(figures: Figures, rule: Rule) -> Finding | None:
     lost, count = figures.waits.usual, figures.collectives
     said = (
         f"{percent(lost)} of a step waits for {count:.0f} collectives of {amount(figures.moved_bytes / count)} each: "
-        f"{milliseconds(figures.moving_s / count)} apiece, most of it to start."
+        f"{milliseconds(figures.waited_s / count)} apiece, most of it to start."
     )
     return rule.found(said, "Make larger units: several blocks as one, `fully_shard([a, b])`.", lost=lost)
 
@@ -354,7 +354,7 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
         if links[slowest] < usual[slowest] / 2:
             said = (
                 f"{percent(waits.usual)} of a step waits for the wire: to {figures.ranks_said((slowest,))} it gives "
-                f"{links[slowest]:.2g} GB/s, to others {usual[slowest]:.2g}."
+                f"{amount(1e9 * links[slowest])}/s, to others {amount(1e9 * usual[slowest])}/s."
             )
             return rule.found(said, "Look at cable, port and driver there, or leave that host out.", lost=waits.usual)
     others = (one_unit, unit_too_large, units_too_small, no_prefetch, frozen_part_gathered)
@@ -363,10 +363,10 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
         explained += waits.reductions
     if waits.steady - explained < rule.least:
         return None
-    gave = f", {run.link_gb_s:.2g} when it was measured" if run.link_gb_s else ""
+    gave = f"; it has given {amount(1e9 * run.link_gb_s)}/s" if run.link_gb_s else ""
     said = (
         f"{percent(waits.usual)} of a step waits for the wire, which carries {amount(figures.moved_bytes)} a step at "
-        f"{figures.reached_gb_s:.2g} GB/s{gave}."
+        f"{amount(1e9 * figures.reached_gb_s)}/s{gave}."
     )
     return rule.found(said, change, lost=waits.usual)
 
@@ -434,7 +434,7 @@ def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
         return None
     if run.out_of_memory is not None:
         held, total = run.out_of_memory.by_state.get("activations", 0), sum(run.out_of_memory.by_state.values())
-        binding = 1.0
+        binding = 1.0 if held >= run.out_of_memory.limit_bytes / 10 else 0.0  # else it is something else that is large
     elif used is not None and used[1] and run.memory is not None:
         binding, total = used[0] / used[1], figures.tensors_at_peak()
         held = int(run.memory.by_state["activations"][run.memory.peak]) if "activations" in run.memory.by_state else 0
@@ -443,8 +443,8 @@ def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
     if binding < _BINDS or held < rule.least * max(total, 1):
         return None
     said = (
-        f"Memory is {percent(binding)} full, and {percent(held / total)} of tensors at the peak are activations: "
-        f"{amount(held)}."
+        f"Memory is {percent(min(1.0, binding))} full, and {percent(held / total)} of tensors at the peak are "
+        f"activations: {amount(held)}."
     )
     change = "Recompute them (`--activation-checkpointing`, `torch.utils.checkpoint`), or use smaller microbatches."
     return rule.found(said, change, of_memory=binding * held / total)
@@ -527,4 +527,5 @@ def _pairs(series: Series) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArra
 
 
 def _times(late: Late) -> str:
-    return f"{late.times:.1f} times"
+    """Such as "80 ms, and 2 ms on others"."""
+    return f"{milliseconds(late.took_s)}, and {milliseconds(late.others_s)} on others"

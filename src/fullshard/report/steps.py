@@ -31,7 +31,7 @@ from fullshard.report.run import PARTS
 from fullshard.report.usage import Usage
 from fullshard.tape.recorder import Event, Origin, Phase, Recorder
 
-__all__ = ["PAUSE", "WATCHED_STEP", "Piece", "StepRecorder", "StepTaken", "UnitCounts"]
+__all__ = ["PAUSE", "WATCHED_STEP", "Piece", "StepRecorder", "StepTaken", "UnitCounts", "is_kept_whole"]
 
 WATCHED_STEP = 2
 """The step in which memory is watched: the first one whose order is known. Those up to it do not count as timed."""
@@ -71,6 +71,11 @@ class UnitCounts:
             setattr(self, it.name, getattr(self, it.name) + getattr(other, it.name))
 
 
+def is_kept_whole(number: int) -> bool:
+    """True of the steps that can be shown lane by lane: those whose number is a power of two."""
+    return number.bit_count() == 1
+
+
 class Piece(NamedTuple):
     """Something that a lane did, in seconds from the start of the step."""
 
@@ -93,7 +98,7 @@ class StepTaken:
     work: float
     best_bytes_per_s: float  # that any of its gathers has reached
     units: dict[str, UnitCounts]
-    pieces: list[Piece]  # of all lanes
+    pieces: list[Piece]  # of all lanes; none, unless the step is kept whole
 
 
 class _Turn(NamedTuple):
@@ -141,7 +146,7 @@ class StepRecorder(Recorder):
         first: int = 1,
     ) -> None:
         super().__init__()
-        self.reads_lanes = accelerator.has_lanes
+        self._accelerator = accelerator
         self.number = first  # of the step under way
         self.work = 0.0  # numbers that this step's forwards were given
         self._compute = accelerator.lanes.compute
@@ -155,6 +160,11 @@ class StepRecorder(Recorder):
         self._unread: deque[_Unread] = deque()
         self._has_begun = False
 
+    @property
+    def reads_lanes(self) -> bool:  # type: ignore[override]  # which changes here
+        """True where lanes work at other times than the program, and are not recorded into a graph."""
+        return self._accelerator.has_lanes and not self._accelerator.is_capturing
+
     # -- what the engine and the loop tell ----------------------------------------------------------------------------
 
     def add(self, event: Event) -> Event:
@@ -167,7 +177,7 @@ class StepRecorder(Recorder):
     def turn_to(self, origin: Origin) -> None:
         """See `Recorder.turn_to`."""
         self.origin = origin
-        if PAUSE in self._told:
+        if PAUSE in self._told or self._accelerator.is_capturing:
             return
         turn = self._turn(origin)
         if origin.phase is Phase.FORWARD:
@@ -196,9 +206,11 @@ class StepRecorder(Recorder):
                 self._turns.append(self._turn(before))
 
     def finish(self) -> None:
-        """Take the last step as over, if it has been taken; and read what can be read."""
+        """Take the last step as over, if it has been taken, and wait until the lanes have come so far."""
         if self._end is not None:
             self._end_step()
+        if self._unread and (last := self._unread[-1].turns[-1].stamp) is not None:
+            last.synchronize()
         self._read_all()
 
     @property
@@ -208,7 +220,7 @@ class StepRecorder(Recorder):
 
     def _turn(self, origin: Origin) -> _Turn:
         told = self._told[-1] if self._told else ""
-        stamp = self._compute.stamp() if self.reads_lanes else None
+        stamp = self._compute.stamp() if self._accelerator.has_lanes else None
         return _Turn(time.perf_counter(), stamp, origin.phase, origin.unit, told, torch.is_grad_enabled())
 
     # -- steps --------------------------------------------------------------------------------------------------------
@@ -240,7 +252,7 @@ class StepRecorder(Recorder):
                 if len(self._unread) > _MOST_UNREAD:
                     self._unread.popleft()
                 return
-            self._done(_read(self._unread.popleft(), self.reads_lanes))
+            self._done(_read(self._unread.popleft(), self._accelerator.has_lanes))
 
 
 # -- from turns and events to parts -----------------------------------------------------------------------------------
@@ -272,7 +284,7 @@ def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
     units: dict[str, UnitCounts] = {}
     pieces, cuts = list[Piece](), list[_Stretch]()
     waits: dict[str, tuple[int, float]] = {}
-    best = 0.0
+    best, is_kept = 0.0, is_kept_whole(step.number)
     for event in step.events:
         part = _part_of(event)
         if part is None or event.end is None or (reads_lanes and event.ended is None):
@@ -289,7 +301,7 @@ def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
         exposed_s = sum(stop - begin for begin, stop in exposed)
         if event.name == "all_gather" and event.sent_bytes >= _LARGE:
             best = max(best, event.sent_bytes / max(end - start, 1e-9))
-        if event.name in (*_GATHERS, *_SUMS):
+        if is_kept and name == "wait" and event.name != "wait":
             pieces.append(Piece(event.lane, event.name, event.origin.unit, start, end))
         if event.origin.phase is Phase.STEP:
             _add_wait(waits, event.origin.unit, exposed_s)
@@ -303,9 +315,10 @@ def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
             paused += it.end - it.start
             continue
         parts[it.part] += it.end - it.start
-        if it.name not in (*_NAMES, *PARTS):
+        if it.name not in _NAMES:
             _add_wait(waits, it.name, it.end - it.start)
-        pieces.append(Piece("compute", it.name, it.unit, it.start - paused, it.end - paused))
+        if is_kept:
+            pieces.append(Piece("compute", it.name, it.unit, it.start - paused, it.end - paused))
     computed_s = parts["forward"] + parts["backward"] + parts["optimizer"]
     return StepTaken(
         number=step.number,
@@ -320,7 +333,7 @@ def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
     )
 
 
-_NAMES = ("wait", "forward again", "forward without gradients")
+_NAMES = frozenset((*PARTS, "wait", "forward again", "forward without gradients"))
 
 
 def _part_of(event: Event) -> str | None:
@@ -399,20 +412,20 @@ def _carved(stretches: Iterator[_Stretch], cuts: Sequence[_Stretch]) -> Iterator
             cut = coming[0]
             start, end = max(cut.start, at), min(cut.end, it.end)
             if start > at:
-                yield it._replace(start=at, end=start)
+                yield _Stretch(at, start, *it[2:])
             if end > start:
-                yield cut._replace(start=start, end=end)
+                yield _Stretch(start, end, *cut[2:])
             at = max(at, end)
             if cut.end > it.end:
                 break
             coming.popleft()
         if at < it.end:
-            yield it._replace(start=at)
+            yield it if at == it.start else _Stretch(at, *it[1:])
 
 
 def _apart(cuts: Sequence[_Stretch]) -> Iterator[_Stretch]:
     end = float("-inf")
     for cut in cuts:
         if cut.end > end:
-            yield cut._replace(start=max(cut.start, end))
+            yield cut if cut.start >= end else _Stretch(end, *cut[1:])
             end = cut.end

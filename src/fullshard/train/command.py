@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from rich.console import Console
 
@@ -17,7 +18,7 @@ from fullshard.train.ranks import (
     ranks_of_machine,
     runs_under_torchrun,
 )
-from fullshard.train.resuming import going_on
+from fullshard.train.resuming import AUTO, going_on
 from fullshard.train.run_folder import free_folder, has_stopped
 from fullshard.train.stopping import PREEMPTED
 
@@ -32,7 +33,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         ConfigError: something about the run is not sound. No process group has started then.
     """
-    return _train_on_this_rank(argv) if runs_under_torchrun() else _start_ranks(argv)
+    return train_on_this_rank(argv) if runs_under_torchrun() else _start_ranks(argv)
 
 
 def _start_ranks(argv: Sequence[str]) -> int:
@@ -43,21 +44,34 @@ def _start_ranks(argv: Sequence[str]) -> int:
     settings = going_on(settings, ranks)
     check(settings, ranks)
     out = settings.run.out or free_folder(settings)
+    saves = settings.checkpoints.checkpoint_every > 0
+    argv = [*argv, "--out", str(out)]
+    if settings.parallelism.on == "ray":
+        from fullshard.train.on_ray import run_on_ray  # late: only who asks for it has Ray
+
+        resume = ["--resume", AUTO] if saves and settings.checkpoints.resume is None else []
+        return run_on_ray([*argv, *resume], ranks, address=settings.parallelism.ray_address, restarts=saves)
 
     # Late: it is slow to import, and a mistake is answered without it.
     from fullshard.train.launch import INTERRUPTED, launch
 
-    saves = settings.checkpoints.checkpoint_every > 0
-    code = launch("fullshard.cli", ["train", *argv, "--out", str(out)], ranks, patience_s=PATIENCE_S if saves else 5)
+    code = launch("fullshard.cli", ["train", *argv], ranks, patience_s=PATIENCE_S if saves else 5)
     if code != INTERRUPTED:
         return code
     restore_terminal(Console())
     return PREEMPTED if has_stopped(out) else code
 
 
-def _train_on_this_rank(argv: Sequence[str]) -> int:
-    # Ctrl-C ends a rank at once and in silence: it may be waiting for a rank that is already gone.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def train_on_this_rank(argv: Sequence[str], *, has_group: bool = False) -> int:
+    """Train as one rank of several; the exit code, as of `run`.
+
+    Args:
+        argv: options of the trainer.
+        has_group: whether the launcher has made the process group, and calls this on a thread of its own.
+    """
+    if not has_group:
+        # Ctrl-C ends a rank at once and in silence: it may be waiting for a rank that is already gone.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     settings = parse_settings(argv)
     check_restarts(settings.checkpoints.safety_copy_every)
     rank = rank_from_environment()
@@ -67,5 +81,5 @@ def _train_on_this_rank(argv: Sequence[str]) -> int:
 
     from fullshard.train.loop import train  # late: it pulls in the engine
 
-    with process_group(rank):
+    with nullcontext() if has_group else process_group(rank):
         return train(settings, source, rank, predicts=settings.run.predict, records=settings.run.report)

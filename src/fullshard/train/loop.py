@@ -32,13 +32,14 @@ from fullshard.train.predicting import Foresight, by_state, start_forecast
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
 from fullshard.train.ranks import Rank, gather_in_rank_order
 from fullshard.train.resuming import AUTO
-from fullshard.train.run_folder import STOPPED, RunFolder, free_folder
+from fullshard.train.run_folder import STOPPED, RunFolder, check_shared, free_folder
 from fullshard.train.schedule import learning_rate, peak_lr
 from fullshard.train.settings import TrainSettings
 from fullshard.train.sharding import ShardedGPT, dtype_of, optimizer_of, sharded_gpt
 from fullshard.train.stopping import PREEMPTED, StopRequest, heeding_sigterm
 from fullshard.train.stopwatch import Stopwatch
 from fullshard.train.text import Text, TextSource, training_batch, write_text
+from fullshard.train.what_ifs import simulate_changes
 from fullshard.versions import versions
 
 __all__ = ["Trained", "Trainer", "train"]
@@ -64,8 +65,8 @@ def train(
     it `records`, the run leaves a page behind: see `fullshard.report`.
 
     Raises:
-        ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or the checkpoint is
-            not of this run.
+        ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or checkpoints are
+            to be saved where not all machines see them; or the checkpoint is not of this run.
         CheckpointError: the checkpoint is damaged or does not fit; or SIGTERM came, and none could be written.
     """
     check_machines(settings, rank)
@@ -73,6 +74,8 @@ def train(
     forecasting = start_forecast(settings, rank) if predicts else None
     peak = PeakMemory(rank.device)
     out = agreed_folder(settings, rank)
+    if settings.checkpoints.checkpoint_every and rank.machines > 1:
+        check_shared(out, rank)
     folder = RunFolder(out, writes=rank.leads)
     text = agreed_text(source, out, rank)
     model = sharded_gpt(settings, rank)
@@ -121,6 +124,8 @@ class Trainer:
         self.foresee()
         with self.recording(done):
             code = self.take_steps(done, stop)
+            if code == 0:
+                self.ask_what_if()
         if self.record is not None and self.record.page is not None:
             self.display.show_page(self.record.page)
         return code
@@ -131,11 +136,25 @@ class Trainer:
             return nullcontext()
         settings = {name: value for name, value in self.settings.as_options().items() if name != "out"}
         self.record = report(
-            self.model, self.folder.path, optimizer=self.optimizer, settings=settings, first_step=done + 1
+            self.model,
+            self.folder.path,
+            optimizer=self.optimizer,
+            settings=settings,
+            first_step=done + 1,
+            log_to=self.settings.run.log_to,
         )
         if self.forecast is not None:
             self.record.expect_memory(self.forecast.turns)
         return self.record
+
+    def ask_what_if(self) -> None:
+        """Have the page say what other settings would have gained, in a run that was predicted."""
+        if self.record is None or self.foresight is None:
+            return
+        try:
+            self.record.tell_what_ifs(simulate_changes(self.settings, self.rank, str(self.folder.path)))
+        except ConfigError as error:
+            self.display.show_problem(str(error))
 
     def doing(self, what: str) -> AbstractContextManager[object]:
         """A context whose time the record takes for `what`."""

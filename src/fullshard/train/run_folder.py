@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
+import socket
+import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import yaml
 
 from fullshard.errors import ConfigError
+from fullshard.train.ranks import Rank
 from fullshard.train.settings import TrainSettings
 
 __all__ = [
@@ -23,6 +27,7 @@ __all__ = [
     "WEIGHTS",
     "RunFolder",
     "check_out",
+    "check_shared",
     "free_folder",
     "has_stopped",
     "lines_of",
@@ -43,6 +48,32 @@ def check_out(out: Path, *, goes_on: bool = False) -> None:
         raise ConfigError(
             f"--out {out}: the folder holds another run ({found[0]}). Name another folder, remove it, "
             "or let the run in it go on by --resume auto."
+        )
+
+
+def check_shared(out: Path, rank: Rank) -> None:
+    """Refuse, on every rank, an output folder that not all machines share; for runs that save checkpoints there.
+
+    Raises:
+        ConfigError: a machine does not see a file that the first rank has written.
+    """
+    name = [uuid.uuid4().hex]
+    dist.broadcast_object_list(name, src=0, device=rank.device)
+    probe = out / f"probe-{name[0]}"
+    if rank.leads:
+        out.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+    dist.barrier()
+    found: list[str | None] = [None] * rank.world
+    dist.all_gather_object(found, None if probe.exists() else socket.gethostname())
+    if rank.leads:
+        probe.unlink()
+    missing = {host: index for index, host in reversed(list(enumerate(found))) if host is not None}
+    if missing:
+        hosts = ", ".join(f"{host} (rank {index})" for host, index in sorted(missing.items()))
+        raise ConfigError(
+            f"--out {out}: what rank 0 writes there is not seen on {hosts}, and a checkpoint needs the files of all "
+            "ranks. Name a folder on storage that all machines share, or leave --checkpoint-every out."
         )
 
 

@@ -44,6 +44,11 @@ class ParallelSettings:
     ranks: MaybeInt = None
     """Processes to start on this machine. Left out: one for each GPU, or for each core where there is none. Under
     torchrun its own count holds."""
+    on: MaybeStr = None
+    """ray: the ranks are workers of a Ray cluster, a core or a GPU each. With --checkpoint-every, lost ones are started
+    anew, three times at most, and go on from the newest checkpoint. Left out: processes of this machine."""
+    ray_address: MaybeStr = None
+    """The Ray cluster for --on ray. Left out: that of RAY_ADDRESS, or a new one on this machine."""
     replicas: MaybeInt = None
     """For hsdp and hsdp_zero2: the number of replicas of the sharded model. It divides the ranks. Left out: one for
     each machine; on a single machine two, or one if its ranks cannot form two."""
@@ -137,6 +142,8 @@ class RunSettings:
     them after the third beside what was measured. Times need a description of this machine: fullshard calibrate."""
     report: bool = True
     """Record where time and memory go, which costs less than 1 % of a step, and write a page of it in the end."""
+    log_to: MaybeStr = None
+    """Where the numbers of the report go, too: tensorboard, wandb or mlflow, by that library."""
     prompt: MaybeStr = None
     """Text that samples continue. Left out: a line break."""
     config: MaybePath = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -44,8 +45,14 @@ class StopRequest:
 
 @contextmanager
 def heeding_sigterm() -> Iterator[StopRequest]:
-    """A context in which SIGTERM is noted instead of ending the process."""
+    """A context in which SIGTERM is noted instead of ending the process.
+
+    On any but the main thread the process has another owner, such as Ray, whose signals are left to it.
+    """
     request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
     before = signal.signal(signal.SIGTERM, request.note)
     try:
         yield request

@@ -26,11 +26,11 @@ def require(library: str, oldest: str, *, extra: str) -> None:
         found = version(library)
     except PackageNotFoundError:
         raise MissingLibraryError(
-            f"fullshard.integrations.{extra} needs {library} {oldest} or newer, and found none. {remedy}"
+            f"fullshard[{extra}] needs {library} {oldest} or newer, and found none. {remedy}"
         ) from None
     if _numbers(found) < _numbers(oldest):
         raise MissingLibraryError(
-            f"fullshard.integrations.{extra} needs {library} {oldest} or newer, which it is tested with, and found "
+            f"fullshard[{extra}] needs {library} {oldest} or newer, which it is tested with, and found "
             f"{found}. {remedy}"
         )
 

@@ -1,0 +1,70 @@
+"""`fullshard train --on ray`: the ranks of a run are workers of a Ray cluster, which starts lost ones anew."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from fullshard.errors import ConfigError
+from fullshard.required import require
+
+require("ray", "2.51", extra="ray")
+
+import ray  # noqa: E402
+from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: E402
+from ray.train.torch import TorchTrainer  # noqa: E402
+from ray.train.v2.api.exceptions import TrainingFailedError  # noqa: E402
+
+__all__ = ["run_on_ray"]
+
+_RESTARTS = 3  # of all ranks after some were lost
+
+
+def run_on_ray(argv: Sequence[str], ranks: int, *, address: str | None, restarts: bool) -> int:
+    """The exit code of `fullshard train argv`, run as `ranks` workers of Ray Train.
+
+    Args:
+        argv: options of the trainer, as for any rank.
+        ranks: workers, each with a core, or with a GPU where the cluster has any.
+        address: of a cluster. A new one on this machine, if None and `RAY_ADDRESS` names none.
+        restarts: whether lost workers are started anew, up to three times, and the run goes on from its newest
+            checkpoint.
+
+    Raises:
+        ConfigError: there is no cluster at the address, or it has too few cores or GPUs.
+    """
+    try:
+        ray.init(address=address or os.environ.get("RAY_ADDRESS", "local"))
+    except ConnectionError as error:
+        raise ConfigError(f"--ray-address {address}: {error}. Name the address of a running cluster.") from error
+    try:
+        there: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        kind = "GPU" if there.get("GPU") else "CPU"
+        if there.get(kind, 0) < ranks:
+            raise ConfigError(
+                f"--ranks {ranks}: the Ray cluster has {there.get(kind, 0):g} {kind}s, and a rank takes one. Ask for "
+                "fewer ranks, or add nodes."
+            )
+        trainer = TorchTrainer(
+            _train_on_this_worker,
+            train_loop_config={"argv": list(argv), "folder": os.getcwd()},
+            scaling_config=ScalingConfig(num_workers=ranks, use_gpu=kind == "GPU"),
+            run_config=RunConfig(failure_config=FailureConfig(max_failures=_RESTARTS if restarts else 0)),
+        )
+        trainer.fit()
+    except TrainingFailedError as error:
+        Console(stderr=True).print(str(error), markup=False)
+        return 1
+    finally:
+        ray.shutdown()
+    return 0
+
+
+def _train_on_this_worker(config: dict[str, Any]) -> None:
+    from fullshard.train.command import train_on_this_rank
+
+    os.chdir(config["folder"])  # paths on the command line start there
+    train_on_this_rank(config["argv"], has_group=True)

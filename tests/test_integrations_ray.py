@@ -1,0 +1,83 @@
+"""Ray Train: workers and nodes are lost, worker counts change, and the losses are those of a run left alone."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from fullshard.testing import run_ranks
+from fullshard.train.run_folder import lines_of
+
+ray_runs = pytest.importorskip("ray_runs", reason="ray is not installed", exc_type=ImportError)
+pytestmark = [pytest.mark.clusters, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def run_by_itself(*command: str) -> str:
+    """What a command prints that makes a Ray cluster of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=560, check=False
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def undisturbed() -> list[float]:
+    """The losses of two ranks that have never heard of Ray."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, optimizer = ray_runs.make_model()
+    return [ray_runs.train_step(model, optimizer, step, rank, world) for step in range(ray_runs.STEPS)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return run_ranks(2, undisturbed)[0]
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory):
+    """The lines of each run, on a cluster that loses a worker, and nodes, and gets others."""
+    folder = tmp_path_factory.mktemp("ray")
+    run_by_itself(ray_runs.__file__, str(folder))
+    return {name: ray_runs.lines_of(folder / f"{name}.jsonl") for name in ("fixed", "elastic")}
+
+
+def test_after_a_lost_worker_and_a_lost_node_each_loss_has_its_bits(disturbed, expected):
+    steps = [line["step"] for line in disturbed["fixed"]]
+    assert sorted(set(steps)) == list(range(ray_runs.STEPS))
+    assert {line["world"] for line in disturbed["fixed"]} == {2}
+    assert all(line["loss"] == expected[line["step"]] for line in disturbed["fixed"])
+
+
+def test_fewer_and_more_workers_learn_the_same(disturbed, expected):
+    worlds = [line["world"] for line in disturbed["elastic"]]
+    changes = [world for place, world in enumerate(worlds) if place == 0 or worlds[place - 1] != world]
+    assert changes == [2, 1, 2]
+    assert {line["step"] for line in disturbed["elastic"]} == set(range(ray_runs.STEPS))
+    for line in disturbed["elastic"]:
+        assert line["loss"] == pytest.approx(expected[line["step"]], rel=1e-5)
+
+
+def test_the_example_learns_from_rows_of_ray_data(tmp_path):
+    path = Path(__file__).parent.parent / "examples" / "ray" / "digits.py"
+    said = run_by_itself(str(path), "--workers", "2", "--epochs", "2", "--storage", str(tmp_path))
+    reported = ast.literal_eval(said.strip().splitlines()[-1])
+    assert reported["epoch"] == 1
+    assert reported["loss"] < 1.5
+
+
+def test_the_trainer_runs_on_ray_with_the_numbers_of_any_launcher(tmp_path):
+    options = ("--ranks", "2", "--size", "nano", "--steps", "4", "--log-every", "1", "--no-predict")
+    few = ("--sample-bytes", "8", "--validate-bytes", "4096")
+    losses = []
+    for name, on in (("ray", ("--on", "ray", "--checkpoint-every", "2")), ("here", ())):
+        out = tmp_path / name
+        run_by_itself("-m", "fullshard.cli", "train", *options, *few, *on, "--out", str(out))
+        losses.append([line["loss"] for line in lines_of(out) if line["kind"] == "step"])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 4
