@@ -83,7 +83,7 @@ def read_run(folder: Path) -> Run:
             f"{folder}: no run is recorded there. fullshard train records its runs; in a loop of your own, call "
             "fullshard.report(model, folder) before the first step."
         )
-    newest = max(every, key=lambda rank: rank.start["first_step"]).start
+    newest = max(every, key=lambda rank: rank.start["first_step"]).start  # the first rank's, if that is there
     ranks = sorted((it for it in every if it.start["rank"]["rank"] < newest["world"]), key=_number)
     first = ranks[0]
     steps = _steps(ranks)

@@ -128,6 +128,7 @@ class RunReport:
         self._is_open = True
         self._guard = MemoryGuard(model, self._optimizers, self._device)
         self._file = RankFile(path_of(path, self._rank), goes_on=first_step > 1)
+        said = {name: str(value) for name, value in settings.items()}
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self._world))
         self._file.add(
             "start",
@@ -135,14 +136,13 @@ class RunReport:
             name=path.name,
             rank=rank_facts(self._device),
             strategy=strategy_of(model),
-            facts=facts_of(model),
-            settings={name: str(value) for name, value in settings.items()},
+            facts=facts_of(model) if self._rank == 0 else {},
+            settings=said,
             link_bytes_per_s=link_bytes_per_s(self._device),
             limit=memory_for_a_rank(self._device, local_world),
             first_step=first_step,
         )
         self._file.flush()
-        said = {name: str(value) for name, value in settings.items()}
         self._home = open_home(log_to, path, said) if log_to is not None and self._rank == 0 else None
         usage = UsageMeter(self._device)
         self._steps = StepRecorder(
@@ -218,6 +218,8 @@ class RunReport:
         self._stack.close()
         with suppress(RuntimeError):  # of a device that has failed
             self._steps.finish()
+        if self._watch is not None:
+            self._watch.stop()
         self._write_line()
         self._write_units()
         self._file.add("end")
