@@ -42,6 +42,7 @@ def made_run(
     checkpoint_every: int = 0,
     name: str = "runs/small-zero3-1",
     prefix: str = "",
+    tell_every: int = 1,
     seed: int = 0,
 ) -> Run:
     """A run whose steps take `parts_s`, with a little noise.
@@ -51,6 +52,7 @@ def made_run(
         leak_bytes: that each rank holds more after each step.
         checkpoint_every: so many steps a checkpoint is written, in 0.4 s.
         prefix: of the units' names.
+        tell_every: so many steps the loop tells loss and the like.
     """
     chance = np.random.default_rng(seed)
     parts = np.array(parts_s)[None, None] * chance.normal(1, 0.02, (ranks, steps, len(PARTS))).clip(0.9, 1.1)
@@ -67,6 +69,14 @@ def made_run(
     at = np.arange(1, steps + 1)
     loss = 5.5 * at**-0.21 + chance.normal(0, 0.02, steps)
     step_s = parts.sum(-1)
+    training = {
+        "loss": loss,
+        "bits per byte": loss / np.log(2),
+        "gradient norm": np.abs(chance.normal(1, 0.2, steps)) * at**-0.1,
+        "learning rate": 3e-4 * np.minimum(at / 20, 1) * (0.5 + 0.5 * np.cos(np.pi * at / steps)),
+        "tokens/s": 8192 * ranks / step_s.mean(0),
+        "MFU": np.full(steps, 0.41) * step_s.mean() / step_s.mean(0),
+    }
     return Run(
         name=name,
         facts={
@@ -90,14 +100,7 @@ def made_run(
         memory=_memory(units, float(step_s.mean())),
         held_bytes=(900 * MIB + chance.integers(0, 20 * MIB, (ranks, steps)) + leak_bytes * at[None]).astype(np.int64),
         shards=tuple(_shards(named, ranks)),
-        training={
-            "loss": loss,
-            "bits per byte": loss / np.log(2),
-            "gradient norm": np.abs(chance.normal(1, 0.2, steps)) * at**-0.1,
-            "learning rate": 3e-4 * np.minimum(at / 20, 1) * (0.5 + 0.5 * np.cos(np.pi * at / steps)),
-            "tokens/s": 8192 * ranks / step_s.mean(0),
-            "MFU": np.full(steps, 0.41) * step_s.mean() / step_s.mean(0),
-        },
+        training={name: np.where(at % tell_every == 0, values, np.nan) for name, values in training.items()},
         strategy="zero3",
         settings={"strategy": "zero3", "batch": "8", "seq": "256", "size": "small"},
         what_ifs=(
@@ -123,8 +126,8 @@ def findings_of(run: Run) -> tuple[Finding, ...]:
     return (
         Finding(
             cause="one unit too large",
-            said=f"{gather:.0%} of a step waits for gathers, most for layers.7: that unit is 6 times larger than the "
-            "others.",
+            said=f"{100 * gather:.0f} % of a step waits for gathers, most for layers.7: that unit is 6 times larger "
+            "than the others.",
             change="Wrap its experts as units of their own, or use strategy hsdp.",
             lost=gather,
             gain_s=0.14,

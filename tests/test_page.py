@@ -52,7 +52,9 @@ def cases() -> dict[str, Case]:
     faulty = late_run()
     large = made_run(ranks=64, steps=1000, units=500, late=17, prefix="module.language_model.model.decoder.")
     return {
-        "healthy": Case(made_run(), says=("No cause of lost time",), leaves_out=("Out of memory", "Beside")),
+        "healthy": Case(
+            made_run(tell_every=5), says=("No cause of lost time",), leaves_out=("Out of memory", "Beside")
+        ),
         "faulty": Case(
             faulty, findings_of(faulty), says=("one unit too large", "Simulated gain: 140 ms", "Rank 3 on node-0 is")
         ),
@@ -250,6 +252,10 @@ EMPTY_CHARTS = """() => [...document.querySelectorAll(".chart")].filter(it => {
     const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
     return !pixels.some(value => value);
 }).map(it => it.dataset.chart)"""
+EMPTY_CURVES = """() => [...document.querySelectorAll("[data-chart=curve]")].filter(it => {
+    const [series] = echarts.getInstanceByDom(it).getOption().series;
+    return series.data.length < 2 || series.data.some(point => point[1] === null);
+}).map(it => it.dataset.curve)"""
 UNSEEN = """ids => ids.filter(id => { const it = document.getElementById(id); return !it || it.offsetHeight < 40; })"""
 
 
@@ -266,6 +272,7 @@ def test_a_browser_shows_all_of_it(cases: dict[str, Case], pages: dict[str, Path
                 assert page.evaluate("document.documentElement.scrollWidth") == width, where
                 assert page.evaluate(OVERFLOWING) == [], where
                 assert page.evaluate(EMPTY_CHARTS) == [], where
+                assert page.evaluate(EMPTY_CURVES) == [], where
                 assert page.evaluate(UNSEEN, SECTIONS) == [], where
                 assert page.evaluate("window.harmed") is None, where
                 seen = page.inner_text("body")
@@ -381,7 +388,7 @@ def test_the_command_writes_the_page_and_says_the_verdict(
     [
         ([], "RUN must be named"),
         (["{empty}"], "no run is recorded there"),
-        (["{empty}", "--agianst", "x"], "Did you mean against?"),
+        (["{empty}", "--agianst=x"], "Did you mean against?"),
     ],
 )
 def test_a_folder_without_a_run_is_one_line(

@@ -11,6 +11,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup, escape
 
 from fullshard.report.causes import verdict
 from fullshard.report.run import Finding, Run
@@ -66,7 +67,7 @@ def _page(known: Mapping[str, Any]) -> str:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    told.filters.update(time=_time, size=_size, percent=_percent, rate=_rate, number=_number, many=_many)
+    told.filters.update(coded=_coded, time=_time, size=_size, percent=_percent, rate=_rate, number=_number, many=_many)
     return told.get_template("page.html").render(
         known,
         data=htmlsafe_json_dumps(_drawn(known), dumps=_compact),
@@ -81,6 +82,12 @@ def _page(known: Mapping[str, Any]) -> str:
 
 def _asset(name: str) -> str:
     return files("fullshard.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _coded(text: str) -> Markup:
+    """The text, with what is between backticks as code."""
+    pieces = escape(text).split("`")
+    return Markup("").join(Markup("<code>{}</code>").format(it) if at % 2 else it for at, it in enumerate(pieces))
 
 
 def _compact(value: Any, **_: Any) -> str:

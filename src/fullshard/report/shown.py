@@ -107,12 +107,6 @@ def _quantile(values: Numbers, *at: float) -> list[float]:
     return [float(it) for it in np.quantile(there, at)] if there.size else [math.nan] * len(at)
 
 
-def _digits(values: Numbers, unit: float) -> Numbers:
-    """Rounded to whole `unit`s: a microsecond, or a byte, says all that a picture can show."""
-    decimals = max(0, -math.floor(math.log10(unit)))
-    return np.round(np.asarray(values, dtype=float), decimals)
-
-
 def _settled(run: Run) -> slice:
     """The steps that means are of: all but the very first, which warms up, where there are enough."""
     return slice(1 if _has_warmed_up(run) else 0, None)
@@ -153,7 +147,7 @@ def _step(run: Run) -> dict[str, Any] | None:
 def _over_steps(run: Run) -> dict[str, Any] | None:
     if len(run.steps) < 3 or not run.parts_s.size:
         return None
-    parts = _digits(_thin(_mean(run.parts_s, axis=0).T, _POINTS), 1e-6)
+    parts = np.round(_thin(_mean(run.parts_s, axis=0).T, _POINTS), 6)
     return {
         "at": _first_of(run.steps),
         "each": _each(run.steps),
@@ -285,7 +279,7 @@ def _memory(memory: Memory | None) -> dict[str, Any] | None:
     places = sorted(chosen | {memory.peak, len(total) - 1})
     return {
         "rank": memory.rank,
-        "at_s": _digits(memory.at_s[places], 1e-6),
+        "at_s": np.round(memory.at_s[places], 6),
         "labels": [memory.labels[it] for it in places],
         "by_state": {state: values[places] for state, values in memory.by_state.items() if values.any()},
         "peak": places.index(memory.peak),
@@ -377,7 +371,7 @@ def _map(run: Run) -> dict[str, Any] | None:
         "ranks": [_between(numbers[it.start], numbers[it.stop - 1]) for it in rows],
         "steps": [int(run.steps[it.start]) for it in columns],
         "each": _each(run.steps, _COLUMNS),
-        "late_s": [_digits(np.nan_to_num(late[it]).max(0), 1e-6) for it in rows],
+        "late_s": [np.round(np.nan_to_num(late[it]).max(0), 6) for it in rows],
     }
 
 
@@ -393,7 +387,7 @@ def _skew(run: Run) -> dict[str, Any] | None:
     return {
         "at": _first_of(run.steps),
         "each": _each(run.steps),
-        "apart_s": _digits(_thin(apart[None], _POINTS)[0], 1e-6),
+        "apart_s": np.round(_thin(apart[None], _POINTS)[0], 6),
     }
 
 

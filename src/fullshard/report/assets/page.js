@@ -392,15 +392,15 @@
     const { at, each, curves } = run.training;
     const name = box.dataset.curve;
     const said = (it) => it == null ? "–" : name === "MFU" ? digits(it * 100) + "\u00a0%" : digits(it);
-    const values = curves[name];
-    const there = values.filter((it) => it != null);
+    const points = pairs(at, curves[name]).filter((it) => it[1] != null); // loops may tell every tenth step
+    const there = points.map((it) => it[1]);
     const flat = Math.max(...there) - Math.min(...there) < 0.2 * Math.max(...there.map(Math.abs));
     return {
       grid: { left: 4, right: 14, top: 10, bottom: 4, containLabel: true },
       xAxis: steps(at, { name: "", splitNumber: 4, axisLabel: { fontSize: 11 } }),
       yAxis: axis({ type: "value", scale: !flat, min: flat ? 0 : undefined, splitNumber: 3, axisLabel: { color: color("soft"), fontSize: 11, formatter: said } }),
-      tooltip: pointed((found) => tip(stepName(at[found[0].dataIndex], each), [[name, said(found[0].value[1])]])),
-      series: [line(name, pairs(at, values), color("forward"))],
+      tooltip: pointed((found) => tip(stepName(found[0].value[0], each), [[name, said(found[0].value[1])]])),
+      series: [line(name, points, color("forward"))],
     };
   };
 
