@@ -397,7 +397,8 @@ def test_a_run_that_goes_on_keeps_what_was_and_counts_what_is_done_again_once(tr
         start = json.loads(path.read_bytes().splitlines()[0])
         again = {"kind": "step", "n": 8, "p": [1.0] * len(PARTS), "b": 1.0, "s": None, "h": 1, "w": 1.0}
         added = [start | {"first_step": 6}, *({**again, "n": number} for number in (6, 7, 8))]
-        path.open("a").write("".join(json.dumps(line) + "\n" for line in added))
+        with path.open("a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in added))
     run = read_run(folder)
     assert run.steps.tolist() == [3, 4, 5, 8, 9]  # the first two after a start are not timed
     assert run.step_s[:, 3].tolist() == [len(PARTS)] * 2

@@ -151,7 +151,7 @@ class MemoryWatch(TorchDispatchMode):
         at_peak = [
             Held(
                 nbytes=round(it.own_nbytes),
-                state=state.value,
+                state=_OF_STEP.get(state, state).value,
                 what=f"{it.purpose or it.origin.phase.value} of {it.origin.unit or 'the root'}",
             )
             for it, state in memory_holders(self._tape, turns[peak].entry)
@@ -160,7 +160,11 @@ class MemoryWatch(TorchDispatchMode):
             at_s=[times[turns[i].entry] - times[0] for i in shown],
             labels=[turns[i].label for i in shown],
             by_state={
-                state.value: [base.get(state.value, 0) + turns[i].by_state.get(state, 0) for i in shown]
+                state.value: [
+                    base.get(state.value, 0)
+                    + sum(nbytes for of, nbytes in turns[i].by_state.items() if _OF_STEP.get(of, of) is state)
+                    for i in shown
+                ]
                 for state in State
             },
             peak=shown.index(peak),
@@ -169,6 +173,7 @@ class MemoryWatch(TorchDispatchMode):
         )
 
 
+_OF_STEP = {State.PARAMETERS: State.TEMPORARIES}  # made within a step and kept: the next batch
 _NO_MEMORY = ("_unsafe_view", "set_", "detach", "alias", "lift_fresh")
 
 

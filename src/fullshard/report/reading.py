@@ -46,6 +46,7 @@ class _Rank:
     """What one rank has written."""
 
     start: dict[str, Any] = field(default_factory=dict)
+    untimed: set[int] = field(default_factory=set)  # the first steps after each start
     model: dict[str, Any] = field(default_factory=dict)
     units: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
@@ -68,6 +69,8 @@ class _Rank:
                 rank.spans[line["n"]] = line["line"]
             elif kind in ("start", "model", "units", "memory", "out_of_memory", "what_ifs"):
                 setattr(rank, kind, line)
+            if kind == "start":
+                rank.untimed |= {line["first_step"] + nth for nth in range(WATCHED_STEP)}
         return rank
 
 
@@ -131,7 +134,7 @@ def _number(rank: _Rank) -> int:
 def _steps(ranks: Sequence[_Rank]) -> list[int]:
     """The numbers of the steps that any rank has a line of; without those that are not timed, if there are others."""
     numbers = sorted({number for rank in ranks for number in rank.steps})
-    untimed = {rank.start["first_step"] + nth for rank in ranks for nth in range(WATCHED_STEP)}
+    untimed = {number for rank in ranks for number in rank.untimed}
     return [number for number in numbers if number not in untimed] or numbers
 
 

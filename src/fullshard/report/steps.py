@@ -408,7 +408,9 @@ def _carved(stretches: Iterator[_Stretch], cuts: Sequence[_Stretch]) -> Iterator
     coming = deque(_apart(cuts))
     for it in stretches:
         at = it.start
-        while coming and coming[0].start < it.end:
+        while it.part == PAUSE and coming and coming[0].end <= it.end:
+            coming.popleft()
+        while it.part != PAUSE and coming and coming[0].start < it.end:
             cut = coming[0]
             start, end = max(cut.start, at), min(cut.end, it.end)
             if start > at:
