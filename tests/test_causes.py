@@ -37,7 +37,7 @@ def test_a_fault_is_told_by_its_name_alone(fault, share, **size):
     assert findings[0].change in verdict(run, findings)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(**{**sizes, "ranks": st.integers(1, 16), "steps": st.integers(1, 40), "units": st.integers(1, 60)})
 def test_a_healthy_run_has_no_cause(**size):
     run = healthy_run(**size)
