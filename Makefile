@@ -10,7 +10,7 @@ BENCH   := $(VENV)/.installed-bench
 DEV     := $(VENV)/.installed-dev
 
 .DEFAULT_GOAL := help
-.PHONY: help venv train bench test test-all test-clusters gpu-check lint format clean
+.PHONY: help venv train bench test test-all test-clusters gpu-check browser charts lint format clean
 
 help:  ## list the targets
 	@echo 'fullshard: fully sharded data parallel training for PyTorch'
@@ -36,6 +36,23 @@ test-clusters: $(DEV)  ## the tests that start clusters on this machine
 
 gpu-check:  ## check all claims on this machine's GPU, by $(PYTHON) as it is: torch, numpy and pytest; results in one file
 	@PYTHONPATH=src $(PYTHON) benchmarks/gpu_check.py $(ARGS)
+
+browser:  ## install Debian's chromium, in which tests look at pages; they are skipped without one
+	apt-get install --yes --no-install-recommends chromium
+
+# Apache ECharts, as the page of a run holds it: the parts named in charts.js, from the npm registry, into one file.
+ASSETS  := src/fullshard/report/assets
+ECHARTS := echarts@6.1.0 zrender@6.1.0 tslib@2.3.0
+charts:  ## make the page's charting library again from the npm registry; needs npm
+	rm -rf build/charts && mkdir -p build/charts
+	cp $(ASSETS)/charts.js build/charts/
+	cd build/charts && npm install --silent --no-fund --no-audit --ignore-scripts $(ECHARTS) esbuild@0.28.2
+	cd build/charts && npx esbuild charts.js --bundle --minify --format=iife --global-name=echarts --target=es2019 \
+	    --legal-comments=none --banner:js="/*! $(ECHARTS): licences in echarts.LICENSE */" --outfile=echarts.min.js
+	cp build/charts/echarts.min.js $(ASSETS)/
+	( cat build/charts/node_modules/echarts/NOTICE; \
+	  for it in echarts zrender tslib; do printf '\n\n==== %s ====\n\n' $$it; \
+	  cat build/charts/node_modules/$$it/LICENSE*; done ) | sed 's/[[:space:]]*$$//' > $(ASSETS)/echarts.LICENSE
 
 lint: $(DEV)  ## linters and strict types only
 	$(BIN)/ruff check .

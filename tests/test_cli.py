@@ -140,9 +140,14 @@ def test_a_run_on_two_ranks_leaves_everything_behind_and_says_what_it_reached(tm
     assert sorted(path.name for path in out.iterdir()) == [
         "metrics.jsonl",
         "model.safetensors",
+        "report",
+        "report.html",
+        "report.json",
         "samples.txt",
         "settings.yaml",
+        "trace.json.gz",
     ]
+    assert ended.stdout.endswith(f"{out / 'report.html'}\n")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["run", "step", "step", "validation", "end"]
     assert lines[0]["world"] == 2

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ from fullshard import (
     FullStateDictConfig,
     FullyShardedDataParallel,
     LayoutError,
+    MissingLibraryError,
     MixedPrecision,
     MixedPrecisionPolicy,
     OptimStateKeyType,
@@ -75,6 +77,8 @@ from fullshard.optim import Muon, step_shards
 from fullshard.plan import calibration, hardware
 from fullshard.plan.costs import costs_of
 from fullshard.plan.ledger import predict_ledger
+from fullshard.report.elsewhere import HOMES, check_home
+from fullshard.report.reading import read_run
 from fullshard.state.optim_state import OWN, full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
 from fullshard.testing.parity.command import run as run_parity
@@ -136,6 +140,39 @@ def the_root_before_its_layers() -> Steps:
     model = fully_shard(nn.Sequential(linear(), nn.ReLU()))
     yield
     fully_shard(model[0])
+
+
+@mistake(ConfigError, "Linear has no units, so nothing can be reported", "Call fully_shard first")
+def a_report_of_a_model_that_is_not_sharded() -> Steps:
+    yield
+    fullshard.report(linear(), "nowhere")
+
+
+@mistake(ConfigError, "first_step=0", "numbered from 1 on")
+def a_report_from_before_the_first_step() -> Steps:
+    model = fully_shard(linear())
+    yield
+    fullshard.report(model, "nowhere", first_step=0)
+
+
+@mistake(ConfigError, "log_to='paper': not known", "Take one of tensorboard, wandb, mlflow")
+def a_report_to_a_home_that_is_not_known() -> Steps:
+    model = fully_shard(linear())
+    yield
+    fullshard.report(model, "nowhere", log_to="paper")
+
+
+@mistake(MissingLibraryError, "log_to='notes' needs notes", r"pip install 'fullshard\[notes\]'")
+def a_report_by_a_library_that_is_missing() -> Steps:
+    yield
+    with mock.patch.dict(HOMES, {"notes": HOMES["mlflow"]}):
+        check_home("notes")
+
+
+@mistake(ConfigError, "nowhere: no run is recorded there", "before the first step")
+def a_report_of_nothing() -> Steps:
+    yield
+    read_run(Path("nowhere"))
 
 
 @mistake(ConfigError, "group of 1 ranks: none that the model is sharded over", "Leave group out")

@@ -75,7 +75,26 @@ ROOMS: dict[str, list[str] | None] = {
     "fully_shard": None,
     "wrapper": None,
     "plan": None,  # which shards a model to measure what that costs
-    "report": ["run"],
+    "report": [
+        "run",
+        "usage",
+        "steps",
+        "memory_watch",
+        "running_out",
+        "facts",
+        "rank_file",
+        "elsewhere",
+        "reading",
+        "figures",
+        "rules",
+        "causes",
+        "shown",
+        "trace",
+        "page",
+        "watching",
+        "writing",
+        "recording",
+    ],
     # what users import, made of all that is above
     PUBLIC: None,
     # edges: nothing above imports these

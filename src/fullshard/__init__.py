@@ -40,6 +40,7 @@ from fullshard.policy.switches import (
     share_memory_between_ranks,
     share_memory_between_units,
 )
+from fullshard.report.recording import RunReport, report
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -88,6 +89,7 @@ __all__ = [
     "Placements",
     "RankLostError",
     "RankMismatchError",
+    "RunReport",
     "ShardPlacementResult",
     "ShardedGradScaler",
     "ShardedOptimStateDictConfig",
@@ -107,6 +109,7 @@ __all__ = [
     "recording",
     "register_fsdp_forward_method",
     "replicate",
+    "report",
     "set_collective_timeout",
     "share_comm_ctx",
     "share_memory_between_ranks",

@@ -74,8 +74,10 @@ __all__ = [
     "in_function_transform",
     "in_pipeline_stage",
     "initialising_without_values",
+    "innermost_dispatch_mode",
     "is_wrapper_type",
     "joined_mesh",
+    "local_tensor",
     "make_dtensor",
     "marks_of",
     "on_backward_end",
@@ -508,6 +510,17 @@ def are_real(tensors: Sequence[Tensor]) -> bool:
 def is_wrapper_type(cls: type) -> bool:
     """True for tensors that wrap others, such as `DTensor`."""
     return bool(is_traceable_wrapper_subclass_type(cls))
+
+
+def innermost_dispatch_mode() -> TorchDispatchMode | None:
+    """The dispatch mode that was entered last, of those that are on."""
+    stack = _get_current_dispatch_mode_stack()
+    return stack[-1] if stack else None
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a `DTensor`; any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:

@@ -43,6 +43,7 @@ from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, damage
 from fullshard.checkpoint.saving import manifest_of, write_files
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.errors import CheckpointError
+from fullshard.tape.recorder import noting
 
 __all__ = ["SafetyCopies", "SafetyCopy"]
 
@@ -90,6 +91,7 @@ class SafetyCopies:
         """True if this rank acts for its host."""
         return self._ranks.index in self._leaders
 
+    @noting("checkpoint")
     def save(self, *, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, extra: Any) -> PendingSave:
         """Start to copy a run; returns once its state has been copied within the ranks. The copy before this one is
         waited for first. See `fullshard.checkpoint.async_save` for what is in a copy.

@@ -21,6 +21,7 @@ from fullshard.checkpoint.manifest import Manifest, Progress, StoredFile
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.together import Ranks, default_ranks
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.tape.recorder import noting
 from fullshard.versions import versions
 
 __all__ = ["async_save", "manifest_of", "save", "save_contents", "save_own_files", "write_files"]
@@ -28,6 +29,7 @@ __all__ = ["async_save", "manifest_of", "save", "save_contents", "save_own_files
 logger = logging.getLogger(__name__)
 
 
+@noting("checkpoint")
 def save(
     folder: str | PathLike[str],
     *,
@@ -77,6 +79,7 @@ def save_contents(
     return order.write(ranks.do(order.doing, collect_contents), ranks, progress)
 
 
+@noting("checkpoint")
 def save_own_files(
     folder: str | PathLike[str],
     *,
@@ -108,6 +111,7 @@ def save_own_files(
     return ranks.do(order.doing, lambda: commit(partial, manifest, by_rank[ranks.index], writes=ranks.leads))
 
 
+@noting("checkpoint")
 def async_save(
     folder: str | PathLike[str],
     *,

@@ -34,6 +34,7 @@ SUBCOMMANDS = {
     "checkpoint": Subcommand(
         "fullshard.cli.checkpoint.command", "list, inspect, verify, export and compare checkpoints"
     ),
+    "report": Subcommand("fullshard.cli.report", "write the page of a run: why it is slow, or out of memory"),
     "bench": Subcommand("fullshard.bench.command", "measure training steps beside those of other libraries"),
     "calibrate": Subcommand("fullshard.cli.calibrate", "measure this machine, for predictions of steps on it"),
 }

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 from zlib import crc32
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from fullshard._compat import address, all_gather_rows
 from fullshard.comm.fingerprint import fingerprint, mismatch
 from fullshard.comm.wire import PartSums, Pending, TermName, Wire
-from fullshard.device.current import mark_here
+from fullshard.device.current import mark_here, stamp_here
 from fullshard.errors import RankLostError, RankMismatchError
 from fullshard.liveness.watchdog import PeerGoneError, lost
 from fullshard.liveness.whereabouts import here
@@ -168,6 +169,8 @@ class Collectives(ABC):
         except PeerGoneError as gone:
             raise self._lost(gone, call) from gone
         if event is not None:
+            if event.began is not None:
+                event.ended = stamp_here()
             event.finish()
 
     # -- for channels -------------------------------------------------------------------------------------------------
@@ -183,6 +186,7 @@ class Collectives(ABC):
             event = self._record(call)
             agree = self._compare(call)
             finish = start()
+            _note_launched(event)
         except PeerGoneError as gone:
             raise self._lost(gone, call) from gone
         if self.is_queued:
@@ -256,6 +260,8 @@ class Collectives(ABC):
         event = Event(
             call.name, call.origin, lane, sent_bytes=call.sent_nbytes, messages=call.messages, ranks=self._ranks
         )
+        if self.is_queued and recorder.reads_lanes:
+            event.began = stamp_here()
         return recorder.add(event)
 
     def gather_in_common(self, wholes: Sequence[Tensor], parts: Sequence[Tensor], tag: int) -> Callable[[], None]:
@@ -346,6 +352,14 @@ class Channel(Wire):
             Call("all_to_all", origin, len(send), common_nbytes, _nbytes(sent), len(sent)),
             lambda: collectives.all_to_all(receive, send, tag),
         )
+
+
+def _note_launched(event: Event | None) -> None:
+    """Note that the program goes on beside a collective, all of which has been queued if there is a queue."""
+    if event is not None:
+        event.launched = perf_counter()
+        if event.began is not None:
+            event.ended = stamp_here()
 
 
 # Of collectives that other ranks did not join: gloo may still write to their tensors, so these must stay.

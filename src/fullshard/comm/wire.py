@@ -17,6 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -72,6 +73,8 @@ class Pending:
             RankLostError: another rank's process is gone. Nor can it then.
         """
         finish, self._finish = self._finish, None
+        if self._event is not None:
+            self._event.awaited = perf_counter()
         if finish is not None:
             finish()
         if self._event is not None:

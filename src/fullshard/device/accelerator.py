@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fullshard.device.lanes import LANES, ComputeLane, HostLane, Lane, Lanes, Mark, StreamLane
+from fullshard.device.lanes import LANES, ComputeLane, HostLane, Lane, Lanes, Mark, Stamp, StreamLane, stamp_on
 
 __all__ = [
     "Accelerator",
@@ -49,6 +49,10 @@ class Accelerator:
 
     def mark_here(self) -> Mark | None:
         """A mark behind all work queued on whichever lane is current; None if there is nothing to wait for."""
+        return None
+
+    def stamp_here(self) -> Stamp | None:
+        """As `mark_here`, a stamp."""
         return None
 
     def end_pass(self) -> None:
@@ -95,6 +99,9 @@ class StreamAccelerator(Accelerator):
 
     def mark_here(self) -> Mark | None:
         return None if self.is_capturing else torch.accelerator.current_stream(self._device).record_event()
+
+    def stamp_here(self) -> Stamp | None:
+        return None if self.is_capturing else stamp_on(torch.accelerator.current_stream(self._device))
 
     def end_pass(self) -> None:
         """See `Accelerator.end_pass`. A graph cannot end before compute has waited for all lanes that are part of it.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.device.accelerator import accelerator_for
-from fullshard.device.lanes import Mark
+from fullshard.device.lanes import Mark, Stamp
 
 __all__ = [
     "count_devices",
@@ -19,6 +19,7 @@ __all__ = [
     "random_states_of_device",
     "set_current_device",
     "set_random_states_of_device",
+    "stamp_here",
     "usual_device_type",
 ]
 
@@ -72,6 +73,13 @@ def mark_here() -> Mark | None:
     if _found() is None:
         return None
     return accelerator_for(torch.accelerator.current_stream().device).mark_here()
+
+
+def stamp_here() -> Stamp | None:
+    """As `mark_here`, a stamp."""
+    if _found() is None:
+        return None
+    return accelerator_for(torch.accelerator.current_stream().device).stamp_here()
 
 
 def random_states_of_device() -> dict[str, Tensor]:

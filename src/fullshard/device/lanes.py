@@ -25,11 +25,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["LANES", "ComputeLane", "HostLane", "Lane", "Lanes", "Mark", "StreamLane"]
+__all__ = ["LANES", "ComputeLane", "HostLane", "Lane", "Lanes", "Mark", "Stamp", "StreamLane", "stamp_on"]
 
 
 class Mark(Protocol):
@@ -40,6 +40,19 @@ class Mark(Protocol):
 
     def synchronize(self) -> None:
         """Let the host wait until it has."""
+
+
+class Stamp(Protocol):
+    """A point in the work of a lane whose time can be read, once the lane has come so far."""
+
+    def query(self) -> bool:
+        """True if it has."""
+
+    def synchronize(self) -> None:
+        """Let the host wait until it has."""
+
+    def elapsed_time(self, other: Any) -> float:
+        """Milliseconds from here to `other`, on the same device. Both have been reached."""
 
 
 class Lane:
@@ -66,6 +79,10 @@ class Lane:
 
     def mark(self) -> Mark | None:
         """A mark behind all work queued on this lane so far; None where work is done when it is called for."""
+        return None
+
+    def stamp(self) -> Stamp | None:
+        """A stamp behind all work queued on this lane so far; None where work is done when it is called for."""
         return None
 
     def wait(self, mark: Mark | None) -> None:
@@ -103,6 +120,9 @@ class StreamLane(Lane):
     def mark(self) -> Mark:
         return self._stream.record_event()
 
+    def stamp(self) -> Stamp:
+        return stamp_on(self._stream)
+
     def wait(self, mark: Mark | None) -> None:
         if mark is not None:
             assert type(mark) is torch.Event  # of a subclass, such as CUDA's, this would wait for nothing
@@ -128,6 +148,13 @@ class ComputeLane(StreamLane):
         if mark is not None:
             with _current(self._device):
                 mark.wait()  # type: ignore[attr-defined]  # every event of torch's has it
+
+
+def stamp_on(stream: torch.Stream) -> Stamp:
+    """A stamp behind all work queued on `stream` so far."""
+    event = torch.Event(stream.device, enable_timing=True)
+    stream.record_event(event)
+    return event
 
 
 @contextmanager

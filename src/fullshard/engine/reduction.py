@@ -24,7 +24,7 @@ from fullshard.engine.gradients import Gradients
 from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.pack import Pack
 from fullshard.engine.sharded_param import ShardedParam
-from fullshard.tape.recorder import Origin
+from fullshard.tape.recorder import Origin, noting_wait
 
 __all__ = ["Reduction", "ReductionOf", "UnitReduction", "start_reduction"]
 
@@ -412,11 +412,13 @@ class UnitReduction:
         reductions: one for each group that has gradients.
         read: what they were given to read, which is kept until it has been read.
         lanes: of the device.
+        origin: on whose behalf.
     """
 
-    def __init__(self, reductions: Sequence[Reduction], read: Sequence[object], lanes: Lanes) -> None:
+    def __init__(self, reductions: Sequence[Reduction], read: Sequence[object], lanes: Lanes, origin: Origin) -> None:
         self._reductions = list(reductions)
         self._lanes = lanes
+        self._origin = origin
         self.is_complete = lanes.reduce.is_stream  # nothing is left to wait for
         self._read = list(read) if self.is_complete else []
         self._landing = [reduction for reduction in self._reductions if reduction.has_to_land]
@@ -461,7 +463,8 @@ class UnitReduction:
         """Forget whole gradients of which only a part is needed, once the first sums have been taken of them."""
         if self._summed is None:
             return
-        self._lanes.compute.wait(self._summed)
+        with noting_wait(self._lanes.compute, self._origin):
+            self._lanes.compute.wait(self._summed)
         self._summed = None
         self._read.clear()
         for reduction in self._reductions:
@@ -472,7 +475,8 @@ class UnitReduction:
         with torch.no_grad():
             if not self.is_complete:
                 self._complete_all()
-            self._lanes.compute.wait(self._ended)
+            with noting_wait(self._lanes.compute, self._origin):
+                self._lanes.compute.wait(self._ended)
             if any(reduction.is_read_by_host for reduction in self._reductions):
                 self._lanes.host.wait(self._ended)
             for reduction in self._reductions:

@@ -29,7 +29,7 @@ from fullshard.errors import ConfigError, StateError
 from fullshard.layout.offsets import align
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
-from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder
+from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, noting_wait
 
 __all__ = ["Form", "Unit"]
 
@@ -263,7 +263,8 @@ class Unit:
             return
         for pending in self._pending:
             pending.wait()
-        self.lanes.compute.wait(self._gathered)
+        with noting_wait(self.lanes.compute, self.origin(Phase.FORWARD)):
+            self.lanes.compute.wait(self._gathered)
         for param_group in self._stale:
             param_group.finish_gather()
         self._pending, self._gathered, self._stale = [], None, []
@@ -499,7 +500,7 @@ class Unit:
                         param_group.start_reduction(grads, divisor=by, finishes=finishes, origin=origin, hook=hook)
                     )
         with acting_for(origin, "messages"):
-            return UnitReduction(reductions, read, lanes)
+            return UnitReduction(reductions, read, lanes, origin)
 
 
 def _collectives_along(each: Iterable[Axes], device: torch.device) -> dict[Axes, AxesCollectives]:

@@ -28,10 +28,12 @@ from fullshard.errors import ConfigError
 from fullshard.fully_shard import FSDPModule, Strategy
 from fullshard.integrations.joined_optimizers import joined
 from fullshard.integrations.placing import layers_and_children, repeated_layers, shard_model
+from fullshard.integrations.reporting import numbers_of
 from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.policy.offload import OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy
+from fullshard.report.recording import RunReport, report
 from fullshard.required import require
 from fullshard.state.optim_state import optim_state_dict_to_load, params_by_fqn, sharded_optim_state_dict
 from fullshard.wrap import AutoWrapPolicy
@@ -46,7 +48,7 @@ from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
-__all__ = ["FabricFullShardStrategy", "FullShardStrategy"]
+__all__ = ["FabricFullShardStrategy", "FullShardStrategy", "ReportCallback"]
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,34 @@ class FullShardStrategy(DDPStrategy):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Nothing: a strategy of this name is passed as an object."""
+
+
+class ReportCallback(Callback):
+    """Leaves behind the page of a training by Lightning's Trainer, with what it logs: see `fullshard.report`.
+
+    Args:
+        path: the folder; the Trainer's `default_root_dir`, if None.
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self._path = path
+        self.report: RunReport | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record from here on."""
+        self.report = report(
+            pl_module, Path(self._path or trainer.default_root_dir), first_step=trainer.global_step + 1
+        )
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Let the page show what is logged."""
+        if self.report is not None:
+            self.report.log(step=max(1, trainer.global_step), **numbers_of(trainer.logged_metrics))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the page."""
+        if self.report is not None:
+            self.report.close()
 
 
 class FabricFullShardStrategy(FabricDDPStrategy):

@@ -36,7 +36,7 @@ import transformers  # noqa: E402
 import transformers.core_model_loading as loading  # noqa: E402
 import transformers.trainer  # noqa: E402
 import transformers.trainer_seq2seq  # noqa: E402
-from transformers.trainer_callback import TrainerState  # noqa: E402
+from transformers.trainer_callback import TrainerCallback, TrainerState  # noqa: E402
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
 from fullshard import checkpoint  # noqa: E402
@@ -46,10 +46,12 @@ from fullshard.errors import ConfigError, StateError  # noqa: E402
 from fullshard.integrations.accelerate import Accelerator  # noqa: E402
 from fullshard.integrations.adapters import trained_part  # noqa: E402
 from fullshard.integrations.plugin import FULL, SHARDED, ShardingPlugin, plugin_from_environment  # noqa: E402
+from fullshard.integrations.reporting import numbers_of  # noqa: E402
 from fullshard.integrations.waiting_weights import is_waiting, read_waiting, wait_for, wait_for_others  # noqa: E402
+from fullshard.report.recording import RunReport, report  # noqa: E402
 from fullshard.state.state_dict import shard_of  # noqa: E402
 
-__all__ = ["TESTED_TRANSFORMERS", "Seq2SeqTrainer", "Trainer", "enable", "from_pretrained"]
+__all__ = ["TESTED_TRANSFORMERS", "ReportCallback", "Seq2SeqTrainer", "Trainer", "enable", "from_pretrained"]
 
 _FOLDER = "fullshard"  # in a checkpoint of the Trainer's: model, optimizer and scheduler, as fullshard.checkpoint saves
 
@@ -193,6 +195,34 @@ class Trainer(_Sharding):
 
 class Seq2SeqTrainer(_Sharding, transformers.Seq2SeqTrainer):
     """transformers' `Seq2SeqTrainer`, as `Trainer` is here."""
+
+
+class ReportCallback(TrainerCallback):
+    """Leaves behind the page of a training by the Trainer, with what it logs: see `fullshard.report`.
+
+    Args:
+        path: the folder; the Trainer's own output folder, if None.
+    """
+
+    def __init__(self, path: str | PathLike[str] | None = None) -> None:
+        self._path = path
+        self.report: RunReport | None = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Record from here on."""
+        folder = Path(self._path or args.output_dir)
+        settings = {name: value for name, value in args.to_dict().items() if isinstance(value, str | int | float)}
+        self.report = report(kwargs["model"], folder, settings=settings, first_step=state.global_step + 1)
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Let the page show what the Trainer has logged."""
+        if self.report is not None:
+            self.report.log(step=max(1, state.global_step), **numbers_of(kwargs.get("logs") or {}))
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        """Write the page."""
+        if self.report is not None:
+            self.report.close()
 
 
 def enable() -> None:

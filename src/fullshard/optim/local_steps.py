@@ -26,7 +26,7 @@ from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.state.optim_state import OWN
-from fullshard.tape.recorder import Origin, Phase, Recorder, active_recorder, note_origin
+from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
 
 __all__ = ["step_shards", "watch_optimizers"]
 
@@ -61,21 +61,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_steps_shards(optimizer)
         note_outside(optimizer)
         _step_shards(optimizer)
+    global _interrupted
     recorder = active_recorder()
     if recorder is not None and recorder.origin is not _STEP:  # as it still is after a step that raised
-        _interrupted[recorder] = recorder.origin
+        _interrupted = recorder.origin
         note_origin(_STEP)
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     recorder = active_recorder()
     if recorder is not None and recorder.origin is _STEP:
-        note_origin(_interrupted.pop(recorder))
+        note_origin(_interrupted)
 
 
 _STEP = Origin("", Phase.STEP)
-# For whom work was recorded before a step, which may be taken within backward.
-_interrupted: weakref.WeakKeyDictionary[Recorder, Origin] = weakref.WeakKeyDictionary()
+_interrupted = Origin("", Phase.IDLE)  # for whom work was recorded before a step, which may be taken within backward
 
 
 def step_shards(optimizer: OptimizerT) -> OptimizerT:

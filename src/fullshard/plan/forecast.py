@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from fullshard.errors import ConfigError
 from fullshard.plan.prediction import Prediction
@@ -28,6 +28,8 @@ __all__ = [
     "comparison_table",
     "forecast_of",
 ]
+
+T = TypeVar("T")
 
 _PATIENCE_S = 300.0
 NOTABLE = 0.10  # a difference beyond which a cause is named
@@ -49,6 +51,8 @@ class Forecast:
         reduce_s: in which reductions are.
         exposed_s: in which compute waits for other ranks.
         would_fit: changes by which it would fit, if it does not.
+        turns: see `Prediction.turns`.
+        flops_share: the share of the peak rate that the model's own FLOPs come to in `step_s` (MFU).
     """
 
     hardware: str
@@ -62,6 +66,8 @@ class Forecast:
     reduce_s: float
     exposed_s: float
     would_fit: tuple[str, ...] = ()
+    turns: tuple[tuple[str, int], ...] = ()
+    flops_share: float = 0.0
 
     @property
     def fits(self) -> bool:
@@ -69,8 +75,8 @@ class Forecast:
         return self.needed_bytes <= self.limit_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for a line of metrics."""
-        return asdict(self)
+        """All of it but the turns, for a line of metrics."""
+        return {name: value for name, value in asdict(self).items() if name != "turns"}
 
 
 def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True) -> Forecast:
@@ -96,6 +102,8 @@ def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True)
         gather_s=gathers * times,
         reduce_s=(every - gathers) * times,
         exposed_s=prediction.exposed_s * times,
+        turns=prediction.turns,
+        flops_share=prediction.flops_utilisation * times,
     )
 
 
@@ -116,15 +124,15 @@ def check_importable(arguments: Iterable[Any]) -> None:
         )
 
 
-class Forecasting:
+class Forecasting(Generic[T]):
     """A forecast under way in a process of its own, which gives way to whatever else wants to compute.
 
     Args:
-        forecast: a function of a module, which returns a `Forecast`.
+        forecast: a function of a module, such as one that returns a `Forecast`.
         arguments: for it; they are pickled.
     """
 
-    def __init__(self, forecast: Callable[..., Forecast], *arguments: Any) -> None:
+    def __init__(self, forecast: Callable[..., T], *arguments: Any) -> None:
         check_importable(arguments)
         environ = {name: value for name, value in os.environ.items() if name not in _OF_RANKS}
         self._process = subprocess.Popen(
@@ -140,8 +148,8 @@ class Forecasting:
         self._process.stdin.close()
         self._process.stdin = None
 
-    def result(self) -> Forecast:
-        """The forecast; waits for it.
+    def result(self) -> T:
+        """What it returns; waits for it.
 
         Raises:
             ConfigError: there is none, with the last line that its process has said.
@@ -157,7 +165,7 @@ class Forecasting:
         if self._process.returncode:
             last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
             raise ConfigError(f"nothing could be predicted: {last[0]}")
-        found: Forecast = pickle.loads(out)
+        found: T = pickle.loads(out)
         return found
 
     def close(self) -> None:

@@ -12,7 +12,15 @@ from types import MappingProxyType
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Operation, Tape
 
-__all__ = ["MemoryPeak", "State", "memory_curve", "memory_peak"]
+__all__ = [
+    "MemoryPeak",
+    "MemoryTurn",
+    "State",
+    "memory_curve",
+    "memory_holders",
+    "memory_peak",
+    "memory_turns",
+]
 
 
 class State(Enum):
@@ -78,6 +86,46 @@ def memory_peak(tape: Tape, *, since: int = 0, of_host: bool = False) -> MemoryP
 
 
 _SHOWN = 10
+
+
+@dataclass(frozen=True)
+class MemoryTurn:
+    """The most that is alive at once while the program works for one unit in one phase, before it turns to another."""
+
+    origin: Origin
+    nbytes: int
+    by_state: Mapping[State, int]
+    entry: int  # the place on the tape
+
+    @property
+    def label(self) -> str:
+        """Unit and phase, in words."""
+        return f"{self.origin.phase.value} of {self.origin.unit or 'the root'}"
+
+
+def memory_turns(tape: Tape, *, since: int = 0) -> list[MemoryTurn]:
+    """The turns of the program in which memory is allocated or freed, in order, from the place `since` on."""
+    turns: list[MemoryTurn] = []
+    for place, held, _ in _walk(tape, of_host=False):
+        if place < since:
+            continue
+        origin, total = tape.entries[place].origin, held.total()
+        last = turns[-1].origin if turns else None
+        is_new = last is None or (last.unit, last.phase) != (origin.unit, origin.phase)
+        if is_new or total > turns[-1].nbytes:
+            turns[len(turns) - (not is_new) :] = [MemoryTurn(origin, total, dict(held), place)]
+    return turns
+
+
+def memory_holders(tape: Tape, entry: int) -> list[tuple[Allocation, State]]:
+    """What is alive at the place `entry` of a tape, the largest first."""
+    states, alive = _states(tape.entries), dict[int, tuple[Allocation, State]]()
+    for place, it in enumerate(tape.entries[: entry + 1]):
+        if isinstance(it, Allocation) and it.lane != HOST:
+            alive[it.storage] = it, states[place]
+        elif isinstance(it, Free):
+            alive.pop(it.storage, None)
+    return sorted(alive.values(), key=lambda held: -held[0].own_nbytes)
 
 
 def _walk(tape: Tape, of_host: bool) -> Iterator[tuple[int, Counter[State], dict[int, tuple[int, State]]]]:

@@ -16,7 +16,7 @@ from fullshard.errors import ConfigError
 from fullshard.plan.allocator import TapeAllocator, allocator_use
 from fullshard.plan.costs import costs_of
 from fullshard.plan.hardware import Hardware
-from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak
+from fullshard.plan.memory import MemoryPeak, State, memory_curve, memory_peak, memory_turns
 from fullshard.plan.process import compute_dtype, process_memory, threshold_set
 from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.tape.recorder import Phase
@@ -42,6 +42,7 @@ class Prediction:
         flops: of the forward and backward of a step, on one rank, without what checkpoints compute again.
         sent_bytes: what this rank gives to collectives in a step.
         dtype: of most matrix products.
+        turns: of that step, the turns to units and phases in which memory changes: in words, with the most bytes then.
     """
 
     hardware: Hardware
@@ -54,6 +55,7 @@ class Prediction:
     flops: float
     sent_bytes: int
     dtype: str
+    turns: tuple[tuple[str, int], ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -159,6 +161,7 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
         flops=model_flops(step),
         sent_bytes=sum(sum(it.sizes) for it in step if isinstance(it, Collective)),
         dtype=dtype,
+        turns=tuple((turn.label, turn.nbytes) for turn in memory_turns(tape, since=begins[-1])),
     )
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 __all__ = [
     "PARTS",
     "Finding",
+    "HostWait",
     "Memory",
     "OutOfMemory",
     "RankFacts",
@@ -38,6 +39,7 @@ class RankFacts:
     host: str
     device: str  # such as "cpu" or "NVIDIA H100 80GB HBM3"
     cores: int  # that the process may run on
+    threads: int = 0  # that an operation of torch's takes; 0 if not known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,19 @@ class UnitTimes:
     reduced_bytes: float  # that a rank sends for them
     reduce_s: float
     reduce_exposed_s: float
+    gathers_ahead: float = float("nan")  # of the gathers in a step, those that were started before they were needed
+    param_dtype: str = ""  # that it computes in, such as "bfloat16"
+    reduce_dtype: str = ""  # that its gradients are summed in
+    recomputed: bool = False  # whether backward runs its forward again
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostWait:
+    """Something that makes the program wait for the device, or for other ranks, in every step: clipping, logging."""
+
+    what: str  # such as "clipping", "logging" or "item() in train.py:41"
+    waits: float  # in a step: the mean over recorded steps and ranks
+    waited_s: float  # by them all, in a step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +129,7 @@ class Finding:
     said: str  # one or two sentences with the number and where: units, ranks
     change: str  # what to do: the flag, the line, the host
     lost: float  # the part of a step that it costs, from 0 to 1
+    of_memory: float = 0.0  # the part of a rank's memory, or of its peak, that it takes, from 0 to 1
     gain_s: float | None = None  # seconds a step that the change is simulated to gain
 
 
@@ -168,3 +184,8 @@ class Run:
     settings: Mapping[str, str] = field(default_factory=dict)  # that two runs may differ in
     what_ifs: tuple[WhatIf, ...] = ()
     out_of_memory: OutOfMemory | None = None
+    work: NDArray[np.float64] | None = None  # numbers that the root's forwards were given; (ranks, steps)
+    starved_s: NDArray[np.float64] | None = None  # ready to run, the program had no core to run on; (ranks, steps)
+    output_nbytes: int = 0  # of what the root's forward returns: logits, mostly
+    host_waits: tuple[HostWait, ...] = ()
+    links_gb_s: tuple[float, ...] = ()  # as `link_gb_s`, by rank: what came to it from the rank before it

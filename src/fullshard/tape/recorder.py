@@ -17,6 +17,9 @@ from enum import Enum
 from time import perf_counter
 from typing import TypeVar
 
+from fullshard.device.current import stamp_here
+from fullshard.device.lanes import Lane, Stamp
+
 __all__ = [
     "Event",
     "Origin",
@@ -26,6 +29,8 @@ __all__ = [
     "active_recorder",
     "allocating",
     "note_origin",
+    "noting",
+    "noting_wait",
     "recording",
     "recording_to",
 ]
@@ -60,9 +65,13 @@ class Event:
     """One thing the engine did.
 
     `name` is a collective of tensors (one of `COLLECTIVES`) or of objects, "allocate" or "free" of a unit's unsharded
-    storage, or "orthogonalise" of a matrix. `sent_bytes` counts what this rank sends in `messages` to the others of
+    storage, "orthogonalise" of a matrix, "checkpoint" while the program saves one, or "wait" while a lane waits for a
+    collective of that origin. `sent_bytes` counts what this rank sends in `messages` to the others of
     `ranks`; through shared memory too, where a message says what was published for the other to read. `nbytes` are
     those of the storage or the matrix. Times are seconds of `time.perf_counter`; `end` is None while it is under way.
+    Of a collective, `launched` is when the program went on beside it, and `awaited` when the program began to wait for
+    it; None where it was waited for at once. What a lane does at other times than the program has `began` and `ended`
+    there, if the recorder reads lanes.
     """
 
     name: str
@@ -74,6 +83,10 @@ class Event:
     ranks: tuple[int, ...] = ()
     start: float = field(default_factory=perf_counter)
     end: float | None = None
+    launched: float | None = None
+    awaited: float | None = None
+    began: Stamp | None = None
+    ended: Stamp | None = None
 
     def finish(self) -> None:
         """Note that it is over."""
@@ -90,9 +103,16 @@ COLLECTIVES = (
 
 
 class Recorder:
-    """A list of events, and the questions that tests and reports ask of it."""
+    """A list of events, and the questions that tests and reports ask of it.
+
+    Within the context of another recorder it lets that one know of everything, too.
+    """
+
+    reads_lanes = False
+    """True if events are to have the times of lanes, where these do things at other times than the program."""
 
     def __init__(self) -> None:
+        self.outer: Recorder | None = None
         self.events: list[Event] = []
         self.origin = Origin("", Phase.IDLE)  # whose work is being asked for
         self.purpose = ""  # what memory that is allocated is for, where the engine knows
@@ -100,7 +120,15 @@ class Recorder:
     def add(self, event: Event) -> Event:
         """Append `event`, and give it back."""
         self.events.append(event)
+        if self.outer is not None:
+            self.outer.add(event)
         return event
+
+    def turn_to(self, origin: Origin) -> None:
+        """Take what is asked for from now on as on behalf of `origin`: the program turns to another unit or phase."""
+        self.origin = origin
+        if self.outer is not None:
+            self.outer.turn_to(origin)
 
     def collectives(self, name: str | None = None) -> list[Event]:
         """The collectives, in the order they were started; only those called `name`, if given."""
@@ -139,10 +167,13 @@ def recording_to(recorder: R) -> Iterator[R]:
     """A context in which everything the engine does in this process is recorded by `recorder`."""
     global _active
     previous, _active = _active, recorder
+    recorder.outer = previous
+    if previous is not None:
+        recorder.origin = previous.origin
     try:
         yield recorder
     finally:
-        _active = previous
+        _active, recorder.outer = previous, None
 
 
 def recording() -> AbstractContextManager[Recorder]:
@@ -153,7 +184,7 @@ def recording() -> AbstractContextManager[Recorder]:
 def note_origin(origin: Origin) -> None:
     """Have what is asked for from now on recorded as on behalf of `origin`."""
     if _active is not None:
-        _active.origin = origin
+        _active.turn_to(origin)
 
 
 def allocating(purpose: str) -> AbstractContextManager[None]:
@@ -174,3 +205,31 @@ def acting_for(origin: Origin, purpose: str = "") -> Iterator[None]:
         yield
     finally:
         recorder.origin, recorder.purpose = before
+
+
+@contextmanager
+def noting(name: str) -> Iterator[None]:
+    """A context in which the program does something that is recorded as an event of that name."""
+    recorder = _active
+    if recorder is None:
+        yield
+        return
+    event = recorder.add(Event(name, recorder.origin, "host", began=stamp_here() if recorder.reads_lanes else None))
+    try:
+        yield
+    finally:
+        event.ended = stamp_here() if recorder.reads_lanes else None
+        event.finish()
+
+
+@contextmanager
+def noting_wait(lane: Lane, origin: Origin) -> Iterator[None]:
+    """A context in which `lane` is made to wait for a collective of `origin`; the program itself does not wait."""
+    recorder = _active
+    if recorder is None or not (recorder.reads_lanes and lane.is_stream):
+        yield
+        return
+    event = Event("wait", origin, lane.name, began=lane.stamp())
+    yield
+    event.ended = lane.stamp()
+    recorder.add(event).finish()

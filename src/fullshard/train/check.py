@@ -13,6 +13,7 @@ from fullshard.command_line import near_matches
 from fullshard.errors import ConfigError
 from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES
 from fullshard.policy.strategy import ShardingStrategy
+from fullshard.report.elsewhere import check_home
 from fullshard.train.model import shape_of
 from fullshard.train.parallelism import replicas_of, sequences_of
 from fullshard.train.resuming import AUTO
@@ -116,6 +117,10 @@ def _check_checkpoints(settings: CheckpointSettings) -> None:
 
 
 def _check_run(settings: RunSettings) -> None:
+    if settings.log_to is not None:
+        if not settings.report:
+            raise ConfigError("--log-to with --no-report: its numbers are those of the report. Leave one of them out.")
+        check_home(settings.log_to)
     for name in ("log_every", "validate_every", "sample_every", "sample_bytes", "seed"):
         _check_at_least(name, getattr(settings, name), 0)
     _check_at_least("validate_bytes", settings.validate_bytes, 1)

@@ -82,4 +82,4 @@ def train_on_this_rank(argv: Sequence[str], *, has_group: bool = False) -> int:
     from fullshard.train.loop import train  # late: it pulls in the engine
 
     with nullcontext() if has_group else process_group(rank):
-        return train(settings, source, rank, predicts=settings.run.predict)
+        return train(settings, source, rank, predicts=settings.run.predict, records=settings.run.report)

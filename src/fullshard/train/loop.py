@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,8 +20,9 @@ from fullshard.checkpoint.keeper import kept_folder
 from fullshard.checkpoint.manifest import step_of
 from fullshard.checkpoint.safety_copy import SafetyCopies
 from fullshard.plan.beside import FirstSteps, say_if_too_large
-from fullshard.plan.forecast import Measured, compare
+from fullshard.plan.forecast import Forecast, Measured, compare
 from fullshard.plan.memory_used import PeakMemory
+from fullshard.report.recording import RunReport, report
 from fullshard.train.bytes_table import RunLedgers
 from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
@@ -38,6 +39,7 @@ from fullshard.train.sharding import ShardedGPT, dtype_of, optimizer_of, sharded
 from fullshard.train.stopping import PREEMPTED, StopRequest, heeding_sigterm
 from fullshard.train.stopwatch import Stopwatch
 from fullshard.train.text import Text, TextSource, training_batch, write_text
+from fullshard.train.what_ifs import simulate_changes
 from fullshard.versions import versions
 
 __all__ = ["Trained", "Trainer", "train"]
@@ -53,11 +55,14 @@ class Trained:
     gradient_norm: Tensor
 
 
-def train(settings: TrainSettings, source: TextSource, rank: Rank, *, predicts: bool = False) -> int:
+def train(
+    settings: TrainSettings, source: TextSource, rank: Rank, *, predicts: bool = False, records: bool = False
+) -> int:
     """Train on this rank from first weights, or from a checkpoint, to a finished output folder: the exit code.
 
     Every rank of the process group calls it. The settings and the source are taken as sound; `check` has seen them on
-    every rank. If it `predicts`, the first rank shows what the run is expected to need, and then what it did need.
+    every rank. If it `predicts`, the first rank shows what the run is expected to need, and then what it did need. If
+    it `records`, the run leaves a page behind: see `fullshard.report`.
 
     Raises:
         ConfigError: each machine is to hold one replica, and they have different numbers of ranks; or checkpoints are
@@ -75,7 +80,7 @@ def train(settings: TrainSettings, source: TextSource, rank: Rank, *, predicts: 
     text = agreed_text(source, out, rank)
     model = sharded_gpt(settings, rank)
     display = display_for(Console(), shows=rank.leads)
-    trainer = Trainer(settings=settings, rank=rank, text=text, model=model, folder=folder, display=display)
+    trainer = Trainer(settings, rank, text, model, folder, display, records=records)
     if forecasting is not None:
         peak.reset()  # a model may be made whole before it is sharded
         trainer.foresight = Foresight(forecasting, peak)
@@ -101,11 +106,14 @@ class Trainer:
     model: ShardedGPT
     folder: RunFolder
     display: Display
+    records: bool = False
     ledgers: RunLedgers = field(init=False)  # known once the first step is done
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     pending: PendingSave | None = None  # the checkpoint that is being written
     copies: SafetyCopies | None = None
     foresight: Foresight | None = None  # on the rank that shows, in a run that predicts
+    forecast: Forecast | None = None
+    record: RunReport | None = None
 
     def __post_init__(self) -> None:
         self.optimizer = optimizer_of(self.model, self.settings.optimization)
@@ -114,6 +122,50 @@ class Trainer:
         """All remaining steps, with saves, reports and evaluations between them, then the end; the exit code."""
         done = self.begin()
         self.foresee()
+        with self.recording(done):
+            code = self.take_steps(done, stop)
+            if code == 0:
+                self.ask_what_if()
+        if self.record is not None and self.record.page is not None:
+            self.display.show_page(self.record.page)
+        return code
+
+    def recording(self, done: int) -> AbstractContextManager[object]:
+        """A context in which the run is recorded, if it is to be; `done` steps are behind it."""
+        if not self.records:
+            return nullcontext()
+        settings = {name: value for name, value in self.settings.as_options().items() if name != "out"}
+        self.record = report(
+            self.model,
+            self.folder.path,
+            optimizer=self.optimizer,
+            settings=settings,
+            first_step=done + 1,
+            log_to=self.settings.run.log_to,
+        )
+        if self.forecast is not None:
+            self.record.expect_memory(self.forecast.turns)
+        return self.record
+
+    def ask_what_if(self) -> None:
+        """Have the page say what other settings would have gained, in a run that was predicted."""
+        if self.record is None or self.foresight is None:
+            return
+        try:
+            self.record.tell_what_ifs(simulate_changes(self.settings, self.rank, str(self.folder.path)))
+        except ConfigError as error:
+            self.display.show_problem(str(error))
+
+    def doing(self, what: str) -> AbstractContextManager[object]:
+        """A context whose time the record takes for `what`."""
+        return nullcontext() if self.record is None else self.record.doing(what)
+
+    def between_steps(self) -> AbstractContextManager[object]:
+        """A context whose time belongs to no step."""
+        return nullcontext() if self.record is None else self.record.pausing()
+
+    def take_steps(self, done: int, stop: StopRequest | None) -> int:
+        """The steps from `done` on, and the end; the exit code."""
         for step in range(done + 1, self.settings.optimization.steps + 1):
             if stop is not None:
                 stop.exchange()
@@ -121,17 +173,21 @@ class Trainer:
                 trained = self.train_step(step - 1)
             self.display.advance(step)
             if step == done + 1:
-                self.measure_memory()
-            self.report_if_due(step, trained)
-            self.evaluate_if_due(step)
+                with self.between_steps():
+                    self.measure_memory()
+            with self.doing("logging"):
+                self.report_if_due(step, trained)
+            with self.between_steps():
+                self.evaluate_if_due(step)
             stops = stop is not None and stop.is_wanted
             self.save_if_due(step, stops=stops)
             if stops:
                 return self.stop(step)
-        if done == self.settings.optimization.steps:  # all that is left is the end
-            self.measure_memory()  # a first microbatch takes memory that later ones use again
-            self.measure_memory()
-        self.finish()
+        with self.between_steps():
+            if done == self.settings.optimization.steps:  # all that is left is the end
+                self.measure_memory()  # a first microbatch takes memory that later ones use again
+                self.measure_memory()
+            self.finish()
         return 0
 
     def foresee(self) -> None:
@@ -143,6 +199,7 @@ class Trainer:
         except ConfigError as error:
             self.display.show_problem(str(error))
             return
+        self.forecast = forecast
         self.folder.write_line("forecast", forecast.as_dict())
         self.display.show_forecast(forecast)
         say_if_too_large(forecast, self.display.show_problem)
@@ -170,13 +227,14 @@ class Trainer:
         optimization, world = self.settings.optimization, self.rank.world
         self.model.set_requires_gradient_sync(microbatch == optimization.accumulate - 1)
         part = part_of(optimization, microbatch=microbatch, rank=self.rank.index, world=world)
-        batch = training_batch(
-            self.text,
-            seed=self.settings.run.seed,
-            first=step * self.sequences + part.first,
-            rows=part.rows,
-            seq=self.settings.text.seq,
-        )
+        with self.doing("input"):
+            batch = training_batch(
+                self.text,
+                seed=self.settings.run.seed,
+                first=step * self.sequences + part.first,
+                rows=part.rows,
+                seq=self.settings.text.seq,
+            )
         losses = byte_losses(self.model(batch.inputs.to(self.rank.device)), batch.targets.to(self.rank.device))
         mean = losses[: part.counted].sum() / (self.sequences / world)  # since gradients are averaged over the ranks
         mean.backward()
@@ -311,26 +369,39 @@ class Trainer:
         with self.stopwatch.running():  # waits for the device, so it belongs to the time of the steps
             loss = mean_in_row_order(trained.losses, self.sequences, self.rank)
         seconds_a_step = self.stopwatch.lap(step)
-        report = StepReport(
+        said = StepReport(
             step=step,
             loss=loss,
             bits_per_byte=bits(loss),
             tokens_per_s=self.tokens_a_step / seconds_a_step,
             left_s=seconds_a_step * (self.settings.optimization.steps - step),
         )
-        self.display.report(report)
+        self.display.report(said)
+        norm, rate = float(trained.gradient_norm), self.optimizer.param_groups[0]["lr"]
         self.folder.write_line(
             "step",
             {
                 "step": step,
                 "loss": loss,
-                "bits_per_byte": report.bits_per_byte,
-                "gradient_norm": float(trained.gradient_norm),
-                "lr": self.optimizer.param_groups[0]["lr"],
-                "tokens_per_s": round(report.tokens_per_s, 1),
+                "bits_per_byte": said.bits_per_byte,
+                "gradient_norm": norm,
+                "lr": rate,
+                "tokens_per_s": round(said.tokens_per_s, 1),
                 "seconds": round(self.stopwatch.total_s, 3),
             },
         )
+        if self.record is None or not self.rank.leads:
+            return
+        self.record.log(
+            step=step,
+            loss=loss,
+            bits_per_byte=said.bits_per_byte,
+            gradient_norm=norm,
+            learning_rate=rate,
+            tokens_per_s=said.tokens_per_s,
+        )
+        if self.forecast is not None and self.forecast.flops_share:
+            self.record.log(step=step, mfu=self.forecast.flops_share * self.forecast.step_s / seconds_a_step)
 
     def evaluate_if_due(self, step: int) -> None:
         """Validation and a sample where they are due; the end has its own."""

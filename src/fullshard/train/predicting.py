@@ -30,8 +30,10 @@ __all__ = [
     "Machine",
     "by_state",
     "comparison_of",
+    "described_here",
     "forecast_run",
     "machine_of",
+    "predicted",
     "start_forecast",
 ]
 
@@ -75,7 +77,7 @@ def machine_of(rank: Rank) -> Machine:
 class Foresight:
     """A forecast under way, and what measures the run beside it."""
 
-    forecasting: Forecasting
+    forecasting: Forecasting[Forecast]
     peak: PeakMemory
     steps: FirstSteps | None = None
 
@@ -127,7 +129,7 @@ def _fields_of(kind: type, line: Mapping[str, Any]) -> dict[str, Any]:
     return {name: line[name] for name in names if name in line}
 
 
-def start_forecast(settings: TrainSettings, rank: Rank) -> Forecasting | None:
+def start_forecast(settings: TrainSettings, rank: Rank) -> Forecasting[Forecast] | None:
     """The forecast of this run, under way beside it.
 
     None on ranks that show nothing, of runs too short for it, and of those that go on and have theirs.
@@ -141,18 +143,19 @@ def start_forecast(settings: TrainSettings, rank: Rank) -> Forecasting | None:
 
 def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
     """What one rank of a run of these settings needs on `machine`; and if that is not there, what would fit."""
-    described = _described(machine)
+    described = described_here(machine)
     forecast = partial(forecast_of, limit_bytes=machine.memory_bytes, times=described is not None)
-    found = forecast(_predicted(settings, machine, described))
+    found = forecast(predicted(settings, machine, described))
     if found.fits:
         return found
     fitting = (
-        say for say, other in _smaller(settings, machine.world) if forecast(_predicted(other, machine, described)).fits
+        say for say, other in _smaller(settings, machine.world) if forecast(predicted(other, machine, described)).fits
     )
     return replace(found, would_fit=tuple(next(([say] for say in fitting), [])))
 
 
-def _predicted(settings: TrainSettings, machine: Machine, described: Hardware | None) -> Prediction:
+def predicted(settings: TrainSettings, machine: Machine, described: Hardware | None) -> Prediction:
+    """What one rank of a run of these settings needs on `machine`, by the engine run dry."""
     rank = Rank(
         index=0,
         world=machine.world,
@@ -177,7 +180,7 @@ def _predicted(settings: TrainSettings, machine: Machine, described: Hardware | 
     )
 
 
-def _described(machine: Machine) -> Hardware | None:
+def described_here(machine: Machine) -> Hardware | None:
     """This machine as it was measured, or as its accelerator is known; None if neither is."""
     try:
         here = hardware("here")

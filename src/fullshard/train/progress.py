@@ -108,6 +108,9 @@ class Display:
     def show_result(self, result: Result) -> None:
         """The run has ended well."""
 
+    def show_page(self, page: Path) -> None:
+        """The page is written that says where time and memory went."""
+
 
 class LineDisplay(Display):
     """Plain lines, at most one of loss every few seconds."""
@@ -163,6 +166,9 @@ class LineDisplay(Display):
             f"Validation: {result.bits_per_byte:.3f} bits per byte after {duration(result.seconds)}. "
             f"In {result.out}: {METRICS}, {SAMPLES}, {WEIGHTS}"
         )
+
+    def show_page(self, page: Path) -> None:
+        self.say(f"Where time and memory went: {page}")
 
     def show_resumed(self, step: int, path: Path) -> None:
         self.say(f"Going on after step {step} from {path}")

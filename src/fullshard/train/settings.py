@@ -140,6 +140,10 @@ class RunSettings:
     predict: bool = True
     """Predict, before the first step, the memory and the time of a step by a dry run in a process of its own, and show
     them after the third beside what was measured. Times need a description of this machine: fullshard calibrate."""
+    report: bool = True
+    """Record where time and memory go, which costs less than 1 % of a step, and write a page of it in the end."""
+    log_to: MaybeStr = None
+    """Where the numbers of the report go, too: tensorboard, wandb or mlflow, by that library."""
     prompt: MaybeStr = None
     """Text that samples continue. Left out: a line break."""
     config: MaybePath = None

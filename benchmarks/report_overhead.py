@@ -1,0 +1,157 @@
+"""What it costs to record a run, and whether what is recorded is so.
+
+    python benchmarks/report_overhead.py --ranks 2 --json report.json
+
+Three numbers, each of ranks on this machine's CPU and of `fullshard train`'s small GPT:
+
+    overhead     seconds of a step with a record and without one, in turns of some steps each; the order of the two
+                 changes from turn to turn, and the median over pairs of turns counts
+    exposed      seconds that the record says the program started collectives or waited for them, beside those of a
+                 trace of torch's profiler, of the same steps; by the profiler's own events of Python's functions
+    bytes        of a rank's file after so many steps
+
+Goals: at most 1 %, within 3 %, and at most 5 MB after 1000 steps.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+import fullshard
+from fullshard.report.rank_file import path_of
+from fullshard.report.reading import read_run
+from fullshard.report.run import PARTS
+from fullshard.testing import run_ranks
+from fullshard.train.model import GPT, SIZES, byte_losses
+
+WAITING = ("comm/wire.py", "wait"), ("comm/collectives.py", "start"), ("comm/collectives.py", "_at_once")
+
+
+def model_and_optimizer() -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = GPT(SIZES["medium"])
+    for block in model.blocks:
+        fullshard.fully_shard(block)
+    fullshard.fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    batch = torch.randint(0, 256, (8, 128))
+    byte_losses(model(batch), batch).mean().backward()
+    fullshard.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def overhead(folder: str, rounds: int, steps: int) -> list[dict[str, float]]:
+    """Seconds of a turn's steps, on the wall's clock and on this process's cores, for each pair of turns."""
+    model, optimizer = model_and_optimizer()
+    for _ in range(5):
+        step(model, optimizer)
+    found = []
+    for number in range(rounds):
+        pair = {}
+        for kind in ("on", "off") if number % 2 else ("off", "on"):
+            on = fullshard.report(model, f"{folder}/{number}", optimizer=optimizer) if kind == "on" else nullcontext()
+            for _ in range(3):  # up to the step that is watched, which is one in a run
+                step(model, optimizer)
+            dist.barrier()
+            start, used = time.perf_counter(), time.process_time()
+            for _ in range(steps):
+                step(model, optimizer)
+            pair |= {f"{kind}_s": time.perf_counter() - start, f"{kind}_core_s": time.process_time() - used}
+            if kind == "on":
+                on.close(draws=False)
+        found.append(pair)
+    return found
+
+
+def exposed(folder: str, steps: int) -> tuple[float, float]:
+    """Seconds exposed in some steps, by the record and by a trace."""
+    model, optimizer = model_and_optimizer()
+    with fullshard.report(model, folder, optimizer=optimizer):
+        for _ in range(4):
+            step(model, optimizer)
+        with profile(activities=[ProfilerActivity.CPU], with_stack=True) as trace:
+            for _ in range(steps):
+                step(model, optimizer)
+        step(model, optimizer)
+    path = Path(folder) / f"trace{dist.get_rank()}.json"
+    trace.export_chrome_trace(str(path))
+    run = read_run(Path(folder))
+    ours = run.parts_s[dist.get_rank()][:, [PARTS.index("gather"), PARTS.index("reduce")]].sum(axis=1)
+    traced = [place for place, number in enumerate(run.steps) if 4 < number <= 4 + steps]
+    return float(ours[traced].sum()), outermost_s(json.loads(path.read_text())["traceEvents"])
+
+
+def outermost_s(events: Iterable[dict[str, Any]]) -> float:
+    """Seconds in any of the functions that wait; of one within another one, the outer one's."""
+    spans = sorted(
+        (it["ts"], it["ts"] + it["dur"])
+        for it in events
+        if it.get("cat") == "python_function"
+        and any(file in it["name"] and it["name"].endswith(f": {name}") for file, name in WAITING)
+    )
+    total = end = 0.0
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e6
+
+
+def file_bytes(folder: str, steps: int) -> int:
+    """Bytes of this rank's file after so many steps of a small model."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(50)))
+    for layer in model:
+        fullshard.fully_shard(layer)
+    fullshard.fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with fullshard.report(model, folder) as report:
+        for _ in range(steps):
+            loss = model(torch.randn(4, 8)).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report.log(loss=loss)
+    return path_of(Path(folder), dist.get_rank()).stat().st_size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10, help="of a turn")
+    parser.add_argument("--long", type=int, default=1000, help="steps of the run whose files are weighed")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = run_ranks(given.ranks, overhead, f"{folder}/overhead", given.rounds, given.steps, timeout=500)
+        waits = run_ranks(given.ranks, exposed, f"{folder}/exposed", given.steps, timeout=500)
+        sizes = run_ranks(given.ranks, file_bytes, f"{folder}/bytes", given.long, timeout=500)
+    ratios = [it["on_s"] / it["off_s"] - 1 for it in pairs[0]]
+    cores = [it["on_core_s"] / it["off_core_s"] - 1 for rank in pairs for it in rank]
+    print(f"overhead: {statistics.median(ratios):+.2%} of a step ({min(ratios):+.2%} to {max(ratios):+.2%}), ", end="")
+    print(f"{statistics.median(cores):+.2%} of its seconds on cores")
+    for rank, (ours, traced) in enumerate(waits):
+        print(f"exposed, rank {rank}: {ours:.4f} s recorded, {traced:.4f} s traced: {ours / traced - 1:+.2%}")
+    print(f"bytes: at most {max(sizes):,} a rank after {given.long} steps of 51 units")
+    found = {"ratios": ratios, "core_ratios": cores, "exposed_s": waits, "bytes": sizes, "ranks": given.ranks}
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

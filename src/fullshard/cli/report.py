@@ -1,0 +1,86 @@
+"""`fullshard report`: write the page of a run, and follow one that still goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from fullshard.command_line import MaybePath, parse, take_words
+from fullshard.report.causes import find_causes, verdict
+from fullshard.report.page import write
+from fullshard.report.rank_file import rank_files
+from fullshard.report.reading import read_run
+from fullshard.report.watching import follow, serving
+
+__all__ = ["run"]
+
+WRITTEN = 0
+_LOOK_S = 2.0
+
+_PROG = "fullshard report"
+_DESCRIPTION = (
+    "Write the page of RUN into that folder: why it is slow or out of memory, where a step goes, what each unit waits "
+    "for, memory, ranks, shards. report.json has the same in numbers, trace.json.gz the lanes for ui.perfetto.dev."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportSettings:
+    """What is shown."""
+
+    against: MaybePath = None
+    """The folder of another run, to be shown beside this one."""
+    watch: bool = False
+    """Serve the page to this machine and follow the run, until Ctrl-C."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All options."""
+
+    report: ReportSettings = field(default_factory=ReportSettings)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the page that `argv` asks for; the exit code.
+
+    Raises:
+        ConfigError: an option is not sound, or nothing is recorded in a folder.
+    """
+    words, rest = take_words(Settings, argv, ["RUN"], prog=_PROG)
+    said = parse(Settings, rest, prog=_PROG, description=_DESCRIPTION).report
+    folder = Path(words[0])
+    console = Console()
+    path, told = _write(folder, said.against)
+    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {path}", markup=False, highlight=False, soft_wrap=True)
+    if said.watch:
+        with serving(folder) as address:
+            console.print(f"following at {address} until Ctrl-C", markup=False, highlight=False, soft_wrap=True)
+            follow(lambda: _state(folder), lambda: _write(folder, said.against), _rest)
+    return WRITTEN
+
+
+def _write(folder: Path, against: Path | None) -> tuple[Path, str]:
+    """Write the page of the run in `folder`: its path, and the verdict."""
+    found = read_run(folder)
+    other = None if against is None else read_run(against)
+    findings = find_causes(found)
+    return write(found, findings, folder, against=other), verdict(found, findings)
+
+
+def _state(folder: Path) -> list[tuple[int, int]]:
+    """What changes when ranks have written more."""
+    return [(it.st_size, it.st_mtime_ns) for it in (path.stat() for path in rank_files(folder))]
+
+
+def _rest() -> bool:
+    try:
+        time.sleep(_LOOK_S)
+    except KeyboardInterrupt:
+        return False
+    return True

@@ -1,0 +1,21 @@
+"""What trainers log, under the names that the page of a run has for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["numbers_of"]
+
+_NAMES = {"grad_norm": "gradient_norm", "lr": "learning_rate", "train_loss": "loss"}
+
+
+def numbers_of(logged: Mapping[str, Any]) -> dict[str, float | Tensor]:
+    """What of `logged` is a number, or a tensor of one, by name. No tensor is read."""
+    return {
+        _NAMES.get(name, name.replace("/", "_")): value
+        for name, value in logged.items()
+        if (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float))
+    }

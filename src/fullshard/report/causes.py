@@ -1,0 +1,85 @@
+"""Why a run is slow, or out of memory: all that the rules find in it, and one sentence of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fullshard.report.figures import ENOUGH_STEPS, Figures, amount, milliseconds, percent
+from fullshard.report.rules import RULES, Rule
+from fullshard.report.run import PARTS, Finding, Run
+
+__all__ = ["find_causes", "verdict"]
+
+
+def find_causes(run: Run) -> tuple[Finding, ...]:
+    """The causes of lost time and memory in `run`, those that cost most first; none if it is healthy."""
+    figures = Figures(run)
+    found = ((rule, rule.finding(figures)) for rule in RULES)
+    findings = (replace(it, gain_s=_gain(run, rule)) for rule, it in found if it is not None)
+    return tuple(sorted(findings, key=lambda it: -max(it.lost, it.of_memory)))
+
+
+def _gain(run: Run, rule: Rule) -> float | None:
+    """What the best of the simulated changes gains that help against the rule's cause."""
+    helping = [it.gain_s for it in run.what_ifs if it.change.startswith(rule.helps)] if rule.helps else []
+    return max((it for it in helping if it > 0), default=None)
+
+
+def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
+    """What to know of `run` first: the cause that costs most, its number and the change; or how healthy it is."""
+    figures = Figures(run)
+    if run.out_of_memory is not None:
+        return _out_of_memory(run, findings)
+    if findings:
+        first = findings[0]
+        said = f"{first.said} {first.change}"
+        if first.gain_s is not None and figures.tells_time:
+            said += f" Simulated gain: {milliseconds(first.gain_s)} of {milliseconds(figures.usual_step_s)}."
+        return said
+    if not figures.tells_time:
+        return (
+            f"{run.step_s.shape[1]} steps were recorded; from {ENOUGH_STEPS + 1} on, causes of lost time can be told."
+        )
+    shares = {part: figures.usual(figures.of(part).mean(0)) for part in PARTS}
+    computes = figures.usual(figures.computes.mean(0))
+    rest = max((part for part in PARTS if part not in _COMPUTES), key=lambda part: shares[part])
+    said = f"No cause of lost time: {percent(computes)} of a step of {milliseconds(figures.usual_step_s)} computes"
+    if shares[rest] >= _WORTH_SAYING:
+        said += f", and most of the rest is {_PARTS_SAID[rest]}, {percent(shares[rest])}"
+    return f"{said}.{_room(figures)}"
+
+
+_COMPUTES = ("forward", "backward", "optimizer")
+_WORTH_SAYING = 0.005
+_PARTS_SAID = {
+    "input": "input",
+    "gather": "waiting for gathers",
+    "reduce": "waiting for reductions",
+    "checkpoint": "checkpoints",
+    "other": "the program between",
+}
+
+
+def _room(figures: Figures) -> str:
+    """What a rank has left, where a larger batch would use it."""
+    used = figures.used_memory()
+    if used is None or not used[1] or used[0] > used[1] / 2:
+        return ""
+    return f" {percent(1 - used[0] / used[1])} of a rank's memory is free: a larger batch fits."
+
+
+def _out_of_memory(run: Run, findings: tuple[Finding, ...]) -> str:
+    failed = run.out_of_memory
+    assert failed is not None
+    used = f"{amount(failed.used_bytes)} of {amount(failed.limit_bytes)} in use"
+    if failed.asked_bytes is None:
+        said = f"Rank {failed.rank} had {used} in {failed.where}: next to nothing is left."
+    else:
+        asked = amount(failed.asked_bytes)
+        said = f"Rank {failed.rank} ran out of memory in {failed.where}: it asked for {asked} with {used}."
+    of_memory = next((it for it in findings if it.of_memory), None)
+    if of_memory is not None:
+        said += f" {of_memory.said} {of_memory.change}"
+    if failed.would_fit:
+        said += f" It would fit with {failed.would_fit[0]}."
+    return said

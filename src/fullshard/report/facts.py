@@ -1,0 +1,120 @@
+"""What is known of a run before its first step: where it runs, of which versions, and who owns which rows."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fullshard.engine.registry import clean_fqn, units_in
+from fullshard.engine.unit import Unit
+from fullshard.errors import ConfigError
+from fullshard.plan.hardware import HERE, hardware
+from fullshard.policy.strategy import ShardingStrategy
+from fullshard.versions import versions
+
+__all__ = ["facts_of", "link_bytes_per_s", "rank_facts", "shards_of", "strategy_of", "units_of"]
+
+_FLAGS = ("OMP_NUM_THREADS", "MALLOC_MMAP_THRESHOLD_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_VISIBLE_DEVICES")
+
+
+def rank_facts(device: torch.device) -> dict[str, Any]:
+    """Where this rank runs."""
+    is_cpu = device.type == "cpu"
+    return {
+        "rank": dist.get_rank() if dist.is_initialized() else 0,
+        "host": socket.gethostname(),
+        "device": "cpu" if is_cpu else torch.get_device_module(device).get_device_name(device),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def facts_of(model: nn.Module) -> dict[str, str]:
+    """What a page shows at its end: versions, topology, the parameters, the commit and the flags."""
+    units = units_in(model)
+    axes = units[0].axes
+    shape = " x ".join(map(str, axes.mesh.shape))
+    numel = sum(param.layout.spec.numel for unit in units for param in unit.params)
+    backend = dist.get_backend() if dist.is_initialized() else "none"
+    return {
+        **versions(),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "backend": backend,
+        "mesh": f"{shape} ({', '.join(axes.mesh.mesh_dim_names or ()) or 'no names'})",
+        "model": type(model).__name__,
+        "parameters": f"{numel:,} in {len(units)} units",
+        "git commit": _commit(),
+        "seed": str(torch.initial_seed()),
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(_FLAGS)},
+    }
+
+
+def _commit() -> str:
+    with suppress(OSError, subprocess.SubprocessError):
+        called = ("git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+        return subprocess.run(called, capture_output=True, text=True, timeout=2, check=True).stdout.strip()
+    return "none"
+
+
+def strategy_of(model: nn.Module) -> str:
+    """The name of the strategy of the root; its placements, if they have no name."""
+    placements = units_in(model)[0].options.placements
+    named = {it.placements: it.value for it in ShardingStrategy}
+    return named.get(placements) or f"parameters {placements.parameters.value}, optimizer {placements.optimizer.value}"
+
+
+def link_bytes_per_s(device: torch.device) -> float | None:
+    """What the link between two ranks of this host gave when `fullshard calibrate` measured it; None if it has not."""
+    with suppress(ConfigError):
+        here = hardware(HERE)
+        if here.kind == ("cpu" if device.type == "cpu" else "gpu"):
+            return here.link.bytes_per_s
+    return None
+
+
+def units_of(model: nn.Module) -> list[dict[str, Any]]:
+    """The units, with what of them does not change."""
+    return [
+        {
+            "fqn": unit.name,
+            "nbytes": unit.unsharded_nbytes,
+            "trains": unit.is_trained,
+            "param_dtype": _dtype(unit, "compute"),
+            "reduce_dtype": _dtype(unit, "reduce"),
+        }
+        for unit in units_in(model)
+    ]
+
+
+def _dtype(unit: Unit, which: str) -> str:
+    largest = max(unit.param_groups, key=lambda it: it.plan.unsharded_nbytes, default=None)
+    return "" if largest is None else str(getattr(largest.plan.contract, which)).removeprefix("torch.")
+
+
+def shards_of(model: nn.Module) -> list[Mapping[str, Any]]:
+    """The parameters, and how they are cut."""
+    names = {id(param): clean_fqn(name) for name, param in model.named_parameters(remove_duplicate=False)}
+    return [
+        {
+            "fqn": names.get(id(param.sharded)) or names.get(id(param.unsharded)) or param.fqn,
+            "unit": unit.name,
+            "shape": param.layout.spec.shape,
+            "dtype": str(param_group.plan.contract.stored).removeprefix("torch."),
+            "dim": param.layout.spec.dim,
+            "world": param.layout.spec.world if param_group.plan.shards_optimizer else 1,
+            "packed": not param.layout.in_place,
+            "padding": param.layout.spec.padding * param_group.plan.contract.stored.itemsize,
+        }
+        for unit in units_in(model)
+        for param_group in unit.param_groups
+        for param in param_group.params
+    ]

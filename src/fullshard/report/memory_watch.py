@@ -1,0 +1,248 @@
+"""Memory over one real step, by state: what the engine says of its own, and of the rest which operation made it.
+
+The step is watched by a dispatch mode that lets every operation run as it is, and looks at what came out. That takes
+some microseconds an operation, so it is done in one step of one rank, whose times do not count.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fullshard._compat import innermost_dispatch_mode, is_wrapper_type, local_tensor
+from fullshard.dry.storages import Storages
+from fullshard.engine.registry import clean_fqn, units_in
+from fullshard.plan.memory import State, memory_holders, memory_turns
+from fullshard.tape.recorder import Event, Phase, Recorder
+from fullshard.tape.tape import Allocation, Free, Operation, Tape
+
+__all__ = ["Held", "MemoryWatch", "WatchedStep", "can_be_watched", "held_between_steps"]
+
+_MOST_MOMENTS = 600
+_SHOWN = 10
+_SLOTS = 1 << 40  # storages of units are numbered from here on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Something in memory: its bytes, a value of `State`, and whose it is."""
+
+    nbytes: int
+    state: str
+    what: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchedStep:
+    """Memory over a step. A moment is a turn to a unit and phase, and has the largest sum that there was then."""
+
+    at_s: list[float]  # of the step as it was watched
+    labels: list[str]
+    by_state: dict[str, list[int]]
+    peak: int  # the place of the largest sum
+    largest: list[Held]
+    predicted: list[int] | None
+
+
+def can_be_watched(model: nn.Module) -> bool:
+    """True if nothing in `model` is compiled: a dispatch mode would have that run eagerly, or compiled again."""
+    return not any(hasattr(it, "_orig_mod") or it._compiled_call_impl is not None for it in model.modules())
+
+
+class MemoryWatch(TorchDispatchMode):
+    """Watches from `start()` to `stop()`.
+
+    Args:
+        model: the root.
+        optimizers: those that step it.
+        recorder: that the engine talks to: it knows whose work is under way.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+        self._tape = _TimedTape()
+        self._storages = Storages(self._tape)
+        self._units = {unit.name: unit for unit in units_in(model)}
+        self._slots: dict[tuple[str, int], int] = {}
+        self._base = list(held_between_steps(model, optimizers))
+        self._is_on = False
+        self.questions: dict[str, tuple[int, float]] = {}  # how often and how long the program waited for a number
+
+    def start(self) -> None:
+        """Watch from now on. Not within a context that ends before `stop()` is called."""
+        self._is_on = True
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def stop(self) -> bool:
+        """Watch no more. False if another mode, entered later, is still there: call it again then."""
+        self._is_on = False
+        if innermost_dispatch_mode() is not self:
+            return False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._storages.forget()
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and note the memory that it has made."""
+        if any(map(is_wrapper_type, types)):
+            return NotImplemented
+        start = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        if self._is_on and func._opname == "_local_scalar_dense":
+            self._note_question(time.perf_counter() - start)
+        elif self._is_on and not (func.is_view or func.namespace != "aten" or func._opname in _NO_MEMORY):
+            self._note(args, kwargs, result)
+        return result
+
+    def _note(self, args: Any, kwargs: Any, result: Any) -> None:
+        tape, storages = self._tape, self._storages
+        tape.origin, tape.purpose = self._recorder.origin, self._recorder.purpose
+        given = list(_tensors((args, kwargs)))
+        if tape.origin.phase is Phase.POST_BACKWARD:  # what a reduction reads are whole gradients
+            reads = tuple(storages.access(it) for it in given if storages.is_known(it))
+            tape.note(Operation("", "compute", tape.origin, reads, ()))
+        there = {it.untyped_storage()._cdata for it in given}
+        for made in _tensors(result):
+            storage = made.untyped_storage()
+            if storage._cdata not in there and not storages.is_known(made):
+                storages.note_allocated(storage, "compute")
+
+    def _note_question(self, seconds: float) -> None:
+        """Note that the program has waited for a number."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
+            frame = frame.f_back
+        site = f"item() in {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        times, total = self.questions.get(site, (0, 0.0))
+        self.questions[site] = times + 1, total + seconds
+
+    def note_event(self, event: Event) -> None:
+        """Note memory that a unit has allocated or freed, which no operation tells."""
+        unit = self._units.get(event.origin.unit)
+        if not self._is_on or event.name not in ("allocate", "free") or unit is None or unit.slot.shared:
+            return
+        self._tape.origin = event.origin
+        number = self._slots.setdefault((event.origin.unit, event.nbytes), _SLOTS + len(self._slots))
+        if event.name == "allocate":
+            self._tape.note(Allocation(number, event.nbytes, "compute", event.origin, "unsharded parameters"))
+        else:
+            self._tape.note(Free(number, event.nbytes, "compute", event.origin))
+
+    def watched(self, predicted: Sequence[tuple[str, int]] | None = None) -> WatchedStep | None:
+        """What was seen; None if nothing was. `predicted` are labels and sums of the turns of a predicted step."""
+        turns, times = memory_turns(self._tape), self._tape.times
+        if not turns:
+            return None
+        base: dict[str, int] = {}
+        for it in self._base:
+            base[it.state] = base.get(it.state, 0) + it.nbytes
+        expected = None if predicted is None else _aligned(predicted, [turn.label for turn in turns])
+        shown = [max(part, key=lambda i: turns[i].nbytes) for part in _parts(len(turns), _MOST_MOMENTS)]
+        peak = max(shown, key=lambda i: turns[i].nbytes)
+        at_peak = [
+            Held(
+                nbytes=round(it.own_nbytes),
+                state=_OF_STEP.get(state, state).value,
+                what=f"{it.purpose or it.origin.phase.value} of {it.origin.unit or 'the root'}",
+            )
+            for it, state in memory_holders(self._tape, turns[peak].entry)
+        ]
+        return WatchedStep(
+            at_s=[times[turns[i].entry] - times[0] for i in shown],
+            labels=[turns[i].label for i in shown],
+            by_state={
+                state.value: [
+                    base.get(state.value, 0)
+                    + sum(nbytes for of, nbytes in turns[i].by_state.items() if _OF_STEP.get(of, of) is state)
+                    for i in shown
+                ]
+                for state in State
+            },
+            peak=shown.index(peak),
+            largest=sorted([*self._base, *at_peak], key=lambda it: -it.nbytes)[:_SHOWN],
+            predicted=None if expected is None else [expected[i] for i in shown],
+        )
+
+
+_OF_STEP = {State.PARAMETERS: State.TEMPORARIES}  # made within a step and kept: the next batch
+_NO_MEMORY = ("_unsafe_view", "set_", "detach", "alias", "lift_fresh")
+
+
+class _TimedTape(Tape):
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+
+    def note(self, entry: Any) -> None:
+        super().note(entry)
+        self.times.append(time.perf_counter())
+
+
+def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Held]:
+    """What is in memory between steps."""
+    slots = {}
+    names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
+    for unit in units_in(model):
+        name = unit.name or "the root"
+        rest = sum(it.plan.rest_nbytes for it in unit.param_groups)
+        if rest:
+            yield Held(nbytes=rest, state=State.PARAMETERS.value, what=f"shards of {name}")
+        grads = sum(it.gradients.flat.nbytes for it in unit.param_groups if it.gradients.flat is not None)
+        if grads:
+            yield Held(nbytes=grads, state=State.SHARDED_GRADIENTS.value, what=f"gradient shards of {name}")
+        if unit.slot.storage.nbytes():
+            ranks = unit.axes.shard_world if unit.slot.is_common else 1
+            state = State.PARAMETERS if unit.keeps_unsharded else State.UNSHARDED
+            slots[id(unit.slot)] = Held(
+                nbytes=unit.slot.storage.nbytes() // ranks,
+                state=state.value,
+                what=f"unsharded parameters of {name}" + (", in turns with others" if unit.slot.shared else ""),
+            )
+    yield from slots.values()
+    for optimizer in optimizers:
+        for param, state in optimizer.state.items():
+            nbytes = sum(local_tensor(it).nbytes for it in state.values() if isinstance(it, Tensor))
+            if nbytes:
+                what = f"optimizer state of {names.get(id(param), 'a parameter')}"
+                yield Held(nbytes=nbytes, state=State.OPTIMIZER.value, what=what)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _parts(count: int, most: int) -> list[range]:
+    """`count` numbers in at most so many ranges of about one size."""
+    step = -(-count // most)
+    return [range(start, min(start + step, count)) for start in range(0, count, step)]
+
+
+def _aligned(predicted: Sequence[tuple[str, int]], labels: Sequence[str]) -> list[int]:
+    """The predicted sum of each turn: the first of that label has that of the first, and so on. One that was not
+    predicted has that of the turn before.
+    """
+    by_label: dict[str, list[int]] = {}
+    for label, nbytes in reversed(predicted):
+        by_label.setdefault(label, []).append(nbytes)
+    found, last = [], predicted[0][1] if predicted else 0
+    for label in labels:
+        if by_label.get(label):
+            last = by_label[label].pop()
+        found.append(last)
+    return found

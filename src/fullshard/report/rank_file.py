@@ -1,0 +1,150 @@
+"""The file that each rank writes while a run goes: lines of JSON, a last one that was cut off does not count.
+
+| kind | holds |
+|---|---|
+| `start` | the rank, its host and device, the facts of the run; another one follows where a run goes on |
+| `model` | the units, and how parameters are cut: once their names are known, by the first rank |
+| `step` | a step: its parts, busy and starved seconds, bytes held, work |
+| `told` | what the loop says of a step: loss and the like |
+| `units` | what each unit's collectives have come to since the third step: the last such line counts |
+| `spans` | what the lanes did in one step: at steps whose number is a power of two |
+| `memory` | the step that was watched, by the first rank |
+| `what_ifs` | what other settings are simulated to gain |
+| `out_of_memory` | who held what when memory was out, or nearly |
+| `end` | the recording was closed |
+
+Lines of steps are the only ones that come for ever. So that a file stays small, after some thousand of them a line is
+of the mean of two steps, then of four, and so on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+__all__ = ["FOLDER", "RankFile", "finite", "is_closed", "lines_in", "parsed", "path_of", "rank_files"]
+
+_log = logging.getLogger(__name__)
+
+FOLDER = "report"
+_FLUSH_S = 2.0
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """The file of `rank` of the run in `folder`."""
+    return folder / FOLDER / f"rank{rank:05}.jsonl"
+
+
+def rank_files(folder: Path) -> list[Path]:
+    """The files of all ranks that there are, in rank order."""
+    return sorted((folder / FOLDER).glob("rank*.jsonl"))
+
+
+class RankFile:
+    """Adds lines to a rank's file. Where that cannot be done any more, it says so once, and the run goes on.
+
+    Args:
+        path: of the file; its folder is made.
+        goes_on: whether to add to a file that is there, rather than begin it anew.
+    """
+
+    def __init__(self, path: Path, *, goes_on: bool = False) -> None:
+        self._path = path
+        self._file: TextIO | None = None
+        self._flushed = time.monotonic()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a" if goes_on else "w", encoding="utf-8")
+        except OSError as error:
+            self._give_up(error)
+
+    def add(self, kind: str, **values: Any) -> None:
+        """Add a line. It is on its way to the disk within some seconds, or when the next one is added."""
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps({"kind": kind, **values}, separators=(",", ":"), default=_plain) + "\n")
+            if time.monotonic() - self._flushed > _FLUSH_S:
+                self.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def flush(self) -> None:
+        """Let readers see what was added."""
+        self._flushed = time.monotonic()
+        try:
+            if self._file is not None:
+                self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Add no more."""
+        file, self._file = self._file, None
+        try:
+            if file is not None:
+                file.close()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning("%s: nothing more is recorded of this run (%s).", self._path, error.strerror)
+        file, self._file = self._file, None
+        with suppress(OSError):  # it was said
+            if file is not None:
+                file.close()
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def lines_in(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a rank's file. Of `units` only the last; of `spans`, which are long, `n` and the line itself, for
+    `parsed`. A line that was cut off is left out.
+    """
+    units = b""
+    for line in path.read_bytes().splitlines(keepends=True):
+        if not line.endswith(b"\n"):
+            continue
+        if line.startswith(b'{"kind":"units"'):
+            units = line
+        elif (number := _SPANS.match(line)) is not None:
+            yield {"kind": "spans", "n": int(number[1]), "line": line}
+        elif (found := parsed(line)) is not None:
+            yield found
+    if units and (found := parsed(units)) is not None:
+        yield found
+
+
+_SPANS = re.compile(rb'\{"kind":"spans","n":(\d+),')
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """What a line says; None if it is broken."""
+    try:
+        found: dict[str, Any] = json.loads(line)
+    except ValueError:  # the disk was full, or a host went down
+        return None
+    return found
+
+
+def is_closed(path: Path) -> bool:
+    """True if the rank of that file has closed its recording."""
+    if not path.exists():
+        return False
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 64))
+        return b'{"kind":"end"' in file.read()
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """`values` as JSON has them: without numbers that are not finite."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}

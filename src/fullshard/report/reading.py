@@ -1,0 +1,278 @@
+"""From the files of all ranks to the run that they tell of: with whatever is there, while it goes on, too."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.device.lanes import LANES
+from fullshard.errors import ConfigError
+from fullshard.layout.shard_spec import ShardSpec
+from fullshard.report.rank_file import lines_in, parsed, rank_files
+from fullshard.report.run import (
+    PARTS,
+    HostWait,
+    Memory,
+    OutOfMemory,
+    RankFacts,
+    Run,
+    Shard,
+    Span,
+    TensorHeld,
+    UnitTimes,
+    WhatIf,
+)
+from fullshard.report.steps import WATCHED_STEP, UnitCounts
+
+__all__ = ["is_recorded", "read_run"]
+
+_NAMES = {"tokens_per_s": "tokens/s", "mfu": "MFU"}  # of what loops tell; of others, underscores are blanks
+_WAITS = {"gradient norm": "clipping"}
+
+
+def is_recorded(folder: Path) -> bool:
+    """True if anything is recorded of a run in `folder`."""
+    return bool(rank_files(folder))
+
+
+@dataclass
+class _Rank:
+    """What one rank has written."""
+
+    start: dict[str, Any] = field(default_factory=dict)
+    untimed: set[int] = field(default_factory=set)  # the first steps after each start
+    model: dict[str, Any] = field(default_factory=dict)
+    units: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, Any] = field(default_factory=dict)
+    out_of_memory: dict[str, Any] = field(default_factory=dict)
+    what_ifs: dict[str, Any] = field(default_factory=dict)
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    told: dict[int, dict[str, float | None]] = field(default_factory=dict)
+    spans: dict[int, bytes] = field(default_factory=dict)  # as the line is
+
+    @classmethod
+    def of(cls, path: Path) -> _Rank:
+        rank = cls()
+        for line in lines_in(path):
+            kind = line.pop("kind")
+            if kind == "step":
+                rank.steps[line["n"]] = line
+            elif kind == "told":
+                rank.told.setdefault(line["n"], {}).update(line["v"])
+            elif kind == "spans":
+                rank.spans[line["n"]] = line["line"]
+            elif kind in ("start", "model", "units", "memory", "out_of_memory", "what_ifs"):
+                setattr(rank, kind, line)
+            if kind == "start":
+                rank.untimed |= {line["first_step"] + nth for nth in range(WATCHED_STEP)}
+        return rank
+
+
+def read_run(folder: Path) -> Run:
+    """The run that is recorded in `folder`.
+
+    Raises:
+        ConfigError: nothing is.
+    """
+    every = [rank for rank in map(_Rank.of, rank_files(folder)) if rank.start]
+    if not every:
+        raise ConfigError(
+            f"{folder}: no run is recorded there. fullshard train records its runs; in a loop of your own, call "
+            "fullshard.report(model, folder) before the first step."
+        )
+    newest = max(every, key=lambda rank: rank.start["first_step"]).start  # the first rank's, if that is there
+    ranks = sorted((it for it in every if it.start["rank"]["rank"] < newest["world"]), key=_number)
+    first = ranks[0]
+    steps = _steps(ranks)
+    table = _table(ranks, steps)
+    parts = table[:, :, : len(PARTS)]
+    busy_s, starved_s, held, work = np.moveaxis(table[:, :, len(PARTS) :], 2, 0)
+    step_s = parts.sum(axis=2)
+    exposed = parts[:, :, PARTS.index("gather")] + parts[:, :, PARTS.index("reduce")]
+    links = tuple(_reached(rank) for rank in ranks)
+    link = newest["link_bytes_per_s"]
+    shown = _shown_step(ranks, steps, step_s)
+    return Run(
+        name=newest["name"],
+        facts=newest["facts"],
+        ranks=tuple(RankFacts(**rank.start["rank"]) for rank in ranks),
+        steps=np.array(steps, dtype=np.int64),
+        step_s=step_s,
+        parts_s=parts,
+        waited_for_s=_most(exposed) - exposed,
+        busy_s=busy_s,
+        units=_units(ranks),
+        link_gb_s=link / 1e9 if link else max(links, default=0.0) or None,
+        shown_step=shown,
+        spans={_number(rank): tuple(_spans(rank.spans[shown])) for rank in ranks if shown in rank.spans},
+        memory=_memory(first, step_s),
+        held_bytes=np.nan_to_num(held).astype(np.int64),
+        shards=tuple(_shard(it) for it in first.model.get("shards", ())),
+        training=_training(ranks, steps),
+        strategy=newest["strategy"],
+        settings=newest["settings"],
+        work=work,
+        starved_s=None if np.isnan(starved_s).all() else starved_s,
+        output_nbytes=first.model.get("output_nbytes", 0),
+        host_waits=_host_waits(ranks),
+        what_ifs=tuple(WhatIf(**it) for it in first.what_ifs.get("v", ())),
+        out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
+        links_gb_s=links if all(links) else (),
+    )
+
+
+def _number(rank: _Rank) -> int:
+    return int(rank.start["rank"]["rank"])
+
+
+def _steps(ranks: Sequence[_Rank]) -> list[int]:
+    """The numbers of the steps that any rank has a line of; without those that are not timed, if there are others."""
+    numbers = sorted({number for rank in ranks for number in rank.steps})
+    untimed = {number for rank in ranks for number in rank.untimed}
+    return [number for number in numbers if number not in untimed] or numbers
+
+
+def _table(ranks: Sequence[_Rank], steps: Sequence[int]) -> NDArray[np.float64]:
+    """The numbers of each rank's line of each step: the parts, then busy and starved seconds, bytes held, and work; NaN
+    where there is no such line. Shape (ranks, steps, numbers).
+    """
+    missing = [float("nan")] * (len(PARTS) + 4)
+    rows = [[_numbers(rank.steps[it]) if it in rank.steps else missing for it in steps] for rank in ranks]
+    return np.array(rows, dtype=np.float64).reshape(len(ranks), len(steps), len(missing))
+
+
+def _numbers(line: Mapping[str, Any]) -> list[float]:
+    starved = line["s"]
+    return [*line["p"], line["b"], float("nan") if starved is None else starved, line["h"], line["w"]]
+
+
+def _most(table: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The largest of each column that is known."""
+    known = np.where(np.isnan(table), -np.inf, table)
+    most = known.max(axis=0) if table.size else np.zeros(table.shape[1])
+    return np.where(np.isinf(most), np.nan, most)
+
+
+def _shown_step(ranks: Sequence[_Rank], steps: Sequence[int], step_s: NDArray[np.float64]) -> int:
+    """Of the steps whose spans all ranks have (or else some), the one that took the most usual time."""
+    if not steps:
+        return 0
+    held = [set(rank.spans) for rank in ranks]
+    candidates = sorted((set.intersection(*held) or set.union(*held)) & set(steps))
+    if not candidates:
+        return steps[-1]
+    mean = np.nanmean(step_s, axis=0)
+    usual, place = np.nanmedian(mean), {number: column for column, number in enumerate(steps)}
+    return min(candidates, key=lambda number: abs(mean[place[number]] - usual))
+
+
+def _spans(line: bytes) -> list[Span]:
+    said = parsed(line)
+    if said is None:
+        return []
+    names, units = said["names"], said["units"]
+    return [
+        Span(lane=LANES[lane], name=names[name], unit=units[unit], start_s=start / 1e6, end_s=(start + length) / 1e6)
+        for lane, name, unit, start, length in said["v"]
+    ]
+
+
+def _units(ranks: Sequence[_Rank]) -> tuple[UnitTimes, ...]:
+    """The mean over ranks and steps."""
+    known = ranks[0].model.get("units", ())
+    sums: defaultdict[str, NDArray[np.float64]] = defaultdict(lambda: np.zeros(len(UnitCounts.names())))
+    counted = 0
+    for rank in ranks:
+        counted += rank.units.get("steps", 0)
+        for name, values in rank.units.get("v", {}).items():
+            sums[name] += values
+    found = []
+    for unit in known:
+        mean = dict(zip(UnitCounts.names(), (sums[unit["fqn"]] / max(1, counted)).tolist(), strict=True))
+        recomputed = bool(mean.pop("recomputed"))
+        found.append(UnitTimes(**unit, **mean, recomputed=recomputed))
+    return tuple(found)
+
+
+def _reached(rank: _Rank) -> float:
+    """The most GB/s that any gather of this rank has reached; 0 if there was none."""
+    return float(rank.units.get("best_bytes_per_s", 0.0)) / 1e9
+
+
+def _host_waits(ranks: Sequence[_Rank]) -> tuple[HostWait, ...]:
+    counted = max(1, sum(rank.units.get("steps", 0) for rank in ranks))
+    sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for rank in ranks:
+        for name, (times, seconds) in rank.units.get("waits", {}).items():
+            sums[name][0] += times / counted
+            sums[name][1] += seconds / counted
+    for name, (times, seconds) in ranks[0].memory.get("questions", {}).items():
+        sums[name] = [times, seconds]
+    found = [HostWait(what=_WAITS.get(name, name), waits=it[0], waited_s=it[1]) for name, it in sums.items()]
+    return tuple(sorted(found, key=lambda it: -it.waited_s))
+
+
+def _memory(rank: _Rank, step_s: NDArray[np.float64]) -> Memory | None:
+    line = rank.memory
+    if not line:
+        return None
+    at = np.array(line["at_s"])
+    usual = np.nanmedian(step_s) if step_s.size else np.nan
+    if at[-1] > 0 and np.isfinite(usual):  # to watch a step takes time
+        at *= usual / at[-1]
+    sums = np.array(list(line["by_state"].values()))
+    held = max((it["h"] for it in rank.steps.values()), default=0)
+    return Memory(
+        rank=_number(rank),
+        at_s=at,
+        labels=tuple(line["labels"]),
+        by_state={state: np.array(values, dtype=np.int64) for state, values in line["by_state"].items()},
+        peak=line["peak"],
+        largest=tuple(TensorHeld(**it) for it in line["largest"]),
+        predicted=None if line["predicted"] is None else np.array(line["predicted"], dtype=np.int64),
+        held=max(0, held - int(sums.sum(axis=0).max(initial=0))),
+        limit=rank.start["limit"],
+    )
+
+
+def _out_of_memory(line: Mapping[str, Any]) -> OutOfMemory:
+    largest = tuple(TensorHeld(**it) for it in line["largest"])
+    return OutOfMemory(**{**line, "largest": largest, "would_fit": tuple(line["would_fit"])})
+
+
+def _shard(line: Mapping[str, Any]) -> Shard:
+    spec = ShardSpec(tuple(line["shape"]), line["dim"], line["world"])
+    rows = tuple((spec.span(rank).start, spec.span(rank).stop) for rank in range(spec.world))
+    return Shard(
+        fqn=line["fqn"],
+        unit=line["unit"],
+        shape=spec.shape,
+        dtype=line["dtype"],
+        dim=line["dim"] or 0,
+        rows=rows,
+        packed=line["packed"],
+        padding_bytes=line["padding"],
+    )
+
+
+def _training(ranks: Sequence[_Rank], steps: Sequence[int]) -> dict[str, NDArray[np.float64]]:
+    """What loops have told of steps: the mean over the ranks that have told it."""
+    names = dict.fromkeys(name for rank in ranks for told in rank.told.values() for name in told)
+    found = {}
+    for name in names:
+        values = np.array([[_value(rank.told.get(number, {}).get(name)) for number in steps] for rank in ranks])
+        known = ~np.isnan(values)
+        total, times = np.where(known, values, 0.0).sum(axis=0), known.sum(axis=0)
+        mean = np.divide(total, times, out=np.full(len(steps), np.nan), where=times > 0)
+        found[_NAMES.get(name, name.replace("_", " "))] = mean
+    return found
+
+
+def _value(told: float | None) -> float:
+    return float("nan") if told is None else told

@@ -1,0 +1,413 @@
+"""A run, recorded while it goes, in any training loop."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import asdict
+from os import PathLike
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from fullshard.device.accelerator import accelerator_for
+from fullshard.device.lanes import LANES
+from fullshard.engine.registry import units_in
+from fullshard.errors import ConfigError
+from fullshard.plan.memory_used import memory_for_a_rank
+from fullshard.report.elsewhere import check_home, open_home
+from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shards_of, strategy_of, units_of
+from fullshard.report.memory_watch import MemoryWatch, can_be_watched
+from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
+from fullshard.report.run import PARTS, WhatIf
+from fullshard.report.running_out import MemoryGuard, holders_said, is_out_of_memory
+from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts, is_kept_whole
+from fullshard.report.usage import UsageMeter
+from fullshard.report.writing import write_report
+from fullshard.tape.recorder import Event, recording_to
+
+__all__ = ["RunReport", "report"]
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LINES = 4096  # of steps, before a line is of twice as many
+_UNITS_FIRST_S = 5.0
+_MOST_SPANS = 20_000
+_PATIENCE_S = 5.0  # for the last lines of other ranks
+
+
+def report(
+    model: nn.Module,
+    path: str | PathLike[str],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    settings: Mapping[str, Any] | None = None,
+    first_step: int = 1,
+    log_to: str | None = None,
+) -> RunReport:
+    """Record the training of `model` from here on, and leave a page behind that says where time and memory went.
+
+        with fullshard.report(model, "runs/x") as report:
+            for batch in report.batches(loader):
+                loss = model(batch).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                report.log(loss=loss)
+
+    Every rank calls it once the model is sharded; a rank's part of the record goes to a small file of its own in `path`
+    / report, which all hosts should see. Nothing is sent between ranks, and nothing waits. When the context is left, or
+    `close()` is called, or the process ends, the first rank writes the page.
+
+    A step is over with the last optimizer's step before the next forward. Time between it and that forward counts as
+    input, less what the loop says is something else: see `RunReport.doing`.
+
+    Args:
+        model: the root, sharded.
+        path: the folder of the run, made if it is not there.
+        optimizer: those that step the model are found by themselves; name one that is not among torch's.
+        settings: names and values that tell this run from another one.
+        first_step: the number of the first step; with one above 1 the record goes on where it was.
+        log_to: "tensorboard", "wandb" or "mlflow": there the numbers of each step go, too, by that library.
+
+    Raises:
+        ConfigError: the model has no units; `first_step` is below 1; or `log_to` is none of those.
+        MissingLibraryError: the library of `log_to` is not installed.
+    """
+    if not units_in(model):
+        raise ConfigError(f"{type(model).__name__} has no units, so nothing can be reported. Call fully_shard first.")
+    if first_step < 1:
+        raise ConfigError(f"report(first_step={first_step}): steps are numbered from 1 on.")
+    if log_to is not None:
+        check_home(log_to)
+    return RunReport(model, Path(path), [optimizer] if optimizer else [], settings or {}, first_step, log_to)
+
+
+class RunReport:
+    """A record under way on this rank: see `report`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: Path,
+        optimizers: Sequence[torch.optim.Optimizer],
+        settings: Mapping[str, Any],
+        first_step: int,
+        log_to: str | None,
+    ) -> None:
+        self.path = path
+        self.page: Path | None = None
+        """Where the page is, once it is written: on the first rank."""
+        self._model, self._device = model, units_in(model)[0].device
+        self._optimizers = list(optimizers)
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world = dist.get_world_size() if dist.is_initialized() else 1
+        self._first_step = first_step
+        self._predicted: Sequence[tuple[str, int]] | None = None
+        self._watch: MemoryWatch | None = None
+        self._units: dict[str, UnitCounts] = {}
+        self._host_waits: dict[str, tuple[int, float]] = {}
+        self._counted = 0  # steps, in both
+        self._best_bytes_per_s = 0.0
+        self._units_every_s = _UNITS_FIRST_S
+        self._units_due = time.monotonic() + _UNITS_FIRST_S
+        self._group: list[StepTaken] = []  # steps that make one line
+        self._lines, self._group_size = 0, 1
+        self._output_nbytes = 0
+        self._told: dict[int, dict[str, float | Tensor]] = {}  # by step: not read yet
+        self._is_open = True
+        self._guard = MemoryGuard(model, self._optimizers, self._device)
+        self._file = RankFile(path_of(path, self._rank), goes_on=first_step > 1)
+        said = {name: str(value) for name, value in settings.items()}
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", self._world))
+        self._file.add(
+            "start",
+            world=self._world,
+            name=path.name,
+            rank=rank_facts(self._device),
+            strategy=strategy_of(model),
+            facts=facts_of(model) if self._rank == 0 else {},
+            settings=said,
+            link_bytes_per_s=link_bytes_per_s(self._device),
+            limit=memory_for_a_rank(self._device, local_world),
+            first_step=first_step,
+        )
+        self._file.flush()
+        self._home = open_home(log_to, path, said) if log_to is not None and self._rank == 0 else None
+        usage = UsageMeter(self._device)
+        self._steps = StepRecorder(
+            accelerator_for(self._device),
+            usage,
+            self._after_step,
+            self._before_step,
+            self._seen,
+            first=first_step,
+        )
+        self._stack = ExitStack()
+        self._stack.callback(usage.close)
+        self._stack.enter_context(recording_to(self._steps))
+        hooks = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ]
+        self._output_hook = model.register_forward_hook(self._after_forward)
+        for hook in (*hooks, self._output_hook):
+            self._stack.callback(hook.remove)
+        atexit.register(self.close)
+        self._stack.callback(atexit.unregister, self.close)
+
+    # -- what a loop says ---------------------------------------------------------------------------------------------
+
+    def log(self, step: int | None = None, **numbers: float | Tensor) -> None:
+        """Let the page show numbers of a step, each by its name: loss, gradient_norm, learning_rate, tokens_per_s, ...
+
+        A tensor is not read before the step after is over, so that nobody waits for it. `step` is the one that was
+        taken last, or is under way, if None.
+        """
+        told = {name: value.detach() if isinstance(value, Tensor) else float(value) for name, value in numbers.items()}
+        number = self._steps.number if step is None else step
+        if number >= self._steps.number:
+            self._told.setdefault(number, {}).update(told)
+        else:
+            self._tell(number, told)
+
+    def doing(self, what: str) -> AbstractContextManager[None]:
+        """A context in which the program does `what`: one of the parts of a step, such as "input" or "checkpoint"; or
+        anything else, which counts as "other" and is named among what makes the program wait.
+        """
+        return self._steps.doing(what)
+
+    def pausing(self) -> AbstractContextManager[None]:
+        """A context that belongs to no step, such as a validation."""
+        return self._steps.doing(PAUSE)
+
+    def batches(self, loader: Iterable[T]) -> Iterator[T]:
+        """What `loader` gives; the time that it takes is input, and no other time is."""
+        iterator = iter(loader)
+        while True:
+            with self.doing("input"):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    return
+            yield batch
+
+    def expect_memory(self, turns: Sequence[tuple[str, int]]) -> None:
+        """Let the page show a predicted curve beside the measured one: labels and sums of a tape's `memory_turns`."""
+        self._predicted = turns
+
+    def tell_what_ifs(self, what_ifs: Sequence[WhatIf]) -> None:
+        """Let the page show what other settings are simulated to gain."""
+        self._file.add("what_ifs", v=[asdict(it) for it in what_ifs])
+
+    def close(self, *, draws: bool = True) -> Path | None:
+        """Record no more, and on the first rank write the page, unless it is not to be drawn: its path; else None."""
+        if not self._is_open:
+            return self.page
+        self._is_open = False
+        self._stack.close()
+        with suppress(RuntimeError):  # of a device that has failed
+            self._steps.finish()
+        if self._watch is not None:
+            self._watch.stop()
+        self._write_line()
+        self._write_units()
+        self._file.add("end")
+        self._file.close()
+        if self._home is not None:
+            self._home.close()
+        if self._rank == 0 and draws:
+            self._await_others()
+            try:
+                self.page = write_report(self.path)
+            except Exception:
+                _log.warning("rank 0: no page was written for %s", self.path, exc_info=True)
+        return self.page
+
+    def __enter__(self) -> RunReport:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and is_out_of_memory(error):
+            self._tell_memory(error)
+        self.close()
+
+    # -- what the engine says -----------------------------------------------------------------------------------------
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            first = next(_tensors((args, kwargs)), None)
+            self._steps.work += 0 if first is None else first.numel()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._output_nbytes = sum(it.nbytes for it in _tensors(output))
+            self._output_hook.remove()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._steps.number - self._first_step < WATCHED_STEP and not any(it is optimizer for it in self._optimizers):
+            mine = {id(param.sharded) for unit in units_in(self._model) for param in unit.params}
+            if any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
+                self._optimizers.append(optimizer)
+
+    def _seen(self, event: Event) -> None:
+        if self._watch is not None:
+            self._watch.note_event(event)
+        if self._guard.is_near():
+            self._tell_memory()
+
+    def _before_step(self, number: int) -> None:
+        if number - self._first_step + 1 == WATCHED_STEP and self._rank == 0 and can_be_watched(self._model):
+            self._watch = MemoryWatch(self._model, self._optimizers, self._steps)
+            self._watch.start()
+
+    def _after_step(self, step: StepTaken) -> None:
+        nth = step.number - self._first_step + 1
+        if nth == 1:
+            self._write_model()
+        if self._watch is not None and nth >= WATCHED_STEP and self._watch.stop():
+            self._write_memory(self._watch)
+            self._watch = None
+        for number in [number for number in self._told if number <= step.number]:
+            self._tell(number, self._told.pop(number))
+        if nth > WATCHED_STEP:
+            self._counted += 1
+            self._best_bytes_per_s = max(self._best_bytes_per_s, step.best_bytes_per_s)
+            for name, counts in step.units.items():
+                self._units.setdefault(name, UnitCounts()).add(counts)
+            for name, (times, seconds) in step.host_waits.items():
+                known = self._host_waits.get(name, (0, 0.0))
+                self._host_waits[name] = known[0] + times, known[1] + seconds
+            if is_kept_whole(step.number):
+                self._write_spans(step)
+        if self._home is not None:
+            parts = {f"seconds/{part}": seconds for part, seconds in step.parts_s.items()}
+            self._home.tell(step.number, {"seconds/step": step.step_s, **parts, "bytes held": step.usage.held})
+        self._group.append(step)
+        if len(self._group) == self._group_size:
+            self._write_line()
+        if time.monotonic() > self._units_due:
+            self._write_units()
+            self._file.flush()
+
+    def _tell_memory(self, error: BaseException | None = None) -> None:
+        """Write the page of a run that is out of memory, or will be soon; the error, if there is one, names it."""
+        state = self._guard.state(self._rank, self._steps.origin, error)
+        self._file.add("out_of_memory", **asdict(state))
+        self._file.flush()
+        try:
+            self.page = write_report(self.path)
+        except Exception:  # there may be no memory for it: the record tells
+            _log.warning("rank %d: no page was written for %s", self._rank, self.path, exc_info=True)
+        what = "is out of memory" if error is not None else "is about to run out of memory"
+        said = (
+            f"rank {self._rank} {what} in {state.where}. It holds {holders_said(state)}. See {self.page or self.path}"
+        )
+        if error is None:
+            _log.warning(said)
+        else:
+            error.add_note(said)
+
+    # -- lines --------------------------------------------------------------------------------------------------------
+
+    def _tell(self, step: int, told: Mapping[str, float | Tensor]) -> None:
+        numbers = {name: float(value) for name, value in told.items()}
+        self._file.add("told", n=step, v=finite(numbers))
+        if self._home is not None:
+            self._home.tell(step, numbers)
+
+    def _write_line(self) -> None:
+        group, self._group = self._group, []
+        if not group:
+            return
+        of = len(group)
+        starved = [it.usage.starved_s for it in group if it.usage.starved_s is not None]
+        self._file.add(
+            "step",
+            n=group[-1].number,
+            p=[round(sum(it.parts_s[part] for it in group) / of, 7) for part in PARTS],
+            b=round(sum(it.usage.busy_s for it in group) / of, 6),
+            s=round(sum(starved) / of, 6) if len(starved) == of else None,
+            h=max(it.usage.held for it in group),
+            w=sum(it.work for it in group) / of,
+        )
+        self._lines += 1
+        if self._lines % _LINES == 0:
+            self._group_size *= 2
+
+    def _write_model(self) -> None:
+        if self._rank == 0:
+            self._file.add(
+                "model",
+                units=units_of(self._model),
+                shards=shards_of(self._model),
+                output_nbytes=self._output_nbytes,
+            )
+            self._file.flush()
+
+    def _write_units(self) -> None:
+        if not self._counted:
+            return
+        self._file.add(
+            "units",
+            steps=self._counted,
+            best_bytes_per_s=self._best_bytes_per_s,
+            v={name: counts.as_list() for name, counts in self._units.items()},
+            waits=self._host_waits,
+        )
+        self._units_every_s *= 2  # only the last line counts: a long run has some dozen
+        self._units_due = time.monotonic() + self._units_every_s
+
+    def _write_spans(self, step: StepTaken) -> None:
+        pieces = step.pieces[:_MOST_SPANS]
+        names = list(dict.fromkeys(it.name for it in pieces))
+        units = list(dict.fromkeys(it.unit for it in pieces))
+        name_at, unit_at = ({it: i for i, it in enumerate(known)} for known in (names, units))
+        self._file.add(
+            "spans",
+            n=step.number,
+            names=names,
+            units=units,
+            v=[[LANES.index(it.lane), name_at[it.name], unit_at[it.unit], *_microseconds(it)] for it in pieces],
+        )
+
+    def _write_memory(self, watch: MemoryWatch) -> None:
+        watched = watch.watched(self._predicted)
+        if watched is not None:
+            self._file.add("memory", questions=watch.questions, **asdict(watched))
+
+    def _await_others(self) -> None:
+        """Let the other ranks' last lines come, if they come soon."""
+        deadline = time.monotonic() + _PATIENCE_S
+        missing = [path_of(self.path, rank) for rank in range(1, self._world)]
+        while missing and time.monotonic() < deadline:
+            missing = [path for path in missing if not is_closed(path)]
+            if missing:
+                time.sleep(0.02)
+
+
+def _microseconds(piece: Piece) -> tuple[int, int]:
+    return round(piece.start * 1e6), round((piece.end - piece.start) * 1e6)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, list | tuple):
+        for value in tree:
+            yield from _tensors(value)

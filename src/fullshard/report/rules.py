@@ -1,0 +1,530 @@
+"""The rules by which a cause is told: one function each, which looks at a run's figures and finds it or does not.
+
+To add one, write a function of `Figures` and of the threshold that stands above it, and put it where it belongs in the
+table of docs/report.md, with a run in `tests/faulty_runs.py` that has the fault. A threshold is high enough that no
+healthy run meets it, and what is said has the number that was compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fullshard.report.figures import Figures, Late, amount, listed, milliseconds, named, percent
+from fullshard.report.run import Finding, UnitTimes
+
+__all__ = ["RULES", "Rule"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How one cause is told.
+
+    Args:
+        cause: its name.
+        least: the threshold, a part of a step or of memory: at `least` it is a cause.
+        why: why so much.
+        of_time: whether it is told from the times of steps, of which there must be enough.
+        helps: words of simulated changes that would help, the best first: what a `WhatIf.change` begins with.
+        find: the finding, or None.
+    """
+
+    cause: str
+    least: float
+    why: str
+    of_time: bool
+    helps: tuple[str, ...]
+    find: Callable[[Figures, Rule], Finding | None]
+
+    def finding(self, figures: Figures) -> Finding | None:
+        """What the rule finds in a run."""
+        if self.of_time and not figures.tells_time:
+            return None
+        return self.find(figures, self)
+
+    def found(self, said: str, change: str, *, lost: float = 0.0, of_memory: float = 0.0) -> Finding:
+        """A finding of this cause."""
+        lost, of_memory = min(1.0, float(lost)), min(1.0, float(of_memory))
+        return Finding(cause=self.cause, said=said, change=change, lost=lost, of_memory=of_memory)
+
+
+Series = NDArray[np.float64]
+
+RULES: list[Rule] = []
+"""All rules, in the order of the table in docs/report.md."""
+
+Found = Callable[[Figures, Rule], Finding | None]
+
+
+def rule(
+    cause: str, *, least: float, why: str, of_time: bool = True, helps: tuple[str, ...] = ()
+) -> Callable[[Found], Rule]:
+    """Make the function below it the rule for `cause`."""
+
+    def added(find: Found) -> Rule:
+        RULES.append(Rule(cause=cause, least=least, why=why, of_time=of_time, helps=helps, find=find))
+        return RULES[-1]
+
+    return added
+
+
+# -- the input, and ranks that are not like the others ----------------------------------------------------------------
+
+
+@rule("slow input", least=0.10, why="a loader with workers hands over a batch in under 1 % of a step")
+def slow_input(figures: Figures, rule: Rule) -> Finding | None:
+    seconds = figures.of("input")
+    each = figures.of_most_ranks(seconds)
+    if figures.steady(each) >= rule.least:
+        lost = figures.usual(each)
+        said = f"{percent(lost)} of a step waits for input, on all ranks: {milliseconds(float(np.median(each)))}."
+        return rule.found(said, "Give the loader workers (`num_workers`), or prepare the data beforehand.", lost=lost)
+    late = figures.late(seconds, rule.least)
+    if late is None:
+        return None
+    who = figures.ranks_said(late.ranks)
+    said = f"{percent(late.lost)} of a step waits for the input of {who}: {_times(late)}."
+    return rule.found(said, "Look at what its files lie on, and whether its loader has workers.", lost=late.lost)
+
+
+@rule("unequal work", least=0.10, why="lengths in a bucket differ by a few per cent; 10 % is worth sorting")
+def unequal_work(figures: Figures, rule: Rule) -> Finding | None:
+    work = figures.later(figures.run.work)
+    if work is None or len(work) < 2 or (work <= 0).any():
+        return None
+    most = work.argmax(0)
+    ahead = figures.computes.mean(0)
+    behind = np.take_along_axis(figures.computes, most[None], 0)[0] - ahead
+    spread = float(np.quantile(work.max(0) / work.mean(0) - 1, 0.25))
+    if spread < rule.least or figures.steady(behind) < rule.least:
+        return None
+    always = int(np.bincount(most).argmax())
+    is_one = float((most == always).mean()) > 0.75
+    who = figures.ranks_said((always,)) if is_one else "another rank in each step"
+    lost = figures.usual(behind)
+    said = f"{percent(lost)} of a step waits for {who}, which is given {percent(1 + spread)} of the mean of the ranks."
+    return rule.found(said, "Give all ranks the same number of tokens: sort rows by length, or pack them.", lost=lost)
+
+
+def _has_more_to_do(figures: Figures, place: int) -> bool:
+    """Whether a rank is given more than the others are, so that it may well take longer."""
+    work = figures.later(figures.run.work)
+    return work is not None and bool(work[place].mean() > 1.02 * np.median(np.delete(work.mean(1), place)))
+
+
+def _slow_host(figures: Figures, least: float) -> tuple[str, Late] | None:
+    """The host of which each rank takes longer than the fastest of another."""
+    hosts = figures.hosts()
+    late = figures.late(np.stack([figures.computes[list(places)].min(0) for places in hosts.values()]), least)
+    if late is None or all(_has_more_to_do(figures, it) for it in list(hosts.values())[late.latest]):
+        return None
+    return list(hosts)[late.latest], late
+
+
+@rule("slow host", least=0.10, why="clocks of equal machines differ by 1 to 3 %, of a faulty one by 10 and more")
+def slow_host(figures: Figures, rule: Rule) -> Finding | None:
+    found = _slow_host(figures, rule.least)
+    if found is None:
+        return None
+    host, late = found
+    said = (
+        f"{percent(late.lost)} of a step waits for {host}: each of its ranks computes for longer for the same work, "
+        f"{_times(late)}."
+    )
+    change = f"Look at clocks, temperature and other programs on {host}, or leave it out."
+    return rule.found(said, change, lost=late.lost)
+
+
+@rule("throttled rank", least=0.10, why="clocks of equal devices differ by 1 to 3 %, of a throttled one by 10 and more")
+def throttled_rank(figures: Figures, rule: Rule) -> Finding | None:
+    late, host = figures.late(figures.computes, rule.least), _slow_host(figures, rule.least)
+    if late is None or _has_more_to_do(figures, late.latest):
+        return None
+    if host is not None and set(late.ranks) <= set(figures.hosts()[host[0]]):
+        return None
+    who = figures.ranks_said(late.ranks)
+    said = f"{percent(late.lost)} of a step waits for {who}: it computes for longer for the same work, {_times(late)}."
+    starved, place = figures.starved, late.latest
+    if starved is not None and figures.steady(starved[place] - figures.of_most_ranks(starved)) >= rule.least / 2:
+        part = figures.usual(starved[place])
+        change = f"It has no core for {percent(part)} of a step: end what else runs on its cores."
+    else:
+        device = figures.rank(place).device
+        change = f"Look at clock, temperature and power of its {device}, and at what else runs there."
+    return rule.found(said, change, lost=late.lost)
+
+
+@rule("oversubscribed cores", least=0.10, why="a program with cores of its own waits for one below 1 % of its time")
+def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
+    if figures.starved is None:
+        return None
+    each = figures.of_most_ranks(figures.starved)
+    if figures.steady(each) < rule.least:
+        return None
+    lost = figures.usual(each)
+    said = f"For {percent(lost)} of a step a rank is ready to compute and has no core."
+    host, places = max(figures.hosts().items(), key=lambda it: len(it[1]))
+    threads, cores = sum(figures.rank(it).threads for it in places), max(figures.rank(it).cores for it in places)
+    if threads > cores:
+        said += f" {len(places)} ranks with {threads} threads share {cores} cores of {host}."
+        share = cores // len(places)
+        change = f"Set OMP_NUM_THREADS={share}, or start fewer ranks." if share else f"Start {cores} ranks, not more."
+        return rule.found(said, change, lost=lost)
+    return rule.found(
+        said, f"Other programs take the {cores} cores of {host}: end them, or give ranks cores.", lost=lost
+    )
+
+
+# -- the wire ---------------------------------------------------------------------------------------------------------
+
+EXPOSED = 0.10
+"""The part of a step from which on waits for the wire are worth a change: where they are hidden, 1 to 5 % are left."""
+
+_SPREAD = 4.0  # times the median unit: the root with an embedding is 2 to 3 times a block in most models
+_FEW_MOVING = 1 / 3  # of its time that a small message moves at most; the rest is what any message costs
+_NO_SMALL_NBYTES = 1_000_000  # takes 20 us at 50 GB/s, as long as a collective takes to start
+
+
+def _waits_for_wire(figures: Figures) -> bool:
+    return figures.waits.steady >= EXPOSED and bool(figures.run.units)
+
+
+def _is_one_unit(figures: Figures) -> bool:
+    sizes = [it.nbytes for it in figures.run.units]
+    return max(sizes) >= 0.9 * sum(sizes)
+
+
+def _has_small_messages(figures: Figures) -> bool:
+    """Whether what collectives cost is mostly to be started."""
+    run, count = figures.run, figures.collectives
+    if not count or figures.moved_bytes / count >= _NO_SMALL_NBYTES or len(run.units) < 4:
+        return False
+    gives = min((it for it in (run.link_gb_s, max(run.links_gb_s, default=None)) if it), default=None)
+    if gives is None:
+        return figures.moved_bytes / count < _NO_SMALL_NBYTES / 10
+    return figures.moved_bytes / gives / 1e9 < _FEW_MOVING * figures.waited_s
+
+
+def _never_prefetches(figures: Figures) -> bool:
+    gathering = [it for it in figures.run.units if it.gathers]
+    ahead, gathers = sum(it.gathers_ahead for it in gathering), sum(it.gathers for it in gathering)
+    return len(gathering) > 1 and ahead < 0.05 * gathers  # not so if that is not known, NaN
+
+
+@rule("one unit for all", least=EXPOSED, why="while nothing else is gathered or reduced, nothing hides it")
+def one_unit(figures: Figures, rule: Rule) -> Finding | None:
+    if not (_waits_for_wire(figures) and _is_one_unit(figures)):
+        return None
+    lost = figures.waits.usual
+    unit = max(figures.run.units, key=lambda it: it.nbytes)
+    said = (
+        f"{percent(lost)} of a step waits for the wire: {named(unit)} is one unit of {amount(unit.nbytes)}, nearly all."
+    )
+    change = "Make each block a unit: `fully_shard(block)` before `fully_shard(model)`, or `auto_wrap_policy`."
+    return rule.found(said, change, lost=lost)
+
+
+@rule(
+    "unit too large",
+    least=EXPOSED / 2,
+    why=f"for one unit, {_SPREAD:g} times the median or larger, that hides less of its time than the others do",
+)
+def unit_too_large(figures: Figures, rule: Rule) -> Finding | None:
+    units = figures.run.units
+    if not _waits_for_wire(figures) or _is_one_unit(figures) or len(units) < 4:
+        return None
+    median = float(np.median([it.nbytes for it in units]))
+    largest = max(range(len(units)), key=lambda it: units[it].nbytes)
+    times, lost = units[largest].nbytes / max(median, 1), sum(figures.waits.by_unit[largest])
+    others = [it for place, it in enumerate(units) if place != largest]
+    if times < _SPREAD or lost < rule.least or _exposed_part([units[largest]]) < 1.5 * _exposed_part(others):
+        return None
+    said = (
+        f"{percent(lost)} of a step waits for {named(units[largest])}: that unit is {times:.0f} times as large as the "
+        "median of all."
+    )
+    return rule.found(said, "Make units of its parts, each of about the size of the others.", lost=lost)
+
+
+def _exposed_part(units: list[UnitTimes]) -> float:
+    """What is exposed of the time of the units' collectives."""
+    exposed = sum(it.gather_exposed_s + it.reduce_exposed_s for it in units)
+    return exposed / max(sum(it.gather_s + it.reduce_s for it in units), 1e-12)
+
+
+@rule(
+    "units too small",
+    least=EXPOSED,
+    why=f"where data moves for less than {percent(_FEW_MOVING)} of a collective's time, the rest is its start",
+)
+def units_too_small(figures: Figures, rule: Rule) -> Finding | None:
+    if not _waits_for_wire(figures) or not _has_small_messages(figures):
+        return None
+    lost, count = figures.waits.usual, figures.collectives
+    said = (
+        f"{percent(lost)} of a step waits for {count:.0f} collectives of {amount(figures.moved_bytes / count)} each: "
+        f"{milliseconds(figures.waited_s / count)} apiece, most of it to start."
+    )
+    return rule.found(said, "Make larger units: several blocks as one, `fully_shard([a, b])`.", lost=lost)
+
+
+@rule("no prefetch", least=EXPOSED, why="a gather that starts when it is needed is not hidden", helps=("prefetch",))
+def no_prefetch(figures: Figures, rule: Rule) -> Finding | None:
+    lost = figures.waits.gathers
+    if not _waits_for_wire(figures) or not _never_prefetches(figures) or lost < rule.least:
+        return None
+    said = f"{percent(lost)} of a step waits for gathers, and none was started ahead."
+    change = (
+        "Turn prefetching on (`forward_prefetch=True`, `backward_prefetch=BackwardPrefetch.BACKWARD_PRE`); if it is, "
+        "use units in the same order in every step."
+    )
+    return rule.found(said, change, lost=lost)
+
+
+@rule(
+    "frozen part gathered",
+    least=0.05,
+    why="what has neither gradients nor optimizer state saves little by being sharded",
+    helps=("zero2",),
+)
+def frozen_part_gathered(figures: Figures, rule: Rule) -> Finding | None:
+    if figures.waits.steady < rule.least or not figures.run.units:
+        return None
+    both = zip(figures.run.units, figures.waits.by_unit, strict=True)
+    frozen = [(it, gather) for it, (gather, _) in both if not it.trains and it.gathers]
+    lost = sum(gather for _, gather in frozen)
+    if lost < rule.least:
+        return None
+    units = sorted(frozen, key=lambda it: -it[1])
+    nbytes = sum(it.nbytes for it, _ in frozen)
+    said = (
+        f"{percent(lost)} of a step waits for gathers of {len(frozen)} frozen units, {amount(nbytes)}, most for "
+        f"{listed([named(it) for it, _ in units[:2]])}."
+    )
+    change = "Keep them whole on every rank: `fully_shard(part, reshard_after_forward=False)`, or `ignored_params`."
+    return rule.found(said, change, lost=lost)
+
+
+@rule(
+    "gradients in float32",
+    least=0.05,
+    why="half of what is exposed: they travel at twice the bytes of what computes",
+    helps=("reductions in bfloat16",),
+)
+def gradients_in_float32(figures: Figures, rule: Rule) -> Finding | None:
+    if figures.waits.steady < rule.least or not figures.run.units:
+        return None
+    both = zip(figures.run.units, figures.waits.by_unit, strict=True)
+    wide = [(it, reduce) for it, (_, reduce) in both if _is_half(it.param_dtype) and it.reduce_dtype == "float32"]
+    exposed = sum(reduce for _, reduce in wide)
+    if exposed / 2 < rule.least:
+        return None
+    said = (
+        f"{percent(exposed)} of a step waits for reductions in float32, of {len(wide)} units that compute in "
+        f"{wide[0][0].param_dtype}: {amount(sum(it.reduced_bytes for it, _ in wide))} a step."
+    )
+    dtype = wide[0][0].param_dtype
+    change = f"Sum in {dtype} (`MixedPrecisionPolicy(reduce_dtype=...)`, `--reduce-dtype`): half the bytes."
+    return rule.found(said, change, lost=exposed / 2)
+
+
+def _is_half(dtype: str) -> bool:
+    return dtype in ("bfloat16", "float16")
+
+
+@rule(
+    "slow link",
+    least=2 * EXPOSED,
+    why="beyond what other rules of the wire explain: less must travel, or faster",
+    helps=("hsdp", "less on the wire", "zero2"),
+)
+def slow_link(figures: Figures, rule: Rule) -> Finding | None:
+    run, waits = figures.run, figures.waits
+    if waits.steady < EXPOSED or not run.units:
+        return None
+    change = 'Send less (`strategy="hsdp"`, `reduce_wire`, more microbatches a step), or mend the link.'
+    links = np.array(run.links_gb_s)
+    if len(links) == len(run.ranks) > 1:
+        usual = np.array([np.median(np.delete(links, it)) for it in range(len(links))])
+        slowest = int(np.argmin(links / usual))
+        if links[slowest] < usual[slowest] / 2:
+            said = (
+                f"{percent(waits.usual)} of a step waits for the wire: to {figures.ranks_said((slowest,))} it gives "
+                f"{amount(1e9 * links[slowest])}/s, to others {amount(1e9 * usual[slowest])}/s."
+            )
+            return rule.found(said, "Look at cable, port and driver there, or leave that host out.", lost=waits.usual)
+    others = (one_unit, unit_too_large, units_too_small, no_prefetch, frozen_part_gathered)
+    explained = sum(it.lost for it in (other.finding(figures) for other in others) if it is not None)
+    if gradients_in_float32.finding(figures) is not None:
+        explained += waits.reductions
+    if waits.steady - explained < rule.least:
+        return None
+    gave = f"; it has given {amount(1e9 * run.link_gb_s)}/s" if run.link_gb_s else ""
+    said = (
+        f"{percent(waits.usual)} of a step waits for the wire, which carries {amount(figures.moved_bytes)} a step at "
+        f"{amount(1e9 * figures.reached_gb_s)}/s{gave}."
+    )
+    return rule.found(said, change, lost=waits.usual)
+
+
+# -- the program ------------------------------------------------------------------------------------------------------
+
+
+@rule("checkpoint stalls", least=0.05, why="a checkpoint that is written beside the steps stalls them below 1 %")
+def checkpoint_stalls(figures: Figures, rule: Rule) -> Finding | None:
+    seconds = figures.of("checkpoint").mean(0)
+    lost = float(seconds.sum() / figures.step_s.sum())  # they come in few steps, which a median would not see
+    if lost < rule.least:
+        return None
+    stalled = seconds[seconds > seconds.max() / 10]
+    each = milliseconds(float(np.median(stalled)))
+    said = f"{percent(lost)} of the time the run waits for checkpoints: {len(stalled)} of {each} were recorded."
+    return rule.found(
+        said, "Save beside the steps (`checkpoint.async_save`), to a faster disk, or less often.", lost=lost
+    )
+
+
+@rule(
+    "host waits",
+    least=0.10,
+    why="steps that are queued ahead take the host below 1 %; on a CPU, clipping takes 2 to 5 %",
+)
+def host_waits(figures: Figures, rule: Rule) -> Finding | None:
+    other = figures.of("other").min(0)  # where ranks wait for one, that is no cause of theirs
+    if figures.starved is not None:
+        other = np.maximum(other - figures.starved.max(0), 0)
+    waits = sorted(figures.run.host_waits, key=lambda it: -it.waited_s)
+    waited = min(sum(it.waited_s for it in waits) / figures.usual_step_s, _idle(figures))
+    lost = max(figures.usual(other), waited)
+    if max(figures.steady(other), waited) < rule.least:
+        return None
+    what = listed([f"{it.what} ({it.waits:.3g} times)" for it in waits]) if waits else "logging, metrics or prints"
+    said = f"{percent(lost)} of a step the program is neither computing nor on the wire: {what}."
+    change = "Log every tenth step, keep values on the device until then: no `.item()` in the loop."
+    return rule.found(said, change, lost=lost)
+
+
+def _idle(figures: Figures) -> float:
+    """The part of a step in which an accelerator has nothing to do: a wait of the host's costs no more than that."""
+    busy = figures.later(figures.run.busy_s)
+    if busy is None or all(it.device == "cpu" for it in figures.run.ranks):
+        return 1.0
+    return max(0.0, 1 - figures.usual(busy.mean(0)))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+_BINDS = 0.90  # of what a rank may have: an allocator that has less left gives memory back and takes it again
+
+
+@rule(
+    "no activation checkpointing",
+    least=0.40,
+    why="of what the peak holds: recomputing frees most of that, for a third more time",
+    of_time=False,
+    helps=("activation checkpointing",),
+)
+def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
+    run, used = figures.run, figures.used_memory()
+    if any(it.recomputed for it in run.units) or not run.units:
+        return None
+    if run.out_of_memory is not None:
+        held, total = run.out_of_memory.by_state.get("activations", 0), sum(run.out_of_memory.by_state.values())
+        binding = 1.0 if held >= run.out_of_memory.limit_bytes / 10 else 0.0  # else it is something else that is large
+    elif used is not None and used[1] and run.memory is not None:
+        binding, total = used[0] / used[1], figures.tensors_at_peak()
+        held = int(run.memory.by_state["activations"][run.memory.peak]) if "activations" in run.memory.by_state else 0
+    else:
+        return None
+    if binding < _BINDS or held < rule.least * max(total, 1):
+        return None
+    said = (
+        f"Memory is {percent(min(1.0, binding))} full, and {percent(held / total)} of tensors at the peak are "
+        f"activations: {amount(held)}."
+    )
+    change = "Recompute them (`--activation-checkpointing`, `torch.utils.checkpoint`), or use smaller microbatches."
+    return rule.found(said, change, of_memory=binding * held / total)
+
+
+@rule("large logits", least=0.30, why="of tensors at the peak: less is one of many", of_time=False)
+def large_logits(figures: Figures, rule: Rule) -> Finding | None:
+    run, total = figures.run, figures.tensors_at_peak()
+    logits = run.output_nbytes
+    if run.memory is None or not total or logits < _NOTABLE_LOGITS_NBYTES:
+        return None
+    alike = [it.nbytes for it in run.memory.largest if it.nbytes in (logits, 2 * logits)]  # cast to float32, gradients
+    if sum(alike) < rule.least * total:
+        return None
+    said = (
+        f"The model returns {amount(logits)}, and the peak has {len(alike)} tensors of that kind: "
+        f"{percent(sum(alike) / total)} of {amount(total)}."
+    )
+    change = (
+        "Take the loss in chunks of rows, or fused with the head, so that logits are never whole; or use smaller "
+        "microbatches."
+    )
+    return rule.found(said, change, of_memory=sum(alike) / total)
+
+
+_NOTABLE_LOGITS_NBYTES = 64_000_000  # nobody runs out of memory for less
+
+
+@rule(
+    "memory leak",
+    least=0.02,
+    why="of what is held, more in a run's second half: tensors of a step are gone by its end",
+    of_time=False,
+)
+def memory_leak(figures: Figures, rule: Rule) -> Finding | None:
+    run = figures.run
+    held = run.held_bytes[:, run.held_bytes.shape[1] // 4 :].astype(np.float64)  # an allocator fills its caches first
+    if held.shape[1] < _LEAK_STEPS:
+        return None
+    half = held.shape[1] // 2
+    slopes = np.array([_slope(it) for it in held])
+    worst = int(slopes.argmax())
+    series, slope = held[worst], float(slopes[worst])
+    grown = slope * (len(series) - 1)
+    goes_on = _slope(series[half:]) >= 0.5 * _slope(series[:half]) > 0
+    if grown < max(rule.least * series[0], _NOTABLE_LEAK_NBYTES) or not goes_on or _trend(series) < _SURE:
+        return None
+    who = figures.ranks_said((worst,))
+    said = f"{who[0].upper()}{who[1:]} holds {amount(slope)} more after each step, {amount(series[-1])} by now."
+    limit = run.memory.limit if run.memory is not None else None
+    if limit is not None and limit > series[-1]:
+        said += f" In {(limit - series[-1]) / slope:.0f} steps its memory is full."
+    change = "Keep numbers of losses and outputs, not tensors: `.detach()` or `.item()` before they go into a list."
+    return rule.found(said, change, of_memory=grown / series[-1])
+
+
+_LEAK_STEPS = 10
+_NOTABLE_LEAK_NBYTES = 4_000_000
+_SURE = 4.0  # standard deviations: by chance once in 30 000 series
+
+
+def _slope(series: Series) -> float:
+    """Bytes a step: the median of the slopes of all pairs of steps, 64 steps at most (Theil, 1950; Sen, 1968)."""
+    at, early, late = _pairs(series)
+    return float(np.median((series[at[late]] - series[at[early]]) / (at[late] - at[early])))
+
+
+def _trend(series: Series) -> float:
+    """By how many standard deviations more pairs of steps rise than fall than would by chance (Mann, 1945)."""
+    at, early, late = _pairs(series)
+    count = len(at)
+    deviation = np.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    return float(np.sign(series[at[late]] - series[at[early]]).sum() / deviation)
+
+
+def _pairs(series: Series) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Steps, 64 at most, and all pairs of them, as places among those."""
+    at = np.unique(np.linspace(0, len(series) - 1, 64).round().astype(np.int64))
+    return (at, *np.triu_indices(len(at), 1))
+
+
+def _times(late: Late) -> str:
+    """Such as "80 ms, and 2 ms on others"."""
+    return f"{milliseconds(late.took_s)}, and {milliseconds(late.others_s)} on others"

@@ -1,0 +1,211 @@
+"""Out of memory, told before the process ends: what has failed or would soon, who holds what, and what would fit.
+
+An accelerator's allocator raises, and so does a CPU's under a limit of the process (`ulimit -v`, `RLIMIT_AS`,
+`RLIMIT_DATA`): that is told when the error leaves the loop, whose frames it still holds. A container's limit ends the
+process without a word, so of that it is told when it is near.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from fullshard._compat import local_tensor
+from fullshard.engine.registry import units_in
+from fullshard.errors import FullshardError
+from fullshard.plan.ledger import predict_ledger
+from fullshard.plan.memory import State
+from fullshard.report.memory_watch import Held, held_between_steps
+from fullshard.report.run import OutOfMemory, TensorHeld
+from fullshard.tape.recorder import Origin, Phase
+
+__all__ = ["MemoryGuard", "asked_bytes", "holders_said", "is_out_of_memory"]
+
+NEAR = 0.95
+"""The part of a container's limit from which on it is told: a page takes a few dozen MB to write."""
+
+_LOOK_EVERY_S = 0.05
+_BALLAST_NBYTES = 48 << 20  # of addresses, given back when a page has to be written
+_MARGIN = 0.02  # of the limit, to be left by what would fit
+_SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit of memory in bytes, what counts against it now, and whether to meet it raises an error."""
+
+    nbytes: int
+    used: Callable[[], int]
+    raises: bool
+
+
+class MemoryGuard:
+    """Knows how much memory a rank may have, and what it holds. To be made once the model is sharded.
+
+    Args:
+        model: the root.
+        optimizers: those that step it; may grow.
+        device: that computes.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+        self._model, self._optimizers = model, optimizers
+        self._limits = list(_limits(device))
+        known = sum(it.nbytes for it in held_between_steps(model, optimizers))
+        self._own = [max(0, it.used() - known) for it in self._limits]  # of the program itself
+        self._ballast = bytearray(_BALLAST_NBYTES) if any(_of_process()) else None
+        self._looked_at = 0.0
+        self.has_told = False
+
+    def is_near(self) -> bool:
+        """True if a limit that raises no error is near, and that was not told. Cheap enough to ask with every event."""
+        now = time.monotonic()
+        if self.has_told or now - self._looked_at < _LOOK_EVERY_S:
+            return False
+        self._looked_at = now
+        return any(not it.raises and it.used() >= NEAR * it.nbytes for it in self._limits)
+
+    def state(self, rank: int, origin: Origin, error: BaseException | None = None) -> OutOfMemory:
+        """What is held now, by this rank, on behalf of `origin`. Memory that was kept for this moment is given back."""
+        self.has_told, self._ballast = True, None
+        asked = None if error is None else asked_bytes(error)
+        limit, own = min(zip(self._limits, self._own, strict=True), key=lambda it: it[0].nbytes - it[0].used())
+        used = limit.used()
+        held = [*held_between_steps(self._model, self._optimizers), *_gradients(self._model)]
+        rest = max(0, used - own - sum(it.nbytes for it in held))
+        by_state = Counter({State.ACTIVATIONS.value: rest})
+        for it in held:
+            by_state[it.state] += it.nbytes
+        every = [*held, Held(nbytes=rest, state=State.ACTIVATIONS.value, what="activations and temporaries")]
+        largest = sorted(every, key=lambda it: -it.nbytes)[:_SHOWN]
+        lacking = used + (asked or 0) - limit.nbytes * (1 - _MARGIN)
+        return OutOfMemory(
+            rank=rank,
+            asked_bytes=asked,
+            where=_where(self._model, origin, error),
+            used_bytes=used,
+            limit_bytes=limit.nbytes,
+            by_state=dict(by_state),
+            largest=tuple(TensorHeld(nbytes=it.nbytes, state=it.state, what=it.what) for it in largest),
+            would_fit=tuple(_would_fit(self._model, rest, lacking)),
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if an allocator has raised `error`."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """How much was asked for, as the allocator's message says; None if it does not."""
+    found = re.search(r"(?:tried to allocate|Tried to allocate) ([\d.]+) (bytes|[KMG]iB)", str(error))
+    if found is None:
+        return None
+    return round(float(found[1]) * {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}[found[2]])
+
+
+def holders_said(state: OutOfMemory) -> str:
+    """The three largest holders, in words."""
+    return "; ".join(f"{it.nbytes / 1e6:,.0f} MB {it.what}" for it in state.largest[:3])
+
+
+def _where(model: nn.Module, origin: Origin, error: BaseException | None) -> str:
+    """The module whose forward has raised `error`: by then the program has turned to others; else the unit at work."""
+    names = {id(module): name for name, module in model.named_modules()}
+    trace, inner = None if error is None else error.__traceback__, ""
+    while trace is not None:
+        inner = names.get(id(trace.tb_frame.f_locals.get("self")), "") or inner
+        trace = trace.tb_next
+    if inner:
+        return f"{inner}, forward"
+    return "the loop" if origin.phase is Phase.IDLE else f"{origin.unit or 'the root'}, {origin.phase.value}"
+
+
+def _gradients(model: nn.Module) -> Iterator[Held]:
+    for unit in units_in(model):
+        grads = (param.sharded.grad for param in unit.params)
+        nbytes = sum(local_tensor(it).nbytes for it in grads if it is not None)
+        if nbytes:
+            name = unit.name or "the root"
+            yield Held(nbytes=nbytes, state=State.SHARDED_GRADIENTS.value, what=f"gradients of {name}")
+
+
+def _would_fit(model: nn.Module, activations: int, lacking: float) -> Iterator[str]:
+    """Changes that would free as much as is lacking, by formula, the cheapest first; none if nothing seems to lack."""
+    if lacking <= 0:
+        return
+    with suppress(FullshardError):
+        saved = predict_ledger(model).total - predict_ledger(model, strategy="zero3").total
+        if saved >= lacking:
+            yield "strategy zero3"
+    if activations * 0.5 >= lacking:
+        yield "half the rows in a microbatch, and twice the microbatches"
+    blocks = max(2, len(units_in(model)) - 1)
+    if activations * (1 - 2 / blocks) >= lacking and blocks > 2:  # one block's, and the inputs of all
+        yield "activation checkpointing of each block"
+    if activations * 0.75 >= lacking > activations * 0.5:
+        yield "a quarter of the rows in a microbatch, and four times the microbatches"
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------
+
+
+def _limits(device: torch.device) -> Iterator[Limit]:
+    """The limits that this process has; on a CPU, the memory of the machine among them."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        yield Limit(int(module.mem_get_info(device)[1]), lambda: int(module.memory_reserved(device)), raises=True)
+        return
+    yield from _of_process()
+    container = _container()
+    if container is not None:
+        yield container
+    yield Limit(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), lambda: _status("VmRSS"), raises=True)
+
+
+def _of_process() -> Iterator[Limit]:
+    """Limits of the addresses of this process."""
+    for which, counted in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")):
+        soft, _ = resource.getrlimit(which)
+        if soft != resource.RLIM_INFINITY:
+            yield Limit(soft, partial(_status, counted), raises=True)
+
+
+def _status(name: str) -> int:
+    """Bytes of this process, of one kind; 0 where there is no such file."""
+    with suppress(OSError):
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024 if found else 0
+    return 0
+
+
+def _container(root: Path = Path("/sys/fs/cgroup"), of: Path = Path("/proc/self/cgroup")) -> Limit | None:
+    """The limit of this process's control group, of version 2 or 1; None if it has none."""
+    with suppress(OSError, ValueError):
+        for line in of.read_text().splitlines():
+            number, kinds, path = line.split(":", 2)
+            folder = (root if number == "0" else root / "memory") / path.strip("/")
+            limit, stat, names = folder / "memory.max", folder / "memory.stat", ("anon", "shmem")
+            if "memory" in kinds.split(","):
+                limit, names = folder / "memory.limit_in_bytes", ("total_rss", "total_shmem")
+            if limit.is_file() and limit.read_text().strip() != "max" and int(limit.read_text()) < 1 << 60:
+                return Limit(int(limit.read_text()), partial(_sum_of, stat, names), raises=False)
+    return None
+
+
+def _sum_of(file: Path, names: Sequence[str]) -> int:
+    lines = (line.split() for line in file.read_text().splitlines())
+    return sum(int(value) for name, value in lines if name in names)

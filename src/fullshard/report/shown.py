@@ -1,0 +1,512 @@
+"""What a page shows of a run: plain values, thinned out until the page is small, with a word where that was done.
+
+Times are in seconds and sizes in bytes, as in `Run`. What is thinned keeps what a reader looks for: the peak of a
+memory curve, the ranks that are late, the units that are waited for, the means over steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fullshard.device.lanes import LANES
+from fullshard.report.run import PARTS, Finding, Memory, OutOfMemory, Run, Shard, Span, TensorHeld, UnitTimes
+
+__all__ = ["in_order", "shown"]
+
+_POINTS = 400  # of a curve over steps, or over one step
+_ROWS = 64  # of the map of ranks and steps
+_COLUMNS = 160
+_SPANS = 12_000  # of all lanes that are shown
+_UNITS = 600
+_RANKS = 256
+_CUTS = 12_000  # of the map of shards; a parameter that is cut evenly counts once
+
+Numbers = NDArray[Any]
+
+
+def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> dict[str, Any]:
+    """Everything on the page of `run`, as JSON can hold it: no NaN, None where nothing was measured.
+
+    Args:
+        run: at least one step of at least one rank, or an `out_of_memory`.
+        findings: its causes, the worst first.
+        against: another run, to be shown beside it.
+    """
+    told = {
+        "name": run.name,
+        "strategy": run.strategy,
+        "world": len(run.ranks),
+        "devices": sorted({it.device for it in run.ranks}),
+        "hosts": len({it.host for it in run.ranks}),
+        "steps": _steps(run),
+        "findings": [asdict(it) for it in findings],
+        "out_of_memory": _out_of_memory(run.out_of_memory),
+        "step": _step(run),
+        "over_steps": _over_steps(run),
+        "host_waits": [asdict(it) for it in sorted(run.host_waits, key=lambda it: -it.waited_s)],
+        "timeline": _timeline(run),
+        "units": _units(run),
+        "memory": _memory(run.memory),
+        "held": _held(run),
+        "ranks": _ranks(run),
+        "shards": _shards(run.shards),
+        "training": _training(run),
+        "what_ifs": [asdict(it) for it in sorted(run.what_ifs, key=lambda it: -it.gain_s)],
+        "settings": dict(run.settings),
+        "facts": dict(run.facts),
+        "against": None if against is None else _beside(run, against),
+    }
+    plain: dict[str, Any] = _plain(told)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """The value with arrays as lists, and None for what is not a number."""
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(it) for key, it in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(it) for it in value]
+    return value
+
+
+def _buckets(count: int, most: int) -> list[slice]:
+    """At most `most` slices, as even as can be, that cover `count` places."""
+    size = max(1, -(-count // most))
+    return [slice(at, min(at + size, count)) for at in range(0, count, size)]
+
+
+def _thin(values: Numbers, most: int) -> Numbers:
+    """The means over buckets of the last axis, with what is not measured left out."""
+    parts = [_mean(values[..., bucket], axis=-1) for bucket in _buckets(values.shape[-1], most)]
+    return np.stack(parts, -1) if parts else values[..., :0].astype(float)
+
+
+def _mean(values: Numbers, axis: int | tuple[int, ...] | None = None) -> Any:
+    """The mean of what was measured, NaN where nothing was."""
+    there = np.isfinite(values)
+    count = there.sum(axis=axis)
+    total = np.where(there, values, 0.0).sum(axis=axis)
+    return np.where(count > 0, total / np.maximum(count, 1), np.nan)
+
+
+def _quantile(values: Numbers, *at: float) -> list[float]:
+    there = values[np.isfinite(values)]
+    return [float(it) for it in np.quantile(there, at)] if there.size else [math.nan] * len(at)
+
+
+def _settled(run: Run) -> slice:
+    """The steps that means are of: all but the very first, which warms up, where there are enough."""
+    return slice(1 if _has_warmed_up(run) else 0, None)
+
+
+def _has_warmed_up(run: Run) -> bool:
+    return len(run.steps) >= 5 and run.steps[0] <= 1
+
+
+def _steps(run: Run) -> dict[str, Any]:
+    clock = _mean(run.step_s[:, _settled(run)], axis=0) if run.step_s.size else np.zeros(0)
+    low, median, high = _quantile(clock, 0.05, 0.5, 0.95)
+    return {
+        "count": len(run.steps),
+        "first": int(run.steps[0]) if len(run.steps) else None,
+        "last": int(run.steps[-1]) if len(run.steps) else None,
+        "without_first": _has_warmed_up(run),
+        "median_s": median,
+        "low_s": low,
+        "high_s": high,
+    }
+
+
+def _step(run: Run) -> dict[str, Any] | None:
+    """The mean step and its parts: over ranks and steps, and how far ranks are apart."""
+    if not run.parts_s.size:
+        return None
+    of_ranks = _mean(run.parts_s[:, _settled(run)], axis=1)
+    clock = float(_mean(run.step_s[:, _settled(run)]))
+    parts: list[dict[str, Any]] = []
+    for place, part in enumerate(PARTS):
+        low, high = _quantile(of_ranks[:, place], 0.1, 0.9)
+        mean = float(_mean(of_ranks[:, place]))
+        parts.append({"part": part, "mean_s": mean, "low_s": low, "high_s": high, "share": mean / clock})
+    return {"parts": parts, "sum_s": sum(it["mean_s"] for it in parts if math.isfinite(it["mean_s"])), "clock_s": clock}
+
+
+def _over_steps(run: Run) -> dict[str, Any] | None:
+    if len(run.steps) < 3 or not run.parts_s.size:
+        return None
+    parts = np.round(_thin(_mean(run.parts_s, axis=0).T, _POINTS), 6)
+    return {
+        "at": _first_of(run.steps),
+        "each": _each(run.steps),
+        "parts": {part: parts[place] for place, part in enumerate(PARTS)},
+    }
+
+
+def _first_of(steps: Numbers) -> list[int]:
+    return [int(steps[bucket.start]) for bucket in _buckets(len(steps), _POINTS)]
+
+
+def _each(steps: Numbers, most: int = _POINTS) -> int:
+    return max(1, -(-len(steps) // most))
+
+
+def _timeline(run: Run) -> dict[str, Any] | None:
+    """Spans by rank, in columns: names and units by their place in lists, starts and lengths in microseconds."""
+    if not any(run.spans.values()):
+        return None
+    names: dict[str, int] = {}
+    units: dict[str, int] = {}
+    lanes = in_order({span.lane for spans in run.spans.values() for span in spans}, LANES)
+    place = {lane: number for number, lane in enumerate(lanes)}
+    ranks: list[dict[str, Any]] = []
+    left, cut = _SPANS, 0
+    for rank, why in _worth_seeing(run):
+        spans = run.spans[rank]
+        if ranks and len(spans) > left:
+            continue
+        kept = sorted(spans, key=lambda it: it.start_s - it.end_s)[:_SPANS]
+        cut = max(cut, len(spans) - len(kept))
+        left -= len(kept)
+        ranks.append({"rank": rank, "why": why, **_columns(kept, place, names, units)})
+    return {
+        "step": run.shown_step,
+        "lanes": lanes,
+        "names": list(names),
+        "units": list(units),
+        "ranks": sorted(ranks, key=lambda it: it["rank"]),
+        "of_ranks": sum(1 for spans in run.spans.values() if spans),
+        "cut": cut,
+    }
+
+
+def _columns(
+    spans: Iterable[Span], lanes: Mapping[str, int], names: dict[str, int], units: dict[str, int]
+) -> dict[str, list[int]]:
+    ordered = sorted(spans, key=lambda it: (it.start_s, -it.end_s))
+    return {
+        "lane": [lanes[it.lane] for it in ordered],
+        "name": [names.setdefault(it.name, len(names)) for it in ordered],
+        "unit": [units.setdefault(it.unit, len(units)) for it in ordered],
+        "start_us": [round(it.start_s * 1e6) for it in ordered],
+        "took_us": [round((it.end_s - it.start_s) * 1e6) for it in ordered],
+    }
+
+
+def in_order(found: Iterable[str], known: Sequence[str]) -> list[str]:
+    """What was found, in the order of what is known; what is not known comes last."""
+    return sorted(found, key=lambda it: (known.index(it) if it in known else len(known), it))
+
+
+def _worth_seeing(run: Run) -> Iterator[tuple[int, str]]:
+    """The ranks with spans, those that say most first, with a word on why."""
+    late = _lateness(run)
+    ranks = [rank for rank, spans in run.spans.items() if spans]
+    by_lateness = sorted(ranks, key=lambda it: -late[it] if it < len(late) and math.isfinite(late[it]) else 0.0)
+    said = {by_lateness[0]: "comes last", by_lateness[-1]: "comes first"}
+    if len(by_lateness) < 2 or not np.isfinite(late).any():
+        said = {}
+    first = [*said, *(it for it in (0, by_lateness[len(by_lateness) // 2]) if it in ranks)]
+    for rank in dict.fromkeys([*first, *ranks]):
+        yield rank, said.get(rank, "")
+
+
+def _lateness(run: Run) -> Numbers:
+    """Seconds a step by which each rank comes later than the first."""
+    if not run.waited_for_s.size:
+        return np.full(len(run.ranks), np.nan)
+    late: Numbers = _mean(run.waited_for_s[:, _settled(run)], axis=1)
+    return late
+
+
+def _units(run: Run) -> dict[str, Any] | None:
+    if not run.units:
+        return None
+    order = sorted(run.units, key=lambda it: -_waits(it))
+    kept = order[:_UNITS]
+    return {
+        "link_gb_s": run.link_gb_s,
+        "of": len(run.units),
+        "waited_s": float(np.nansum([_waits(it) for it in run.units])),
+        "left_out_s": float(np.nansum([_waits(it) for it in order[_UNITS:]])),
+        "rows": [
+            {
+                "fqn": it.fqn,
+                "nbytes": it.nbytes,
+                "trains": it.trains,
+                "gathers": it.gathers,
+                "gathered_bytes": it.gathered_bytes,
+                "gather_s": it.gather_s,
+                "gather_exposed_s": it.gather_exposed_s,
+                "gather_gb_s": _rate(it.gathered_bytes, it.gather_s),
+                "reductions": it.reductions,
+                "reduced_bytes": it.reduced_bytes,
+                "reduce_s": it.reduce_s,
+                "reduce_exposed_s": it.reduce_exposed_s,
+                "reduce_gb_s": _rate(it.reduced_bytes, it.reduce_s),
+            }
+            for it in kept
+        ],
+    }
+
+
+def _waits(unit: UnitTimes) -> float:
+    return float(np.nansum([unit.gather_exposed_s, unit.reduce_exposed_s]))
+
+
+def _rate(nbytes: float, seconds: float) -> float | None:
+    return nbytes / seconds / 1e9 if seconds > 0 else None
+
+
+def _memory(memory: Memory | None) -> dict[str, Any] | None:
+    """The curve at moments that keep its peaks: of each bucket the moment in which most is held."""
+    if memory is None or not len(memory.at_s):
+        return None
+    total = np.sum(list(memory.by_state.values()), axis=0)
+    chosen = {bucket.start + int(np.argmax(total[bucket])) for bucket in _buckets(len(total), _POINTS)}
+    places = sorted(chosen | {memory.peak, len(total) - 1})
+    return {
+        "rank": memory.rank,
+        "at_s": np.round(memory.at_s[places], 6),
+        "labels": [memory.labels[it] for it in places],
+        "by_state": {state: values[places] for state, values in memory.by_state.items() if values.any()},
+        "peak": places.index(memory.peak),
+        "peak_bytes": int(total[memory.peak]),
+        "peak_by_state": {state: int(values[memory.peak]) for state, values in memory.by_state.items()},
+        "predicted": None if memory.predicted is None else memory.predicted[places],
+        "predicted_bytes": None if memory.predicted is None else int(memory.predicted.max()),
+        "largest": _tensors(memory.largest),
+        "held": memory.held,
+        "limit": memory.limit,
+        "moments": len(total),
+    }
+
+
+def _tensors(held: Iterable[TensorHeld]) -> list[dict[str, Any]]:
+    return [asdict(it) for it in held]
+
+
+def _held(run: Run) -> dict[str, Any] | None:
+    """What the process, or the allocator, held after each step: the middle of the ranks, and the most."""
+    if run.held_bytes.size == 0 or run.held_bytes.shape[1] < 3 or not run.held_bytes.any():
+        return None
+    ends = [bucket.stop - 1 for bucket in _buckets(run.held_bytes.shape[1], _POINTS)]
+    held = run.held_bytes[:, ends]
+    return {"at": run.steps[ends], "median": np.median(held, axis=0).astype(np.int64), "most": held.max(axis=0)}
+
+
+def _ranks(run: Run) -> dict[str, Any] | None:
+    if not run.ranks or not run.step_s.size:
+        return None
+    settled = _settled(run)
+    late = _lateness(run)
+    waits = _mean(run.parts_s[:, settled][..., [PARTS.index("gather"), PARTS.index("reduce")]].sum(-1), axis=1)
+    busy = _mean(run.busy_s[:, settled] / run.step_s[:, settled], axis=1) if run.busy_s.size else late * math.nan
+    rows: list[dict[str, Any]] = [
+        {
+            "rank": it.rank,
+            "host": it.host,
+            "device": it.device,
+            "cores": it.cores,
+            "step_s": float(_mean(run.step_s[place, settled])),
+            "late_s": float(late[place]),
+            "late_high_s": _quantile(run.waited_for_s[place, settled], 0.95)[0] if run.waited_for_s.size else math.nan,
+            "waits_s": float(waits[place]),
+            "busy": float(busy[place]),
+        }
+        for place, it in enumerate(run.ranks)
+    ]
+    rows.sort(key=lambda it: (-it["late_s"] if math.isfinite(it["late_s"]) else 0.0, it["rank"]))
+    return {
+        "rows": rows[:_RANKS],
+        "of": len(rows),
+        "slowest": _slowest(run, late),
+        "map": _map(run),
+        "skew": _skew(run),
+    }
+
+
+def _slowest(run: Run, late: Numbers) -> dict[str, Any] | None:
+    """The rank that is waited for most, and the part of a step that takes it longest beside the others' median."""
+    if len(run.ranks) < 2 or not np.isfinite(late).any():
+        return None
+    place = int(np.nanargmax(late))
+    own = [index for index, part in enumerate(PARTS) if part not in ("gather", "reduce")]
+    of_ranks = _mean(run.parts_s[:, _settled(run)], axis=1)[:, own]
+    more = of_ranks[place] - np.median(np.delete(of_ranks, place, axis=0), axis=0)
+    part = int(np.nanargmax(more))
+    last = np.argmax(np.nan_to_num(run.waited_for_s[:, _settled(run)]), axis=0) == place
+    return {
+        "rank": run.ranks[place].rank,
+        "host": run.ranks[place].host,
+        "late_s": float(late[place]),
+        "of_step": float(late[place] / _mean(run.step_s)),
+        "last_share": float(last.mean()),
+        "part": PARTS[own[part]],
+        "more_s": float(more[part]),
+    }
+
+
+def _map(run: Run) -> dict[str, Any] | None:
+    """How late each rank came in each step: of ranks that share a row the latest, of steps in a column the mean."""
+    if len(run.ranks) < 2 or len(run.steps) < 2 or not np.isfinite(run.waited_for_s).any():
+        return None
+    rows = _buckets(len(run.ranks), _ROWS)
+    columns = _buckets(len(run.steps), _COLUMNS)
+    late = _thin(run.waited_for_s, _COLUMNS)
+    numbers = [it.rank for it in run.ranks]
+    return {
+        "ranks": [_between(numbers[it.start], numbers[it.stop - 1]) for it in rows],
+        "steps": [int(run.steps[it.start]) for it in columns],
+        "each": _each(run.steps, _COLUMNS),
+        "late_s": [np.round(np.nan_to_num(late[it]).max(0), 6) for it in rows],
+    }
+
+
+def _between(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first} to {last}"
+
+
+def _skew(run: Run) -> dict[str, Any] | None:
+    """How far the first and the last rank are apart, over steps."""
+    if len(run.ranks) < 2 or len(run.steps) < 3 or not np.isfinite(run.waited_for_s).any():
+        return None
+    apart = np.ptp(np.nan_to_num(run.waited_for_s), axis=0)
+    return {
+        "at": _first_of(run.steps),
+        "each": _each(run.steps),
+        "apart_s": np.round(_thin(apart[None], _POINTS)[0], 6),
+    }
+
+
+def _shards(shards: Sequence[Shard]) -> dict[str, Any] | None:
+    """Who owns which rows: the parameters of most bytes, with ends of rows by rank, or one number if all are alike."""
+    if not shards:
+        return None
+    units: dict[str, int] = {}
+    parameters, left = [], _CUTS
+    for it in sorted(shards, key=lambda it: -_bytes_of(it)):
+        cut = _cut(it)
+        left -= len(cut) if isinstance(cut, list) else 1
+        if left >= 0:
+            parameters.append(_parameter(it, units.setdefault(it.unit, len(units)), cut))
+    owned = np.zeros(max(len(it.rows) for it in shards))
+    for it in shards:
+        a_row = _bytes_of(it) / max(1, it.shape[it.dim] if it.shape else 1)
+        owned[: len(it.rows)] += [a_row * (stop - start) for start, stop in it.rows]
+    return {
+        "units": list(units),
+        "parameters": parameters,
+        "of": len(shards),
+        "owned_bytes": owned.round().astype(np.int64),
+        "padding_bytes": sum(it.padding_bytes for it in shards),
+        "packed": sum(it.packed for it in shards),
+        "packed_bytes": sum(_bytes_of(it) for it in shards if it.packed),
+        "nbytes": sum(map(_bytes_of, shards)),
+    }
+
+
+def _parameter(shard: Shard, unit: int, cut: int | list[int]) -> dict[str, Any]:
+    return {
+        "fqn": shard.fqn,
+        "unit": unit,
+        "shape": list(shard.shape),
+        "dtype": shard.dtype.removeprefix("torch."),
+        "dim": shard.dim,
+        "cut": cut,
+        "ranks": len(shard.rows),
+        "packed": shard.packed,
+        "padding_bytes": shard.padding_bytes,
+        "nbytes": _bytes_of(shard),
+    }
+
+
+def _cut(shard: Shard) -> int | list[int]:
+    """The rows of each rank if that is one number, as `Shard(dim)` cuts; the ends of all ranks' rows if not."""
+    rows = shard.shape[shard.dim] if shard.shape else 1
+    each = -(-rows // max(1, len(shard.rows)))
+    if all(
+        (start, stop) == (min(at * each, rows), min((at + 1) * each, rows))
+        for at, (start, stop) in enumerate(shard.rows)
+    ):
+        return each
+    return [stop for _, stop in shard.rows]
+
+
+def _bytes_of(shard: Shard) -> int:
+    dtype = getattr(torch, shard.dtype.removeprefix("torch."), None)
+    return math.prod(shard.shape) * (dtype.itemsize if isinstance(dtype, torch.dtype) else 4)
+
+
+def _training(run: Run) -> dict[str, Any] | None:
+    curves = {name: values for name, values in run.training.items() if np.isfinite(values).any()}
+    if not curves or len(run.steps) < 2:
+        return None
+    return {
+        "at": _first_of(run.steps),
+        "each": _each(run.steps),
+        "curves": {name: _thin(np.asarray(values)[None], _POINTS)[0].tolist() for name, values in curves.items()},
+    }
+
+
+def _out_of_memory(found: OutOfMemory | None) -> dict[str, Any] | None:
+    return None if found is None else asdict(found)
+
+
+def _beside(run: Run, other: Run) -> dict[str, Any]:
+    """What is different between two runs: settings and facts, time by part, memory by state."""
+    return {
+        "name": other.name,
+        "settings": list(_differences({**run.facts, **run.settings}, {**other.facts, **other.settings})),
+        "clock_s": [_clock(run), _clock(other)],
+        "parts": _pairs(_parts(run), _parts(other), PARTS),
+        "states": _pairs(_states(run), _states(other)),
+        "peak_bytes": [_peak(run), _peak(other)],
+    }
+
+
+def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    for name in dict.fromkeys([*ours, *theirs]):
+        pair = [ours.get(name), theirs.get(name)]
+        if pair[0] != pair[1]:
+            yield {"name": name, "values": pair}
+
+
+def _pairs(ours: Mapping[str, float], theirs: Mapping[str, float], order: Sequence[str] = ()) -> list[dict[str, Any]]:
+    found = [*ours, *(it for it in theirs if it not in ours)]
+    return [
+        {"name": it, "values": [ours.get(it), theirs.get(it)]}
+        for it in (in_order(found, order) if order else found)
+        if ours.get(it) or theirs.get(it)
+    ]
+
+
+def _clock(run: Run) -> float | None:
+    return float(_mean(run.step_s[:, _settled(run)])) if run.step_s.size else None
+
+
+def _parts(run: Run) -> dict[str, float]:
+    step = _step(run)
+    return {} if step is None else {it["part"]: it["mean_s"] for it in step["parts"]}
+
+
+def _states(run: Run) -> dict[str, float]:
+    if run.memory is None:
+        return {}
+    return {state: float(values[run.memory.peak]) for state, values in run.memory.by_state.items()}
+
+
+def _peak(run: Run) -> float | None:
+    return sum(_states(run).values()) or None

@@ -1,0 +1,433 @@
+"""The recorder that is on in every run: it splits each step into its parts, and keeps no more than one step's events.
+
+[Note: whose time is it]
+The engine says whose work the program turns to: a unit and a phase. From one turn to the next the time belongs to that
+phase: forward, backward, the optimizer. Between the end of a backward, or of an optimizer's step, and what comes next
+it is nobody's; before a forward that is the input's, unless the loop says better, and before an optimizer it is other.
+Out of all that are cut the times in which the program started a collective or waited for one, which are exposed, and
+those in which it saved a checkpoint. What is left and what is cut add up to the step by the clock.
+
+Where lanes work at other times than the program, all times are of the compute lane, and what is exposed is what that
+lane waits. They are read when the lane has come so far, which nobody waits for.
+
+A step is over at the end of the last optimizer's step before a forward that is trained. Only that forward tells.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+
+from fullshard.device.accelerator import Accelerator
+from fullshard.device.lanes import Stamp
+from fullshard.report.run import PARTS
+from fullshard.report.usage import Usage
+from fullshard.tape.recorder import Event, Origin, Phase, Recorder
+
+__all__ = ["PAUSE", "WATCHED_STEP", "Piece", "StepRecorder", "StepTaken", "UnitCounts", "is_kept_whole"]
+
+WATCHED_STEP = 2
+"""The step in which memory is watched: the first one whose order is known. Those up to it do not count as timed."""
+PAUSE = "pause"
+"""Time that belongs to no step."""
+
+_MOST_UNREAD = 8  # steps whose times lanes have not come to yet: older ones are given up
+
+
+@dataclass(slots=True)
+class UnitCounts:
+    """What a unit's collectives came to, summed over steps."""
+
+    gathers: int = 0
+    gathered_bytes: int = 0
+    gather_s: float = 0.0
+    gather_exposed_s: float = 0.0
+    gathers_ahead: int = 0
+    reductions: int = 0
+    reduced_bytes: int = 0
+    reduce_s: float = 0.0
+    reduce_exposed_s: float = 0.0
+    recomputed: int = 0  # forwards within backward
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The names of the counts, in their order."""
+        return [it.name for it in fields(cls)]
+
+    def as_list(self) -> list[float]:
+        """The counts in their order."""
+        return [round(getattr(self, it.name), 6) for it in fields(self)]
+
+    def add(self, other: UnitCounts) -> None:
+        """Add the counts of another step."""
+        for it in fields(self):
+            setattr(self, it.name, getattr(self, it.name) + getattr(other, it.name))
+
+
+def is_kept_whole(number: int) -> bool:
+    """True of the steps that can be shown lane by lane: those whose number is a power of two."""
+    return number.bit_count() == 1
+
+
+class Piece(NamedTuple):
+    """Something that a lane did, in seconds from the start of the step."""
+
+    lane: str
+    name: str
+    unit: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTaken:
+    """A step, split. Seconds; bytes of this rank."""
+
+    number: int
+    step_s: float
+    parts_s: dict[str, float]  # by part
+    host_waits: dict[str, tuple[int, float]]  # what made the program wait: how often, and how long
+    usage: Usage
+    work: float
+    best_bytes_per_s: float  # that any of its gathers has reached
+    units: dict[str, UnitCounts]
+    pieces: list[Piece]  # of all lanes; none, unless the step is kept whole
+
+
+class _Turn(NamedTuple):
+    """The program turns to something, at a time of its own and of the compute lane."""
+
+    at: float
+    stamp: Stamp | None
+    phase: Phase
+    unit: str
+    told: str  # by the loop: a part, or the name of what it does; empty if only the engine speaks
+    trains: bool
+
+
+@dataclass
+class _Unread:
+    """A step whose times may not be known yet."""
+
+    number: int
+    turns: list[_Turn]  # the last one is its end
+    events: list[Event]
+    usage: Usage
+    work: float
+    tells_input: bool
+
+
+class StepRecorder(Recorder):
+    """Splits what it is told of into steps.
+
+    Args:
+        accelerator: the device that computes.
+        usage: what this rank has used by now.
+        done: called with each step, in order.
+        begins: called with the number of a step when its first forward begins.
+        seen: called with each event as it begins.
+        first: the number of the first step.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        usage: Callable[[], Usage],
+        done: Callable[[StepTaken], None],
+        begins: Callable[[int], None] = lambda number: None,
+        seen: Callable[[Event], None] = lambda event: None,
+        first: int = 1,
+    ) -> None:
+        super().__init__()
+        self._accelerator = accelerator
+        self.number = first  # of the step under way
+        self.work = 0.0  # numbers that this step's forwards were given
+        self._compute = accelerator.lanes.compute
+        self._usage, self._done, self._begins, self._seen = usage, done, begins, seen
+        self._told: list[str] = []
+        self._turns = [self._turn(self.origin)]
+        self._told_input = False
+        self._stepped = False
+        self._end: int | None = None  # the place of the turn at which this step ends, if no more comes
+        self._used = self._used_at_end = usage()
+        self._unread: deque[_Unread] = deque()
+        self._has_begun = False
+
+    @property
+    def reads_lanes(self) -> bool:  # type: ignore[override]  # which changes here
+        """True where lanes work at other times than the program, and are not recorded into a graph."""
+        return self._accelerator.has_lanes and not self._accelerator.is_capturing
+
+    # -- what the engine and the loop tell ----------------------------------------------------------------------------
+
+    def add(self, event: Event) -> Event:
+        """Keep `event` until its step is over."""
+        if PAUSE not in self._told:
+            self.events.append(event)
+            self._seen(event)
+        return event
+
+    def turn_to(self, origin: Origin) -> None:
+        """See `Recorder.turn_to`."""
+        self.origin = origin
+        if PAUSE in self._told or self._accelerator.is_capturing:
+            return
+        turn = self._turn(origin)
+        if origin.phase is Phase.FORWARD:
+            if turn.trains and (self._end is not None or not self._has_begun):
+                self._begin_next()
+        elif origin.phase is Phase.STEP:
+            self._stepped, self._end = True, None
+        elif origin.phase is Phase.IDLE and self._stepped:
+            self._end, self._used_at_end = len(self._turns), self._usage()
+        self._turns.append(turn)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """A context in which the program does `what`: a part, the name of something else, or PAUSE."""
+        self._told_input = self._told_input or what == "input"
+        before, is_paused = self.origin, PAUSE in self._told
+        self._told.append(what)
+        if not is_paused:
+            self._turns.append(self._turn(before))
+        try:
+            yield
+        finally:
+            self._told.pop()
+            if not is_paused:
+                self.origin = before
+                self._turns.append(self._turn(before))
+
+    def finish(self) -> None:
+        """Take the last step as over, if it has been taken, and wait until the lanes have come so far."""
+        if self._end is not None:
+            self._end_step()
+        if self._unread and (last := self._unread[-1].turns[-1].stamp) is not None:
+            last.synchronize()
+        self._read_all()
+
+    @property
+    def stepped(self) -> bool:
+        """True if the step under way has had its optimizer's step."""
+        return self._end is not None
+
+    def _turn(self, origin: Origin) -> _Turn:
+        told = self._told[-1] if self._told else ""
+        stamp = self._compute.stamp() if self._accelerator.has_lanes else None
+        return _Turn(time.perf_counter(), stamp, origin.phase, origin.unit, told, torch.is_grad_enabled())
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def _begin_next(self) -> None:
+        if self._end is not None:
+            self._end_step()
+            self._read_all()
+        self._has_begun = True
+        self._begins(self.number)
+
+    def _end_step(self) -> None:
+        assert self._end is not None
+        last = self._turns[self._end]
+        before = [it for it in self.events if it.start < last.at]
+        used, now = self._used, self._used_at_end
+        turns, tells = self._turns[: self._end + 1], self._told_input
+        self._unread.append(_Unread(self.number, turns, before, now.since(used), self.work, tells))
+        self.events = [it for it in self.events if it.start >= last.at]
+        self._turns = self._turns[self._end :]
+        self._end, self._stepped, self._used, self.work = None, False, now, 0.0
+        self.number += 1
+
+    def _read_all(self) -> None:
+        while self._unread:
+            unread = self._unread[0]
+            last = unread.turns[-1].stamp
+            if last is not None and not last.query():
+                if len(self._unread) > _MOST_UNREAD:
+                    self._unread.popleft()
+                return
+            self._done(_read(self._unread.popleft(), self._accelerator.has_lanes))
+
+
+# -- from turns and events to parts -----------------------------------------------------------------------------------
+
+
+class _Stretch(NamedTuple):
+    """Some time of the program, or of the compute lane, and the part that it belongs to."""
+
+    start: float
+    end: float
+    part: str
+    name: str
+    unit: str
+
+
+_LARGE = 1 << 16  # bytes of a gather by which a link is judged
+_GATHERS = ("all_gather", "broadcast")
+_SUMS = ("reduce_scatter", "all_reduce", "all_to_all")
+
+
+def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
+    """Split a step whose times are all known."""
+    zero, first = step.turns[0].at, step.turns[0].stamp
+
+    def seconds(at: float, stamp: Stamp | None) -> float:
+        return at - zero if first is None or stamp is None else first.elapsed_time(stamp) / 1e3
+
+    turned = [turn.at - zero for turn in step.turns]
+    units: dict[str, UnitCounts] = {}
+    pieces, cuts = list[Piece](), list[_Stretch]()
+    waits: dict[str, tuple[int, float]] = {}
+    best, is_kept = 0.0, is_kept_whole(step.number)
+    for event in step.events:
+        part = _part_of(event)
+        if part is None or event.end is None or (reads_lanes and event.ended is None):
+            continue
+        start, end = seconds(event.start, event.began), seconds(event.end, event.ended)
+        if event.launched is None:  # the program, or the compute lane, has done nothing else
+            exposed = [(start, end)]
+        elif reads_lanes:  # its exposed time is in events of its own
+            exposed = []
+        else:
+            exposed = [(start, event.launched - zero), ((event.awaited or event.end) - zero, end)]
+        name = "checkpoint" if part == "checkpoint" else "wait"
+        cuts += [_Stretch(begin, stop, part, name, event.origin.unit) for begin, stop in exposed]
+        exposed_s = sum(stop - begin for begin, stop in exposed)
+        if event.name == "all_gather" and event.sent_bytes >= _LARGE:
+            best = max(best, event.sent_bytes / max(end - start, 1e-9))
+        if is_kept and name == "wait" and event.name != "wait":
+            pieces.append(Piece(event.lane, event.name, event.origin.unit, start, end))
+        if event.origin.phase is Phase.STEP:
+            _add_wait(waits, event.origin.unit, exposed_s)
+        elif event.launched is not None or event.name == "wait":
+            _count(units.setdefault(event.origin.unit, UnitCounts()), event, end - start, exposed_s, zero, turned)
+    parts = dict.fromkeys(PARTS, 0.0)
+    paused = 0.0
+    at = [seconds(turn.at, turn.stamp) for turn in step.turns]
+    for it in _carved(_stretches(step.turns, at, step.tells_input, units), sorted(cuts)):
+        if it.part == PAUSE:
+            paused += it.end - it.start
+            continue
+        parts[it.part] += it.end - it.start
+        if it.name not in _NAMES:
+            _add_wait(waits, it.name, it.end - it.start)
+        if is_kept:
+            pieces.append(Piece("compute", it.name, it.unit, it.start - paused, it.end - paused))
+    computed_s = parts["forward"] + parts["backward"] + parts["optimizer"]
+    return StepTaken(
+        number=step.number,
+        step_s=sum(parts.values()),
+        parts_s=parts,
+        host_waits=waits,
+        usage=step.usage.on_device(computed_s) if reads_lanes else step.usage,
+        work=step.work,
+        best_bytes_per_s=best,
+        units=units,
+        pieces=pieces,
+    )
+
+
+_NAMES = frozenset((*PARTS, "wait", "forward again", "forward without gradients"))
+
+
+def _part_of(event: Event) -> str | None:
+    """The part that the exposed time of an event belongs to; None if the program computes meanwhile."""
+    if event.name == "wait":
+        return "reduce" if event.origin.phase is Phase.POST_BACKWARD else "gather"
+    if event.name == "checkpoint":
+        return "checkpoint"
+    return "gather" if event.name in _GATHERS else "reduce" if event.name in _SUMS else None
+
+
+def _add_wait(waits: dict[str, tuple[int, float]], name: str, seconds: float) -> None:
+    times, total = waits.get(name, (0, 0.0))
+    waits[name] = times + 1, total + seconds
+
+
+def _count(
+    counts: UnitCounts, event: Event, seconds: float, exposed_s: float, zero: float, turned: Sequence[float]
+) -> None:
+    """Add what an event, of a unit's collective, was and took."""
+    is_wait, is_gather = event.name == "wait", _part_of(event) == "gather"
+    exposed_s = seconds if is_wait else exposed_s
+    if is_gather:
+        counts.gather_exposed_s += exposed_s
+    else:
+        counts.reduce_exposed_s += exposed_s
+    if is_wait:
+        return
+    if is_gather:
+        counts.gathers += 1
+        counts.gathered_bytes += event.sent_bytes
+        counts.gather_s += seconds
+        # Where it was needed at once, the program has turned to nothing else before it waited.
+        launched, awaited = (event.launched or 0.0) - zero, (event.awaited or 0.0) - zero
+        counts.gathers_ahead += bisect(turned, awaited) > bisect(turned, launched)
+    else:
+        counts.reductions += 1
+        counts.reduced_bytes += event.sent_bytes
+        counts.reduce_s += seconds
+
+
+def _stretches(
+    turns: Sequence[_Turn], at: Sequence[float], tells_input: bool, units: dict[str, UnitCounts]
+) -> Iterator[_Stretch]:
+    """What the program did from each turn to the next. Units whose forward runs within backward are counted."""
+    in_backward = False
+    for turn, following, start, end in zip(turns, turns[1:], at, at[1:], strict=False):
+        in_backward = turn.phase not in (Phase.IDLE, Phase.STEP) and (in_backward or turn.phase is not Phase.FORWARD)
+        if turn.told:
+            part, name = turn.told if turn.told in (*PARTS, PAUSE) else "other", turn.told
+        elif turn.phase is Phase.IDLE:
+            before_forward = following.phase is Phase.FORWARD and following.trains and not tells_input
+            part = name = "input" if before_forward else "other"
+        elif turn.phase is Phase.STEP:
+            part = name = "optimizer"
+        elif turn.phase is not Phase.FORWARD:
+            part = name = "backward"
+        elif in_backward:
+            part, name = "backward", "forward again"
+            units.setdefault(turn.unit, UnitCounts()).recomputed += 1
+        elif turn.trains:
+            part = name = "forward"
+        else:
+            part, name = "other", "forward without gradients"
+        yield _Stretch(start, end, part, name, turn.unit)
+
+
+def _carved(stretches: Iterator[_Stretch], cuts: Sequence[_Stretch]) -> Iterator[_Stretch]:
+    """`stretches`, one after another in time, with `cuts` in place of what they are over. Of cuts within each other the
+    outer one counts.
+    """
+    coming = deque(_apart(cuts))
+    for it in stretches:
+        at = it.start
+        while it.part == PAUSE and coming and coming[0].end <= it.end:
+            coming.popleft()
+        while it.part != PAUSE and coming and coming[0].start < it.end:
+            cut = coming[0]
+            start, end = max(cut.start, at), min(cut.end, it.end)
+            if start > at:
+                yield _Stretch(at, start, *it[2:])
+            if end > start:
+                yield _Stretch(start, end, *cut[2:])
+            at = max(at, end)
+            if cut.end > it.end:
+                break
+            coming.popleft()
+        if at < it.end:
+            yield it if at == it.start else _Stretch(at, *it[1:])
+
+
+def _apart(cuts: Sequence[_Stretch]) -> Iterator[_Stretch]:
+    end = float("-inf")
+    for cut in cuts:
+        if cut.end > end:
+            yield cut if cut.start >= end else _Stretch(end, *cut[1:])
+            end = cut.end

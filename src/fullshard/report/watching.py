@@ -1,0 +1,78 @@
+"""The page of a run that still goes, served to this machine only and written anew when there is more to say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+from fullshard.report.page import DATA, PAGE, TRACE
+
+__all__ = ["follow", "serving"]
+
+HERE = "127.0.0.1"
+_KINDS = {
+    f"/{PAGE}": "text/html; charset=utf-8",
+    f"/{DATA}": "application/json",
+    f"/{TRACE}": "application/gzip",
+}
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """Serve the page in `folder`, and what lies beside it, while the context lasts: its address, on a free port.
+
+    Only this machine is answered, and nothing but the page, its data and its trace; not even what another page that is
+    open in the same browser asks for in the name of a host of its own.
+    """
+    server = ThreadingHTTPServer((HERE, 0), _handler(folder))
+    server.daemon_threads = True
+    thread = Thread(target=server.serve_forever, name="report", daemon=True)
+    thread.start()
+    try:
+        yield f"http://{HERE}:{server.server_port}/"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def follow(state: Callable[[], object], write: Callable[[], object], rest: Callable[[], bool]) -> None:
+    """Call `write` whenever `state` has changed, and `rest` between two looks, until that says False."""
+    seen = state()
+    while rest():
+        now = state()
+        if now != seen:
+            write()
+            seen = now
+
+
+def _handler(folder: Path) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = f"/{PAGE}" if self.path == "/" else self.path
+            if self.headers.get("Host", "").rpartition(":")[0] != HERE:
+                self.send_error(HTTPStatus.FORBIDDEN)
+            elif name == "/version":
+                self._answer(str((folder / PAGE).stat().st_mtime_ns).encode(), "text/plain")
+            elif name in _KINDS and (folder / name[1:]).is_file():
+                self._answer((folder / name[1:]).read_bytes(), _KINDS[name])
+            else:
+                self.send_error(HTTPStatus.NOT_FOUND)
+
+        def _answer(self, content: bytes, kind: str) -> None:
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nobody reads a line for each request."""
+
+    return Handler

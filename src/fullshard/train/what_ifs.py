@@ -1,0 +1,72 @@
+"""What a step would take with other settings, simulated as the run's own forecast is; and the command to try each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fullshard.plan.forecast import Forecasting
+from fullshard.report.run import WhatIf
+from fullshard.train.predicting import Machine, described_here, machine_of, predicted
+from fullshard.train.ranks import Rank
+from fullshard.train.run_folder import SETTINGS
+from fullshard.train.settings import TrainSettings
+
+__all__ = ["simulate_changes", "what_ifs_of"]
+
+_STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def simulate_changes(settings: TrainSettings, rank: Rank, folder: str) -> tuple[WhatIf, ...]:
+    """What the run in `folder` would have gained by other settings; nothing where this machine is not described.
+
+    It takes some seconds, in a process of its own.
+
+    Raises:
+        ConfigError: nothing could be simulated.
+    """
+    machine = machine_of(rank)
+    return Forecasting(what_ifs_of, settings, machine, folder).result() if described_here(machine) else ()
+
+
+def what_ifs_of(settings: TrainSettings, machine: Machine, folder: str) -> tuple[WhatIf, ...]:
+    """The changes that fit into memory, those that gain most first."""
+    here = described_here(machine)
+    if here is None:
+        return ()
+    step_s = predicted(settings, machine, here).step_s
+    found = []
+    for change, options, other in _changes(settings, machine):
+        simulated = predicted(other, machine, here)
+        if simulated.needed_bytes <= machine.memory_bytes:
+            found.append(
+                WhatIf(
+                    change=change,
+                    step_s=simulated.step_s,
+                    gain_s=step_s - simulated.step_s,
+                    command=f"fullshard train --config {folder}/{SETTINGS} {options}",
+                )
+            )
+    return tuple(sorted(found, key=lambda it: -it.gain_s))
+
+
+def _changes(settings: TrainSettings, machine: Machine) -> Iterator[tuple[str, str, TrainSettings]]:
+    """What to change, the options that ask for it, and the settings with it."""
+    for strategy in (*_STRATEGIES, *(("hsdp",) if machine.machines > 1 else ())):
+        if strategy != settings.parallelism.strategy:
+            replicas = machine.machines if strategy == "hsdp" else None
+            parallelism = replace(settings.parallelism, strategy=strategy, replicas=replicas)
+            yield strategy, f"--strategy {strategy}", replace(settings, parallelism=parallelism)
+    memory = settings.memory
+    if memory.activation_checkpointing:
+        change = replace(memory, activation_checkpointing=False)
+        yield "no activation checkpointing", "--no-activation-checkpointing", replace(settings, memory=change)
+    else:
+        change = replace(memory, activation_checkpointing=True)
+        yield "activation checkpointing", "--activation-checkpointing", replace(settings, memory=change)
+    if memory.dtype == "bfloat16" and memory.reduce_dtype == "float32":
+        change = replace(memory, reduce_dtype="bfloat16")
+        yield "reductions in bfloat16", "--reduce-dtype bfloat16", replace(settings, memory=change)
+    if memory.reduce_wire is None and memory.reduce_dtype == "float32":
+        change = replace(memory, reduce_wire="bf16")
+        yield "less on the wire", "--reduce-wire bf16", replace(settings, memory=change)

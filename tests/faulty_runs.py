@@ -1,0 +1,290 @@
+"""Runs that nobody ran, healthy or with one fault that is known: of any size, with noise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from fullshard.report.run import PARTS, HostWait, Memory, OutOfMemory, RankFacts, Run, TensorHeld, UnitTimes
+
+__all__ = ["FAULTS", "Fault", "healthy_run", "with_parts"]
+
+MB = 1_000_000
+_STEP_S = 0.5
+_USUAL = dict(zip(PARTS, (0.005, 0.30, 0.60, 0.03, 0.02, 0.03, 0.0, 0.015), strict=True))
+_LINK_GB_S = 5.0
+
+
+def healthy_run(
+    *,
+    ranks: int = 4,
+    steps: int = 12,
+    units: int = 12,
+    per_host: int = 8,
+    noise: float = 0.05,
+    step_s: float = _STEP_S,
+    unit_nbytes: int = 40 * MB,
+    seed: int = 0,
+) -> Run:
+    """A run in which 93 % of a step computes, each part of each step of each rank off by `noise` of itself.
+
+    A rank that computes longer makes the others wait in their gathers, as in a real one.
+    """
+    chance = np.random.default_rng(seed)
+    shape = (ranks, steps, len(PARTS))
+    parts = step_s * np.array([_USUAL[it] for it in PARTS]) * np.exp(chance.normal(0, noise, shape))
+    parts[:, 0] *= 3  # the first step
+    sizes = [3 * unit_nbytes] + [unit_nbytes] * (units - 1)
+    return _together(
+        Run(
+            name="runs/made",
+            facts={},
+            ranks=tuple(
+                RankFacts(rank=it, host=f"node{it // per_host}", device="cpu", cores=per_host, threads=1)
+                for it in range(ranks)
+            ),
+            steps=np.arange(1, steps + 1),
+            step_s=parts.sum(-1),
+            parts_s=parts,
+            waited_for_s=np.zeros((ranks, steps)),
+            busy_s=parts.sum(-1),
+            units=tuple(
+                _unit("" if place == 0 else f"layers.{place - 1}", nbytes, sum(sizes), step_s)
+                for place, nbytes in enumerate(sizes)
+            ),
+            link_gb_s=_LINK_GB_S,
+            shown_step=steps,
+            spans={},
+            memory=_memory(),
+            held_bytes=(900 * MB + chance.integers(0, 30 * MB, (ranks, steps))).astype(np.int64),
+            shards=(),
+            training={},
+            strategy="zero3",
+            work=np.full((ranks, steps), 8192.0),
+            starved_s=0.005 * parts.sum(-1),
+            output_nbytes=MB,
+            links_gb_s=(_LINK_GB_S,) * ranks,
+        )
+    )
+
+
+def with_parts(run: Run, ranks: Sequence[int] | None = None, **more: float) -> Run:
+    """The run with a part of each step that takes `more` of a usual step longer, on all ranks or on some."""
+    parts = run.parts_s.copy()
+    step_s = float(np.median(run.step_s))
+    for name, share in more.items():
+        parts[list(ranks) if ranks is not None else slice(None), :, PARTS.index(name)] += share * step_s
+    return _together(replace(run, parts_s=parts))
+
+
+def _together(run: Run) -> Run:
+    """The ranks step together: who is early waits, in gathers."""
+    parts = run.parts_s.copy()
+    own = parts.sum(-1)
+    parts[:, :, PARTS.index("gather")] += own.max(0) - own
+    return replace(run, parts_s=parts, step_s=parts.sum(-1), waited_for_s=own - own.min(0))
+
+
+def _unit(fqn: str, nbytes: int, total: int, step_s: float) -> UnitTimes:
+    """A unit of which a fifth is exposed."""
+    gather, reduce = (step_s * _USUAL[it] * nbytes / total for it in ("gather", "reduce"))
+    return UnitTimes(
+        fqn=fqn,
+        nbytes=nbytes,
+        trains=True,
+        gathers=2.0,
+        gathered_bytes=2.0 * nbytes * 0.75,
+        gather_s=5 * gather,
+        gather_exposed_s=gather,
+        reductions=1.0,
+        reduced_bytes=nbytes * 0.75,
+        reduce_s=5 * reduce,
+        reduce_exposed_s=reduce,
+        gathers_ahead=1.8,
+        param_dtype="float32",
+        reduce_dtype="float32",
+    )
+
+
+def _memory(*, activations: int = 300 * MB, limit: int = 2000 * MB, largest: Sequence[int] = ()) -> Memory:
+    """A peak of 700 MB, in the middle of a step."""
+    states = {"parameters at rest": 200 * MB, "optimizer state": 200 * MB, "activations": activations}
+    return Memory(
+        rank=0,
+        at_s=np.array([0.0, 0.2, 0.5]),
+        labels=("layers.0, forward", "the root, forward", "the root, step"),
+        by_state={name: np.array([nbytes // 2, nbytes, nbytes // 2]) for name, nbytes in states.items()},
+        peak=1,
+        largest=tuple(TensorHeld(nbytes=it, state="activations", what="the root, forward") for it in largest),
+        predicted=None,
+        held=50 * MB,
+        limit=limit,
+    )
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, the cause by which it is to be told, and the words that must be in what is said."""
+
+    planted: str
+    cause: str
+    said: str
+    plant: Callable[[Run, float], Run]  # so large a part of a step, 0.25 or more
+
+
+def _exposing(run: Run, share: float, *, reduce: bool = False, **changes: object) -> Run:
+    """The run with so much more of gathers, or of reductions, exposed, by all units alike, and units changed."""
+    part = "reduce" if reduce else "gather"
+    more = share * float(np.median(run.step_s)) / len(run.units)
+    units = [
+        replace(
+            it,
+            **{
+                f"{part}_s": getattr(it, f"{part}_s") + more,
+                f"{part}_exposed_s": getattr(it, f"{part}_exposed_s") + more,
+                **changes,
+            },
+        )
+        for it in run.units
+    ]
+    return with_parts(replace(run, units=tuple(units)), **{part: share})
+
+
+def _one_unit(run: Run, share: float) -> Run:
+    run = _exposing(run, share)
+    whole = replace(run.units[0], nbytes=sum(it.nbytes for it in run.units))
+    sums = {name: sum(getattr(it, name) for it in run.units) for name in _SUMMED}
+    return replace(run, units=(replace(whole, **sums, gathers=1.0, gathers_ahead=0.0),))
+
+
+_SUMMED = ("gathered_bytes", "gather_s", "gather_exposed_s", "reduced_bytes", "reduce_s", "reduce_exposed_s")
+
+
+def _large_unit(run: Run, share: float) -> Run:
+    more, large = share * float(np.median(run.step_s)), run.units[-1]
+    times = 6 * large.nbytes
+    grown = replace(large, nbytes=times, gather_s=large.gather_s + more, gather_exposed_s=large.gather_exposed_s + more)
+    return with_parts(replace(run, units=(*run.units[:-1], grown)), gather=share)
+
+
+def _small_units(run: Run, share: float) -> Run:
+    run = _exposing(run, share)
+    return replace(
+        run, units=tuple(replace(it, nbytes=9000, gathered_bytes=14000, reduced_bytes=7000) for it in run.units)
+    )
+
+
+def _frozen(run: Run, share: float) -> Run:
+    run = _exposing(run, share, reductions=0.0, reduced_bytes=0.0, reduce_s=0.0, reduce_exposed_s=0.0, trains=False)
+    return replace(run, units=(*run.units[:-1], replace(run.units[-1], trains=True)))
+
+
+def _slow_link(run: Run, share: float) -> Run:
+    links = (run.links_gb_s[0] / 5, *run.links_gb_s[1:])
+    return replace(_exposing(run, share), links_gb_s=links)
+
+
+def _unequal(run: Run, share: float) -> Run:
+    work = run.work.copy()
+    work[-1] *= 1 + 2 * share  # some of what computes does not depend on it
+    return replace(with_parts(run, [len(run.ranks) - 1], forward=share / 3, backward=share * 2 / 3), work=work)
+
+
+def _starved(run: Run, share: float) -> Run:
+    run = with_parts(run, backward=share)
+    return replace(run, starved_s=run.starved_s + share * run.step_s)
+
+
+def _with_starved_rank(run: Run, share: float) -> Run:
+    run = with_parts(run, [0], backward=share)
+    starved = run.starved_s.copy()
+    starved[0] += share * float(np.median(run.step_s))
+    return replace(run, starved_s=starved)
+
+
+def _slow_host(run: Run, share: float) -> Run:
+    half = len(run.ranks) // 2
+    facts = tuple(replace(it, host="node0" if place < half else "node1") for place, it in enumerate(run.ranks))
+    slow = range(half, len(run.ranks))
+    return replace(with_parts(run, list(slow), forward=share / 3, backward=share * 2 / 3), ranks=facts)
+
+
+def _stalls(run: Run, share: float) -> Run:
+    parts = run.parts_s.copy()
+    parts[:, 2::5, PARTS.index("checkpoint")] += 5 * share * float(np.median(run.step_s))
+    return _together(replace(run, parts_s=parts))
+
+
+def _leak(run: Run, share: float) -> Run:
+    steps = np.arange(run.held_bytes.shape[1])
+    return replace(run, held_bytes=run.held_bytes + (share * 120 * MB * steps).astype(np.int64))
+
+
+def _logging(run: Run, share: float) -> Run:
+    waits = (HostWait(what="item() in train.py:41", waits=3.0, waited_s=share * float(np.median(run.step_s))),)
+    return replace(with_parts(run, other=share), host_waits=waits)
+
+
+def _binding(run: Run, _: float) -> Run:
+    return replace(run, memory=_memory(activations=1500 * MB))
+
+
+def _full(run: Run, _: float) -> Run:
+    failed = OutOfMemory(
+        rank=1,
+        asked_bytes=64 * MB,
+        where="layers.3, forward",
+        used_bytes=1990 * MB,
+        limit_bytes=2000 * MB,
+        by_state={"activations": 1500 * MB, "parameters at rest": 400 * MB},
+        largest=(),
+        would_fit=("--strategy zero3 --activation-checkpointing",),
+    )
+    return replace(run, memory=None, out_of_memory=failed)
+
+
+def _logits(run: Run, _: float) -> Run:
+    memory = _memory(activations=900 * MB, largest=(400 * MB, 200 * MB, 200 * MB, 40 * MB))
+    return replace(run, output_nbytes=200 * MB, memory=memory)
+
+
+FAULTS = (
+    Fault("a loader without workers", "slow input", "on all ranks", lambda run, it: with_parts(run, input=it)),
+    Fault("a slow disk beside rank 1", "slow input", "rank 1", lambda run, it: with_parts(run, [1], input=it)),
+    Fault("long rows on the last rank", "unequal work", "mean of the ranks", _unequal),
+    Fault(
+        "a hot device", "throttled rank", "rank 0", lambda run, it: with_parts(run, [0], forward=it / 2, backward=it)
+    ),
+    Fault("another program beside rank 0", "throttled rank", "rank 0", _with_starved_rank),
+    Fault("a host with half the clock", "slow host", "node1", _slow_host),
+    Fault("as many threads as cores on each rank", "oversubscribed cores", "no core", _starved),
+    Fault("no wrapping", "one unit for all", "the root", _one_unit),
+    Fault("experts in one unit", "unit too large", "6 times", _large_unit),
+    Fault("each norm a unit", "units too small", "collectives of", _small_units),
+    Fault(
+        "prefetching off",
+        "no prefetch",
+        "none was started ahead",
+        lambda run, it: _exposing(run, it, gathers_ahead=0.0),
+    ),
+    Fault("frozen blocks, sharded", "frozen part gathered", "frozen units", _frozen),
+    Fault(
+        "bfloat16 with sums in float32",
+        "gradients in float32",
+        "in float32",
+        lambda run, it: _exposing(run, it, reduce=True, param_dtype="bfloat16"),
+    ),
+    Fault("a bad cable at rank 0", "slow link", "rank 0", _slow_link),
+    Fault("a network too slow for the model", "slow link", "B/s", lambda run, it: _exposing(run, it)),
+    Fault("checkpoints on a slow disk", "checkpoint stalls", "for checkpoints", _stalls),
+    Fault("item() in the loop", "host waits", "train.py:41", _logging),
+    Fault("no checkpointing in little memory", "no activation checkpointing", "activations", _binding),
+    Fault("no checkpointing in too little memory", "no activation checkpointing", "activations", _full),
+    Fault("a large vocabulary", "large logits", "200 MB", _logits),
+    Fault("losses kept in a list", "memory leak", "more after each step", _leak),
+)

@@ -1,0 +1,127 @@
+"""A cause that is there is told, with its number and the change; where none is, none is told. On runs nobody ran."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.faulty_runs import FAULTS, healthy_run, with_parts
+
+from fullshard.report.causes import find_causes, verdict
+from fullshard.report.figures import ENOUGH_STEPS
+from fullshard.report.rules import RULES
+from fullshard.report.run import WhatIf
+
+sizes = {
+    "ranks": st.sampled_from([4, 5, 8, 16]),
+    "steps": st.integers(16, 40),
+    "units": st.sampled_from([5, 12, 49]),
+    "noise": st.floats(0, 0.08),
+    "seed": st.integers(0, 2**16),
+    "step_s": st.floats(0.01, 20),
+}
+quick = settings(max_examples=400, deadline=None)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda it: it.planted)
+@quick
+@given(share=st.floats(0.35, 1.5), **sizes)
+def test_a_fault_is_told_by_its_name_alone(fault, share, **size):
+    """Of any size, in a run of any size: nothing else is said to be a cause."""
+    run = fault.plant(healthy_run(**size), share)
+    findings = find_causes(run)
+    assert [it.cause for it in findings] == [fault.cause]
+    assert fault.said.lower() in verdict(run, findings).lower()
+    assert findings[0].change in verdict(run, findings)
+
+
+@settings(max_examples=80, deadline=None)
+@given(**{**sizes, "ranks": st.integers(1, 16), "steps": st.integers(1, 40), "units": st.integers(1, 60)})
+def test_a_healthy_run_has_no_cause(**size):
+    run = healthy_run(**size)
+    assert find_causes(run) == ()
+    said = verdict(run, ())
+    assert "computes" in said if size["steps"] > ENOUGH_STEPS else "steps were recorded" in said
+
+
+@settings(max_examples=40, deadline=None)
+@given(burst=st.sampled_from(["input", "forward", "gather", "other"]), **sizes)
+def test_a_burst_in_a_few_steps_is_no_cause(burst, **size):
+    """What else a machine does in one step of six says nothing of the run."""
+    run = healthy_run(**size)
+    slow = with_parts(run, [0], **{burst: 2.0})
+    parts = run.parts_s.copy()
+    parts[:, ::6] = slow.parts_s[:, ::6]
+    assert find_causes(replace(run, parts_s=parts, step_s=parts.sum(-1))) == ()
+
+
+@settings(max_examples=40, deadline=None)
+@given(**{**sizes, "noise": st.floats(0.1, 0.5)})
+def test_ranks_in_turn_late_are_no_slow_ranks(**size):
+    """On a machine that others use, each rank is late at times, by much; none is slow."""
+    told = {it.cause for it in find_causes(healthy_run(**size))}
+    assert told.isdisjoint({"throttled rank", "slow host", "slow input", "unequal work"})
+
+
+def test_each_cause_is_planted():
+    assert {it.cause for it in FAULTS} == {it.cause for it in RULES}
+    assert len({it.cause for it in RULES}) == len(RULES) >= 14
+
+
+def test_what_costs_most_comes_first():
+    run = with_parts(healthy_run(), input=0.3, other=0.6)
+    findings = find_causes(run)
+    assert [it.cause for it in findings] == ["host waits", "slow input"]
+    assert findings[0].lost > findings[1].lost > 0
+    shares = 1 + 0.3 + 0.6
+    assert findings[0].lost == pytest.approx(0.6 / shares, abs=0.03)
+
+
+@pytest.mark.parametrize("fault", [it for it in FAULTS if "memory" not in it.planted], ids=lambda it: it.planted)
+def test_what_was_not_measured_is_no_evidence(fault):
+    """Without what a rule needs it is silent: it neither raises nor guesses."""
+    run = fault.plant(healthy_run(steps=20), 0.4)
+    bare = replace(
+        run,
+        work=None,
+        starved_s=None,
+        busy_s=np.full_like(run.busy_s, np.nan),
+        waited_for_s=np.full_like(run.busy_s, np.nan),
+        units=(),
+        memory=None,
+        link_gb_s=None,
+        links_gb_s=(),
+        host_waits=(),
+        held_bytes=np.zeros((len(run.ranks), 0), dtype=np.int64),
+    )
+    verdict(bare, find_causes(bare))
+
+
+def test_a_gain_is_that_of_the_best_change_that_helps():
+    slow = next(it for it in FAULTS if it.planted == "prefetching off").plant(healthy_run(), 0.5)
+    changes = [
+        WhatIf(change="prefetch of two units", step_s=0.6, gain_s=0.15, command="--prefetch 2"),
+        WhatIf(change="prefetch of one unit", step_s=0.65, gain_s=0.1, command="--prefetch 1"),
+        WhatIf(change="zero2", step_s=0.5, gain_s=0.25, command="--strategy zero2"),
+    ]
+    run = replace(slow, what_ifs=tuple(changes))
+    findings = find_causes(run)
+    assert findings[0].gain_s == 0.15
+    assert "Simulated gain: 150 ms" in verdict(run, findings)
+    assert find_causes(slow)[0].gain_s is None
+
+
+def test_room_for_a_larger_batch_is_told_to_who_has_it():
+    run = healthy_run()
+    assert "free: a larger batch fits" in verdict(run, ())
+    assert "free" not in verdict(replace(run, memory=None), ())
+
+
+def test_the_docs_page_has_every_rule_with_its_threshold():
+    lines = (Path(__file__).parent.parent / "docs" / "report.md").read_text().splitlines()
+    start = next(place for place, line in enumerate(lines) if line.startswith("| cause |"))
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : start + 2 + len(RULES)]]
+    assert [row[0] for row in rows] == [it.cause for it in RULES]
+    assert all(f"{100 * it.least:.0f} %" in row[2] for it, row in zip(RULES, rows, strict=True))

@@ -1,0 +1,401 @@
+"""The page of a run: what is in its files, what a browser makes of it, and what is served while the run goes on."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from made_runs import HOSTILE, bare_run, exhausted, findings_of, hostile, made_run
+
+import fullshard.cli.report
+from fullshard.cli import main
+from fullshard.report.causes import find_causes, verdict
+from fullshard.report.page import DATA, PAGE, TRACE, write
+from fullshard.report.run import PARTS, Finding, Run
+from fullshard.report.shown import shown
+from fullshard.report.watching import follow, serving
+
+MOST_BYTES = 2_000_000
+SECTIONS = ["verdict", "step", "units", "memory", "ranks", "shards", "training", "what-if", "facts"]
+
+
+def late_run(**knobs: Any) -> Run:
+    return made_run(ranks=8, late=3, steps=120, checkpoint_every=40, leak_bytes=2**20, **knobs)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A page, and what it must show."""
+
+    run: Run
+    findings: tuple[Finding, ...] = ()
+    against: Run | None = None
+    says: tuple[str, ...] = ()
+    leaves_out: tuple[str, ...] = field(default=())
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, Case]:
+    """Named as in the first column of what the issue asks a browser to open."""
+    faulty = late_run()
+    large = made_run(ranks=64, steps=1000, units=500, late=17, prefix="module.language_model.model.decoder.")
+    return {
+        "healthy": Case(
+            made_run(tell_every=5), says=("No cause of lost time",), leaves_out=("Out of memory", "Beside")
+        ),
+        "faulty": Case(
+            faulty, findings_of(faulty), says=("one unit too large", "Simulated gain: 140 ms", "Rank 3 on node-0 is")
+        ),
+        "out of memory": Case(exhausted(faulty), says=("Rank 1 held 7.17 GB of 7.52 GB", "--activation-checkpointing")),
+        "64 ranks and 500 units": Case(large, findings_of(large), says=("Rank 17", "Shown are 3 of 64 ranks")),
+        "hostile names": Case(hostile(faulty), findings_of(faulty)),
+        "hardly anything": Case(bare_run(), says=("Not measured: memory by state",)),
+        "two runs": Case(
+            faulty,
+            findings_of(faulty),
+            made_run(name="runs/other"),
+            says=("Beside runs/other", "22\xa0% longer", "8 ranks"),
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def pages(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    return {name: write(it.run, it.findings, folder / name, against=it.against) for name, it in cases.items()}
+
+
+def test_a_page_is_one_small_file_and_asks_for_no_other(pages: dict[str, Path]) -> None:
+    for name, path in pages.items():
+        text = path.read_text(encoding="utf-8")
+        assert path.stat().st_size < MOST_BYTES, name
+        assert "default-src 'none'" in text
+        assert re.findall(r"<(?:link|img|iframe|object|script[^>]*src)", text) == []
+        assert text.count("</script>") == 4, "a name has ended a script"
+        assert sorted(it.name for it in path.parent.iterdir()) == sorted(
+            [PAGE, DATA, *([TRACE] if name != "hardly anything" else [])]
+        )
+
+
+def test_what_is_written_is_the_run(cases: dict[str, Case], pages: dict[str, Path]) -> None:
+    for name, path in pages.items():
+        run = cases[name].run
+        told = json.loads((path.parent / DATA).read_text())
+        assert told["name"] == run.name
+        parts = {it["part"]: it["mean_s"] for it in told["step"]["parts"]}
+        assert list(parts) == list(PARTS)
+        settled = run.parts_s[:, 1:] if len(run.steps) >= 5 else run.parts_s
+        for place, part in enumerate(PARTS):
+            assert parts[part] == pytest.approx(settled[..., place].mean(), rel=1e-4), (name, part)
+        assert told["step"]["sum_s"] == pytest.approx(told["step"]["clock_s"], rel=0.02)
+
+
+def test_thinning_keeps_the_peak_the_late_rank_and_the_units_that_are_waited_for() -> None:
+    run = made_run(ranks=300, steps=900, units=10, late=211)
+    told = shown(run, ())
+    assert run.memory is not None
+    total = np.sum(list(run.memory.by_state.values()), axis=0)
+    memory = told["memory"]
+    assert memory["labels"][memory["peak"]] == run.memory.labels[run.memory.peak]
+    assert sum(values[memory["peak"]] for values in memory["by_state"].values()) == total.max()
+    assert 211 in [it["rank"] for it in told["timeline"]["ranks"]]
+    assert told["ranks"]["rows"][0]["rank"] == told["ranks"]["slowest"]["rank"] == 211
+    assert told["ranks"]["slowest"]["part"] == "backward"
+    row = next(place for place, name in enumerate(told["ranks"]["map"]["ranks"]) if name == "210 to 214")
+    assert int(np.argmax(np.mean(told["ranks"]["map"]["late_s"], axis=1))) == row
+    assert len(told["over_steps"]["at"]) <= 400
+    assert len(told["timeline"]["ranks"]) < told["timeline"]["of_ranks"] == 300
+    told = shown(made_run(ranks=1, units=700), ())
+    assert told["units"]["rows"][0]["fqn"] == "layers.7"
+    assert len(told["units"]["rows"]) < told["units"]["of"] == 700
+    waits = sum(it["gather_exposed_s"] + it["reduce_exposed_s"] for it in told["units"]["rows"])
+    assert waits + told["units"]["left_out_s"] == pytest.approx(told["units"]["waited_s"], rel=1e-4)
+
+
+def test_means_over_steps_keep_the_time_of_all_steps() -> None:
+    run = made_run(steps=1000, ranks=2, checkpoint_every=50)
+    over = shown(run, ())["over_steps"]
+    counts = [len(range(at, min(at + over["each"], 1001))) for at in over["at"]]
+    for place, part in enumerate(PARTS):
+        whole = np.dot(over["parts"][part], counts)
+        assert whole == pytest.approx(run.parts_s[..., place].mean(0).sum(), rel=1e-3, abs=1e-3), part
+
+
+def test_what_was_not_measured_is_none_and_not_zero() -> None:
+    told = shown(bare_run(), ())
+    for section in ("timeline", "units", "memory", "held", "shards", "training", "over_steps"):
+        assert told[section] is None
+    (row,) = told["ranks"]["rows"]
+    assert row["late_s"] is row["busy"] is None
+    json.dumps(told, allow_nan=False)
+
+
+def test_a_run_out_of_memory_in_its_first_step_has_a_page(tmp_path: Path) -> None:
+    run = exhausted(bare_run())
+    nothing = np.zeros((1, 0))
+    run = replace(
+        run, steps=np.zeros(0, dtype=np.int64), step_s=nothing, parts_s=np.zeros((1, 0, 8)), waited_for_s=nothing,
+        busy_s=nothing,
+    )  # fmt: skip
+    text = write(run, (), tmp_path).read_text(encoding="utf-8")
+    assert "Rank 1 held 7.17 GB" in text
+    assert "no step was recorded" in text
+
+
+def test_cuts_of_shards_come_back_as_they_were() -> None:
+    run = made_run(ranks=3, units=2)
+    odd = replace(run.shards[0], fqn="odd", rows=((0, 1000), (1000, 1000), (1000, 3072)))
+    told = shown(replace(run, shards=(*run.shards, odd)), ())["shards"]
+    for it in told["parameters"]:
+        (shard,) = [one for one in (*run.shards, odd) if one.fqn == it["fqn"]]
+        count = it["shape"][it["dim"]]
+        even = [min((rank + 1) * it["cut"], count) for rank in range(3)] if isinstance(it["cut"], int) else it["cut"]
+        assert even == [stop for _, stop in shard.rows]
+    assert sum(told["owned_bytes"]) == told["nbytes"]
+
+
+def test_the_trace_holds_every_span(cases: dict[str, Case], pages: dict[str, Path]) -> None:
+    run = cases["faulty"].run
+    with gzip.open(pages["faulty"].parent / TRACE, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    spans = [it for it in events if it["ph"] == "X"]
+    threads = {(it["pid"], it["tid"]): it["args"]["name"] for it in events if it["name"] == "thread_name"}
+    told = [(it["pid"], threads[it["pid"], it["tid"]], it["cat"], it["ts"], it["args"]["unit"]) for it in spans]
+    assert told == [
+        (rank, it.lane, it.name, round(it.start_s * 1e6, 3), it.unit or "the root")
+        for rank, of_rank in run.spans.items()
+        for it in of_rank
+    ]
+
+
+def asked(address: str, path: str, host: str | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address.removeprefix("http://").rstrip("/"), timeout=30)
+    connection.request("GET", path, headers={} if host is None else {"Host": host})
+    answer = connection.getresponse()
+    return answer.status, answer.read()
+
+
+def test_only_the_page_is_served_and_only_to_this_machine(tmp_path: Path) -> None:
+    path = write(made_run(), (), tmp_path)
+    (tmp_path / "model.safetensors").write_text("secret")
+    with serving(tmp_path) as address:
+        assert address.startswith("http://127.0.0.1:")
+        assert asked(address, "/") == (200, path.read_bytes())
+        assert asked(address, f"/{DATA}") == (200, (tmp_path / DATA).read_bytes())
+        for other in ("/model.safetensors", "/../secret", "/%2e%2e/secret"):
+            assert asked(address, other)[0] == 404
+        assert asked(address, "/", host="elsewhere.example:80")[0] == 403
+        _, before = asked(address, "/version")
+        os.utime(path, ns=(1, 1))
+        assert asked(address, "/version") == (200, b"1") != (200, before)
+
+
+def test_the_page_is_written_anew_when_and_only_when_there_is_more() -> None:
+    states = iter([0, 0, 1, 1, 2])
+    rests = iter([True, True, True, True, False])
+    written: list[int] = []
+    follow(lambda: next(states), lambda: written.append(1), lambda: next(rests))
+    assert len(written) == 2
+
+
+# ---- in a browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+WIDE, NARROW = 1280, 390
+CPU_S = 1.0  # of the page's own thread, until it answers
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make venv")
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium: make browser")
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+def opened(browser: Any, path: Path | str, width: int, theme: str, complaints: list[str]) -> Any:
+    """The page when all is drawn; what the browser complains of is added to `complaints`."""
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, offline=False)
+    page = context.new_page()
+    page.on("console", lambda it: complaints.append(it.text) if it.type in ("error", "warning") else None)
+    page.on("pageerror", lambda it: complaints.append(str(it)))
+    page.on("request", lambda it: complaints.append(it.url) if it.url.startswith("http") else None)
+    page.goto(path.as_uri() if isinstance(path, Path) else path)
+    page.wait_for_selector("html[data-drawn]", state="attached", timeout=60_000)
+    return page
+
+
+OVERFLOWING = """() => [...document.querySelectorAll("body *")].filter(it => {
+    const box = it.getBoundingClientRect();
+    return box.width && (box.right > innerWidth + 1 || box.left < -1) && !it.closest(".scroll, nav");
+}).map(it => it.outerHTML.slice(0, 80))"""
+EMPTY_CHARTS = """() => [...document.querySelectorAll(".chart")].filter(it => {
+    const canvas = it.querySelector("canvas");
+    if (!canvas || !canvas.width || !canvas.height) return true;
+    const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+    return !pixels.some(value => value);
+}).map(it => it.dataset.chart)"""
+EMPTY_CURVES = """() => [...document.querySelectorAll("[data-chart=curve]")].filter(it => {
+    const [series] = echarts.getInstanceByDom(it).getOption().series;
+    return series.data.length < 2 || series.data.some(point => point[1] === null);
+}).map(it => it.dataset.curve)"""
+UNSEEN = """ids => ids.filter(id => { const it = document.getElementById(id); return !it || it.offsetHeight < 40; })"""
+
+
+def test_a_browser_shows_all_of_it(cases: dict[str, Case], pages: dict[str, Path]) -> None:
+    """At both widths and in both themes: no complaint, no request, nothing cut off, every chart drawn, no harm done."""
+    with chromium() as browser:
+        for name, path in pages.items():
+            for width, theme in ((WIDE, "light"), (NARROW, "dark")):
+                complaints: list[str] = []
+                page = opened(browser, path, width, theme, complaints)
+                where = f"{name}, {width} pixels, {theme}"
+                assert complaints == [], where
+                assert page.evaluate("document.documentElement.dataset.theme") == theme
+                assert page.evaluate("document.documentElement.scrollWidth") == width, where
+                assert page.evaluate(OVERFLOWING) == [], where
+                assert page.evaluate(EMPTY_CHARTS) == [], where
+                assert page.evaluate(EMPTY_CURVES) == [], where
+                assert page.evaluate(UNSEEN, SECTIONS) == [], where
+                assert page.evaluate("window.harmed") is None, where
+                seen = page.inner_text("body")
+                for words in cases[name].says:
+                    assert words in seen, (where, words)
+                for words in cases[name].leaves_out:
+                    assert words not in seen, (where, words)
+                page.context.close()
+
+
+def test_a_page_answers_within_a_second(pages: dict[str, Path]) -> None:
+    """By the clock of the thread that draws, which does not run while others have the core."""
+    with chromium() as browser:
+        context = browser.new_context(viewport={"width": WIDE, "height": 900})
+        page = context.new_page()
+        session = context.new_cdp_session(page)
+        session.send("Performance.enable", {"timeDomain": "threadTicks"})
+        page.goto(pages["64 ranks and 500 units"].as_uri())
+        page.evaluate("1 + 1")
+        spent = {it["name"]: it["value"] for it in session.send("Performance.getMetrics")["metrics"]}
+        assert 0 < spent["TaskDuration"] < CPU_S, spent
+
+
+def test_what_can_be_clicked_works(pages: dict[str, Path]) -> None:
+    with chromium() as browser:
+        complaints: list[str] = []
+        page = opened(browser, pages["faulty"], WIDE, "light", complaints)
+
+        def theme() -> str:
+            return str(page.evaluate("document.documentElement.dataset.theme"))
+
+        page.click("#theme")
+        assert theme() == "dark"
+        page.reload()
+        page.wait_for_selector("html[data-drawn]", state="attached")
+        assert theme() == "dark", "the choice is kept"
+
+        def first_unit() -> str:
+            return str(page.inner_text("#units tbody tr:first-child td"))
+
+        assert first_unit() == "layers.7"
+        page.click("#units th:has-text('Unit')")
+        assert first_unit() == "the root"
+        page.click("#units th:has-text('Unit')")
+        assert first_unit() == "layers.0"
+
+        tall = page.evaluate("document.querySelector('[data-chart=timeline]').offsetHeight")
+        page.select_option("#lanes-of", "3")
+        assert page.evaluate("document.querySelector('[data-chart=timeline]').offsetHeight") < tall
+        zoom = "echarts.getInstanceByDom(document.querySelector('[data-chart=timeline]')).getOption().dataZoom[0]"
+        page.click("#zoom-in")
+        assert page.evaluate(f"{zoom}.end - {zoom}.start") == 50
+        page.click("#zoom-all")
+        assert page.evaluate(f"{zoom}.end - {zoom}.start") == 100
+        page.select_option("#shards-of", label="layers.3")
+        page.hover("[data-chart=memory]")
+        page.wait_for_selector("[data-chart=memory] .tip")
+        page.emulate_media(media="print")
+        assert not page.is_visible(".bar")
+        page.pdf(path=str(pages["faulty"].parent / "printed.pdf"))
+        assert complaints == []
+
+
+def test_a_name_in_a_tooltip_is_text(pages: dict[str, Path]) -> None:
+    with chromium() as browser:
+        page = opened(browser, pages["hostile names"], WIDE, "light", [])
+        for chart in ("timeline", "units", "memory", "ranks", "shards"):
+            page.evaluate(
+                """name => echarts.getInstanceByDom(document.querySelector(`[data-chart=${name}]`))
+                   .dispatchAction({type: "showTip", seriesIndex: name === "shards" ? 1 : 0, dataIndex: 3})""",
+                chart,
+            )
+            page.wait_for_selector(f"[data-chart={chart}] .tip", state="attached")
+            assert "<script>" in page.inner_text(f"[data-chart={chart}] .tip"), chart
+        assert page.evaluate("window.harmed") is None
+        assert page.evaluate("document.images.length") == 0
+
+
+def test_a_page_that_is_followed_shows_what_is_new(tmp_path: Path) -> None:
+    with chromium() as browser, serving(tmp_path) as address:
+        write(made_run(steps=10), (), tmp_path)
+        page = opened(browser, address, WIDE, "light", [])
+        assert "steps 1 to 10" in page.inner_text(".sub")
+        page.wait_for_function("performance.getEntriesByName(location.origin + '/version').length > 0")
+        write(made_run(steps=20), (), tmp_path)
+        os.utime(tmp_path / PAGE, ns=(time.time_ns() + 10**9,) * 2)
+        page.wait_for_selector("text=steps 1 to 20", timeout=30_000)
+
+
+def test_hostile_names_are_told_as_they_are(pages: dict[str, Path]) -> None:
+    told = json.loads((pages["hostile names"].parent / DATA).read_text())
+    assert told["name"] == HOSTILE
+    assert told["units"]["rows"][0]["fqn"].endswith(HOSTILE)
+
+
+# ---- the command
+
+
+def test_the_command_writes_the_page_and_says_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = {tmp_path / "x": late_run(), tmp_path / "y": made_run(name="runs/other")}
+    monkeypatch.setattr(fullshard.cli.report, "read_run", runs.__getitem__)
+    assert main(["report", str(tmp_path / "x"), "--against", str(tmp_path / "y")]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(verdict(runs[tmp_path / "x"], find_causes(runs[tmp_path / "x"])))
+    assert told.endswith(f"written to {tmp_path / 'x' / PAGE}\n")
+    assert "Beside runs/other" in (tmp_path / "x" / PAGE).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "RUN must be named"),
+        (["{empty}"], "no run is recorded there"),
+        (["{empty}", "--agianst=x"], "Did you mean against?"),
+    ],
+)
+def test_a_folder_without_a_run_is_one_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", *(it.format(empty=tmp_path) for it in words)]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,566 @@
+"""What is recorded of a run: parts that add up to the clock, what the engine did, and a small file a rank."""
+
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from shared_ranks import run_ranks
+from small_models import chain, inputs, sgd
+from torch import nn
+
+import fullshard
+from fullshard import fully_shard, recording
+from fullshard.device.accelerator import Accelerator
+from fullshard.device.lanes import LANES, Lane, Lanes
+from fullshard.plan.ledger import measure_ledger
+from fullshard.plan.memory import State
+from fullshard.report import recording as recording_module
+from fullshard.report import steps as steps_module
+from fullshard.report.rank_file import RankFile, lines_in, path_of
+from fullshard.report.reading import read_run
+from fullshard.report.run import PARTS, Run
+from fullshard.report.steps import PAUSE, StepRecorder, StepTaken
+from fullshard.report.usage import Usage
+from fullshard.tape.recorder import Event, Origin, Phase, Recorder
+
+FORWARD, BACKWARD, REDUCE, STEP, IDLE = (
+    Phase.FORWARD,
+    Phase.BACKWARD,
+    Phase.POST_BACKWARD,
+    Phase.STEP,
+    Phase.IDLE,
+)
+
+
+class Clock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(steps_module.time, "perf_counter", lambda: self.now)
+
+    def after(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def recorder(taken: list[StepTaken], accelerator: Accelerator | None = None) -> StepRecorder:
+    return StepRecorder(accelerator or Accelerator(), lambda: Usage(0.0, 0.0, 7), taken.append)
+
+
+def turn(record: Recorder, clock: Clock, seconds: float, phase: Phase, unit: str = "") -> None:
+    """The program does what it did for so long, and then turns."""
+    clock.after(seconds)
+    record.turn_to(Origin(unit, phase))
+
+
+def collective(record: Recorder, clock: Clock, name: str, phase: Phase, unit: str, *seconds: float) -> Event:
+    """One that takes so long to start, is beside the program for so long, and is waited for so long."""
+    start, beside, wait = seconds
+    event = record.add(Event(name, Origin(unit, phase), "gather", sent_bytes=100, start=clock.now))
+    clock.after(start)
+    event.launched = clock.now
+    clock.after(beside)
+    event.awaited = clock.now
+    clock.after(wait)
+    event.end = clock.now
+    return event
+
+
+def one_step(record: Recorder, clock: Clock) -> None:
+    turn(record, clock, 1.0, FORWARD)  # input
+    collective(record, clock, "all_gather", FORWARD, "a", 0.1, 0.0, 0.4)
+    turn(record, clock, 0.5, FORWARD, "a")
+    turn(record, clock, 2.0, FORWARD)
+    turn(record, clock, 0.25, BACKWARD, "a")
+    collective(record, clock, "reduce_scatter", REDUCE, "a", 0.2, 3.0, 0.3)
+    turn(record, clock, 0.0, IDLE)
+    turn(record, clock, 0.125, STEP)  # other
+    turn(record, clock, 0.75, IDLE)
+
+
+def test_a_step_is_split_by_turns_and_what_is_waited_for_is_cut_out(clock):
+    taken: list[StepTaken] = []
+    record = recorder(taken)
+    one_step(record, clock)
+    one_step(record, clock)
+    assert [it.number for it in taken] == [1]  # whether it is over, the next forward tells
+    record.finish()
+    for step in taken:
+        expected = {"input": 1.0, "forward": 2.75, "backward": 3.0, "gather": 0.5, "reduce": 0.5}
+        expected |= {"optimizer": 0.75, "checkpoint": 0.0, "other": 0.125}
+        assert step.parts_s == pytest.approx(expected)
+        assert step.step_s == pytest.approx(8.625)
+        counts = step.units["a"]
+        assert (counts.gathers, counts.gathered_bytes, counts.gathers_ahead, counts.reductions) == (1, 100, 0, 1)
+        assert (counts.gather_s, counts.gather_exposed_s) == pytest.approx((0.5, 0.5))
+        assert (counts.reduce_s, counts.reduce_exposed_s) == pytest.approx((3.5, 0.5))
+        compute = sorted(piece[3:] for piece in step.pieces if piece.lane == "compute")
+        assert all(end == pytest.approx(start) for (_, end), (start, _) in pairwise(compute))
+
+
+def test_whatever_is_told_the_parts_add_up_to_the_clock_without_pauses(clock):
+    """And in any order: turns, collectives within each other, checkpoints, what the loop says, pauses."""
+    for seed in range(200):
+        rng = random.Random(seed)
+        taken: list[StepTaken] = []
+        record = recorder(taken)
+        start, paused = clock.now, 0.0
+        for _ in range(3):
+            turn(record, clock, rng.random(), FORWARD)
+            for _ in range(rng.randrange(12)):
+                what = rng.randrange(5)
+                if what == 0:
+                    with record.doing(rng.choice(["input", "checkpoint", "logging"])):
+                        turn(record, clock, rng.random(), rng.choice([FORWARD, BACKWARD, IDLE]))
+                elif what == 1:
+                    before = clock.now
+                    with record.doing(PAUSE):
+                        turn(record, clock, rng.random(), rng.choice([FORWARD, STEP, IDLE]))
+                        collective(record, clock, "all_reduce", REDUCE, "b", *(rng.random() for _ in range(3)))
+                    paused += clock.now - before
+                elif what == 2:
+                    outer = record.add(Event("checkpoint", record.origin, start=clock.now))
+                    collective(record, clock, "all_gather", IDLE, "b", *(rng.random() for _ in range(3)))
+                    outer.end = clock.now
+                elif what == 3:
+                    phase, name = rng.choice([(REDUCE, "reduce_scatter"), (FORWARD, "all_gather")])
+                    event = collective(record, clock, name, phase, "a", *(rng.random() for _ in range(3)))
+                    clock.now = rng.choice([clock.now, event.launched])  # what follows may overlap it
+                else:
+                    turn(record, clock, rng.random(), rng.choice([FORWARD, BACKWARD, REDUCE]), "a")
+            turn(record, clock, rng.random(), BACKWARD)
+            turn(record, clock, rng.random(), STEP)
+            turn(record, clock, rng.random(), IDLE)
+        record.finish()
+        assert len(taken) == 3
+        assert sum(it.step_s for it in taken) == pytest.approx(clock.now - start - paused)
+        assert all(it.step_s == pytest.approx(sum(it.parts_s.values())) for it in taken)
+        assert min(value for it in taken for value in it.parts_s.values()) >= 0
+
+
+@dataclass
+class Stamped:
+    """A stamp on a lane that lags behind the program; it cannot be read until the lane has come so far."""
+
+    at: float
+    lane: "LaggingLane"
+
+    def query(self) -> bool:
+        return self.lane.reached >= self.at
+
+    def synchronize(self) -> None:
+        self.lane.reached = max(self.lane.reached, self.at)
+
+    def elapsed_time(self, other: "Stamped") -> float:
+        assert other.query(), "nobody waits for a lane"
+        return 1e3 * (other.at - self.at)
+
+
+class LaggingLane(Lane):
+    is_stream = True
+    reached = float("inf")
+
+    def __init__(self, name: str, clock: Clock) -> None:
+        super().__init__(name)
+        self._clock = clock
+
+    def stamp(self) -> Stamped:
+        return Stamped(2 * self._clock.now, self)
+
+
+def test_where_lanes_lag_the_times_are_theirs_and_read_when_they_are_there(clock):
+    accelerator = Accelerator()
+    accelerator.has_lanes = True
+    lanes = Lanes(*[LaggingLane(name, clock) for name in LANES])
+    accelerator.lanes = lanes
+    taken: list[StepTaken] = []
+    record = recorder(taken, accelerator)
+    lanes.compute.reached = 0.0  # and the others are there already
+    for _ in range(2):
+        turn(record, clock, 1.0, FORWARD)
+        event = record.add(Event("all_gather", Origin("a", FORWARD), "gather", start=clock.now, sent_bytes=8))
+        event.began = lanes.gather.stamp()
+        clock.after(1.0)
+        event.ended, event.launched, event.awaited, event.end = lanes.gather.stamp(), *[clock.now] * 3
+        waited = Event("wait", Origin("a", FORWARD), "compute", began=lanes.compute.stamp(), start=clock.now)
+        clock.after(0.25)
+        waited.ended, waited.end = lanes.compute.stamp(), clock.now
+        record.add(waited)
+        turn(record, clock, 0.5, BACKWARD)
+        turn(record, clock, 2.0, STEP)
+        turn(record, clock, 0.25, IDLE)
+    assert not taken
+    record.finish()  # which waits
+    assert len(taken) == 2
+    for step in taken:  # lanes take twice as long as the program
+        expected = dict.fromkeys(PARTS, 0.0) | {"input": 2.0, "forward": 3.0, "gather": 0.5, "backward": 4.0}
+        assert step.parts_s == pytest.approx(expected | {"optimizer": 0.5})
+        assert (step.units["a"].gather_s, step.units["a"].gather_exposed_s) == pytest.approx((2.0, 0.5))
+        assert step.usage.busy_s == pytest.approx(7.5)
+
+
+def test_several_optimizers_make_one_step_and_steps_within_backward_end_with_it(clock):
+    taken: list[StepTaken] = []
+    record = recorder(taken)
+    for _ in range(2):
+        turn(record, clock, 1.0, FORWARD)
+        turn(record, clock, 1.0, BACKWARD)
+        turn(record, clock, 1.0, STEP)  # in a hook on a gradient
+        turn(record, clock, 1.0, BACKWARD)
+        turn(record, clock, 1.0, IDLE)
+        for _ in range(2):
+            turn(record, clock, 0.0, STEP)
+            turn(record, clock, 1.0, IDLE)
+    record.finish()
+    assert [it.step_s for it in taken] == [7.0, 7.0]
+    assert taken[1].parts_s["optimizer"] == pytest.approx(3.0)
+
+
+def test_a_recorder_within_another_one_lets_it_know_of_everything():
+    with recording() as outer:
+        outer.turn_to(Origin("a", FORWARD))
+        with recording() as inner:
+            assert inner.origin == outer.origin
+            inner.add(Event("all_gather", inner.origin))
+            inner.turn_to(Origin("b", STEP))
+        outer.add(Event("all_reduce", outer.origin))
+    assert outer.names() == ["all_gather", "all_reduce"]
+    assert inner.names() == ["all_gather"]
+    assert outer.origin == Origin("b", STEP)
+
+
+# -- real ranks -------------------------------------------------------------------------------------------------------
+
+
+def train(folder: str | None, steps: int, *, torn: bool = False) -> Any:
+    """What ranks have counted and computed, with a record or without one."""
+    torch.manual_seed(0)
+    model = chain(partial(fully_shard, strategy="zero3"))
+    optimizer = sgd(model)
+    report = nullcontext() if folder is None else fullshard.report(model, folder)
+    ends, losses, counted = [], [], []
+    with report:
+        for number in range(steps):
+            with recording() as record:
+                for _ in range(2):
+                    loss = model(inputs(number)).square().mean()
+                    loss.backward()
+                fullshard.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            ends.append(time.perf_counter())
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            gathers = [it for it in record.collectives("all_gather") if it.origin.phase is not STEP]
+            counted.append((len(gathers), sum(it.sent_bytes for it in gathers)))
+            if folder is not None:
+                report.log(loss=loss, learning_rate=0.05)
+    ledger = measure_ledger(model, optimizer, lambda: model(inputs(0)).square().mean())
+    return ends, losses, counted, ledger, [it.param_groups[0].plan.rest_nbytes for it in fullshard_units(model)]
+
+
+def fullshard_units(model: nn.Module) -> list[Any]:
+    from fullshard.engine.registry import units_in
+
+    return units_in(model)
+
+
+STEPS = 9
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    told = run_ranks(2, train, str(folder), STEPS)
+    return folder, told, read_run(folder)
+
+
+def test_a_run_that_is_recorded_has_the_bits_of_one_that_is_not(trained):
+    _, told, _ = trained
+    plain = run_ranks(2, train, None, STEPS)
+    for mine, theirs in zip(told, plain, strict=True):
+        assert [it.item() for it in mine[1]] == [it.item() for it in theirs[1]]
+        assert mine[2] == theirs[2]
+
+
+def test_steps_add_up_to_the_clock(trained):
+    """Which a loop reads for itself, at the end of each of its optimizer's steps."""
+    _, told, run = trained
+    assert run.steps.tolist() == list(range(3, STEPS + 1))  # those before are not timed
+    for rank, (ends, *_) in enumerate(told):
+        assert run.step_s[rank].sum() == pytest.approx(ends[-1] - ends[1], rel=0.02)
+    assert run.parts_s.sum(axis=2) == pytest.approx(run.step_s)
+    assert (run.parts_s[:, :, PARTS.index("forward")] > 0).all()
+    assert (run.waited_for_s >= 0).all() and (run.waited_for_s.min(axis=0) == 0).all()
+    assert (run.busy_s > 0).all() and (run.held_bytes > 0).all()
+
+
+def test_units_are_told_of_as_the_engine_has_them(trained):
+    _, told, run = trained
+    counted = told[0][2][-1]
+    assert (sum(it.gathers for it in run.units), sum(it.gathered_bytes for it in run.units)) == pytest.approx(counted)
+    assert [it.fqn for it in run.units] == ["", *(f"layers.{n}" for n in range(len(run.units) - 1))]
+    for unit in run.units:
+        assert (unit.gathers, unit.reductions) == ((2, 2) if not unit.fqn else (4, 2))
+        assert 0 < unit.gather_exposed_s <= unit.gather_s * 1.001
+        assert unit.param_dtype == unit.reduce_dtype == "float32"
+        assert unit.trains and not unit.recomputed
+        assert unit.gathers_ahead == (0 if not unit.fqn else 4)
+    assert {wait.what for wait in run.host_waits} >= {"clipping"}
+    assert run.work is not None and (run.work == 2 * inputs(0).numel()).all()
+
+
+def test_spans_of_all_ranks_are_of_one_step_and_lie_within_it(trained):
+    _, _, run = trained
+    assert run.shown_step in (4, 8) and sorted(run.spans) == [0, 1]
+    column = run.steps.tolist().index(run.shown_step)
+    for rank, spans in run.spans.items():
+        assert {span.lane for span in spans} == {"compute", "gather", "reduce"}
+        assert {"forward", "backward", "wait", "optimizer", "all_gather", "reduce_scatter"} <= {s.name for s in spans}
+        on_compute = [span for span in spans if span.lane == "compute"]
+        shown_s = sum(span.end_s - span.start_s for span in on_compute)
+        assert shown_s == pytest.approx(run.step_s[rank, column], rel=0.01)
+
+
+def test_memory_by_state_is_that_of_the_ledger(trained):
+    _, told, run = trained
+    ledger, memory = told[0][3], run.memory
+    assert memory is not None
+    most = {State(state): int(values.max()) for state, values in memory.by_state.items()}
+    assert most[State.PARAMETERS] == ledger.parameters
+    assert most[State.OPTIMIZER] == pytest.approx(ledger.optimizer_state, rel=0.01)
+    assert most[State.SHARDED_GRADIENTS] == ledger.gradients
+    assert most[State.ACTIVATIONS] == pytest.approx(ledger.activations, rel=0.25)
+    sums = sum(memory.by_state.values())
+    assert memory.peak == int(np.argmax(sums))
+    assert sum(it.nbytes for it in memory.largest) <= sums[memory.peak]
+    assert len(memory.at_s) == len(memory.labels) and (np.diff(memory.at_s) >= 0).all()
+
+
+def test_what_a_loop_tells_belongs_to_its_step(trained):
+    _, told, run = trained
+    means = np.mean([[loss.item() for loss in losses] for _, losses, *_ in told], axis=0)
+    assert run.training["loss"] == pytest.approx(means[2:])
+    assert run.training["learning rate"] == pytest.approx(0.05)
+
+
+def test_shards_are_the_layouts(trained):
+    _, _, run = trained
+    for shard in run.shards:
+        rows = [row for start, stop in shard.rows for row in range(start, stop)]
+        assert rows == list(range(shard.shape[shard.dim]))
+    assert {shard.packed for shard in run.shards} == {False, True}
+
+
+def copied(trained: Any, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained[0], tmp_path / "copy"))
+
+
+def test_a_torn_tail_and_a_missing_rank_are_tolerated_and_nothing_is_an_error(trained, tmp_path):
+    folder, whole = copied(trained, tmp_path), trained[2]
+    path = path_of(folder, 1)
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = next(i for i, line in enumerate(lines) if b'"kind":"step","n":6' in line)
+    for cut in (len(lines[place]) - 1, 3):
+        path.write_bytes(b"".join(lines[:place]) + lines[place][:cut])
+        run = read_run(folder)
+        assert run.steps.tolist() == whole.steps.tolist()
+        assert np.isnan(run.step_s[1, 3:]).all() and not np.isnan(run.step_s[:, :3]).any()
+    path.unlink()
+    assert [it.rank for it in read_run(folder).ranks] == [0]
+    path_of(folder, 0).unlink()
+    with pytest.raises(fullshard.ConfigError, match="no run is recorded there"):
+        read_run(folder)
+
+
+def test_a_run_that_goes_on_keeps_what_was_and_counts_what_is_done_again_once(trained, tmp_path):
+    folder = copied(trained, tmp_path)
+    for rank in range(2):
+        path = path_of(folder, rank)
+        start = json.loads(path.read_bytes().splitlines()[0])
+        again = {"kind": "step", "n": 8, "p": [1.0] * len(PARTS), "b": 1.0, "s": None, "h": 1, "w": 1.0}
+        added = [start | {"first_step": 6}, *({**again, "n": number} for number in (6, 7, 8))]
+        with path.open("a") as file:
+            file.write("".join(json.dumps(line) + "\n" for line in added))
+    run = read_run(folder)
+    assert run.steps.tolist() == [3, 4, 5, 8, 9]  # the first two after a start are not timed
+    assert run.step_s[:, 3].tolist() == [len(PARTS)] * 2
+
+
+def test_lines_of_steps_grow_with_the_logarithm_of_their_number(monkeypatch, tmp_path):
+    monkeypatch.setattr(recording_module, "_LINES", 8)
+
+    def one() -> Run:
+        model = chain(fully_shard)
+        optimizer = sgd(model)
+        with fullshard.report(model, tmp_path) as report:
+            for number in range(60):
+                model(inputs(number)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert report.page is None or report.page.exists()
+        return read_run(tmp_path)
+
+    run = run_alone(one)
+    assert run.steps.tolist() == [*range(3, 9), *range(10, 26, 2), *range(28, 60, 4), 60][: len(run.steps)]
+    assert len([it for it in lines_in(path_of(tmp_path, 0)) if it["kind"] == "step"]) <= 25
+
+
+def run_alone(function: Any) -> Any:
+    import torch.distributed as dist
+
+    from fullshard._compat import fake_store
+
+    dist.init_process_group("fake", rank=0, world_size=1, store=fake_store())
+    try:
+        return function()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_callbacks_of_trainers_record_what_the_trainers_log(tmp_path):
+    """Called as the trainers call them: who calls them when is theirs."""
+    lightning = pytest.importorskip("fullshard.integrations.lightning")
+    transformers = pytest.importorskip("fullshard.integrations.transformers")
+
+    def steps(begin: Any, log: Any, end: Any) -> None:
+        model = chain(fully_shard)
+        optimizer = sgd(model)
+        begin(model)
+        for number in range(1, 5):
+            model(inputs(number)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log(model, number)
+        end(model)
+
+    def by_transformers(folder: Path) -> None:
+        callback, args = transformers.ReportCallback(folder), SimpleNamespace(to_dict=lambda: {"lr": 1.0, "x": None})
+        states = [SimpleNamespace(global_step=number) for number in range(5)]
+        steps(
+            lambda model: callback.on_train_begin(args, states[0], None, model=model),
+            lambda _, n: callback.on_log(args, states[n], None, logs={"loss": n, "grad_norm": torch.tensor(2.0 * n)}),
+            lambda _: callback.on_train_end(args, states[4], None),
+        )
+
+    def by_lightning(folder: Path) -> None:
+        callback, trainer = lightning.ReportCallback(), SimpleNamespace(default_root_dir=str(folder), global_step=0)
+
+        def log(model: Any, number: int) -> None:
+            trainer.global_step = number
+            trainer.logged_metrics = {"loss": torch.tensor(float(number)), "grad_norm": 2.0 * number, "text": "no"}
+            callback.on_train_batch_end(trainer, model, None, None, 0)
+
+        steps(lambda it: callback.on_train_start(trainer, it), log, lambda it: callback.on_train_end(trainer, it))
+
+    for number, train_by in enumerate((by_transformers, by_lightning)):
+        folder = tmp_path / str(number)
+        run_alone(partial(train_by, folder))
+        run = read_run(folder)
+        assert run.steps.tolist() == [3, 4]
+        assert {name: values.tolist() for name, values in run.training.items()} == {
+            "loss": [3, 4],
+            "gradient norm": [6, 8],
+        }
+        assert (folder / "report.html").exists()
+
+
+def test_a_disk_that_cannot_be_written_ends_the_record_and_not_the_run(tmp_path, caplog):
+    (tmp_path / "x").write_text("a file")
+    (tmp_path / "report").mkdir()
+    path_of(tmp_path, 1).symlink_to("/dev/full")
+    for file in (RankFile(path_of(tmp_path / "x", 0)), RankFile(path_of(tmp_path, 1))):
+        for number in range(3):
+            file.add("step", n=number)
+            file.flush()
+        file.close()
+    assert [record.message.count("nothing more is recorded") for record in caplog.records] == [1, 1]
+
+
+STAND_INS = {
+    "wandb": """
+import json
+class Run:
+    def log(self, numbers): told.append((numbers.pop("step"), numbers))
+    def finish(self): told.append("closed")
+def init(**given):
+    told.append((given["name"], given["config"]))
+    return Run()
+told = []
+""",
+    "mlflow": """
+told = []
+def start_run(run_name): told.append(run_name)
+def log_params(params): told[-1] = told[-1], params
+def log_metrics(numbers, step): told.append((step, numbers))
+def end_run(): told.append("closed")
+""",
+    "tensorboard": "told = []\n",
+}
+WRITER = """
+from tensorboard import told
+class SummaryWriter:
+    def __init__(self, folder): told.append(folder)
+    def add_text(self, name, text): told[-1] = told[-1].split("/")[-2], {"batch": text.split(": ")[1]}
+    def add_scalar(self, name, value, step): told.append((step, {name: value}))
+    def close(self): told.append("closed")
+"""
+
+
+def told_elsewhere(home: str, folder: Path) -> list[Any]:
+    model = chain(fully_shard)
+    optimizer = sgd(model)
+    with fullshard.report(model, folder, settings={"batch": 6}, log_to=home) as report:
+        for number in range(1, 4):
+            model(inputs(number)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report.log(loss=float(number))
+    return list(sys.modules[home].told)
+
+
+@pytest.mark.parametrize("home", ["tensorboard", "wandb", "mlflow"])
+def test_numbers_go_to_the_home_that_is_named(home, tmp_path, monkeypatch):
+    """By the calls that its library documents: the libraries are stand-ins here."""
+    for name, source in STAND_INS.items():
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    writer = ModuleType("torch.utils.tensorboard")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    exec(WRITER, vars(writer))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", writer)
+    first, *told, last = run_alone(partial(told_elsewhere, home, tmp_path / "x"))
+    assert (first, last) == (("x", {"batch": "6"}), "closed")
+    by_step: dict[int, dict[str, float]] = {}
+    for step, numbers in told:
+        by_step.setdefault(step, {}).update(numbers)
+    assert sorted(by_step) == [1, 2, 3]
+    for step, numbers in by_step.items():
+        assert numbers["loss"] == step
+        parts = sum(numbers[f"seconds/{part}"] for part in PARTS)
+        assert numbers["seconds/step"] == pytest.approx(parts)
+    with pytest.raises(fullshard.ConfigError, match="tensorboard, wandb, mlflow"):
+        run_alone(lambda: fullshard.report(chain(fully_shard), tmp_path / "y", log_to="paper"))
+
+
+def test_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(fullshard.ConfigError, match="Linear has no units"):
+        fullshard.report(nn.Linear(2, 2), tmp_path)
+    assert not os.listdir(tmp_path)

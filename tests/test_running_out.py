@@ -1,0 +1,159 @@
+"""Memory that is out is told of before the process ends: where, who holds it, and on a page that the error names."""
+
+import logging
+import resource
+from itertools import chain, repeat
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from fullshard import fully_shard
+from fullshard.plan.memory import State
+from fullshard.report import recording, running_out
+from fullshard.report.causes import find_causes, verdict
+from fullshard.report.reading import read_run
+from fullshard.report.recording import report
+from fullshard.report.running_out import _BALLAST_NBYTES, Limit, _container, asked_bytes, is_out_of_memory
+from fullshard.testing import run_ranks
+
+MB = 1 << 20
+WIDTH = 256
+
+
+class Hungry(nn.Module):
+    """A block that raises as an accelerator's allocator does, at a chosen forward; or takes what a batch asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.forwards, self.last = 0, -1
+
+    def forward(self, x):
+        self.forwards += 1
+        if self.forwards == self.last:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total of ...")
+        return torch.relu(self.inner(x)).square().exp()
+
+
+def train_until_it_raises(folder: Path, rows: list[int], last: int = -1) -> dict:
+    """The notes of the error that ends the loop, and the record of the run then."""
+    model = nn.Sequential(*(Hungry() for _ in range(4)))
+    model[2].last = last
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    error = None
+    try:
+        with report(model, folder, optimizer=optimizer):
+            for count in rows:
+                model(torch.zeros(count, WIDTH)).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    except RuntimeError as raised:
+        error = raised
+    run = read_run(folder)
+    notes = [] if error is None else error.__notes__
+    return {"notes": notes, "state": run.out_of_memory, "verdict": verdict(run, find_causes(run))}
+
+
+class Logged(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def on_rank(folder: Path) -> dict[str, dict]:
+    """All cases, in one process."""
+    told = {"planted": train_until_it_raises(folder / "planted", [8] * 6, last=5)}
+    size = int(next(it for it in Path("/proc/self/status").read_text().splitlines() if "VmSize" in it).split()[1])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size * 1024 + 400 * MB, before[1]))
+    told["limited"] = train_until_it_raises(folder / "limited", [8, 8, 8, 1_000_000])
+    resource.setrlimit(resource.RLIMIT_AS, before)
+    used = chain([0] * 40, repeat(99))
+    limit = Limit(100, lambda: next(used), raises=False)
+    with patch.object(running_out, "_limits", lambda device: [limit]), patch.object(running_out, "_LOOK_EVERY_S", 0.0):
+        logged = Logged()
+        logging.getLogger(recording.__name__).addHandler(logged)
+        told["near"] = {**train_until_it_raises(folder / "near", [8] * 6), "logged": logged.messages}
+    return told
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    return run_ranks(1, on_rank, tmp_path_factory.mktemp("out"))[0]
+
+
+def test_an_error_of_the_allocator_names_the_page_and_the_largest_holders(told):
+    """What fails in the fifth forward of a block is told with that block, its phase, and what was asked for."""
+    state, (note,) = told["planted"]["state"], told["planted"]["notes"]
+    assert (state.asked_bytes, state.where, state.rank) == (3 << 29, "2, forward", 0)
+    assert sum(state.by_state.values()) > 0
+    assert state.by_state[State.OPTIMIZER.value] >= 2 * 4 * WIDTH * (WIDTH + 1) * 4  # two moments of four blocks
+    assert list(state.largest) == sorted(state.largest, key=lambda it: -it.nbytes)
+    assert all(it.what in note for it in state.largest[:3])
+    assert "planted" in note
+    assert "ran out of memory in 2, forward" in told["planted"]["verdict"]
+
+
+def test_a_limit_of_the_process_is_told_with_what_it_left(told):
+    """It fails where the loop makes a batch, of a million rows."""
+    state = told["limited"]["state"]
+    assert state.where == "the loop"
+    assert state.asked_bytes == 1_000_000 * WIDTH * 4
+    assert state.used_bytes <= state.limit_bytes < state.used_bytes + state.asked_bytes + _BALLAST_NBYTES
+    assert told["limited"]["notes"]
+
+
+@pytest.mark.parametrize(
+    ("message", "asked"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 20 * MB),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12", 4096),
+        ("out of memory", None),
+    ],
+)
+def test_what_was_asked_for_is_read_off_the_message(message, asked):
+    assert asked_bytes(RuntimeError(message)) == asked
+
+
+@pytest.mark.parametrize("error", [ValueError("can't allocate memory"), RuntimeError("shape mismatch"), KeyError()])
+def test_other_errors_are_none_of_memory(error):
+    assert not is_out_of_memory(error)
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "files"),
+    [
+        ("0::/job", "job", {"memory.max": "1000", "memory.stat": "anon 600\nfile 5000\nshmem 40"}),
+        (
+            "4:memory:/job",
+            "memory/job",
+            {"memory.limit_in_bytes": "1000", "memory.stat": "rss 1\ntotal_rss 600\ntotal_shmem 40\ntotal_cache 5000"},
+        ),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_a_container_counts_what_it_cannot_drop(tmp_path, line, folder, files):
+    """Pages of files can be dropped, so they are no reason to end a process."""
+    (tmp_path / folder).mkdir(parents=True)
+    for name, content in files.items():
+        (tmp_path / folder / name).write_text(content)
+    (tmp_path / "of").write_text(f"1:name=systemd:/\n{line}\n")
+    limit = _container(tmp_path, tmp_path / "of")
+    assert (limit.nbytes, limit.used()) == (1000, 640)
+    assert not limit.raises
+
+
+def test_a_container_that_is_nearly_full_is_told_once(told):
+    """The page is written while there is memory for it; the run goes on."""
+    assert told["near"]["notes"] == []
+    assert told["near"]["state"].used_bytes == 99
+    assert sum("about to run out of memory" in it for it in told["near"]["logged"]) == 1

@@ -1,0 +1,59 @@
+"""What other settings would gain is what their own prediction says, and each has the command that asks for it."""
+
+import shlex
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from fullshard.plan.hardware import hardware
+from fullshard.train import what_ifs
+from fullshard.train.options import parse_settings
+from fullshard.train.predicting import Machine, predicted
+from fullshard.train.settings import MemorySettings, ModelSettings, OptimizationSettings, TextSettings, TrainSettings
+
+H100 = hardware("h100-80")
+MACHINE = Machine(device_type="cuda", device_name="H100", memory_bytes=80 << 30, world=4, local_world=4, machines=1)
+SETTINGS = replace(
+    TrainSettings(),
+    model=ModelSettings(size="nano"),
+    text=TextSettings(seq=16),
+    optimization=OptimizationSettings(batch=8, lr=1e-3),
+    memory=MemorySettings(dtype="bfloat16"),
+)
+
+
+@pytest.fixture(scope="module")
+def told():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(what_ifs, "described_here", lambda machine: H100)
+        return what_ifs.what_ifs_of(SETTINGS, MACHINE, "runs/x")
+
+
+def test_a_gain_is_the_difference_of_two_predictions(told):
+    step_s = predicted(SETTINGS, MACHINE, H100).step_s
+    assert all(it.gain_s == pytest.approx(step_s - it.step_s) for it in told)
+    assert [it.gain_s for it in told] == sorted((it.gain_s for it in told), reverse=True)
+    assert {it.change for it in told} >= {"ddp", "zero2", "activation checkpointing", "reductions in bfloat16"}
+    assert "zero3" not in {it.change for it in told}  # it is what the run has
+
+
+@pytest.mark.parametrize("change", ["ddp", "activation checkpointing", "reductions in bfloat16"])
+def test_the_command_asks_for_the_settings_that_were_simulated(told, change, tmp_path):
+    it = next(it for it in told if it.change == change)
+    (tmp_path / "settings.yaml").write_text(yaml.safe_dump(SETTINGS.as_options()))
+    program, command, *argv = shlex.split(it.command.replace("runs/x", str(tmp_path)))
+    assert (program, command) == ("fullshard", "train")
+    asked = predicted(parse_settings(argv), MACHINE, H100)
+    assert asked.step_s == pytest.approx(it.step_s)
+
+
+def test_what_does_not_fit_is_not_advised(monkeypatch):
+    monkeypatch.setattr(what_ifs, "described_here", lambda machine: H100)
+    assert what_ifs.what_ifs_of(SETTINGS, replace(MACHINE, memory_bytes=1), "runs/x") == ()
+
+
+def test_without_a_description_of_the_machine_nothing_is_said(monkeypatch):
+    """Seconds of another machine would mean nothing."""
+    monkeypatch.setattr(what_ifs, "described_here", lambda machine: None)
+    assert what_ifs.what_ifs_of(SETTINGS, MACHINE, "runs/x") == ()
