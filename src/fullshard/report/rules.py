@@ -259,7 +259,6 @@ def _exposed_part(units: list[UnitTimes]) -> float:
     "units too small",
     least=EXPOSED,
     why=f"where data moves for less than {percent(_FEW_MOVING)} of a collective's time, the rest is its start",
-    helps=("larger units",),
 )
 def units_too_small(figures: Figures, rule: Rule) -> Finding | None:
     if not _waits_for_wire(figures) or not _has_small_messages(figures):
