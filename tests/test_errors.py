@@ -62,6 +62,7 @@ from fullshard import (
     fully_shard,
     recording,
     register_fsdp_forward_method,
+    stream_weights,
     summon_full_params,
 )
 from fullshard._compat import storage_info
@@ -191,13 +192,36 @@ def a_layer_called_beside_its_unit() -> Steps:
     model[0](torch.ones(2, 8))
 
 
-@mistake(StateError, "came to the root, which is trained, and not to its parameters", "Schedule1F1B", sends=True)
+@mistake(
+    StateError, "came to the root, which is trained, and not to its parameters", "integrations.pipelining", sends=True
+)
 def a_backward_of_a_pipeline_s_stage_in_two_parts() -> Steps:
     group = dist.new_subgroups(1)[0]
     stage = PipelineStage(sharded(), 0, 1, torch.device("cpu"), group=group)
     x = inputs().requires_grad_()
     yield
     torch.autograd.grad(stage.forward_one_chunk(0, (x,)).sum(), x)
+
+
+@mistake(ConfigError, "bucket_bytes=0", "positive number")
+def buckets_for_nothing() -> Steps:
+    model = sharded()
+    yield
+    stream_weights(model, bucket_bytes=0)
+
+
+@mistake(ConfigError, "names are given to several weights", "a name of its own")
+def weights_of_one_name() -> Steps:
+    model = sharded()
+    yield
+    stream_weights(model, rename=lambda name: "weight")
+
+
+@mistake(StateError, "finalize_backward of FSDP", r"set_manual_backward_finalization\(True\)")
+def a_backward_finalized_by_hand_that_hooks_finalize() -> Steps:
+    model = sharded()
+    yield
+    model.finalize_backward()
 
 
 @mistake(StateError, "DistributedDataParallel around Sequential, whose 0.weight is sharded", "strategy='hsdp'")

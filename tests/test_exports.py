@@ -57,6 +57,7 @@ DOCUMENTED = {
         "share_comm_ctx",
         "share_memory_between_ranks",
         "share_memory_between_units",
+        "stream_weights",
         "summon_full_params",
     ],
     "fullshard.checkpoint": [
@@ -95,6 +96,7 @@ DOCUMENTED = {
         "zero",
     ],
     "fullshard.integrations.lightning": ["FabricFullShardStrategy", "FullShardStrategy", "ReportCallback"],
+    "fullshard.integrations.pipelining": ["PipelineStage", "with_actions"],
     "fullshard.optim": ["Muon", "step_shards"],
     "fullshard.testing": [
         "ParityReport",

@@ -65,7 +65,7 @@ ROOMS: dict[str, list[str] | None] = {
         "hooks",
         "materialize",
     ],
-    "state": ["state_dict", "optim_state", "summon"],
+    "state": ["state_dict", "optim_state", "summon", "streaming"],
     "optim": ["rebinding", "outside", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "dry": None,

@@ -86,6 +86,25 @@ def plainly(model: Any) -> None:
         model(inputs())
 
 
+def finalizing_by_hand(model: Any) -> None:
+    """As a stage of a pipeline: two visits, with microbatches between forward and backward."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.set_manual_backward_finalization(True)
+    for _ in range(2):
+        losses = [model(inputs()).sum() for _ in range(2)]
+        for module in model.modules():
+            if isinstance(module, fullshard.FSDPModule):
+                module.reshard()
+        for module in model.modules():
+            if isinstance(module, fullshard.FSDPModule):
+                module.unshard(async_op=True)
+        for loss in losses:
+            loss.backward()
+        model.finalize_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def accumulating(model: Any) -> None:
     optimizer = sgd(model)
     for number in range(2):
@@ -217,6 +236,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2", "hpZ", "hf
 LOOPS: dict[str, tuple[Loop, type[Layer]]] = {
     "steps": (plainly, Layer),
     "accumulation": (accumulating, Layer),
+    "finalized by hand": (finalizing_by_hand, Layer),
     "accumulation without sync": (without_sync, Layer),
     "replicas withheld": (withholding_replicas, Layer),
     "hooks": (stepping_in_backward, Layer),

@@ -52,6 +52,7 @@ from fullshard.state.state_dict import (
     StateDictSettings,
     StateDictType,
 )
+from fullshard.state.streaming import stream_weights
 from fullshard.state.summon import summon_full_params
 from fullshard.tape.recorder import recording
 from fullshard.wrapper import BackwardPrefetch, FullyShardedDataParallel
@@ -107,5 +108,6 @@ __all__ = [
     "share_comm_ctx",
     "share_memory_between_ranks",
     "share_memory_between_units",
+    "stream_weights",
     "summon_full_params",
 ]

@@ -260,6 +260,27 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for scripts written for torch: every backward ends with its reductions finished, last or not."""
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Have backwards reduce nothing, and call `finalize_backward` after the last one of each step, or not.
+
+        For an outermost module whose backwards come in parts or in any order, such as a stage of a pipeline. Its units
+        stay unsharded from the step's first forward (or `unshard`) on, and its whole gradients stay in memory. Switched
+        off within a step, it drops the gradients of that.
+        """
+        runtime_of(_module(self)).finalize_by_hand(enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
+        """Reduce what lies in the whole gradients, and reshard. `set_requires_gradient_sync(False)` holds it back.
+
+        Args:
+            async_op: return a handle, for scripts written for torch: its `wait()` has nothing left to wait for.
+
+        Raises:
+            StateError: `set_manual_backward_finalization(True)` was not called.
+        """
+        runtime_of(_module(self)).finalize_backward()
+        return UnshardHandle([]) if async_op else None
+
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Gather this unit's parameters for its backward, or not.
 
@@ -299,6 +320,9 @@ class FSDPModule:
         Raises:
             StateError: a forward or backward is under way.
         """
+        runtime = runtime_of(_module(self))
+        if runtime.finalizes_by_hand:
+            runtime.finalize_by_hand(True)
         if any(is_in_use(unit) for unit in units_in(_module(self))):
             raise StateError("reset_iter_state within a forward or backward. Call it once the exception is caught.")
 

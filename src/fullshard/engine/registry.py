@@ -127,8 +127,9 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def name_units(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Give every unit the FQN of its first module from `root` on."""
+def name_units(root: nn.Module, units: Sequence[Unit], place: str = "") -> None:
+    """Give every unit the FQN of its first module from `root` on; behind `place`, where there are several roots."""
     names = {module: clean_fqn(name) for name, module in root.named_modules()}
     for unit in units:
-        unit.name = names[unit.module]
+        name = names[unit.module]
+        unit.name = f"{place}.{name}" if place and name else place or name

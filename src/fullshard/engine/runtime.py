@@ -11,6 +11,12 @@ end        autograd calls back after its last node. What never got a gradient, o
            settled then, in a fixed order.
 
 When the backward of a unit is over, `call.py` knows.
+
+[Note: steps that are finalized by hand]
+A stage of a pipeline has several microbatches between forward and backward, in any order, and may take a backward in
+two parts, of which the second comes to no hook. So such a step asks nothing of hooks. Its units stay unsharded from
+`unshard_all` (or the first forward) to `reshard_all`; a backward that comes to one that is not gathers it. Autograd and
+the schedule add to whole gradients as they like, and `finalize_backward` reduces what it finds there.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ from fullshard.device.lanes import Lanes, Mark
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import are_alike, check_ranks_agree
 from fullshard.engine.finite import Tally, raise_on_every_rank, tally
-from fullshard.engine.nested import map_tensors
+from fullshard.engine.nested import map_tensors, tensors_in
 from fullshard.engine.order import OrderTracker
 from fullshard.engine.reduction import UnitReduction
 from fullshard.engine.registry import buffers_of, name_units, process_groups_along
@@ -64,6 +70,10 @@ class Runtime:
         self.phase = Phase.IDLE
         self.serial = 0
         self._microbatch = 0  # of the step, from 1 on
+        self.finalizes_by_hand = False  # see [Note: steps that are finalized by hand]
+        self._is_open = False  # such a step was begun, and not finalized
+        self._has_forward = False  # in the step that is open
+        self._holds_at_end = False  # of the backward that is executing, in such a step
         self.outside: list[nn.Parameter] = []  # trained beside the units', and not compared between ranks yet
         self._creates_graph = False  # the backward that is executing: another will go through it
         self._buffers_differ = True  # between ranks: each has seen other data since they were broadcast
@@ -115,6 +125,8 @@ class Runtime:
         """Have `unit` unsharded. Its inputs as its forward is to see them."""
         check_not_summoned(unit)
         recomputing = in_backward()
+        if self.finalizes_by_hand:
+            return self._before_forward_by_hand(unit, args, kwargs, begins=not self._stack and not recomputing)
         if not self._stack and not recomputing:
             self._begin_forward(unit)
         args, kwargs = self.prepare_inputs(unit, args, kwargs)
@@ -161,6 +173,9 @@ class Runtime:
             self._stack.pop()
         call = self._stack.pop()[1]
         output = cast_outputs(unit, output)
+        if self.finalizes_by_hand:
+            self._watch_outputs_by_hand(unit, output)
+            return output
         if call is not None:
             call.watch_outputs(output, self._tick())
         unit.state.finished_modules.add(id(module))
@@ -185,6 +200,9 @@ class Runtime:
         if is_capturing(self._device):
             for unit in [unit for unit in self.units if unit.state.users == 0]:
                 self._reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph's
+        self._begin_microbatch()
+
+    def _begin_microbatch(self) -> None:
         for unit in self.units:
             unit.notice_step()
         if torch.is_grad_enabled():
@@ -197,14 +215,17 @@ class Runtime:
 
     def _count_microbatch(self) -> None:
         """A microbatch is a step's first one unless gradients of an earlier one still wait for the optimizer."""
-        self._microbatch = self._microbatch + 1 if any(unit.has_grads_waiting for unit in self.units) else 1
+        self._set_microbatch(self._microbatch + 1 if any(unit.has_grads_waiting for unit in self.units) else 1)
         self._step += self._microbatch == 1
         here.step = self._step
-        for unit in self.units:
-            unit.microbatch = self._microbatch
         is_due = self._microbatch == 1 and self._step.bit_count() == 1  # again, since rates may start at 0
         if self.outside and is_due and not is_capturing(self._device):
             self._compare_outside()
+
+    def _set_microbatch(self, number: int) -> None:
+        self._microbatch = number
+        for unit in self.units:
+            unit.microbatch = number
 
     def _compare_outside(self) -> None:
         unit, params = self.units[0], self.outside
@@ -302,6 +323,11 @@ class Runtime:
 
     def on_grad(self, unit: Unit, param: ShardedParam) -> None:
         """Note that autograd has added to `param`'s whole gradient; the last one starts the unit's reduction."""
+        if self.finalizes_by_hand:
+            if not self._holds_at_end:
+                self._holds_at_end = True
+                on_backward_end(self.hold_grads)
+            return
         self.begin_backward()
         self._complete_arrived()
         unit.state.arrived_grads.add(id(param))
@@ -339,30 +365,47 @@ class Runtime:
 
     def finish_backward(self) -> None:
         """Settle what is left when autograd has run its last node: reductions, unused parameters, unsharded units."""
-        for unit in reversed(self.units):
-            if unit not in self._reduced:
-                self._start_reduce(unit)
-        self._finish_reductions()
-        self._reduced.clear()
+        self._reduce_rest()
         self._calls.clear()
         self._late.clear()
         self._recomputed.clear()
         for unit in self.units:
             unit.state.users = 0
             if not (self._creates_graph and unit.state.awaits_backward):
-                keep = not (unit.state.reshard_after_backward or unit.form is Form.GATHERING)
-                self._reshard(unit, Phase.POST_BACKWARD, keep=keep)
+                self._reshard_after_backward(unit)
+        self._end_backward()
+        agreed = self._backward_tracker.agrees
+        self.backward_order = tuple(self._backward_tracker.seen)
+        self._slots.end_microbatch(is_typical=agreed)
+        tallies = self._take_tallies()
+        self._check_whole()
+        self._check_finite(tallies)
+
+    def _reduce_rest(self) -> None:
+        """Have the gradients of all units ready for the optimizer."""
+        for unit in reversed(self.units):
+            if unit not in self._reduced:
+                self._start_reduce(unit)
+        self._finish_reductions()
+        self._reduced.clear()
+
+    def _reshard_after_backward(self, unit: Unit) -> None:
+        keep = not (unit.state.reshard_after_backward or unit.form is Form.GATHERING)
+        self._reshard(unit, Phase.POST_BACKWARD, keep=keep)
+
+    def _end_backward(self) -> None:
         if any(unit.options.offloads for unit in self.units):  # the optimizer reads their gradients next
             self._lanes.host.wait(self._lanes.offload.mark())
         accelerator_for(self._device).end_pass()
-        agreed = self._backward_tracker.agrees
-        self.backward_order = tuple(self._backward_tracker.seen)
         self.phase = Phase.IDLE
         note_origin(Origin("", Phase.IDLE))
         self._buffers_differ = self._buffers_differ or any(unit.state.syncs_gradients for unit in self.units)
-        self._slots.end_microbatch(is_typical=agreed)
+
+    def _take_tallies(self) -> list[Tally]:
         tallies, self._tallies = self._tallies, []
-        self._check_whole()
+        return tallies
+
+    def _check_finite(self, tallies: list[Tally]) -> None:
         if switches.checks_finite:
             raise_on_every_rank(tallies, process_groups_along(self.units), self._device)
 
@@ -379,7 +422,7 @@ class Runtime:
                 f"the backward of a pipeline's stage came to {missed.name or 'the root'}, which is trained, and not to "
                 "its parameters: a zero-bubble schedule (such as ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
                 "ScheduleDualPipeV) takes gradients of inputs first, and those of parameters later, when they would "
-                "not be reduced. Use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B."
+                "not be reduced. Make the stages by fullshard.integrations.pipelining.PipelineStage."
             )
 
     def _start_reduce(self, unit: Unit) -> None:
@@ -427,6 +470,7 @@ class Runtime:
             reduction.abandon()
         self._reductions.clear()
         self._reduced.clear()
+        self._is_open = self._has_forward = self._holds_at_end = False
         self._reached, self._has_grads = None, False
         self._tallies.clear()
         self._since_backward = []
@@ -438,6 +482,87 @@ class Runtime:
                 unit.drop_grads()
             self._reshard(unit, Phase.IDLE)
         self.phase = Phase.IDLE
+
+    # -- steps that are finalized by hand -----------------------------------------------------------------------------
+
+    def finalize_by_hand(self, enabled: bool, *, had_backward: bool = True) -> None:
+        """Ask nothing of hooks from now on, see [Note: steps that are finalized by hand]; or leave it to them again.
+
+        What a step that was not finalized has left is dropped, if it `had_backward`.
+        """
+        if self._is_open:
+            self.phase = Phase.BACKWARD if had_backward else Phase.FORWARD
+        if self.is_interrupted:
+            self.recover()
+        self.finalizes_by_hand = enabled
+
+    def unshard_all(self) -> None:
+        """Begin to gather all units for forwards and backwards that come; the first call begins the step."""
+        if not self._is_open:
+            self._is_open = True
+            self._show_compute_s_work()
+            self._begin_microbatch()
+        for unit in self.units:
+            if unit.form is Form.SHARDED:
+                self.start_unshard(unit, Phase.FORWARD)
+                unit.state.is_unsharded_by_hand = True  # no other takes its memory
+
+    def wait_for_all(self) -> None:
+        """Have all units unsharded: the modules show whole parameters."""
+        self.unshard_all()
+        for unit in self.units:
+            unit.wait_unshard()
+
+    def reshard_all(self) -> None:
+        """Free what the strategy, or the user, does not keep from forward to backward. The step goes on."""
+        for unit in self.units if self._is_open else ():
+            if unit.frees_in_step:
+                self._reshard(unit, Phase.FORWARD)
+
+    def _before_forward_by_hand(self, unit: Unit, args: Any, kwargs: Any, *, begins: bool) -> tuple[Any, Any]:
+        if begins:
+            self.unshard_all()
+            if self._has_forward and torch.is_grad_enabled():
+                self._set_microbatch(self._microbatch + 1)
+            self._has_forward = True
+        prepared = self.prepare_inputs(unit, args, kwargs)
+        self._stack.append((unit, None))
+        self._unshard(unit, Phase.FORWARD)
+        _note(unit, Phase.FORWARD)
+        return prepared
+
+    def _watch_outputs_by_hand(self, unit: Unit, output: Any) -> None:
+        def before_backward(_: Tensor) -> None:
+            self._unshard(unit, Phase.PRE_BACKWARD)
+            _note(unit, Phase.BACKWARD)
+
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(before_backward)
+
+    def hold_grads(self) -> None:
+        """Have what a microbatch has added to whole gradients in the dtype that they are summed in."""
+        self._holds_at_end = False
+        for unit in self.units:
+            unit.hold_grads()
+
+    def finalize_backward(self) -> None:
+        """Reduce whole gradients, wherever they came from, and reshard: the step's backwards are over.
+
+        Raises:
+            StateError: it is not to be done by hand.
+        """
+        if not self.finalizes_by_hand:
+            raise StateError(
+                f"finalize_backward of {type(self.units[0].module).__name__}: every backward ends with its gradients "
+                "reduced. Call set_manual_backward_finalization(True) before the step's first forward."
+            )
+        self._reduce_rest()
+        for unit in self.units:
+            self._reshard_after_backward(unit)
+        self._end_backward()
+        self._is_open = self._has_forward = False
+        self._check_finite(self._take_tallies())
 
     # -- unshard and reshard ------------------------------------------------------------------------------------------
 

@@ -125,10 +125,13 @@ class Unit:
     @property
     def reshards_after_forward(self) -> bool:
         """The user's choice, else the strategy's. A root is not resharded: its backward comes next."""
+        return self.frees_in_step and not (self.state.is_root and self.state.reshard_after_forward is None)
+
+    @property
+    def frees_in_step(self) -> bool:
+        """The user's choice, else the strategy's, where backward may be far: between visits to a pipeline's stage."""
         choice = self.state.reshard_after_forward
-        if choice is not None:
-            return choice
-        return self.options.placements.parameters_in_step is not Placement.WHOLE and not self.state.is_root
+        return self.options.placements.parameters_in_step is not Placement.WHOLE if choice is None else choice
 
     @property
     def is_trained(self) -> bool:

@@ -1,0 +1,150 @@
+"""Pipelines of torch's with sharded stages: one gather a visit to a stage, one reduction a step, under any schedule.
+
+`torch.distributed.pipelining` knows sharded stages by the class of torch's own. Of others it would have every
+microbatch reduced, and the gradients that a zero-bubble schedule takes late left as they are. So stages are made by the
+`PipelineStage` of this module, and a schedule of several stages a rank is told how to gather and free them:
+
+    stages = [PipelineStage(part, number, 4, device, group=mesh.get_group("pp")) for number, part in parts.items()]
+    schedule = with_actions(ScheduleInterleavedZeroBubble(stages, n_microbatches=8, loss_fn=loss_fn))
+    schedule.step(x)
+    optimizer.step()
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import schedules
+
+from fullshard.engine.hooks import runtime_of
+from fullshard.engine.registry import is_unit, name_units
+from fullshard.engine.runtime import Runtime
+from fullshard.errors import ConfigError
+
+__all__ = ["PipelineStage", "with_actions"]
+
+S = TypeVar("S")
+
+
+class PipelineStage(pipelining.PipelineStage):
+    """A stage of a pipeline whose module is sharded by this library. Arguments as of torch's `PipelineStage`.
+
+    From the first use of the stage in a step on its units are unsharded, and whole gradients are summed on each rank;
+    they are reduced when the schedule has come to the end. Schedules of one stage a rank (`ScheduleGPipe`,
+    `Schedule1F1B`) need no more; others may free a stage that waits, see `with_actions`.
+    """
+
+    @cached_property
+    def _runtimes(self) -> list[Runtime]:
+        """Of the outermost units of the module: usually one."""
+        runtimes = []
+        for module in _outermost_units(self.submod):
+            runtime = runtime_of(module)
+            name_units(module, runtime.units, f"stage {self.stage_index}")
+            runtimes.append(runtime)
+        return runtimes
+
+    def _begin(self) -> None:
+        for runtime in self._runtimes:
+            if not runtime.finalizes_by_hand:
+                runtime.finalize_by_hand(True)
+
+    def unshard(self) -> None:
+        """Begin to gather the units of the stage."""
+        self._begin()
+        for runtime in self._runtimes:
+            runtime.unshard_all()
+
+    def reshard(self) -> None:
+        """Free what the strategy does not keep from forward to backward, until the stage is visited again."""
+        for runtime in self._runtimes:
+            runtime.reshard_all()
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch's `PipelineStage`."""
+        if self.has_backward:
+            self._begin()
+        return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch's `PipelineStage`."""
+        self._wait()
+        return super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch's `PipelineStage`. It writes gradients past all hooks."""
+        self._wait()
+        result = super().backward_weight_one_chunk(*args, **kwargs)
+        if self.has_backward:
+            for runtime in self._runtimes:
+                runtime.hold_grads()
+        return result
+
+    def _wait(self) -> None:
+        """Have modules show whole parameters, in which torch looks for those to take gradients of."""
+        if self.has_backward:
+            for runtime in self._runtimes:
+                runtime.wait_for_all()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce the gradients of the step, and divide them by `grad_scale_factor`."""
+        for runtime in self._runtimes if self.has_backward else ():
+            if runtime.finalizes_by_hand:
+                runtime.finalize_backward()
+        self._end(had_backward=self.has_backward)
+        if self.has_backward:
+            super().perform_reduce_grad(grad_scale_factor)
+
+    def clear_runtime_states(self) -> None:
+        """See torch's `PipelineStage`. Each step begins with it: what a failed one has left is dropped."""
+        super().clear_runtime_states()
+        if "_runtimes" in vars(self):
+            self._end(had_backward=True)
+
+    def _end(self, *, had_backward: bool) -> None:
+        for runtime in self._runtimes:
+            if runtime.finalizes_by_hand:
+                runtime.finalize_by_hand(False, had_backward=had_backward)
+
+
+def with_actions(schedule: S) -> S:
+    """`schedule` itself, which now has stages gathered ahead and freed while they wait, where it says so.
+
+    Schedules of one stage a rank say nothing of the kind, and are left as they are.
+
+    Args:
+        schedule: of `torch.distributed.pipelining`, made of `PipelineStage`s of this module.
+
+    Raises:
+        ConfigError: a stage of it is of another kind.
+    """
+    if not isinstance(schedule, schedules._PipelineScheduleRuntime):
+        return schedule
+    stages: dict[int, PipelineStage] = {}
+    for stage in schedule._stages:
+        if not isinstance(stage, PipelineStage):
+            raise ConfigError(
+                f"with_actions({type(schedule).__name__}): stage {stage.stage_index} is a {type(stage).__module__}."
+                f"{type(stage).__name__}. Make all stages by fullshard.integrations.pipelining.PipelineStage."
+            )
+        stages[stage.stage_index] = stage
+
+    def unshard(action: Any, ctx: object) -> None:
+        stages[action.stage_index].unshard()
+
+    def reshard(action: Any, ctx: object) -> None:
+        stages[action.stage_index].reshard()
+
+    schedule.register_custom_function(schedules.UNSHARD, unshard)
+    schedule.register_custom_function(schedules.RESHARD, reshard)
+    return schedule
+
+
+def _outermost_units(module: nn.Module) -> list[nn.Module]:
+    """The sharded modules in `module` that are in no other."""
+    if is_unit(module):
+        return [module]
+    return [unit for child in module.children() for unit in _outermost_units(child)]

@@ -1,0 +1,197 @@
+"""Whole weights in buckets of bounded size, for an inference engine beside the training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard.comm.routes import collectives_for
+from fullshard.engine.comparison import meet
+from fullshard.engine.hooks import check_idle
+from fullshard.engine.managed import Managed, managed_by
+from fullshard.engine.registry import clean_fqn, units_in
+from fullshard.engine.sharded_param import full_copy
+from fullshard.errors import ConfigError
+from fullshard.layout.offsets import align
+from fullshard.policy.strategy import Placement
+from fullshard.tape.recorder import Origin, Phase
+
+__all__ = ["stream_weights"]
+
+_STEP = 256  # bytes: where a tensor may start in a bucket, whatever its dtype
+
+
+def stream_weights(
+    model: nn.Module,
+    *,
+    bucket_bytes: int = 256 * 2**20,
+    dtype: torch.dtype | None = None,
+    rename: Callable[[str], str | None] | None = None,
+    to_rank: int | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """The names and whole values of all weights of `model`, a bucket at a time, as inference engines load them.
+
+    Every rank calls it, and iterates to the end, before it trains on. Each bucket is one collective, in which shards
+    travel in `dtype`. A rank holds one bucket at a time, unless the caller keeps tensors of earlier ones: nothing is
+    overwritten. A weight larger than a bucket has one of its own. Those cut on another dim than the first, or by
+    tensor parallelism, need memory for one of them besides, and the latter a collective each. What need not be gathered
+    may be the model's own memory.
+
+    Args:
+        model: sharded or not. Its parameters and persistent buffers come in the order and by the names that they have
+            in the user's own module; tied weights once, by their first name.
+        bucket_bytes: bytes of whole weights, as they travel, that are gathered at once.
+        dtype: of floating-point weights; None keeps their own.
+        rename: the name to give for a name; None leaves the weight out, and it is not gathered.
+        to_rank: the one rank of the world that gets weights. The others take part, and get none.
+
+    Raises:
+        ConfigError: `bucket_bytes` is no positive number, or two weights would have the same name.
+        StateError: a unit is in forward or backward, or on the meta device.
+
+    Example:
+        ```python
+        for name, weight in stream_weights(model, dtype=torch.bfloat16):
+            engine.load_weights([(name, weight)])
+        ```
+    """
+    if bucket_bytes < 1:
+        raise ConfigError(f"stream_weights(bucket_bytes={bucket_bytes}): a positive number of bytes is needed.")
+    units = units_in(model)
+    for unit in units:
+        check_idle(unit, "streamed")
+        unit.check_materialized()
+        unit.reshard()
+    weights = _weights(model, dtype, rename or (lambda name: name))
+    twice = [name for name, count in Counter(weight.name for weight in weights).items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"stream_weights(rename=...): {len(twice)} names are given to several weights, the first of them "
+            f"{twice[0]!r}. Give each weight a name of its own, or None to leave it out."
+        )
+    if units:
+        meet(units, "stream_weights")
+    return _stream(weights, bucket_bytes, gives=to_rank is None or dist.get_rank() == to_rank)
+
+
+@dataclass(frozen=True)
+class _Weight:
+    name: str
+    value: Tensor
+    dtype: torch.dtype
+    managed: Managed | None  # where shards are to be gathered
+
+    @property
+    def part_nbytes(self) -> int:
+        """Bytes of one rank's equal part as it travels; 0 if there is nothing to gather."""
+        return 0 if self.managed is None else self.managed.param.layout.spec.part_numel * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in a bucket."""
+        return 0 if self.managed is None else align(self.managed.unit.axes.shard_group.size() * self.part_nbytes, _STEP)
+
+
+def _weights(model: nn.Module, dtype: torch.dtype | None, rename: Callable[[str], str | None]) -> list[_Weight]:
+    found: list[tuple[str, Tensor]] = list(model.named_parameters())
+    for prefix, module in model.named_modules():
+        kept = ((name, it) for name, it in module._buffers.items() if name not in module._non_persistent_buffers_set)
+        found += [(f"{prefix}.{name}" if prefix else name, buffer) for name, buffer in kept if buffer is not None]
+    weights = []
+    for found_name, value in found:
+        name = rename(clean_fqn(found_name))
+        if name is not None:
+            cast = value.dtype if dtype is None or not value.is_floating_point() else dtype
+            weights.append(_Weight(name, value.detach(), cast, _to_gather(value)))
+    return weights
+
+
+def _to_gather(value: Tensor) -> Managed | None:
+    managed = managed_by(value) if isinstance(value, nn.Parameter) else None
+    if managed is None or managed.param.layout.spec.dim is None:
+        return None
+    return managed if managed.unit.options.placements.optimizer is Placement.SHARDED else None
+
+
+def _stream(weights: Sequence[_Weight], bucket_bytes: int, *, gives: bool) -> Iterator[tuple[str, Tensor]]:
+    for bucket in _buckets(weights, bucket_bytes):
+        regions = _gathered(bucket)
+        while regions:
+            weight, region = bucket[-len(regions)], regions.pop(0)
+            whole = _whole(weight, region)
+            del region
+            if gives:
+                yield weight.name, whole
+            del whole
+
+
+def _buckets(weights: Sequence[_Weight], bucket_bytes: int) -> Iterator[list[_Weight]]:
+    """Neighbours that are gathered over the same group, and are `bucket_bytes` at most."""
+    bucket: list[_Weight] = []
+    over: dist.ProcessGroup | None = None
+    nbytes = 0
+    for weight in weights:
+        group = over if weight.managed is None else weight.managed.unit.axes.shard_group
+        if nbytes and (nbytes + weight.nbytes > bucket_bytes or group is not over):
+            yield bucket
+            bucket, nbytes = [], 0
+        bucket.append(weight)
+        over, nbytes = group, nbytes + weight.nbytes
+    yield bucket
+
+
+@torch.no_grad()
+def _gathered(bucket: Sequence[_Weight]) -> list[Tensor | None]:
+    """Of each weight, all ranks' parts as bytes, end to end; None where there is nothing to gather."""
+    gathered = [(weight, weight.managed) for weight in bucket if weight.managed is not None]
+    if not gathered:
+        return [None] * len(bucket)
+    unit = gathered[0][1].unit
+    group = unit.axes.shard_group
+    memory = torch.empty(sum(weight.nbytes for weight in bucket), dtype=torch.uint8, device=unit.device)
+    regions: list[Tensor | None] = []
+    receive, send, start = [], [], 0
+    for weight in bucket:
+        if weight.managed is None:
+            regions.append(None)
+            continue
+        part, shard = weight.part_nbytes, weight.managed.param.local
+        region = memory[start : start + group.size() * part]
+        own = region[group.rank() * part : (group.rank() + 1) * part]
+        own[: shard.numel() * weight.dtype.itemsize].view(weight.dtype).view(shard.shape).copy_(shard)
+        regions.append(region)
+        if part:
+            receive.append(region)
+            send.append(own)
+        start += weight.nbytes
+    tensors = 2 ** (len(receive) - 1).bit_length()
+    channel = collectives_for(group, unit.device).channel_for(f"stream_weights of up to {tensors}", tensors)
+    channel.all_gather(receive, send, origin=Origin(unit.name, Phase.IDLE)).wait()
+    return regions
+
+
+@torch.no_grad()
+def _whole(weight: _Weight, region: Tensor | None) -> Tensor:
+    if weight.managed is None or region is None:
+        value = full_copy(weight.value) if isinstance(weight.value, DTensor) else weight.value
+        return value.to(weight.dtype)
+    param = weight.managed.param
+    spec = param.layout.spec
+    flat = region.view(weight.dtype)
+    if spec.dim == 0:
+        local = flat[: spec.numel].view(spec.shape)
+    else:
+        assert spec.dim is not None
+        parts = [
+            flat[rank * spec.part_numel :][: spec.shard_numel(rank)].view(spec.shard_shape(rank))
+            for rank in range(spec.world)
+        ]
+        local = torch.cat(parts, spec.dim)
+    seen = param.view.make_unsharded(local)
+    return full_copy(seen) if isinstance(seen, DTensor) else seen

@@ -1,0 +1,105 @@
+"""`stream_weights`: whole weights in buckets, under every strategy, within a bound on memory."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from small_models import ONE_AXIS, Block, shard, small_gpt
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fullshard import FullyShardedDataParallel, fully_shard, recording, stream_weights
+from fullshard._compat import storage_watch
+from fullshard.testing import assert_same
+from fullshard.wrap import ModuleWrapPolicy
+
+BUCKET = 3 * 10**4  # bytes: fewer than some weights have
+
+
+def by_wrapper(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def expected() -> dict[str, Tensor]:
+    return {name: param.detach() for name, param in small_gpt(blocks=2).named_parameters()}
+
+
+def stream_all(world: int) -> None:
+    ways: list[Any] = [partial(shard, strategy=strategy) for strategy in ONE_AXIS]
+    ways += [partial(shard, tied_in_two_units=True), by_wrapper, lambda model: model]
+    ways.append(partial(shard, shard_placement_fn=lambda param: Shard(1) if param.ndim == 2 else None))
+    ways.append(partial(shard, strategy="hsdp", mesh=init_device_mesh("cpu", (world, 1), mesh_dim_names=("r", "s"))))
+    ways.append(partial(shard, strategy="hsdp", mesh=init_device_mesh("cpu", (1, world), mesh_dim_names=("r", "s"))))
+    if world == 4:
+        ways.append(partial(shard, reshard_after_forward=2))
+    for way in ways:
+        model = way(small_gpt(blocks=2))
+        for bucket in (1, BUCKET, 2**40):
+            streamed = list(stream_weights(model, bucket_bytes=bucket))
+            assert [name for name, _ in streamed] == list(expected())  # tied ones once
+            assert_same(dict(streamed), expected())
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+def test_weights_arrive_whole_by_the_user_s_names(world):
+    run_ranks(world, stream_all, world)
+
+
+def stream_in_bounds() -> None:
+    model = shard(small_gpt(blocks=2))
+    with storage_watch() as watch, recording() as record:
+        for _, weight in stream_weights(model, bucket_bytes=BUCKET, dtype=torch.bfloat16):
+            assert watch.live_bytes() <= max(BUCKET, weight.untyped_storage().nbytes())
+            assert weight.untyped_storage().nbytes() <= BUCKET or weight.nbytes + 1024 > BUCKET  # alone, if too large
+            del weight
+    total = sum(param.numel() * 2 for param in expected().values())
+    assert total / BUCKET <= len(record.collectives()) <= 2 * total / BUCKET + 1
+    assert set(record.names()) == {"all_gather"}
+
+
+def test_a_bucket_is_one_collective_and_all_that_is_held():
+    run_ranks(2, stream_in_bounds)
+
+
+def stream_otherwise() -> None:
+    model = shard(small_gpt(blocks=2))
+    model.register_buffer("kept", torch.ones(3))
+    model.register_buffer("unkept", torch.ones(3), persistent=False)
+    streamed = dict(stream_weights(model, dtype=torch.bfloat16))
+    assert_same(streamed.pop("kept"), torch.ones(3, dtype=torch.bfloat16))
+    assert_same(streamed, {name: weight.to(torch.bfloat16) for name, weight in expected().items()})
+
+    names = {"norm.weight": "model.norm.weight", "wide.bias": "bias"}
+    assert list(dict(stream_weights(model, rename=names.get))) == list(names.values())
+
+    with recording() as record:
+        streamed = dict(stream_weights(model, to_rank=1, bucket_bytes=2**40))
+    assert record.names() == ["all_gather"]
+    assert len(streamed) == (len(expected()) + 1) * (dist.get_rank() == 1)
+
+    model(torch.zeros(1, 2, dtype=torch.long))[0].sum().backward()
+    model.unshard()
+    assert_same(dict(stream_weights(model, rename=names.get))["bias"], expected()["wide.bias"])
+
+
+def test_weights_are_cast_renamed_left_out_and_given_to_one_rank():
+    run_ranks(2, stream_otherwise)
+
+
+def stream_tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 5))
+    plain = {name: param.detach().clone() for name, param in model.named_parameters()}
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    assert_same(dict(stream_weights(model)), plain)
+
+
+def test_weights_of_tensor_parallelism_arrive_whole():
+    run_ranks(4, stream_tensor_parallel)
