@@ -19,9 +19,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from fullshard import ConfigError, MissingLibraryError, StateError, recording
+from fullshard import ConfigError, MissingLibraryError, StateError, recording, required
 from fullshard.engine.registry import units_in
-from fullshard.integrations import required
 from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ShardingPlugin
 from fullshard.integrations.plugin import HONOURED, REFUSED
 from fullshard.testing import assert_same, run_ranks
