@@ -15,6 +15,7 @@ from fullshard import ConfigError, dry
 from fullshard.engine.registry import units_in
 from fullshard.plan.hardware import described, hardware
 from fullshard.plan.memory import State
+from fullshard.plan.process import FIRST_STEPS_NBYTES
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.candidates import CHECKPOINTING, STRATEGIES, Candidate, Cluster, Program, programs, share_rows
 from fullshard.planner.command import run
@@ -426,9 +427,22 @@ def test_what_cannot_be_a_loss_is_answered(models):
         own_loss(Nothing(), torch.ones(1))
 
 
+def measured_here():
+    """The CPU that the results in the tree are of."""
+    results = Path(__file__).parents[1] / "benchmarks" / "results" / "predicted_time.json"
+    return described(json.loads(results.read_text())["here"])
+
+
+def test_a_plan_for_cpus_leaves_room_for_what_a_process_holds_beyond_tensors():
+    cluster = Cluster(hardware=measured_here(), hosts=1, per_host=2)
+    program = Program(strategy="zero3", checkpointing="none", accumulates=False)
+    short, whole = (sketch(gpt(), cluster, program, shortens=shortens).figures(1, 1) for shortens in (True, False))
+    assert whole.needed_bytes > whole.peak_bytes + FIRST_STEPS_NBYTES
+    assert short.needed_bytes == pytest.approx(whole.needed_bytes, rel=0.05)
+
+
 def test_ranks_take_turns_on_the_cores_of_a_cpu(monkeypatch):
-    measured = Path(__file__).parents[1] / "benchmarks" / "results" / "predicted_time.json"
-    here = described(json.loads(measured.read_text())["here"])
+    here = measured_here()
     monkeypatch.setattr("fullshard.planner.settings.hardware", lambda name: here)
     for ranks in (2, 4):
         cluster = PlanSettings(machines=MachineSettings(per_host=ranks)).cluster()

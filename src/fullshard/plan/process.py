@@ -28,6 +28,7 @@ __all__ = [
     "ProcessHeap",
     "ProcessMemory",
     "compute_dtype",
+    "fixed_nbytes",
     "process_memory",
     "threshold_set",
 ]
@@ -64,8 +65,7 @@ class ProcessMemory:
     @property
     def nbytes(self) -> int:
         """All that the process takes beyond what it took before the tape."""
-        pages, _ = PRODUCTS_NBYTES.get(self.dtype, (0, 0))
-        return self.held + FIRST_STEPS_NBYTES + pages
+        return self.held + fixed_nbytes(self.dtype)
 
     @property
     def address_nbytes(self) -> int:
@@ -81,6 +81,12 @@ class ProcessMemory:
     def fits_from(self) -> int:
         """The least limit with which it is said to."""
         return round((self.address_nbytes + MARGIN_NBYTES) * (1 + MARGIN))
+
+
+def fixed_nbytes(dtype: str) -> int:
+    """The bytes that a process takes for its steps whatever the model's size, where most products are of `dtype`."""
+    pages, _ = PRODUCTS_NBYTES.get(dtype, (0, 0))
+    return FIRST_STEPS_NBYTES + pages
 
 
 class ProcessHeap:

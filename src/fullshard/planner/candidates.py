@@ -83,6 +83,11 @@ class Cluster:
         return whole * self.share if self.share is not None else whole - _GPU_BYTES_APART
 
     @property
+    def holder(self) -> str:
+        """What holds memory beyond that of tensors."""
+        return "process" if self.hardware.kind == "cpu" else "caching allocator"
+
+    @property
     def why_usable(self) -> str:
         """The room that is left, and why."""
         whole, usable = self.hardware.memory_bytes / 1e9, self.usable_bytes / 1e9

@@ -9,12 +9,13 @@ from fullshard.plan.allocator import allocator_use
 from fullshard.plan.costs import Costs
 from fullshard.plan.memory import State
 from fullshard.plan.prediction import model_flops
+from fullshard.plan.process import process_memory
 from fullshard.plan.timeline import Timeline, lay_out
 from fullshard.planner.tapes import Tapes
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Collective, Entry, Operation, Tape
 
-__all__ = ["LIMITS", "region_peaks", "reserved_of", "times_of"]
+__all__ = ["LIMITS", "held_of", "region_peaks", "times_of"]
 
 COMPUTE = "compute"
 LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits")
@@ -41,12 +42,17 @@ def times_of(tapes: Tapes, rows: int, costs: Costs) -> dict[Any, float]:
     return {**found, **{("each", name): seconds for name, seconds in each.items()}}
 
 
-def reserved_of(tapes: Tapes) -> dict[Any, float]:
-    """What the caching allocator holds at most, and the tensors, with one row."""
+def held_of(tapes: Tapes, kind: str) -> dict[Any, float]:
+    """What is held at most, and the tensors, with one row: by the caching allocator of a "gpu", or by the process of a
+    rank on a "cpu".
+    """
     tape = Tape()
     tape.entries = tapes.tape.entries[: tapes.begins[2]]
-    use = allocator_use(tape, since=tapes.begins[0])
-    return {"reserved": float(use.reserved), "tensors": float(use.tensors)}
+    if kind == "gpu":
+        use = allocator_use(tape, since=tapes.begins[0])
+        return {"held": float(use.reserved), "tensors": float(use.tensors)}
+    memory = process_memory(tape)
+    return {"held": float(memory.held), "tensors": float(memory.tensors)}
 
 
 def _spent(laid: Timeline, costs: Costs) -> dict[Any, float]:

@@ -205,7 +205,7 @@ def why(question: Question, found: Found) -> list[str]:
         f"{_gb(usable)} usable: {verdict}.",
         f"The peak of tensors is {_gb(figures.peak_bytes)}, in {figures.where}"
         + (
-            f"; the caching allocator holds {_gb(figures.needed_bytes - figures.peak_bytes)} beyond them."
+            f"; the {question.cluster.holder} holds {_gb(figures.needed_bytes - figures.peak_bytes)} beyond them."
             if figures.needed_bytes > figures.peak_bytes
             else "."
         ),

@@ -17,8 +17,9 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_peak
+from fullshard.plan.process import fixed_nbytes
 from fullshard.planner.candidates import Candidate, Cluster, Program
-from fullshard.planner.readings import LIMITS, region_peaks, reserved_of, times_of
+from fullshard.planner.readings import LIMITS, held_of, region_peaks, times_of
 from fullshard.planner.shorten import BlockList, block_lists
 from fullshard.planner.steps import MakeOptimizer, take_steps
 from fullshard.planner.subject import Subject
@@ -39,7 +40,7 @@ class Figures:
         peak_bytes: of tensors at once.
         by_state: what memory holds then.
         where: the unit and the phase whose work asks for it.
-        needed_bytes: what has to fit: with what the caching allocator holds beyond tensors.
+        needed_bytes: what has to fit: with what the caching allocator, or the process, holds beyond tensors.
         host_bytes: of the host's memory for each rank, beside an accelerator.
         step_s: seconds of a step.
         limits: seconds of the compute lane by what they go to, in `LIMITS`.
@@ -144,15 +145,18 @@ class Sketch:
 
     def needed_bytes(self, rows: int) -> float:
         """What has to fit with so many rows: tensors at their peak, and what the allocator holds beyond them."""
-        return self._peak(rows)[0] * self._held
+        return self._peak(rows)[0] * self._held + self._apart
 
     @cached_property
     def _held(self) -> float:
-        """Times the tensors' peak that the caching allocator of an accelerator holds, with one row."""
-        if self.cluster.hardware.kind != "gpu":
-            return 1.0
-        found = self._whole([reserved_of(each) for each in self.tapes])
-        return min(_MOST_HELD, max(1.0, found["reserved"] / max(found["tensors"], 1.0)))
+        """Times the tensors' peak that the caching allocator of an accelerator holds, or a process, with one row."""
+        found = self._whole([held_of(each, self.cluster.hardware.kind) for each in self.tapes])
+        return min(_MOST_HELD, max(1.0, found["held"] / max(found["tensors"], 1.0)))
+
+    @property
+    def _apart(self) -> float:
+        """Bytes that a process on a CPU takes for its steps, whatever the model's size."""
+        return fixed_nbytes(self.dtype) if self.cluster.hardware.kind == "cpu" else 0.0
 
     def peak_moment(self) -> MemoryPeak:
         """The moment of the peak with one row, on the longest of the short models, with the largest tensors."""
