@@ -33,6 +33,7 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
+
         self._device = device
         self._start = process_bytes()
 
