@@ -145,7 +145,6 @@ def test_a_run_on_two_ranks_leaves_everything_behind_and_says_what_it_reached(tm
         "report.json",
         "samples.txt",
         "settings.yaml",
-        "trace.json.gz",
     ]
     assert ended.stdout.endswith(f"{out / 'report.html'}\n")
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
