@@ -11,6 +11,8 @@ reader are those of every run. The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import subprocess
@@ -452,10 +454,12 @@ class Answer:
 
 
 def run_all(world: int, folder: str, only: str) -> None:
-    """On a rank: all runs of so many ranks, one after another."""
+    """On a rank: all runs of so many ranks, one after another. What one has freed the next one does not find."""
     torch.set_num_threads(1)
     for place, plant in chosen(only):
         if plant.world == world:
+            gc.collect()
+            ctypes.CDLL(None).malloc_trim(0)  # or a leak would fill pages that the process has already
             run_rank(place, Path(folder) / str(place))
 
 
