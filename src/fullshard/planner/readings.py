@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fullshard.plan.allocator import allocator_use
@@ -22,11 +22,22 @@ LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits
 """What a second of the compute lane may go to."""
 
 
-def times_of(tapes: Tapes, rows: int, costs: Costs) -> dict[Any, float]:
-    """What adds up from block to block: seconds, FLOPs, bytes. ("each", ...) is of one more microbatch."""
+def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[Any, float]:
+    """What adds up from block to block: seconds, FLOPs, bytes. ("each", ...) is of one more microbatch.
+
+    Costs of a CPU know what its cache and its heap hold. So each layout has its own, and such a step came before it.
+    """
     step = tapes.at(rows)
-    laid = lay_out(step, costs)
-    found = _spent(laid, costs)
+    before = (*tapes.tape.entries[: tapes.begins[1]], *step)
+
+    def spent_by(entries: Sequence[Entry]) -> tuple[Timeline, dict[Any, float]]:
+        costs = make_costs()
+        for entry in before:
+            costs.note_before(entry)
+        laid = lay_out(entries, costs)
+        return laid, _spent(laid, costs)
+
+    _, found = spent_by(step)
     found |= {
         "flops": model_flops(step),
         "sent": float(sum(sum(it.sizes) for it in step if isinstance(it, Collective))),
@@ -35,8 +46,7 @@ def times_of(tapes: Tapes, rows: int, costs: Costs) -> dict[Any, float]:
     if second is None:
         each = dict.fromkeys(found, 0.0)
     else:
-        first = lay_out(step[:second], costs)
-        each = _spent(first, costs)
+        first, each = spent_by(step[:second])
         each |= {"flops": found["flops"] / 2, "step": first.end_of(COMPUTE)}
         each["sent"] = float(sum(sum(it.sizes) for it in step[:second] if isinstance(it, Collective)))
     return {**found, **{("each", name): seconds for name, seconds in each.items()}}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from fullshard.errors import ConfigError
@@ -174,8 +174,8 @@ class Sketch:
 
     def _figures(self, rows: int) -> dict[Any, float]:
         if rows not in self._found:
-            costs = self.cluster.costs(self.dtype)
-            self._found[rows] = self._whole([times_of(each, rows, costs) for each in self.tapes])
+            make_costs = partial(self.cluster.costs, self.dtype)
+            self._found[rows] = self._whole([times_of(each, rows, make_costs) for each in self.tapes])
         return self._found[rows]
 
     def _peak(self, rows: int) -> tuple[float, Mapping[State, float], str]:
