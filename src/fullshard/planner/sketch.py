@@ -8,7 +8,6 @@ bytes), so there the sizes of each operation are, and the tape is laid out anew.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -17,7 +16,7 @@ from typing import Any
 from fullshard.errors import ConfigError
 from fullshard.plan.hardware import Hardware
 from fullshard.plan.memory import MemoryPeak, State, memory_peak
-from fullshard.plan.process import fixed_nbytes
+from fullshard.plan.process import compute_dtype, fixed_nbytes
 from fullshard.planner.candidates import Candidate, Cluster, Program
 from fullshard.planner.readings import LIMITS, held_of, region_peaks, times_of
 from fullshard.planner.shorten import BlockList, block_lists
@@ -97,12 +96,8 @@ class Sketch:
 
     @cached_property
     def dtype(self) -> str:
-        """Of most products of matrices."""
-        flops = Counter[str]()
-        for entry in self.tapes[0].one:
-            if isinstance(entry, Operation) and entry.flops:
-                flops[entry.dtype] += entry.flops
-        return max(flops, key=lambda dtype: flops[dtype], default="float32")
+        """In which most FLOPs are done."""
+        return compute_dtype(self.tapes[0].one)
 
     @property
     def custom_operations(self) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard._compat import innermost_dispatch_mode, is_wrapper_type, local_tensor
 from fullshard.dry.storages import Storages
+from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.plan.memory import State, memory_holders, memory_turns
 from fullshard.tape.recorder import Event, Phase, Recorder
@@ -106,12 +107,12 @@ class MemoryWatch(TorchDispatchMode):
     def _note(self, args: Any, kwargs: Any, result: Any) -> None:
         tape, storages = self._tape, self._storages
         tape.origin, tape.purpose = self._recorder.origin, self._recorder.purpose
-        given = list(_tensors((args, kwargs)))
+        given = tensors_in((args, kwargs))
         if tape.origin.phase is Phase.POST_BACKWARD:  # what a reduction reads are whole gradients
             reads = tuple(storages.access(it) for it in given if storages.is_known(it))
             tape.note(Operation("", "compute", tape.origin, reads, ()))
         there = {it.untyped_storage()._cdata for it in given}
-        for made in _tensors(result):
+        for made in tensors_in(result):
             storage = made.untyped_storage()
             if storage._cdata not in there and not storages.is_known(made):
                 storages.note_allocated(storage, "compute")
@@ -214,17 +215,6 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
             if nbytes:
                 what = f"optimizer state of {names.get(id(param), 'a parameter')}"
                 yield Held(nbytes=nbytes, state=State.OPTIMIZER.value, what=what)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
 
 
 def _parts(count: int, most: int) -> list[range]:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import LANES
+from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.plan.memory_used import memory_for_a_rank
@@ -248,12 +249,12 @@ class RunReport:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
-            first = next(_tensors((args, kwargs)), None)
-            self._steps.work += 0 if first is None else first.numel()
+            given = tensors_in((args, kwargs))
+            self._steps.work += given[0].numel() if given else 0
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            self._output_nbytes = sum(it.nbytes for it in _tensors(output))
+            self._output_nbytes = sum(it.nbytes for it in tensors_in(output))
             self._output_hook.remove()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -400,14 +401,3 @@ class RunReport:
 
 def _microseconds(piece: Piece) -> tuple[int, int]:
     return round(piece.start * 1e6), round((piece.end - piece.start) * 1e6)
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, list | tuple):
-        for value in tree:
-            yield from _tensors(value)
