@@ -77,7 +77,7 @@ class Unit:
         self.keeps_unsharded = options.keeps_unsharded  # between steps
         self.microbatch = 0  # of the step, from 1 on
         self.trainable = 0  # how many parameters a backward should bring gradients for
-        self._withholds = False  # whole gradients wait for a later microbatch's reduction
+        self.holds_grads = False  # whole gradients wait for a later microbatch's reduction
         self._pending: list[Pending] = []
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
@@ -212,7 +212,7 @@ class Unit:
     @property
     def has_grads_waiting(self) -> bool:
         """True if there are gradients that an optimizer can still step with, or that wait for a reduction."""
-        return self._withholds or any(param_group.gradients.are_waiting for param_group in self.param_groups)
+        return self.holds_grads or any(param_group.gradients.are_waiting for param_group in self.param_groups)
 
     @property
     def _versions(self) -> list[int]:
@@ -473,18 +473,18 @@ class Unit:
         """Keep whole gradients for a later reduction."""
         for param_group in self.param_groups:
             param_group.gradients.hold()
-        self._withholds = self.has_whole_grads
+        self.holds_grads = self.has_whole_grads
 
     def drop_grads(self) -> None:
         """Forget whole gradients."""
-        self._withholds = False
+        self.holds_grads = False
         for param_group in self.param_groups:
             param_group.gradients.drop()
 
     def start_reduce(self, phase: Phase) -> UnitReduction:
         """Start the reduction of whole gradients to what the optimizer sees."""
         lanes = self.lanes
-        self._withholds = False
+        self.holds_grads = False
         finishes, origin, hook = self.finishes_sums, self.origin(phase), self.state.all_reduce_hook
         divisor = self.state.gradient_divisor
         taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
