@@ -887,6 +887,13 @@ def cast_within_forward() -> Steps:
     within_forward(model, model.layers[1].double)
 
 
+@mistake(StateError, "abandon_step within a forward or backward", "Call it once the exception is caught", sends=True)
+def abandon_within_forward() -> Steps:
+    model = sharded()
+    yield
+    within_forward(model, model.abandon_step)
+
+
 @mistake(
     StateError, "reset_iter_state within a forward or backward", "Call it once the exception is caught", sends=True
 )

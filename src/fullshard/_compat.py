@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -248,6 +249,18 @@ def group_made_alone(ranks: list[int]) -> dist.ProcessGroup:
     finally:
         world.bound_device_id = device
     return group
+
+
+def connected_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo:
+    """New connections of gloo's between the ranks of `group`, for messages alone. A collective of these ranks.
+
+    Args:
+        group: a group of gloo's.
+        name: that no other connections of this group have.
+    """
+    store = dist.PrefixStore(f"{group.group_name}/{name}", default_store())
+    timeout = timedelta(seconds=group_timeout_s(group))
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout)
 
 
 def default_store() -> dist.Store:

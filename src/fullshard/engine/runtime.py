@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -49,7 +50,7 @@ from fullshard.engine.registry import buffers_of, name_units, process_groups_alo
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.slot_sharing import SlotSharing
 from fullshard.engine.unit import Form, Unit
-from fullshard.errors import StateError
+from fullshard.errors import RankMismatchError, StateError
 from fullshard.liveness.watchdog import watch
 from fullshard.liveness.whereabouts import here
 from fullshard.policy.precision import is_castable
@@ -504,6 +505,11 @@ class Runtime:
         """True if a forward or backward was begun, and was left by an exception."""
         return self.phase is not Phase.IDLE and not self._stack and not in_backward()
 
+    @property
+    def is_running(self) -> bool:
+        """True within a forward or backward. (One that ranks came to differently does not end by itself.)"""
+        return in_backward() or (bool(self._stack) and not any(unit.is_broken for unit in self.units))
+
     def recover(self) -> None:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
         self._stack.clear()
@@ -526,6 +532,32 @@ class Runtime:
                 unit.drop_grads()
             self._reshard(unit, Phase.IDLE)
         self.phase = Phase.IDLE
+
+    def abandon(self) -> None:
+        """Be as if the step that is under way had never begun. A collective: every rank calls it.
+
+        Messages under way arrive first, wherever all ranks had come to the same ones. Where they had not, all of them
+        learn of it now at the latest, and begin anew.
+        """
+        collectives = dict.fromkeys(it for unit in self.units for of in unit.collectives.values() for it in of.each)
+        with suppress(RankMismatchError):
+            self.recover()
+        for it in collectives:
+            if it.broken is None:
+                with suppress(RankMismatchError):
+                    it.meet("abandon_step", origin=Origin("", Phase.IDLE))
+        broken = [it for it in collectives if it.broken is not None]
+        if broken:
+            self._reductions.clear()
+            for unit in self.units:
+                unit.forget_gather()
+            for it in broken:
+                it.renew()
+            self.recover()
+        for unit in self.units:
+            unit.abandon_grads()
+        self._microbatch = 0
+        self._buffers_differ = True
 
     # -- steps that are finalized by hand -----------------------------------------------------------------------------
 

@@ -295,6 +295,14 @@ class Unit:
         if phase is not Phase.FORWARD:
             self.release_secondary(phase)
 
+    def forget_gather(self) -> None:
+        """Be sharded without the gather that is under way, for which other ranks did not come."""
+        if self.form is Form.GATHERING:
+            self._pending, self._gathered, self._stale = [], None, []
+            self.form = Form.SHARDED
+        for param_group in self.param_groups:
+            param_group.gather.note_changed_shards()
+
     def release_secondary(self, phase: Phase) -> None:
         """Give back the secondary shards, which are kept from forward to backward."""
         if self._keeps_secondary:
@@ -480,6 +488,15 @@ class Unit:
         self.holds_grads = False
         for param_group in self.param_groups:
             param_group.gradients.drop()
+
+    def abandon_grads(self) -> None:
+        """Forget all gradients: whole ones, first sums, those that the optimizer would see; and error feedback."""
+        self.drop_grads()
+        for param_group in self.param_groups:
+            param_group.gradients.state.first_sums.clear()
+            param_group.wires.forget_errors()
+        for param in self.params:
+            param.sharded.grad = None
 
     def start_reduce(self, phase: Phase) -> UnitReduction:
         """Start the reduction of whole gradients to what the optimizer sees."""
