@@ -15,6 +15,7 @@ DOCUMENTED = {
         "CheckpointError",
         "ConfigError",
         "DataParallelMeshDims",
+        "DiskError",
         "FSDPMeshInfo",
         "FSDPModule",
         "FullOptimStateDictConfig",
@@ -80,6 +81,7 @@ DOCUMENTED = {
     "fullshard.errors": [
         "CheckpointError",
         "ConfigError",
+        "DiskError",
         "FullshardError",
         "LayoutError",
         "MissingLibraryError",

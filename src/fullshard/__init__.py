@@ -9,6 +9,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 from fullshard.errors import (
     CheckpointError,
     ConfigError,
+    DiskError,
     FullshardError,
     LayoutError,
     MissingLibraryError,
@@ -68,6 +69,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataParallelMeshDims",
+    "DiskError",
     "FSDPMeshInfo",
     "FSDPModule",
     "FullOptimStateDictConfig",
