@@ -7,14 +7,16 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from fullshard import DiskError
-from fullshard.disk import files, folder
+from fullshard import ConfigError, DiskError, cli
+from fullshard.disk import files, folder, speed
 from fullshard.disk.files import ALIGNMENT, DiskFile, aligned, aligned_buffer
 from fullshard.disk.folder import free_bytes, mount_of, why_unfit
+from fullshard.disk.foresight import Traffic, foresee
 
 IN_MEMORY = Path("/dev/shm")
 
@@ -212,3 +214,139 @@ def test_a_bad_place_is_warned_of_once(tmp_path, monkeypatch, caplog):
     assert len(caplog.messages) == 1 and "/dev/shm is tmpfs" in caplog.messages[0]
     monkeypatch.setattr(folder, "MOUNTS", tmp_path / "none")
     assert mount_of(IN_MEMORY) is None and why_unfit(IN_MEMORY) is None
+
+
+class Clock:
+    """Time that passes only when a disk is waited for."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class PretendedDisk:
+    """A disk of known rates behind the interface of `DiskFile`: requests take turns, and each costs `latency` that
+    others hide if there are enough of them.
+    """
+
+    def __init__(self, nbytes, clock, *, read, write, latency):
+        self.nbytes, self.is_direct = nbytes, True
+        self.clock, self.rates, self.latency = clock, {"read": read, "write": write}, latency
+        self.free_at = 0.0
+        self.seen = []
+
+    def start(self, verb, offset, tensor):
+        begun = self.clock.now
+        self.free_at = max(self.free_at, begun) + tensor.numel() / self.rates[verb]
+        done = max(self.free_at, begun + self.latency)
+        self.seen.append((verb, offset, tensor.numel()))
+        return SimpleNamespace(wait=lambda: setattr(self.clock, "now", max(self.clock.now, done)))
+
+    def read(self, offset, into):
+        return self.start("read", offset, into)
+
+    def write(self, offset, source):
+        return self.start("write", offset, source)
+
+    def close(self):
+        self.rates = {}
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "latency", "least_under_way"),
+    [(3e9, 3e9, 0.0, 0), (2e9, 2e9, 2e-3, 1.5e6), (1e8, 5e7, 1e-4, 0), (2e7, 2e7, 0.0, 0)],
+)
+def test_the_rates_of_a_disk_are_found_in_time_and_with_few_buffers(
+    tmp_path, monkeypatch, read, write, latency, least_under_way
+):
+    clock = Clock()
+    made = []
+
+    def pretend(folder, name, nbytes, **options):
+        made.append(PretendedDisk(nbytes, clock, read=read, write=write, latency=latency))
+        return made[0]
+
+    monkeypatch.setattr(speed, "DiskFile", pretend)
+    found = speed.measure(tmp_path, seconds=8, clock=clock)
+    assert clock.now < 10
+    assert found.read_bytes_per_s == pytest.approx(read, rel=0.06)
+    assert found.write_bytes_per_s == pytest.approx(write, rel=0.06)
+    assert found.both_bytes_per_s == pytest.approx(2 / (1 / read + 1 / write), rel=0.11)
+    assert least_under_way <= found.request_bytes * found.depth <= max(4 * least_under_way, 1 << 20)
+    assert found.seconds(read, 0) == pytest.approx(1, rel=0.06)
+    assert found.seconds(0, write) == pytest.approx(1, rel=0.06)
+    assert found.seconds(read, write) == pytest.approx(2, rel=0.11)
+    filled = max(offset + nbytes for verb, offset, nbytes in made[0].seen if verb == "write")
+    assert all(offset + nbytes <= filled for verb, offset, nbytes in made[0].seen)
+
+
+def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path):
+    found = speed.measure(tmp_path / "new", seconds=0.2)
+    assert min(found.read_bytes_per_s, found.write_bytes_per_s, found.both_bytes_per_s) > 0
+    assert found.request_bytes in speed.REQUESTS and found.depth in speed.DEPTHS
+    assert found.file_system == mount_of(tmp_path).kind and 0 < found.free_bytes <= found.disk_bytes
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_measuring_needs_time_and_room(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="for 0 seconds: takes some time"):
+        speed.measure(tmp_path, seconds=0)
+    monkeypatch.setattr(speed, "free_bytes", lambda folder: 1 << 20)
+    with pytest.raises(DiskError, match="1048576 bytes are free there, too few"):
+        speed.measure(tmp_path)
+
+
+def disk(**changed):
+    rates = {"read_bytes_per_s": 4e9, "write_bytes_per_s": 1e9, "both_bytes_per_s": 2e9}
+    shape = {"request_bytes": 1 << 20, "depth": 4, "free_bytes": 10**12, "disk_bytes": 2 * 10**12}
+    said = {"folder": Path("/nvme"), "file_system": "ext4", "is_direct": True, **rates, **shape}
+    return speed.DiskSpeed(**{**said, **changed})
+
+
+def test_what_offloading_costs_is_the_formula_of_the_page():
+    """7B parameters with two fp32 moments: 56 GB read and written a step, 560 TB in 10,000 steps."""
+    found = foresee(disk(), Traffic.of_optimizer(7e9), step_s=20.0)
+    assert found.traffic.written_bytes == found.traffic.room_bytes == 56 * 10**9
+    assert found.disk_s == pytest.approx(56)
+    assert (found.least_step_s, found.most_step_s) == pytest.approx((56, 76))
+    assert found.written_in(10_000) == 560 * 10**12
+    assert found.written_a_day == pytest.approx(56e9 * 86400 / 56)
+    assert found.steps_of_life == pytest.approx(1200e12 / 56e9)
+    said = "\n".join(found.lines(10_000))
+    assert "560 TB in 10000 steps: 46.7% of the 1200 TB that a disk of 2 TB is likely to bear" in said
+    assert "86.4 TB a day" in said and "56 s of the disk, for a step of 56 to 76 s" in said
+    assert "400%" not in said and "4666.7% of the 12 TB" in "\n".join(
+        foresee(disk(), Traffic.of_optimizer(7e9), endurance_bytes=12e12).lines(10_000)
+    )
+
+
+def test_traffic_adds_up_and_goes_with_the_fraction():
+    half = Traffic.of_optimizer(1e9, bytes_each=4, fraction=0.5)
+    both = half + Traffic.of_activations(10**9, microbatches=3)
+    assert (both.room_bytes, both.read_bytes, both.written_bytes) == (3 * 10**9, 5 * 10**9, 5 * 10**9)
+    nothing = foresee(disk(), Traffic.of_optimizer(0))
+    assert nothing.disk_s == nothing.written_a_day == 0 and nothing.steps_of_life == float("inf")
+
+
+def test_what_cannot_work_is_refused_with_the_fraction_that_would():
+    with pytest.raises(DiskError, match=r"56000000000 bytes.*20000000000 are free.*Offload 0\.35 of it"):
+        foresee(disk(free_bytes=20 * 10**9), Traffic.of_optimizer(7e9))
+    foresee(disk(free_bytes=20 * 10**9), Traffic.of_optimizer(7e9, fraction=0.35))
+    with pytest.raises(ConfigError, match="none of them may be negative"):
+        foresee(disk(), Traffic.of_optimizer(7e9), step_s=-1)
+
+
+def test_the_command_says_what_a_folder_costs(tmp_path, capsys):
+    assert cli.main(["disk", str(tmp_path), "--parameters", "1e6", "--seconds", "0.2", "--steps", "500"]) == 0
+    said = capsys.readouterr().out
+    assert "takes 0.008 GB" in said and "0.004 TB in 500 steps" in said
+    for wrong, why in [
+        ([], "FOLDER must be named"),
+        ([str(tmp_path), "--fraction", "1.5"], "--fraction 1.5: must be from 0 to 1"),
+        ([str(tmp_path), "--steps", "0"], "must be from 1 on"),
+    ]:
+        assert cli.main(["disk", *wrong]) == 2
+        assert why in capsys.readouterr().err
+    assert cli.main(["disk", str(tmp_path), "--parameters", "1e15", "--seconds", "0.2"]) == 1
+    assert "Offload 0" in capsys.readouterr().err
