@@ -15,6 +15,7 @@ DOCUMENTED = {
         "CheckpointError",
         "ConfigError",
         "DataParallelMeshDims",
+        "DiskError",
         "FSDPMeshInfo",
         "FSDPModule",
         "FullOptimStateDictConfig",
@@ -82,6 +83,7 @@ DOCUMENTED = {
     "fullshard.errors": [
         "CheckpointError",
         "ConfigError",
+        "DiskError",
         "FullshardError",
         "LayoutError",
         "MissingLibraryError",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
@@ -96,9 +97,11 @@ __all__ = [
     "storage_watch",
     "store_address",
     "taken_for_real",
+    "tensor_without_memory",
     "tree_map",
     "unwatched_propagation",
     "waited",
+    "without_step_hooks",
 ]
 
 
@@ -153,6 +156,17 @@ def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if a hook was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+@contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[Any], list[Any]]]:
+    """A context in which `optimizer.step` calls none of these hooks: those before a step, and those after it."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield list(before.values()), list(after.values())
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
@@ -475,6 +489,11 @@ def marks_of(param: Tensor) -> dict[str, Any]:
     """The attributes that users have left on `param`; not those of a fake tensor's own, such as its device."""
     own = vars(param.new_empty(0)) if isinstance(param, FakeTensor) else {}
     return {name: value for name, value in vars(param).items() if name not in own}
+
+
+def tensor_without_memory(cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A contiguous tensor of the class `cls`, whose `__torch_dispatch__` answers for whatever is done with it."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def address(tensor: Tensor) -> Any:
