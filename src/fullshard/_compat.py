@@ -52,6 +52,7 @@ __all__ = [
     "all_reduce_each",
     "are_real",
     "at_start",
+    "backward_number",
     "copyable_fakes",
     "data_dependent_errors",
     "default_store",
@@ -86,6 +87,7 @@ __all__ = [
     "outside_of_modes",
     "outside_of_selective_checkpoints",
     "reduce_scatter_each",
+    "saved_tensor_hooks",
     "set_local_tensor",
     "shares_memory",
     "skipped_flops_of",
@@ -98,6 +100,7 @@ __all__ = [
     "tree_map",
     "unwatched_propagation",
     "waited",
+    "weak_storage",
 ]
 
 
@@ -108,6 +111,11 @@ R = TypeVar("R")
 def in_backward() -> bool:
     """True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_number() -> int:
+    """The number of the backward pass that autograd is executing on this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 def implicitly_replicates() -> bool:
@@ -152,6 +160,19 @@ def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if a hook was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The pair of hooks that tensors are given to which autograd saves now, if there is one."""
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
+        True
+    )
+    return hooks
+
+
+def weak_storage(storage: torch.UntypedStorage) -> Any:
+    """What keeps the address of `storage` from being another's, but not its memory."""
+    return StorageWeakRef(storage)
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:

@@ -32,6 +32,7 @@ from fullshard._compat import in_backward, in_pipeline_stage, on_backward_end
 from fullshard.comm.mesh import broadcast_from_first
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.lanes import Lanes, Mark
+from fullshard.engine.activations import Activations
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import are_alike, check_ranks_agree
 from fullshard.engine.finite import Tally, raise_on_every_rank, tally
@@ -108,6 +109,7 @@ class Runtime:
             unit.state.number, unit.state.runtime = number, self
             unit.state.is_root = root in unit.modules
             unit.state.data_ranks = data_ranks
+        self.activations = Activations(units)
 
     @property
     def _device(self) -> torch.device:
@@ -142,6 +144,7 @@ class Runtime:
         if call is not None:
             args, kwargs = call.watch_inputs((args, kwargs))
         _note(unit, Phase.FORWARD)
+        self.activations.enter(unit)
         return args, kwargs
 
     def before_transformed_forward(self, unit: Unit) -> None:
@@ -165,6 +168,7 @@ class Runtime:
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so. Its output as the caller is to see it."""
+        self.activations.leave(unit)
         if unit.is_broken or all(entered is not unit for entered, _ in self._stack):
             return output  # it could not be unsharded
         while self._stack[-1][0] is not unit:
@@ -202,6 +206,7 @@ class Runtime:
         self._begin_microbatch()
 
     def _begin_microbatch(self) -> None:
+        self.activations.begin_forward()
         for unit in self.units:
             unit.notice_step()
         if torch.is_grad_enabled():
@@ -461,6 +466,7 @@ class Runtime:
 
     def recover(self) -> None:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
+        self.activations.recover()
         self._stack.clear()
         self._calls.clear()
         self._late.clear()
@@ -521,6 +527,7 @@ class Runtime:
     def _before_forward_by_hand(self, unit: Unit, args: Any, kwargs: Any, *, begins: bool) -> tuple[Any, Any]:
         if begins:
             self.unshard_all()
+            self.activations.begin_forward()
             if self._has_forward and torch.is_grad_enabled():
                 self._set_microbatch(self._microbatch + 1)
             self._has_forward = True
@@ -528,6 +535,7 @@ class Runtime:
         self._stack.append((unit, None))
         self._unshard(unit, Phase.FORWARD)
         _note(unit, Phase.FORWARD)
+        self.activations.enter(unit)
         return prepared
 
     def _watch_outputs_by_hand(self, unit: Unit, output: Any) -> None:
