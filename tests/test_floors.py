@@ -21,7 +21,7 @@ ROOMS: dict[str, list[str] | None] = {
     "_fakes": None,
     "_compat": None,
     "device": ["lanes", "accelerator", "memory", "current"],
-    "disk": ["folder", "files", "tensors", "speed", "foresight"],
+    "disk": ["folder", "files", "tensors", "speed", "foresight", "space"],
     "tape": ["recorder", "tape", "context"],
     "liveness": ["whereabouts", "store", "ring", "watchdog"],
     "comm": [
@@ -63,6 +63,8 @@ ROOMS: dict[str, list[str] | None] = {
         "comparison",
         "slot_sharing",
         "call",
+        "away",
+        "activations",
         "runtime",
         "hooks",
         "materialize",

@@ -54,6 +54,7 @@ __all__ = [
     "all_reduce_each",
     "are_real",
     "at_start",
+    "backward_number",
     "copyable_fakes",
     "data_dependent_errors",
     "default_store",
@@ -88,6 +89,7 @@ __all__ = [
     "outside_of_modes",
     "outside_of_selective_checkpoints",
     "reduce_scatter_each",
+    "saved_tensor_hooks",
     "set_local_tensor",
     "shares_memory",
     "skipped_flops_of",
@@ -101,6 +103,7 @@ __all__ = [
     "tree_map",
     "unwatched_propagation",
     "waited",
+    "weak_storage",
     "without_step_hooks",
 ]
 
@@ -112,6 +115,11 @@ R = TypeVar("R")
 def in_backward() -> bool:
     """True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_number() -> int:
+    """The number of the backward pass that autograd is executing on this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 def implicitly_replicates() -> bool:
@@ -167,6 +175,19 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[
         yield list(before.values()), list(after.values())
     finally:
         optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The pair of hooks that tensors are given to which autograd saves now, if there is one."""
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
+        True
+    )
+    return hooks
+
+
+def weak_storage(storage: torch.UntypedStorage) -> Any:
+    """What keeps the address of `storage` from being another's, but not its memory."""
+    return StorageWeakRef(storage)
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:

@@ -40,6 +40,7 @@ from fullshard._compat import in_backward, in_pipeline_stage, on_backward_end
 from fullshard.comm.mesh import broadcast_from_first
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.lanes import Lanes, Mark
+from fullshard.engine.activations import Activations
 from fullshard.engine.call import ForwardCall, OpenForward
 from fullshard.engine.comparison import are_alike, check_ranks_agree
 from fullshard.engine.finite import Tally, raise_on_every_rank, tally
@@ -119,6 +120,7 @@ class Runtime:
             unit.state.number, unit.state.runtime = number, self
             unit.state.is_root = root in unit.modules
             unit.state.data_ranks = data_ranks
+        self.activations = Activations(units)
 
     @property
     def _device(self) -> torch.device:
@@ -154,6 +156,7 @@ class Runtime:
         if call is not None:
             args, kwargs = call.watch_inputs((args, kwargs))
         _note(unit, Phase.FORWARD)
+        self.activations.enter(unit)
         return args, kwargs
 
     def before_transformed_forward(self, unit: Unit) -> None:
@@ -177,6 +180,7 @@ class Runtime:
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so. Its output as the caller is to see it."""
+        self.activations.leave(unit)
         if unit.is_broken or all(entered is not unit for entered, _ in self._stack):
             return output  # it could not be unsharded
         while self._stack[-1][0] is not unit:
@@ -224,6 +228,7 @@ class Runtime:
         self._open = [forward for forward in self._open if waits(forward)]
 
     def _begin_microbatch(self) -> None:
+        self.activations.begin_forward()
         for unit in self.units:
             unit.notice_step()
         if torch.is_grad_enabled() and not self._open:
@@ -512,6 +517,7 @@ class Runtime:
 
     def recover(self) -> None:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
+        self.activations.recover()
         self._stack.clear()
         self._calls.clear()
         self._late.clear()
@@ -598,6 +604,7 @@ class Runtime:
     def _before_forward_by_hand(self, unit: Unit, args: Any, kwargs: Any, *, begins: bool) -> tuple[Any, Any]:
         if begins:
             self.unshard_all()
+            self.activations.begin_forward()
             if self._has_forward and torch.is_grad_enabled():
                 self._set_microbatch(self._microbatch + 1)
             self._has_forward = True
@@ -605,6 +612,7 @@ class Runtime:
         self._stack.append((unit, None))
         self._unshard(unit, Phase.FORWARD)
         _note(unit, Phase.FORWARD)
+        self.activations.enter(unit)
         return prepared
 
     def _watch_outputs_by_hand(self, unit: Unit, output: Any) -> None:
