@@ -67,6 +67,10 @@ class DiskWork:
         """True once it has ended, well or not."""
         return all(part.done() for part in self._parts)
 
+    def settle(self) -> None:
+        """Wait until it has ended, well or not: what it was for is of no use any more."""
+        wait(self._parts)
+
     def wait(self) -> None:
         """Wait until it has ended. The tensor is the caller's again then, whatever happened.
 
@@ -118,7 +122,7 @@ class DiskFile:
                 "made there. Name another folder, on a disk of this machine."
             ) from error
         try:
-            self._allocate(folder)
+            self._allocate(0, self.nbytes)
             self.is_direct = direct is not False and self._go_direct()
             if direct and not self.is_direct:
                 raise DiskError(
@@ -155,16 +159,26 @@ class DiskFile:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def _allocate(self, folder: Path) -> None:
-        if not self.nbytes:
+    def grow(self, nbytes: int) -> None:
+        """Take so many bytes more from the disk, at the end of the file.
+
+        Raises:
+            DiskError: it has not so much room.
+        """
+        self._allocate(self.nbytes, aligned(nbytes))
+        self.nbytes += aligned(nbytes)
+
+    def _allocate(self, start: int, nbytes: int) -> None:
+        if not nbytes:
             return
         try:
-            os.posix_fallocate(self._descriptor, 0, self.nbytes)
+            os.posix_fallocate(self._descriptor, start, nbytes)
         except OSError as error:
+            free = free_bytes(self.path.parent)
             raise DiskError(
-                f"{self.path}: a scratch file of {self.nbytes} bytes was asked for, and {free_bytes(folder)} bytes are "
-                f"free there: {error.strerror} (errno {error.errno}). Make room, name a folder on another disk, or "
-                "offload less."
+                f"{self.path}: a scratch file of {start + nbytes} bytes was asked for, {start} of which it has, and "
+                f"{free} bytes are free there: {error.strerror} (errno {error.errno}). Make room, name a folder on "
+                "another disk, or offload less."
             ) from error
 
     def _go_direct(self) -> bool:

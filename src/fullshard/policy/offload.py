@@ -33,7 +33,8 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(OffloadPolicy):
-    """Part of the optimizer's state rests in a file between steps: as much as is said, of whole units.
+    """Part of the optimizer's state rests in a file between steps, and part of what forward keeps for backward is away
+    meanwhile: as much as is said, of whole units.
 
     In a step it is read, stepped and written a portion at a time, in three buffers of one portion each: 64 MiB, or the
     state of one parameter where that is more. Values are those of a run without offload, bit for bit. The file has no
@@ -41,7 +42,10 @@ class Offload(OffloadPolicy):
 
     Args:
         optimizer: how much of each optimizer's state rests where: `{"disk": fraction}`, by bytes. Units are taken from
-            the last one on, and the root at the end, until they have at least that much.
+            the last one that the optimizer has on, until they have at least that much.
+        activations: how much of what forward keeps for backward is away between the two, and where: in the host's
+            memory (`"cpu"`: nothing changes where that is what computes) or on a disk. `{"cpu": 0.5, "disk": 0.25}` is
+            half of the units and a quarter, the earliest on the disk. With checkpoints it is their inputs that travel.
         folder: where the file is made: on a disk of this machine. Every rank has one of its own.
 
     Raises:
@@ -54,14 +58,16 @@ class Offload(OffloadPolicy):
     """
 
     optimizer: Mapping[str, float] = field(default_factory=dict, hash=False)
+    activations: Mapping[str, float] = field(default_factory=dict, hash=False)
     folder: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         _check_fractions("optimizer", self.optimizer, ("disk",))
-        if self.disk_fraction and self.folder is None:
+        _check_fractions("activations", self.activations, ("cpu", "disk"))
+        if (self.disk_fraction or self.activations.get("disk")) and self.folder is None:
             raise ConfigError(
-                f"Offload(optimizer={dict(self.optimizer)}) has no folder for what is to rest on a disk. Name one on a "
-                'disk of this machine: folder="/nvme/run".'
+                f"Offload(optimizer={dict(self.optimizer)}, activations={dict(self.activations)}) has no folder for "
+                'what is to rest on a disk. Name one on a disk of this machine: folder="/nvme/run".'
             )
 
     @property
