@@ -6,9 +6,9 @@ A chain of equal layers, a unit each, is trained by AdamW on two ranks with none
 optimizer's state on the disk. Steps are timed by turns in the same processes, one of each in a round; a fraction's time
 is compared with the straight line through those of none and all in the same round. The goal is 10 %.
 
-Memory is that of processes of their own, one for each fraction: what a rank holds by itself after three steps, less what
-it holds without offload, beside what `predict_ledger` says. Three buffers of one layer's states stay, so that a fraction
-of three layers frees nothing. The last line is the result as JSON.
+Memory is that of processes of their own, one for each fraction: what a rank holds by itself after three steps, less
+what it holds without offload, beside what `predict_ledger` says. Three buffers of one layer's states stay, so that a
+fraction of three layers frees nothing. The last line is the result as JSON.
 """
 
 import argparse
