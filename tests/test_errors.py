@@ -1059,6 +1059,13 @@ def cast_within_forward() -> Steps:
     within_forward(model, model.layers[1].double)
 
 
+@mistake(StateError, "abandon_step within a forward or backward", "Call it once the exception is caught", sends=True)
+def abandon_within_forward() -> Steps:
+    model = sharded()
+    yield
+    within_forward(model, model.abandon_step)
+
+
 @mistake(
     StateError, "reset_iter_state within a forward or backward", "Call it once the exception is caught", sends=True
 )
@@ -1975,10 +1982,10 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 SOURCE = Path(fullshard.__file__).parent
 # Files and folders whose mistakes are made in tests of their own: of commands, liveness, shared memory, exports, safety
-# copies, runs in ranks, integrations, benches and predictions.
+# copies, disks, runs in ranks, integrations, benches and predictions.
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
-    *("testing/ranks.py", "testing/same.py"),
+    *("testing/ranks.py", "testing/same.py", "disk"),
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),

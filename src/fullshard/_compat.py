@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -52,6 +54,7 @@ __all__ = [
     "all_reduce_each",
     "are_real",
     "at_start",
+    "backward_number",
     "copyable_fakes",
     "data_dependent_errors",
     "default_store",
@@ -89,6 +92,7 @@ __all__ = [
     "outside_of_selective_checkpoints",
     "plain_values",
     "reduce_scatter_each",
+    "saved_tensor_hooks",
     "set_local_tensor",
     "shares_memory",
     "skipped_flops_of",
@@ -98,9 +102,12 @@ __all__ = [
     "storage_watch",
     "store_address",
     "taken_for_real",
+    "tensor_without_memory",
     "tree_map",
     "unwatched_propagation",
     "waited",
+    "weak_storage",
+    "without_step_hooks",
 ]
 
 
@@ -111,6 +118,11 @@ R = TypeVar("R")
 def in_backward() -> bool:
     """True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_number() -> int:
+    """The number of the backward pass that autograd is executing on this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 def implicitly_replicates() -> bool:
@@ -155,6 +167,30 @@ def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if a hook was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+@contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[Any], list[Any]]]:
+    """A context in which `optimizer.step` calls none of these hooks: those before a step, and those after it."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield list(before.values()), list(after.values())
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The pair of hooks that tensors are given to which autograd saves now, if there is one."""
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
+        True
+    )
+    return hooks
+
+
+def weak_storage(storage: torch.UntypedStorage) -> Any:
+    """What keeps the address of `storage` from being another's, but not its memory."""
+    return StorageWeakRef(storage)
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
@@ -251,6 +287,18 @@ def group_made_alone(ranks: list[int]) -> dist.ProcessGroup:
     finally:
         world.bound_device_id = device
     return group
+
+
+def connected_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo:
+    """New connections of gloo's between the ranks of `group`, for messages alone. A collective of these ranks.
+
+    Args:
+        group: a group of gloo's.
+        name: that no other connections of this group have.
+    """
+    store = dist.PrefixStore(f"{group.group_name}/{name}", default_store())
+    timeout = timedelta(seconds=group_timeout_s(group))
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout)
 
 
 def default_store() -> dist.Store:
@@ -490,6 +538,11 @@ def marks_of(param: Tensor) -> dict[str, Any]:
     elif holds_tensors(param) and not isinstance(param, DTensor):
         own = {**vars(param.detach()), "_is_param": True}
     return {name: value for name, value in vars(param).items() if name not in own}
+
+
+def tensor_without_memory(cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A contiguous tensor of the class `cls`, whose `__torch_dispatch__` answers for whatever is done with it."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def address(tensor: Tensor) -> Any:

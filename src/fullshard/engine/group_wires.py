@@ -46,11 +46,14 @@ class AxesCollectives:
         )
 
     @property
+    def each(self) -> list[Collectives]:
+        """Those that are there."""
+        return [it for it in (self.shard, self.replicate, self.across, self.within) if it is not None]
+
+    @property
     def is_broken(self) -> bool:
         """True if ranks were found to do different things, or one was lost: nothing can be sent any more."""
-        return any(
-            it is not None and it.broken is not None for it in (self.shard, self.replicate, self.across, self.within)
-        )
+        return any(it.broken is not None for it in self.each)
 
 
 @dataclass(frozen=True)

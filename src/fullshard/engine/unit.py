@@ -82,7 +82,7 @@ class Unit:
         self.keeps_unsharded = options.keeps_unsharded  # between steps
         self.microbatch = 0  # of the step, from 1 on
         self.trainable = 0  # how many parameters a backward should bring gradients for
-        self._withholds = False  # whole gradients wait for a later microbatch's reduction
+        self.holds_grads = False  # whole gradients wait for a later microbatch's reduction
         self._pending: list[Pending] = []
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
@@ -218,7 +218,7 @@ class Unit:
     @property
     def has_grads_waiting(self) -> bool:
         """True if there are gradients that an optimizer can still step with, or that wait for a reduction."""
-        return self._withholds or any(param_group.gradients.are_waiting for param_group in self.param_groups)
+        return self.holds_grads or any(param_group.gradients.are_waiting for param_group in self.param_groups)
 
     @property
     def _versions(self) -> list[int]:
@@ -305,6 +305,14 @@ class Unit:
             self._note("free", phase, nbytes)
         if phase is not Phase.FORWARD:
             self.release_secondary(phase)
+
+    def forget_gather(self) -> None:
+        """Be sharded without the gather that is under way, for which other ranks did not come."""
+        if self.form is Form.GATHERING:
+            self._pending, self._gathered, self._stale = [], None, []
+            self.form = Form.SHARDED
+        for param_group in self.param_groups:
+            param_group.gather.note_changed_shards()
 
     def release_secondary(self, phase: Phase) -> None:
         """Give back the secondary shards, which are kept from forward to backward."""
@@ -483,18 +491,27 @@ class Unit:
         """Keep whole gradients for a later reduction."""
         for param_group in self.param_groups:
             param_group.gradients.hold()
-        self._withholds = self.has_whole_grads
+        self.holds_grads = self.has_whole_grads
 
     def drop_grads(self) -> None:
         """Forget whole gradients."""
-        self._withholds = False
+        self.holds_grads = False
         for param_group in self.param_groups:
             param_group.gradients.drop()
+
+    def abandon_grads(self) -> None:
+        """Forget all gradients: whole ones, first sums, those that the optimizer would see; and error feedback."""
+        self.drop_grads()
+        for param_group in self.param_groups:
+            param_group.gradients.state.first_sums.clear()
+            param_group.wires.forget_errors()
+        for param in self.params:
+            param.sharded.grad = None
 
     def start_reduce(self, phase: Phase) -> UnitReduction:
         """Start the reduction of whole gradients to what the optimizer sees."""
         lanes = self.lanes
-        self._withholds = False
+        self.holds_grads = False
         finishes, origin, hook = self.finishes_sums, self.origin(phase), self.state.all_reduce_hook
         divisor = self.state.gradient_divisor
         taken = [(param_group, param_group.gradients.take()) for param_group in self.param_groups]
