@@ -21,7 +21,7 @@ ROOMS: dict[str, list[str] | None] = {
     "_fakes": None,
     "_compat": None,
     "device": ["lanes", "accelerator", "memory", "current"],
-    "disk": ["folder", "files", "speed", "foresight", "space"],
+    "disk": ["folder", "files", "tensors", "space", "speed", "foresight"],
     "tape": ["recorder", "tape", "context"],
     "liveness": ["whereabouts", "store", "ring", "watchdog"],
     "comm": [
@@ -69,7 +69,7 @@ ROOMS: dict[str, list[str] | None] = {
         "hooks",
         "materialize",
     ],
-    "state": ["state_dict", "optim_state", "summon", "streaming"],
+    "state": ["on_disk", "state_dict", "optim_state", "summon", "streaming"],
     "optim": ["rebinding", "outside", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "dry": None,

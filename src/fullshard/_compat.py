@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
@@ -97,10 +98,12 @@ __all__ = [
     "storage_watch",
     "store_address",
     "taken_for_real",
+    "tensor_without_memory",
     "tree_map",
     "unwatched_propagation",
     "waited",
     "weak_storage",
+    "without_step_hooks",
 ]
 
 
@@ -173,6 +176,17 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 def weak_storage(storage: torch.UntypedStorage) -> Any:
     """What keeps the address of `storage` from being another's, but not its memory."""
     return StorageWeakRef(storage)
+
+
+@contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[Any], list[Any]]]:
+    """A context in which `optimizer.step` calls none of these hooks: those before a step, and those after it."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield list(before.values()), list(after.values())
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
@@ -483,6 +497,11 @@ def marks_of(param: Tensor) -> dict[str, Any]:
     """The attributes that users have left on `param`; not those of a fake tensor's own, such as its device."""
     own = vars(param.new_empty(0)) if isinstance(param, FakeTensor) else {}
     return {name: value for name, value in vars(param).items() if name not in own}
+
+
+def tensor_without_memory(cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A contiguous tensor of the class `cls`, whose `__torch_dispatch__` answers for whatever is done with it."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def address(tensor: Tensor) -> Any:

@@ -28,6 +28,7 @@ from fullshard._compat import fake_tensors, storage_watch
 from fullshard.comm.codec import codec_named
 from fullshard.comm.encoded import error_feedback_numel
 from fullshard.comm.mesh import resolve_groups
+from fullshard.disk.tensors import OnDisk
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.registry import units_in
@@ -262,10 +263,12 @@ def peak_during(run: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def storage_bytes(tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> int:
-    """Bytes of the storages of `tensors` and of `storages`, each counted once."""
+    """Bytes of the storages of `tensors` and of `storages`, each counted once. What rests on a disk has none."""
     found = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if isinstance(local, OnDisk):
+            continue
         storage = local.untyped_storage()
         found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
