@@ -52,6 +52,7 @@ from fullshard import (
     MissingLibraryError,
     MixedPrecision,
     MixedPrecisionPolicy,
+    Offload,
     OptimStateKeyType,
     Placement,
     Placements,
@@ -173,6 +174,36 @@ def a_report_by_a_library_that_is_missing() -> Steps:
 def a_report_of_nothing() -> Steps:
     yield
     read_run(Path("nowhere"))
+
+
+@mistake(ConfigError, r"Offload\(optimizer=\{'tape': 1\}\): 'tape' is no tier of optimizer", "Name one of 'disk'")
+def a_tier_that_does_not_exist() -> Steps:
+    yield
+    Offload(optimizer={"tape": 1}, folder="nowhere")
+
+
+@mistake(ConfigError, r"Offload\(optimizer=\{'disk': 1.5\}\): fractions are of the whole", "each from 0 to 1")
+def more_than_all_on_a_disk() -> Steps:
+    yield
+    Offload(optimizer={"disk": 1.5}, folder="nowhere")
+
+
+@mistake(ConfigError, "has no folder for what is to rest on a disk", 'folder="/nvme/run"')
+def a_disk_without_a_folder() -> Steps:
+    yield
+    Offload(optimizer={"disk": 0.5})
+
+
+@mistake(ConfigError, "Whole is to have states on a disk, as Offload says", "step_shards", sends=True)
+def states_on_a_disk_of_an_optimizer_that_is_not_known() -> Steps:
+    class Whole(torch.optim.SGD):
+        """Might do anything."""
+
+    model = fully_shard(linear(), offload_policy=Offload(optimizer={"disk": 1}, folder=tempfile.gettempdir()))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer = Whole(model.parameters(), lr=0.1)
+    yield
+    optimizer.step()
 
 
 @mistake(ConfigError, "group of 1 ranks: none that the model is sharded over", "Leave group out")
