@@ -77,7 +77,9 @@ DOCUMENTED = {
         "latest",
         "load",
         "load_safetensors",
+        "restore_snapshot",
         "save",
+        "snapshot",
     ],
     "fullshard.errors": [
         "CheckpointError",

@@ -7,6 +7,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -76,9 +77,11 @@ __all__ = [
     "in_function_transform",
     "in_pipeline_stage",
     "initialising_without_values",
+    "inner_tensors",
     "innermost_dispatch_mode",
     "is_wrapper_type",
     "joined_mesh",
+    "keeping_versions",
     "local_tensor",
     "make_dtensor",
     "marks_of",
@@ -87,6 +90,7 @@ __all__ = [
     "outside_of_graphs",
     "outside_of_modes",
     "outside_of_selective_checkpoints",
+    "plain_values",
     "reduce_scatter_each",
     "saved_tensor_hooks",
     "set_local_tensor",
@@ -285,6 +289,18 @@ def group_made_alone(ranks: list[int]) -> dist.ProcessGroup:
     return group
 
 
+def connected_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo:
+    """New connections of gloo's between the ranks of `group`, for messages alone. A collective of these ranks.
+
+    Args:
+        group: a group of gloo's.
+        name: that no other connections of this group have.
+    """
+    store = dist.PrefixStore(f"{group.group_name}/{name}", default_store())
+    timeout = timedelta(seconds=group_timeout_s(group))
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout)
+
+
 def default_store() -> dist.Store:
     """The default process group's store, by a connection that is the caller's own."""
     store = dist.distributed_c10d._get_default_store()
@@ -345,6 +361,25 @@ def at_start(local: Tensor) -> Tensor:
 def holds_tensors(tensor: Tensor) -> bool:
     """True if `tensor` is of a subclass that wraps other tensors, such as quantised values and their scales."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors with memory that `tensor` wraps, however deep; itself, if it is no such wrapper."""
+    return _tensors(tensor)
+
+
+def plain_values(tensor: Tensor) -> Tensor | None:
+    """The one tensor in `tensor`, a wrapper, that has its values as they are; None if they are encoded in several."""
+    inner = inner_tensors(tensor)
+    same = [it for it in inner if it.shape == tensor.shape and it.dtype == tensor.dtype]
+    return same[0] if len(same) == 1 and all(it is same[0] or it.numel() <= 1 for it in inner) else None
+
+
+@contextmanager
+def keeping_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which writing to `tensors` does not count as a change of what autograd has saved of them."""
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        yield
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -494,8 +529,14 @@ data_dependent_errors = (DataDependentOutputException, DynamicOutputShapeExcepti
 
 
 def marks_of(param: Tensor) -> dict[str, Any]:
-    """The attributes that users have left on `param`; not those of a fake tensor's own, such as its device."""
-    own = vars(param.new_empty(0)) if isinstance(param, FakeTensor) else {}
+    """The attributes that users have left on `param`; not those of a fake tensor's own, such as its device, nor those
+    of a wrapper's, such as the tensors in it.
+    """
+    own: dict[str, Any] = {}
+    if isinstance(param, FakeTensor):
+        own = vars(param.new_empty(0))
+    elif holds_tensors(param) and not isinstance(param, DTensor):
+        own = {**vars(param.detach()), "_is_param": True}
     return {name: value for name, value in vars(param).items() if name not in own}
 
 
