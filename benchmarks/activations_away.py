@@ -2,10 +2,10 @@
 
     python benchmarks/activations_away.py --folder /nvme/scratch --json benchmarks/results/activations_away.json
 
-A chain of transformer blocks, a unit each, is trained on two ranks in four ways: activations kept, half of the units' on
-the disk, all of them there, and each block computed again by a checkpoint. Steps are timed by turns in the same
-processes, one of each in a round. Memory is the most that a step adds in tensors, and the buffers; beside it the formula:
-what a step adds where all is kept, less what travels, plus the buffers. The last line is the result as JSON.
+A chain of transformer blocks, a unit each, is trained on two ranks in four ways: activations kept, half of the units'
+on the disk, all of them there, and each block computed again by a checkpoint. Steps are timed by turns in the same
+processes, one of each in a round. Memory is the most that a step adds in tensors, and the buffers; beside it the
+formula: what a step adds where all is kept, less what travels, plus the buffers. The last line is the result as JSON.
 """
 
 import argparse
