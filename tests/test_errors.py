@@ -2013,10 +2013,10 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 SOURCE = Path(fullshard.__file__).parent
 # Files and folders whose mistakes are made in tests of their own: of commands, liveness, shared memory, exports, safety
-# copies, disks, runs in ranks, integrations, benches and predictions.
+# copies, disks and what is away on them, runs in ranks, integrations, benches and predictions.
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
-    *("testing/ranks.py", "testing/same.py", "disk"),
+    *("testing/ranks.py", "testing/same.py", "disk", "engine/away.py", "engine/activations.py"),
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),
