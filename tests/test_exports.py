@@ -15,6 +15,7 @@ DOCUMENTED = {
         "CheckpointError",
         "ConfigError",
         "DataParallelMeshDims",
+        "DiskError",
         "FSDPMeshInfo",
         "FSDPModule",
         "FullOptimStateDictConfig",
@@ -29,6 +30,7 @@ DOCUMENTED = {
         "MixedPrecision",
         "MixedPrecisionPolicy",
         "NonFiniteError",
+        "Offload",
         "OffloadPolicy",
         "OptimStateDictConfig",
         "OptimStateKeyType",
@@ -82,6 +84,7 @@ DOCUMENTED = {
     "fullshard.errors": [
         "CheckpointError",
         "ConfigError",
+        "DiskError",
         "FullshardError",
         "LayoutError",
         "MissingLibraryError",

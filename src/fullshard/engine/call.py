@@ -10,6 +10,7 @@ the order in which they would be without sharding. A unit at the start of the gr
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,7 +20,19 @@ from torch.autograd.graph import Node
 from fullshard.engine.nested import map_tensors, tensors_in
 from fullshard.engine.unit import Unit
 
-__all__ = ["Backward", "ForwardCall"]
+__all__ = ["Backward", "ForwardCall", "OpenForward"]
+
+
+@dataclass(eq=False)
+class OpenForward:
+    """An outermost forward whose backward may still come: none has reached anything of it.
+
+    It is told by what the program does, and not by whether the outputs are alive: that may differ between ranks.
+    """
+
+    top: Unit  # whose forward it is
+    serial: int  # of the last backward before it
+    left: list[Unit] = field(default_factory=list)  # as their forwards ended; the same one several times, maybe
 
 
 class Backward(Protocol):
@@ -39,12 +52,20 @@ class Backward(Protocol):
 
 
 class ForwardCall:
-    """One forward of a unit, as its backward will see it."""
+    """One forward of a unit, as its backward will see it.
 
-    def __init__(self, runtime: Backward, unit: Unit, start: int) -> None:
+    Args:
+        runtime: what is told of the backward.
+        unit: the unit.
+        start: when the forward began.
+        within: the outermost forward that it is a part of; None if that is a checkpoint's, within backward.
+    """
+
+    def __init__(self, runtime: Backward, unit: Unit, start: int, within: OpenForward | None) -> None:
         self._runtime = runtime
         self.unit = unit
         self.start = start
+        self.within = within
         self._end = start
         self._before: list[Node] = []  # nodes that had made the inputs
         self._serial = -1  # the last one that came to it

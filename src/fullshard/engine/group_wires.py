@@ -79,7 +79,7 @@ class GroupWires:
             within = collectives.within.channel(messages * collectives.across.world)
             gathers = TwoLevelGathers(across, within, scratch)
         else:
-            gathers = gathers_encoded_as(gather_wire, collectives.shard.channel(messages), scratch)
+            gathers = gathers_encoded_as(gather_wire, collectives.shard.channel(plan.gather_messages), scratch)
         two_level_sums = None
         if plan.sums_in_two_levels:
             assert collectives.across is not None and collectives.within is not None

@@ -12,6 +12,13 @@ end        autograd calls back after its last node. What never got a gradient, o
 
 When the backward of a unit is over, `call.py` knows.
 
+[Note: forwards that wait for their backward]
+A loss that is taken in chunks calls the head many times outside of the model's forward, each time with a backward of
+its own; the backward of the model comes last. So a backward that comes to some outermost forwards ends nothing of the
+others: what they keep for it stays, and what is expected next is what they left. A forward stops waiting when a
+backward comes to any part of it; or when that was passed by: when, after another backward, the root's forward or one
+of the same unit begins.
+
 [Note: steps that are finalized by hand]
 A stage of a pipeline has several microbatches between forward and backward, in any order, and may take a backward in
 two parts, of which the second comes to no hook. So such a step asks nothing of hooks. Its units stay unsharded from
@@ -33,7 +40,8 @@ from fullshard._compat import in_backward, in_pipeline_stage, on_backward_end
 from fullshard.comm.mesh import broadcast_from_first
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.lanes import Lanes, Mark
-from fullshard.engine.call import ForwardCall
+from fullshard.engine.activations import Activations
+from fullshard.engine.call import ForwardCall, OpenForward
 from fullshard.engine.comparison import are_alike, check_ranks_agree
 from fullshard.engine.finite import Tally, raise_on_every_rank, tally
 from fullshard.engine.nested import map_tensors, tensors_in
@@ -55,6 +63,8 @@ __all__ = ["Runtime", "cast_outputs", "check_not_summoned", "runtime_or_none"]
 
 _log = logging.getLogger(__name__)
 
+_MOST_OPEN = 256  # forwards that a backward may still come to: enough for any loss in chunks
+_MOST_ORDERS = 16  # of backwards that are remembered
 _LAST_COMPARISON = 64  # the step after which what no unit has is taken for looked after
 
 
@@ -88,10 +98,11 @@ class Runtime:
         self._orders: dict[int, tuple[int, ...]] = {}  # the forward order by the number of the outermost unit
         self.forward_order: Sequence[int] = ()  # the numbers of units, as the last forward came to them
         self.backward_order: tuple[int, ...] = ()
-        self._forwards_before: tuple[int, ...] = ()  # what forwards had left before that backward
+        self._backward_orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # by what open forwards had left
+        self._left: tuple[int, ...] = ()  # what open forwards had left before the backward that is executing
         self._forward_tracker = OrderTracker()
         self._backward_tracker = OrderTracker()
-        self._since_backward: list[int] = []  # what forwards since the last backward left, in order
+        self._open: list[OpenForward] = []  # oldest first
         self._reductions: dict[Unit, UnitReduction] = {}  # under way, oldest first
         self._reached: Unit | None = None  # in this backward of a pipeline, the first with trained parameters
         self._has_grads = False  # in this backward, of any unit's parameters
@@ -109,6 +120,7 @@ class Runtime:
             unit.state.number, unit.state.runtime = number, self
             unit.state.is_root = root in unit.modules
             unit.state.data_ranks = data_ranks
+        self.activations = Activations(units)
 
     @property
     def _device(self) -> torch.device:
@@ -130,7 +142,8 @@ class Runtime:
         if not self._stack and not recomputing:
             self._begin_forward(unit)
         args, kwargs = self.prepare_inputs(unit, args, kwargs)
-        call = ForwardCall(self, unit, self._tick()) if torch.is_grad_enabled() else None
+        within = None if recomputing else self._open[-1]
+        call = ForwardCall(self, unit, self._tick(), within) if torch.is_grad_enabled() else None
         self._stack.append((unit, call))
         if recomputing and unit.state.users == 0:
             self._free_recomputed(unit)
@@ -143,6 +156,7 @@ class Runtime:
         if call is not None:
             args, kwargs = call.watch_inputs((args, kwargs))
         _note(unit, Phase.FORWARD)
+        self.activations.enter(unit)
         return args, kwargs
 
     def before_transformed_forward(self, unit: Unit) -> None:
@@ -166,6 +180,7 @@ class Runtime:
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so. Its output as the caller is to see it."""
+        self.activations.leave(unit)
         if unit.is_broken or all(entered is not unit for entered, _ in self._stack):
             return output  # it could not be unsharded
         while self._stack[-1][0] is not unit:
@@ -179,8 +194,8 @@ class Runtime:
         if call is not None:
             call.watch_outputs(output, self._tick())
         unit.state.finished_modules.add(id(module))
-        if call is not None and not in_backward():
-            self._since_backward.append(unit.state.number)
+        if call is not None and call.within is not None:
+            call.within.left.append(unit)
         self._leave(unit)
         if not self._stack and not in_backward():
             self._end_forward(unit)
@@ -200,12 +215,23 @@ class Runtime:
         if is_capturing(self._device):
             for unit in [unit for unit in self.units if unit.state.users == 0]:
                 self._reshard(unit, Phase.IDLE)  # to be filled within the graph, in memory of the graph's
+        self._close_passed_by(top)
         self._begin_microbatch()
+        self._open = [*self._open[1 - _MOST_OPEN :], OpenForward(top, self.serial)]
+
+    def _close_passed_by(self, top: Unit) -> None:
+        """Expect no backward any more of forwards that one has passed by, now that `top` begins another."""
+
+        def waits(forward: OpenForward) -> bool:
+            return forward.serial == self.serial or not (top.state.is_root or top is forward.top)
+
+        self._open = [forward for forward in self._open if waits(forward)]
 
     def _begin_microbatch(self) -> None:
+        self.activations.begin_forward()
         for unit in self.units:
             unit.notice_step()
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self._open:
             self._count_microbatch()
         if self._buffers_differ:
             self._buffers_differ = False
@@ -244,6 +270,8 @@ class Runtime:
     def _end_forward(self, top: Unit) -> None:
         if any(unit.options.offloads for unit in self.units):  # the user may write to shards next
             self._lanes.host.wait(self._lanes.gather.mark())
+        if not self._open[-1].left:  # none of it was to be differentiated
+            self._open.pop()
         self._orders[top.state.number] = tuple(self._forward_tracker.seen)
         self.forward_order = self._forward_tracker.seen
         self._late.clear()
@@ -296,10 +324,8 @@ class Runtime:
             self.phase = Phase.BACKWARD
             self.serial += 1
             self._creates_graph = torch.is_grad_enabled()
-            before, self._forwards_before = self._forwards_before, tuple(self._since_backward)
-            self._since_backward = []
-            known = self.backward_order if before == self._forwards_before else self._forwards_before[::-1]
-            self._backward_tracker = OrderTracker(known)
+            self._left = tuple(unit.state.number for forward in self._open for unit in forward.left)
+            self._backward_tracker = OrderTracker(self._backward_orders.get(self._left, self._left[::-1]))
             on_backward_end(self.finish_backward)
             self._show_compute_s_work()
         return self.serial
@@ -308,6 +334,8 @@ class Runtime:
         """Have the unit of `call` unsharded again, and start the gather of the one that comes next."""
         unit = call.unit
         self._complete_arrived()
+        if call.within in self._open:
+            self._open.remove(call.within)
         self._calls.append(call)
         self._free_recomputed(unit)
         self._hold(unit)
@@ -350,12 +378,21 @@ class Runtime:
         if unit.state.users == 0 and unit.state.reduces_unused:  # the one moment that comes on every rank
             self._reduced.add(unit)
             self._start_reduce(unit)
+        elif unit.state.users == 0 and self._ends_held_grads(unit):
+            self._start_reduce(unit)
         for done in (unit, *unit.borrowed):
-            if done.state.users == 0 and done.state.reshard_after_backward and not done.state.awaits_backward:
+            if done.state.users == 0 and not (done.state.awaits_backward or self._stays_after_backward(done)):
                 self._free(done, Phase.POST_BACKWARD)
         self._prefetch(self._postponed, Phase.BACKWARD)
         self._postponed = []
         self._note_backward()
+
+    def _ends_held_grads(self, unit: Unit) -> bool:
+        """True if what was held back of `unit` need not wait for the end of the backward: these gradients were the
+        last, though some came in earlier backwards only.
+        """
+        some = unit.holds_grads and len(unit.state.arrived_grads) > 0
+        return some and not unit.holds_grads_back and not self._is_awaited(unit)
 
     def _note_backward(self) -> None:
         """Have what follows recorded as the backward of the innermost unit that is in its own."""
@@ -374,9 +411,12 @@ class Runtime:
             if not (self._creates_graph and unit.state.awaits_backward):
                 self._reshard_after_backward(unit)
         self._end_backward()
-        agreed = self._backward_tracker.agrees
         self.backward_order = tuple(self._backward_tracker.seen)
-        self._slots.end_microbatch(is_typical=agreed)
+        if self._left not in self._backward_orders and len(self._backward_orders) == _MOST_ORDERS:
+            del self._backward_orders[next(iter(self._backward_orders))]
+        self._backward_orders[self._left] = self.backward_order
+        if not self._open:
+            self._slots.end_microbatch(is_typical=self._backward_tracker.agrees)
         tallies = self._take_tallies()
         self._check_whole()
         self._check_finite(tallies)
@@ -390,8 +430,18 @@ class Runtime:
         self._reduced.clear()
 
     def _reshard_after_backward(self, unit: Unit) -> None:
-        keep = not (unit.state.reshard_after_backward or unit.form is Form.GATHERING)
-        self._reshard(unit, Phase.POST_BACKWARD, keep=keep)
+        unneeded = unit.form is Form.GATHERING and not self._is_kept_for_backward(unit)
+        self._reshard(unit, Phase.POST_BACKWARD, keep=self._stays_after_backward(unit) and not unneeded)
+
+    def _stays_after_backward(self, unit: Unit) -> bool:
+        return not unit.state.reshard_after_backward or self._is_kept_for_backward(unit)
+
+    def _is_kept_for_backward(self, unit: Unit) -> bool:
+        """True if `unit` is not to be freed before a backward that has still to come."""
+        return not unit.reshards_after_forward and self._is_awaited(unit)
+
+    def _is_awaited(self, unit: Unit) -> bool:
+        return any(unit is left or unit in left.borrowed for forward in self._open for left in forward.left)
 
     def _end_backward(self) -> None:
         if any(unit.options.offloads for unit in self.units):  # the optimizer reads their gradients next
@@ -467,6 +517,7 @@ class Runtime:
 
     def recover(self) -> None:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
+        self.activations.recover()
         self._stack.clear()
         self._calls.clear()
         self._late.clear()
@@ -478,7 +529,7 @@ class Runtime:
         self._is_open = self._has_forward = self._holds_at_end = False
         self._reached, self._has_grads = None, False
         self._tallies.clear()
-        self._since_backward = []
+        self._open = []
         for unit in self.units:
             unit.state.users = 0
             unit.state.arrived_grads.clear()
@@ -553,6 +604,7 @@ class Runtime:
     def _before_forward_by_hand(self, unit: Unit, args: Any, kwargs: Any, *, begins: bool) -> tuple[Any, Any]:
         if begins:
             self.unshard_all()
+            self.activations.begin_forward()
             if self._has_forward and torch.is_grad_enabled():
                 self._set_microbatch(self._microbatch + 1)
             self._has_forward = True
@@ -560,6 +612,7 @@ class Runtime:
         self._stack.append((unit, None))
         self._unshard(unit, Phase.FORWARD)
         _note(unit, Phase.FORWARD)
+        self.activations.enter(unit)
         return prepared
 
     def _watch_outputs_by_hand(self, unit: Unit, output: Any) -> None:
