@@ -2,11 +2,13 @@
 
     python benchmarks/offload_fractions.py --folder /nvme/scratch --json benchmarks/results/offload_fractions.json
 
-A chain of equal layers, a unit each, is trained by AdamW on two ranks with 0, 1/4, 1/2 and all of the optimizer's state
-on the disk. Steps are timed by turns in the same processes, one of each in a round; a fraction's time is compared with
-the straight line through those of 0 and 1 of the same round. The goal is 10 %. Memory is that of processes of their own,
-one for each fraction: what a rank holds of its own after three steps, less what it holds without offload, beside what
-`predict_ledger` says. The last line is the result as JSON.
+A chain of equal layers, a unit each, is trained by AdamW on two ranks with none, a quarter, half and all of the
+optimizer's state on the disk. Steps are timed by turns in the same processes, one of each in a round; a fraction's time
+is compared with the straight line through those of none and all in the same round. The goal is 10 %.
+
+Memory is that of processes of their own, one for each fraction: what a rank holds by itself after three steps, less
+what it holds without offload, beside what `predict_ledger` says. Three buffers of one layer's states stay, so that a
+fraction of three layers frees nothing. The last line is the result as JSON.
 """
 
 import argparse
@@ -89,7 +91,7 @@ def weighed(fraction: float, folder: Path, layers: int, width: int) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path)
