@@ -293,7 +293,7 @@ def a_copy_of_payloads() -> Steps:
     copy.deepcopy(layer)
 
 
-@mistake(CheckpointError, "0.weight is a Codes, whose values are encoded", "such as adapters")
+@mistake(CheckpointError, "0.weight is a Codes, whose values are encoded", "such as adapters", sends=True)
 def a_checkpoint_of_codes() -> Steps:
     layer = fully_shard(linear_with(Codes.of(torch.ones(6, 8))))
     yield
