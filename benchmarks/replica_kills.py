@@ -8,7 +8,7 @@ replica, or a single rank of it, is killed by SIGKILL, and started anew as a lau
 - survivors do the step that was under way once more, and no other;
 - the killed replica comes back with the state of another one;
 - in the end all replicas have the same weights, bit for bit;
-- each loss is that of one replica that takes the same batches in the same steps, one after the other.
+- each loss has the bits of one replica that takes the same batches in the same steps, one after the other.
 
 What it measures, in seconds from the kill: until every survivor has committed a step that it began since, and until the
 killed replica has. Of the latter, the time from its first question for replicas to its first forward: it waits there
@@ -29,7 +29,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -38,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fullshard import fully_shard
+from fullshard import FSDPModule, fully_shard
 from fullshard.testing import run_ranks
 
 LAYERS = 4
@@ -104,10 +107,7 @@ def train(folder: Path, name: str, life: int, width: int) -> None:
             "at": time.time(),
         }
         lines.write(json.dumps(line) + "\n")
-    digest = sha256()
-    for param in model.parameters():
-        digest.update(param.to_local().detach().numpy().tobytes())
-    (folder / f"{name}-{dist.get_rank()}.weights").write_text(digest.hexdigest())
+    (folder / f"{name}-{dist.get_rank()}.weights").write_text(digest_of(model))
     replicas.close()
 
 
@@ -283,25 +283,68 @@ def kill_one(each: list[Replica], chance: random.Random) -> Kill:
 # -- the same run without a kill --------------------------------------------------------------------------------------
 
 
-def replayed(counts: list[int], width: int) -> list[list[float]]:
-    """The losses by step and index of one replica that takes the batches of all, one after the other."""
+class OneAfterTheOther:
+    """Sums over the batches that one replica takes one after the other, added as gloo adds them over replicas.
+
+    gloo's order of addition depends on how many there are, and on the size. So for each number of replicas there is a
+    group of gloo's, all of whose members are in this process.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.count = 1
+        self._terms: list[list[Tensor]] = []  # by batch and call
+        self._groups: dict[int, list[dist.ProcessGroupGloo]] = {}
+        for module in (model, *model.children()):
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(self._hook)
+
+    def begin_batch(self, index: int) -> None:
+        """What comes next are the sums of batch number `index` of a step."""
+        self._terms = [*self._terms[:index], []]
+
+    def _hook(self, sums: Tensor) -> None:
+        self._terms[-1].append(sums.clone())
+        if len(self._terms) == self.count:
+            terms = [of_batch[len(self._terms[-1]) - 1] for of_batch in self._terms]
+            if self.count > 1:
+                members = zip(self._group_of(self.count), terms, strict=True)
+                for work in [member.allreduce([term]) for member, term in members]:
+                    work.wait()
+            sums.copy_(terms[0])
+            sums /= self.count
+
+    def _group_of(self, count: int) -> list[dist.ProcessGroupGloo]:
+        if count not in self._groups:
+            store, patience = dist.HashStore(), timedelta(seconds=60)
+            with ThreadPoolExecutor(count) as pool:
+                make = partial(dist.ProcessGroupGloo, store, size=count, timeout=patience)
+                self._groups[count] = list(pool.map(lambda rank: make(rank=rank), range(count)))
+        return self._groups[count]
+
+
+def replayed(counts: list[int], width: int) -> tuple[list[list[float]], str]:
+    """The losses by step and index of one replica that takes the batches of all, and a digest of its weights."""
     model, optimizer = make_model(width)
+    batches = OneAfterTheOther(model)
     losses = []
-    for step, count in enumerate(counts):
-        of_step = []
-        for index in range(count):
+    for step, batches.count in enumerate(counts):
+        losses.append([])
+        for index in range(batches.count):
+            optimizer.zero_grad()
+            batches.begin_batch(index)
             loss = loss_of(model, batch_of(step, index, width))
             loss.backward()
-            of_step.append(loss.item())
-        for param in model.parameters():
-            param.grad /= count
+            losses[-1].append(loss.item())
         optimizer.step()
-        optimizer.zero_grad()
-        losses.append(of_step)
+    return losses, digest_of(model)
+
+
+def digest_of(model: nn.Module) -> str:
+    """Of this rank's shards."""
     digest = sha256()
     for param in model.parameters():
         digest.update(param.to_local().detach().numpy().tobytes())
-    return [losses, digest.hexdigest()]
+    return digest.hexdigest()
 
 
 def compare(each: list[Replica], width: int, folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Scratch files: what is written comes back whole, or an error says what, where and why; nothing is left behind."""
 
 import errno
+import gc
 import logging
 import os
 import signal
@@ -160,6 +161,22 @@ def test_nothing_has_a_name_and_closing_gives_the_room_back(tmp_path, monkeypatc
     assert work.done
     file.close()
     assert free_bytes(tmp_path) > before - (128 << 20)
+
+
+def test_a_file_that_nobody_has_any_more_is_gone_too(tmp_path):
+    def open_ones():
+        return [link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)]
+
+    file = DiskFile(tmp_path, "state", 1 << 20)
+    work = file.write(0, noise(1 << 20))
+    assert len(open_ones()) == 1
+    del file
+    work.wait()
+    gc.collect()
+    assert open_ones() == []
+    with pytest.raises(DiskError):
+        DiskFile(tmp_path, "state", 2 * free_bytes(tmp_path))
+    assert open_ones() == []
 
 
 KILLED = """

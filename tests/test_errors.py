@@ -53,6 +53,7 @@ from fullshard import (
     MissingLibraryError,
     MixedPrecision,
     MixedPrecisionPolicy,
+    Offload,
     OptimStateKeyType,
     Placement,
     Placements,
@@ -361,6 +362,36 @@ def a_report_by_a_library_that_is_missing() -> Steps:
 def a_report_of_nothing() -> Steps:
     yield
     read_run(Path("nowhere"))
+
+
+@mistake(ConfigError, r"Offload\(optimizer=\{'tape': 1\}\): 'tape' is no tier of optimizer", "Name one of 'disk'")
+def a_tier_that_does_not_exist() -> Steps:
+    yield
+    Offload(optimizer={"tape": 1}, folder="nowhere")
+
+
+@mistake(ConfigError, r"Offload\(optimizer=\{'disk': 1.5\}\): fractions are of the whole", "each from 0 to 1")
+def more_than_all_on_a_disk() -> Steps:
+    yield
+    Offload(optimizer={"disk": 1.5}, folder="nowhere")
+
+
+@mistake(ConfigError, "has no folder for what is to rest on a disk", 'folder="/nvme/run"')
+def a_disk_without_a_folder() -> Steps:
+    yield
+    Offload(optimizer={"disk": 0.5})
+
+
+@mistake(ConfigError, "Whole is to have states on a disk, as Offload says", "step_shards", sends=True)
+def states_on_a_disk_of_an_optimizer_that_is_not_known() -> Steps:
+    class Whole(torch.optim.SGD):
+        """Might do anything."""
+
+    model = fully_shard(linear(), offload_policy=Offload(optimizer={"disk": 1}, folder=tempfile.gettempdir()))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer = Whole(model.parameters(), lr=0.1)
+    yield
+    optimizer.step()
 
 
 @mistake(ConfigError, "group of 1 ranks: none that the model is sharded over", "Leave group out")
@@ -1998,10 +2029,10 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 SOURCE = Path(fullshard.__file__).parent
 # Files and folders whose mistakes are made in tests of their own: of commands, liveness, shared memory, exports, safety
-# copies, disks, runs in ranks, integrations, benches and predictions.
+# copies, disks and what is away on them, runs in ranks, integrations, benches and predictions.
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
-    *("testing/ranks.py", "testing/same.py", "disk"),
+    *("testing/ranks.py", "testing/same.py", "disk", "engine/away.py", "engine/activations.py"),
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),

@@ -30,6 +30,7 @@ DOCUMENTED = {
         "MixedPrecision",
         "MixedPrecisionPolicy",
         "NonFiniteError",
+        "Offload",
         "OffloadPolicy",
         "OptimStateDictConfig",
         "OptimStateKeyType",

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import psutil
 import pytest
 import torch.distributed as dist
-from small_models import adamw, chain
+from small_models import adamw, chain, inputs, wholes
 from torch import nn
 
 from fullshard import ConfigError, StateError, fully_shard
-from fullshard.testing import run_ranks
+from fullshard.testing import assert_same, run_ranks
 
 torchft = pytest.importorskip("torchft", reason="torchft is not installed", exc_type=ImportError)
 ROOT = Path(__file__).parent.parent
@@ -49,10 +53,8 @@ def test_killed_replicas_come_back_and_nobody_diverges(replicas):
     assert found["replicas_have_the_same_weights"]
     assert found["most_abandoned_by_a_survivor"] <= 1
     assert set(found["steps_by_participants"]) >= {str(replicas - 1), str(replicas)}
-    if replicas == 2:  # of two terms, a sum has no order
-        assert found["losses_of_the_same_bits"] == found["losses_compared"]
-        assert found["weights_have_the_bits_of_the_replay"]
-    assert found["largest_relative_difference"] < 1e-4
+    assert found["losses_of_the_same_bits"] == found["losses_compared"]
+    assert found["weights_have_the_bits_of_the_replay"]
 
 
 def free_ports(count: int) -> list[int]:
@@ -63,41 +65,49 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def start_lighthouse() -> tuple[subprocess.Popen[bytes], str]:
+    port = free_ports(1)[0]
+    program = str(Path(sys.executable).with_name("torchft_lighthouse"))
+    options = ("--min_replicas", "1", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "1000")
+    command = [program, "--bind", f"[::]:{port}", *options]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL), f"http://localhost:{port}"
+
+
 @pytest.mark.clusters
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_example_learns(tmp_path):
-    """By the command lines of its header, with ports that are free."""
-    path = ROOT / "examples" / "torchft" / "digits.py"
-    command, *launches = re.findall(r"^    ((?:torchft_lighthouse|torchrun) .*?)(?: &)?$", path.read_text(), re.M)
-    ports = free_ports(3)
-    around = environment(TORCHFT_LIGHTHOUSE=f"http://localhost:{ports[0]}")
+def test_the_example_goes_on_where_a_rank_is_killed(tmp_path):
+    """By the command lines of its header, and what it says of them."""
+    said = (ROOT / "examples" / "torchft" / "digits.py").read_text()
+    launches = re.findall(r"^    (torchrun .*?)(?: &)?$", said, re.M)
+    lighthouse, address = start_lighthouse()
+    around = environment(TORCHFT_LIGHTHOUSE=address, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     around["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{around['PATH']}"
-    lighthouse = subprocess.Popen(
-        command.replace("29510", str(ports[0])), shell=True, env=around, stderr=subprocess.DEVNULL, process_group=0
-    )
+    logs = [tmp_path / "a", tmp_path / "b"]
     try:
-        replicas = [
-            subprocess.Popen(
-                re.sub(r"--master-port \d+", f"--master-port {port}", launch) + " --steps 60",
-                shell=True,
-                cwd=ROOT,
-                env=around,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for launch, port in zip(launches, ports[1:], strict=True)
-        ]
-        for replica in replicas:
-            said, _ = replica.communicate(timeout=300)
-            assert replica.returncode == 0, said[-4000:]
-            losses = [float(loss) for loss in re.findall(r"step 60 of 2 replicas: loss ([\d.]+)", said)]
-            assert len(losses) == 1, said[-4000:]
-            assert losses[0] < 0.7
+        replicas = []
+        for launch, log in zip(launches, logs, strict=True):
+            with log.open("wb") as file:
+                command = [*shlex.split(launch), "--steps", "2000"]
+                replicas.append(subprocess.Popen(command, cwd=ROOT, env=around, stdout=file, stderr=file))
+        wait_for_line(logs[1], r"of 2 replicas")
+        psutil.Process(replicas[1].pid).children()[1].kill()
+        wait_for_line(logs[0], r"of 1 replicas")
+        for replica, log in zip(replicas, logs, strict=True):
+            assert replica.wait(300) == 0, log.read_text()[-4000:]
+            losses = re.findall(r"step 2000 of 2 replicas: loss ([\d.]+)", log.read_text())
+            assert [float(loss) < 0.1 for loss in losses] == [True], log.read_text()[-4000:]
     finally:
-        os.killpg(lighthouse.pid, 9)
-        lighthouse.wait()
+        for process in (*replicas, lighthouse):
+            process.kill()
+            process.wait()
+
+
+def wait_for_line(log: Path, pattern: str) -> None:
+    until = time.monotonic() + 200
+    while not re.search(pattern, log.read_text()):
+        assert time.monotonic() < until, log.read_text()[-4000:]
+        time.sleep(0.1)
 
 
 def made_wrongly() -> None:
@@ -117,5 +127,69 @@ def made_wrongly() -> None:
         Replicas(model, adamw(model), name="a", lighthouse=nobody)
 
 
+def lose_the_lighthouse() -> None:
+    from fullshard.integrations.torchft import Replicas
+
+    lighthouse, address = start_lighthouse()
+    model = chain(fully_shard)
+    optimizer = adamw(model)
+    replicas = Replicas(model, optimizer, name="a", lighthouse=address, timeout_s=3)
+    for step in range(2):
+        assert replicas.step == step
+        replicas.begin_step()
+        assert (replicas.index, replicas.count) == (0, 1)
+        model(inputs(step)).square().mean().backward()
+        assert replicas.should_commit()
+        optimizer.step()
+        optimizer.zero_grad()
+    alone = chain(fully_shard)
+    optimizer = adamw(alone)
+    for step in range(2):
+        alone(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(wholes(model), wholes(alone))
+    lighthouse.kill()
+    lighthouse.wait()
+    with pytest.raises(StateError, match=r"begin_step of step 2: no quorum of replicas.* Is the lighthouse there"):
+        replicas.begin_step()
+
+
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # torchft calls it
 def test_mistakes_are_told_and_nothing_hangs():
     run_ranks(1, made_wrongly)
+    run_ranks(1, lose_the_lighthouse)
+
+
+class HalfHealed:
+    """Stands for a manager whose replica got another one's state on its first rank only."""
+
+    def __init__(self) -> None:
+        self.step = 7 if dist.get_rank() == 0 else 3
+
+    def current_step(self) -> int:
+        return self.step
+
+    def should_commit(self) -> bool:
+        return False  # on all ranks, since one of them says so
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "batches_committed": 20}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def step_after_half_a_state() -> int:
+    from fullshard.integrations.torchft import Replicas
+
+    model = chain(fully_shard)
+    with mock.patch.object(Replicas, "_join", lambda *_: mock.Mock(wraps=HalfHealed())):
+        replicas = Replicas(model, adamw(model), name="a", lighthouse="somewhere")
+    model(inputs()).square().mean().backward()
+    assert not replicas.should_commit()
+    return replicas.step
+
+
+def test_a_state_that_came_to_some_ranks_only_is_asked_for_again_by_all():
+    assert run_ranks(2, step_after_half_a_state) == [3, 3]

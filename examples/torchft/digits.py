@@ -1,9 +1,9 @@
 """Handwritten digits on replicas that come and go: what one of them loses costs the others a step, and no restart.
 
     torchft_lighthouse --min_replicas 1 --join_timeout_ms 1000 --bind '[::]:29510' &
-    export TORCHFT_LIGHTHOUSE=http://localhost:29510
-    torchrun --nproc-per-node 2 --master-port 29601 --max-restarts 100 examples/torchft/digits.py --replica a &
-    torchrun --nproc-per-node 2 --master-port 29602 --max-restarts 100 examples/torchft/digits.py --replica b
+    export TORCHFT_LIGHTHOUSE=http://localhost:29510 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --standalone --nproc-per-node 2 --max-restarts 100 examples/torchft/digits.py --replica a &
+    torchrun --standalone --nproc-per-node 2 --max-restarts 100 examples/torchft/digits.py --replica b
 
 Kill one process while it runs: its torchrun starts that replica anew, which gets its state from the other one.
 """

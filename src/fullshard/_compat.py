@@ -169,17 +169,6 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
-@contextmanager
-def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[Any], list[Any]]]:
-    """A context in which `optimizer.step` calls none of these hooks: those before a step, and those after it."""
-    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-    try:
-        yield list(before.values()), list(after.values())
-    finally:
-        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
-
-
 def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The pair of hooks that tensors are given to which autograd saves now, if there is one."""
     hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
@@ -191,6 +180,17 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 def weak_storage(storage: torch.UntypedStorage) -> Any:
     """What keeps the address of `storage` from being another's, but not its memory."""
     return StorageWeakRef(storage)
+
+
+@contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[Any], list[Any]]]:
+    """A context in which `optimizer.step` calls none of these hooks: those before a step, and those after it."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield list(before.values()), list(after.values())
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:

@@ -113,6 +113,7 @@ class DiskFile:
         self.path = folder / name
         self.nbytes = aligned(nbytes)
         self._request_bytes = request_bytes
+        self._descriptor = -1
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = _open_nameless(folder, name)
@@ -130,7 +131,7 @@ class DiskFile:
                     "or name a folder on another."
                 )
         except BaseException:
-            os.close(self._descriptor)
+            self._close()
             raise
         self._threads = ThreadPoolExecutor(depth, thread_name_prefix=f"fullshard-disk-{name}")
         _warn_if_unfit(folder)
@@ -156,8 +157,16 @@ class DiskFile:
         """Give the room back, after what is under way has ended. Nothing can be read any more."""
         if self._descriptor >= 0:
             self._threads.shutdown()
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self._close()
+
+    def __del__(self) -> None:
+        """Give the room back of a file that nobody has any more: what is under way holds it."""
+        self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def grow(self, nbytes: int) -> None:
         """Take so many bytes more from the disk, at the end of the file.

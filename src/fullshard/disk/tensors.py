@@ -77,7 +77,6 @@ class Scratch:
         self._name = name
         self._file: DiskFile | None = None
         self._taken = 0
-        self.nbytes = 0
 
     def take(self, nbytes: int, more: int = 0) -> Extent:
         """A new extent of `nbytes`, a multiple of ALIGNMENT; about `more` bytes are going to be taken after it.
@@ -89,7 +88,6 @@ class Scratch:
             file = DiskFile(self.folder, self._name, nbytes + aligned(more))
             weakref.finalize(self, file.close)
             self._file, self._taken = file, 0
-            self.nbytes += file.nbytes
         extent = Extent(self, self._file, self._taken, nbytes)
         self._taken += nbytes
         return extent

@@ -139,8 +139,7 @@ class Store:
                 away.watched = tensor.detach(), tensor._version
             else:
                 target.copy_(flat)
-        if self.space is not None:
-            away.offset = self.space.take(aligned(nbytes))
+        if self._writes(away.buffer):
             self._write_those_sent(away)
         order.append(weakref.ref(away))
         self._leaving.append(order[-1])
@@ -154,10 +153,14 @@ class Store:
             if away.writing is None and (away.sent is None or away.sent.query()):
                 self._write(away)
 
+    def _writes(self, buffer: _Buffer) -> bool:
+        """True if there is a disk, and this is no dry run of a model that nobody has memory or room for."""
+        return self.space is not None and not isinstance(buffer.data, FakeTensor)
+
     def _write(self, away: Away) -> None:
         assert self.space is not None and away.buffer is not None
-        if not isinstance(away.buffer.data, FakeTensor):
-            away.writing = self.space.write(away.offset, away.buffer.data[: aligned(away.nbytes)])
+        away.offset = self.space.take(aligned(away.nbytes))
+        away.writing = self.space.write(away.offset, away.buffer.data[: aligned(away.nbytes)])
 
     def _finish_leaving(self) -> None:
         """Have the oldest storage on its way out be gone: from the device, and from its buffer if there is a disk."""
@@ -171,7 +174,7 @@ class Store:
             away.source = None
             away.is_torn, away.watched = _was_written_to(away), None
         if self.space is not None:
-            if away.writing is None and away.sent is not None:
+            if away.writing is None and away.sent is not None and away.buffer and self._writes(away.buffer):
                 away.sent.synchronize()
                 self._write(away)
             if away.writing is not None:
@@ -207,7 +210,7 @@ class Store:
                 away.writing.wait()  # it is over; if it failed, there is nothing to read
             away.buffer = self._buffer(away.nbytes)
             self.read_bytes += away.nbytes
-            if not isinstance(away.buffer.data, FakeTensor):
+            if self._writes(away.buffer):
                 away.reading = self.space.read(away.offset, away.buffer.data[: aligned(away.nbytes)])
 
     def _finish_reading(self, away: Away) -> Tensor:

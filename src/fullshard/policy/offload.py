@@ -42,7 +42,7 @@ class Offload(OffloadPolicy):
 
     Args:
         optimizer: how much of each optimizer's state rests where: `{"disk": fraction}`, by bytes. Units are taken from
-            the last one on, and the root at the end, until they have at least that much.
+            the last one that the optimizer has on, until they have at least that much.
         activations: how much of what forward keeps for backward is away between the two, and where: in the host's
             memory (`"cpu"`: nothing changes where that is what computes) or on a disk. `{"cpu": 0.5, "disk": 0.25}` is
             half of the units and a quarter, the earliest on the disk. With checkpoints it is their inputs that travel.
@@ -86,7 +86,10 @@ def _check_fractions(name: str, fractions: Mapping[str, float], tiers: tuple[str
     given = f"Offload({name}={dict(fractions)})"
     unknown = [tier for tier in fractions if tier not in tiers]
     if unknown:
-        raise ConfigError(f"{given}: {unknown[0]!r} is no tier of {name}. Name one of {', '.join(map(repr, tiers))}.")
+        remedy = f"Name one of {', '.join(map(repr, tiers))}"
+        if unknown[0] == "cpu":
+            remedy += "; or give CPUOffloadPolicy() to as many units as are to have theirs on the CPU"
+        raise ConfigError(f"{given}: {unknown[0]!r} is no tier of {name}. {remedy}.")
     if any(not 0 <= fraction <= 1 for fraction in fractions.values()) or sum(fractions.values()) > 1:
         raise ConfigError(f"{given}: fractions are of the whole, each from 0 to 1, and no more than 1 together.")
 

@@ -36,7 +36,15 @@ from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
 from fullshard.policy.offload import Offload
 
-__all__ = ["BUFFERS", "PORTION_NBYTES", "StatesOnDisk", "StepsInPortions", "bring_to_memory", "states_on_disk"]
+__all__ = [
+    "BUFFERS",
+    "PORTION_NBYTES",
+    "StatesOnDisk",
+    "StepsInPortions",
+    "bring_to_memory",
+    "portions_on_disk",
+    "states_on_disk",
+]
 
 PORTION_NBYTES = 64 * 2**20
 """Bytes of states that are stepped at a time; those of one parameter, if they are more."""
@@ -53,6 +61,7 @@ class _Portion:
     """Parameters that are stepped together, and where their states rest."""
 
     params: list[nn.Parameter]
+    scratch: Scratch
     rests: dict[Key, OnDisk] = field(default_factory=dict)  # all in one extent
     buffer: Tensor = field(default_factory=no_buffer)  # what the extent is read into
     block: Tensor = field(default_factory=no_buffer)  # the same on the device that steps
@@ -89,14 +98,16 @@ class StatesOnDisk:
     """The states of one optimizer that rest on a disk. See [Note: a step in portions].
 
     Args:
-        units: the parameters whose states rest there, by unit.
-        scratch: the file.
+        portions: the parameters whose states rest there, and in which folder.
+        name: of the file, for messages.
     """
 
-    def __init__(self, units: Iterable[Sequence[nn.Parameter]], scratch: Scratch) -> None:
-        self._portions = [_Portion(params) for of_unit in units for params in _divided(of_unit)]
+    def __init__(self, portions: Iterable[tuple[Path, list[nn.Parameter]]], name: str) -> None:
+        scratches: dict[Path, Scratch] = {}
+        self._portions = [
+            _Portion(params, scratches.setdefault(folder, Scratch(folder, name))) for folder, params in portions
+        ]
         self._portion_of = {id(param): portion for portion in self._portions for param in portion.params}
-        self._scratch = scratch
         self._buffers = [no_buffer() for _ in range(BUFFERS)]
         self._writes = [DiskWork([]) for _ in range(BUFFERS)]
 
@@ -244,9 +255,10 @@ class StatesOnDisk:
         if {key: _form(rest) for key, rest in portion.rests.items()} == forms:
             return False
         starts, end = aligned_offsets([form.nbytes for form in forms.values()], ALIGNMENT_BYTES)
-        lacking = [it for it in self._portions if it.extent is None and it is not portion]
+        others = (it for it in self._portions if it.extent is None and it is not portion)
+        lacking = [it for it in others if it.scratch is portion.scratch]
         more = sum(aligned(end * it.nbytes // max(1, portion.nbytes)) + ALIGNMENT for it in lacking)
-        extent = self._scratch.take(aligned(end), more)
+        extent = portion.scratch.take(aligned(end), more)
         portion.rests = {
             key: OnDisk(extent, start, form.shape, form.dtype, form.device)
             for (key, form), start in zip(forms.items(), starts, strict=True)
@@ -327,14 +339,15 @@ def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
     ids = tuple(map(id, params))
     known = _made.get(optimizer)
     if known is None or known[0] != ids:
-        units = list(_chosen(params))
-        states = None
-        if units:
-            folder = units[0][0]
-            scratch = Scratch(folder, f"states-{type(optimizer).__name__}".lower())
-            states = StatesOnDisk([its for _, its in units], scratch)
+        portions = portions_on_disk(params)
+        states = StatesOnDisk(portions, f"states-{type(optimizer).__name__}".lower()) if portions else None
         known = _made[optimizer] = ids, states
     return known[1]
+
+
+def portions_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:
+    """The portions of `params`, which one optimizer steps, whose states rest on a disk; each with the folder."""
+    return [(folder, portion) for folder, of_unit in _chosen(params) for portion in _divided(of_unit)]
 
 
 def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Parameter]]]:
