@@ -527,6 +527,14 @@ class Runtime:
             self._reshard(unit, Phase.IDLE)
         self.phase = Phase.IDLE
 
+    def forget(self) -> None:
+        """Be idle, and without any gradients: what was computed so far was a trial."""
+        self.recover()
+        for unit in self.units:
+            unit.drop_grads()
+            for param in unit.params:
+                param.sharded.grad = None
+
     # -- steps that are finalized by hand -----------------------------------------------------------------------------
 
     def finalize_by_hand(self, enabled: bool, *, had_backward: bool = True) -> None:

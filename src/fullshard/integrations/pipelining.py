@@ -98,6 +98,15 @@ class PipelineStage(pipelining.PipelineStage):
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Leave nothing of the forward and backward by which torch has learned shapes.
+
+        A loss that takes backwards of its own (one in chunks) leaves gradients. torch drops those of its own units.
+        """
+        super()._post_metadata_inference_cleanup()
+        for runtime in self._runtimes:
+            runtime.forget()
+
     def clear_runtime_states(self) -> None:
         """See torch's `PipelineStage`. Each step begins with it: what a failed one has left is dropped."""
         super().clear_runtime_states()
