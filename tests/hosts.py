@@ -9,7 +9,7 @@ another run could take: a host is what one process holds, which ends when its st
 the program that made them, however that ends, and with a host its processes, its network and the cable.
 
 This needs Linux, util-linux and iproute2. User namespaces make it work for everybody, not only for root, where the
-system allows them.
+system allows them. In these there is one user and one group only: `own_users=False` is for programs that change theirs.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import fullshard
 
 INTERFACE = "cable0"
 SOURCE = Path(fullshard.__file__).parent.parent  # of the package that these tests are about
+_USERS = ("--user", "--preserve-credentials")  # enters a host's user namespace
 _PORT = 29400  # of the rendezvous; free, since the hosts are new
 
 
@@ -39,11 +40,13 @@ class NoHosts(Exception):  # noqa: N818  # says what is the case
 
 @dataclass(frozen=True)
 class Host:
-    """One host: its address on the cable, a folder that is its own, and the process that holds it."""
+    """One host: its address on the cable, a folder that is its own, the process that holds it, and whether it has a
+    user namespace."""
 
     address: str
     folder: Path
     holder: subprocess.Popen[bytes]
+    own_users: bool
 
     def start(self, *command: str, **options: Any) -> subprocess.Popen[Any]:
         """The command, started on this host, in its folder."""
@@ -80,12 +83,15 @@ class Host:
             raise NoHosts(f"'{' '.join(command)}' failed: {done.stderr.strip()}")
 
     def _enter(self) -> list[str]:
-        return ["nsenter", f"--target={self.holder.pid}", "--user", "--preserve-credentials", "--net"]
+        return ["nsenter", f"--target={self.holder.pid}", *(_USERS if self.own_users else ()), "--net"]
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
+def two_hosts(*, own_users: bool = True) -> Iterator[tuple[Host, Host]]:
     """Two hosts with a cable between them, for as long as the block lasts.
+
+    Args:
+        own_users: whether they have a user namespace; without one, only root can make them.
 
     Raises:
         NoHosts: this system does not allow it, or lacks a program.
@@ -94,11 +100,12 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
     if missing:
         raise NoHosts(f"{', '.join(missing)} not found: util-linux and iproute2 (on Linux) are needed")
     with tempfile.TemporaryDirectory(prefix="fullshard-hosts-") as name, ExitStack() as stack:
-        first = _host("10.77.0.1", Path(name), "unshare", "--user", "--map-root-user")
+        users = ("--user", "--map-root-user") if own_users else ()
+        first = _host("10.77.0.1", Path(name), own_users, "unshare", *users)
         stack.callback(first.power_off)
         # The second one belongs to the first one's user namespace, or the two could not share a cable.
-        enter = ("nsenter", f"--target={first.holder.pid}", "--user", "--preserve-credentials")
-        second = _host("10.77.0.2", Path(name), *enter, "unshare")
+        enter = ("nsenter", f"--target={first.holder.pid}", *_USERS) if own_users else ()
+        second = _host("10.77.0.2", Path(name), own_users, *enter, "unshare")
         stack.callback(second.power_off)
         for host in (first, second):
             # Or the cable would go with a host that is powered off, and the other one's address with the cable.
@@ -112,7 +119,7 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
         yield first, second
 
 
-def _host(address: str, folder: Path, *unshare: str) -> Host:
+def _host(address: str, folder: Path, own_users: bool, *unshare: str) -> Host:
     """A host whose network is not set up. What keeps it is `cat`, its first process; that answers when all is ready."""
     command = [*unshare, "--net", "--pid", "--fork", "cat"]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
@@ -130,7 +137,7 @@ def _host(address: str, folder: Path, *unshare: str) -> Host:
         raise NoHosts(f"no namespaces here: '{' '.join(command)}' said {said!r}")
     own = folder / address
     own.mkdir()
-    return Host(address, own, holder)
+    return Host(address, own, holder, own_users)
 
 
 # --------------------------------------------------------------------------------------------------- ranks on hosts

@@ -19,13 +19,14 @@ from fullshard.cli import main
 from fullshard.plan import calibration
 from fullshard.plan.calibration import calibrate, write_description
 from fullshard.plan.costs import costs_of
-from fullshard.plan.cpu_costs import CoreTime, _Cache, _Heap, _rate, core_seconds, step_seconds
+from fullshard.plan.cpu_costs import CoreTime, _Cache, _rate, core_seconds, step_seconds
 from fullshard.plan.gpu_speeds import large_rate
 from fullshard.plan.hardware import Hardware, described, hardware, here_path
 from fullshard.plan.operations import counted
+from fullshard.plan.process import ProcessHeap, threshold_set
 from fullshard.plan.timeline import lay_out
 from fullshard.tape.recorder import Origin, Phase
-from fullshard.tape.tape import Access, Operation
+from fullshard.tape.tape import Access, Allocation, Free, Operation
 
 MIB = 2**20
 
@@ -148,30 +149,20 @@ def test_the_cache_has_what_was_used_last():
     assert cache.miss(one) == 4 * MIB
 
 
-def test_pages_are_new_where_the_heap_grows_and_for_what_is_too_large_for_it():
-    heap = _Heap()
-    assert heap.allocate(0, 16 * MIB) == 16 * MIB
-    heap.free(0)
-    assert heap.allocate(1, 16 * MIB) == 16 * MIB, "the first of its size was beside the heap"
-    heap.free(1)
-    assert heap.allocate(2, 16 * MIB) == 0, "pages that the heap has"
-    for number in (3, 4):
-        assert heap.allocate(number, 64 * MIB) == 64 * MIB
-        heap.free(number)
-
-
-def test_a_heap_gives_its_end_back_when_much_of_it_is_free():
-    heap = _Heap()
-    heap.allocate(0, 16 * MIB)
-    heap.free(0)
-    for number in range(1, 4):
-        assert heap.allocate(number, 16 * MIB) == 16 * MIB
-    for number in (2, 3):
-        heap.free(number)
-    assert heap.allocate(2, 16 * MIB) == 0, "twice the largest is kept"
-    for number in (2, 1):
-        heap.free(number)
-    assert heap.allocate(4, 16 * MIB) == 16 * MIB
+@pytest.mark.parametrize("threshold", [None, "65536"])
+def test_pages_cost_time_where_the_allocator_has_them_new(here, monkeypatch, threshold):
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    if threshold is not None:
+        monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", threshold)
+    time, heap, origin = CoreTime(here, ranks=1, dtype="float32"), ProcessHeap(threshold_set()), dry.Tape().origin
+    time.note_before(Allocation(0, 100 * MIB, "compute", origin))
+    new = 0
+    for mib in (16, 12, 12):
+        for entry in (Allocation(1, mib * MIB, "compute", origin), Free(1, mib * MIB, "compute", origin)):
+            new += heap.note(entry)
+            time.note(entry)
+    assert time.spent["pages"] == pytest.approx(new * here.measured["page_s"], rel=0.01)
+    assert (round(new / MIB) == 40) == (threshold is not None), "what is larger than it never stays"
 
 
 def chain(layers: int) -> nn.Module:

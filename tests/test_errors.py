@@ -40,6 +40,7 @@ from torch.distributed.tensor import Shard as Cut
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from wrapped_weights import Codes, FlatWeight, LowLinear, OneHook, Weight, encode
 
 import fullshard
 from fullshard import (
@@ -52,6 +53,7 @@ from fullshard import (
     MissingLibraryError,
     MixedPrecision,
     MixedPrecisionPolicy,
+    Offload,
     OptimStateKeyType,
     Placement,
     Placements,
@@ -126,14 +128,185 @@ def wrapped(**options: Any) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(linear(), **options)
 
 
+def linear_with(weight: Tensor) -> nn.Sequential:
+    """A linear layer that has `weight`, and nothing else."""
+    model = nn.Sequential(nn.Linear(8, 6, bias=False))
+    model[0].weight = weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
+    return model
+
+
 @mistake(
-    ConfigError, "0.weight is a TwoTensor, a tensor subclass that holds other tensors", "before its parameters are"
+    ConfigError, "0.weight is a TwoTensor, a tensor subclass without fsdp_pre_all_gather", "before its parameters are"
 )
 def a_tensor_subclass() -> Steps:
-    model = nn.Sequential(nn.Linear(8, 6, bias=False))
-    model[0].weight = nn.Parameter(TwoTensor(torch.ones(6, 8), torch.ones(6, 8)))
+    model = linear_with(TwoTensor(torch.ones(6, 8), torch.ones(6, 8)))
     yield
     fully_shard(model)
+
+
+@mistake(ConfigError, "0.weight is a OneHook, a tensor subclass without", "list it in ignored_params")
+def half_of_the_hooks_for_payloads() -> Steps:
+    model = linear_with(OneHook(torch.ones(6, 8)))
+    yield
+    fully_shard(model)
+
+
+class Params4bit(nn.Parameter):
+    """As that of bitsandbytes, if it were there."""
+
+    __module__ = "bitsandbytes.nn.modules"
+
+
+@mistake(ConfigError, "0.weight is a bitsandbytes.nn.modules.Params4bit that has no quant_state", "before fully_shard")
+def weights_that_are_to_be_quantised_later() -> Steps:
+    model = linear_with(Params4bit(torch.ones(6, 8)))
+    yield
+    fully_shard(model)
+
+
+class ScaledParam(nn.Parameter):
+    """With a scale as large as itself."""
+
+
+@mistake(
+    ConfigError, r"0.weight is a \w+.ScaledParam with tensors of its own, scale", "list it in ignored_params|List it"
+)
+def a_parameter_that_keeps_other_tensors() -> Steps:
+    weight = ScaledParam(torch.ones(6, 8))
+    weight.scale = torch.ones(6, 8)
+    model = linear_with(weight)
+    yield
+    fully_shard(model)
+
+
+class OddHook(Weight):
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any) -> Any: ...
+
+
+@mistake(ConfigError, "0.weight, a OddHook .* takes 2 arguments", r"Torch gives it \(mesh\)")
+def a_hook_for_payloads_of_other_arguments() -> Steps:
+    model = linear_with(OddHook(torch.ones(6, 8)))
+    yield
+    fully_shard(model)
+
+
+@mistake(
+    ConfigError, r"0.weight, a Weight .* is to be cut along dim 1 of its shape \(6, 8\)", r"return None or Shard\(0\)"
+)
+def payloads_along_another_dim() -> Steps:
+    model = linear_with(Weight(torch.ones(6, 8)))
+    yield
+    fully_shard(model, shard_placement_fn=lambda param: Cut(1))
+
+
+@mistake(ConfigError, "0.weight, a Weight .* kept together by groups of 2 ranks", "'zero3' or 'hsdp'", ranks=4)
+def payloads_kept_in_groups() -> Steps:
+    model = linear_with(Weight(torch.ones(6, 8)))
+    yield
+    fully_shard(model, reshard_after_forward=2)
+
+
+@mistake(
+    ConfigError, r"0.weight is a NotCut of shape \(6, 8\), which cannot be cut into 2 parts", "that its blocks allow"
+)
+def payloads_that_cannot_be_cut() -> Steps:
+    model = linear_with(NotCut(torch.ones(6, 8)))
+    yield
+    fully_shard(model)
+
+
+class NotCut(Weight):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.split.Tensor:
+            raise NotImplementedError("it is one block")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class Lopsided(Weight):
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        parts = super().__torch_dispatch__(func, types, args, kwargs)
+        return parts[:1] if func is torch.ops.aten.split.Tensor else parts
+
+
+@mistake(ConfigError, r"0.weight is a Lopsided .* parts have \[3\] rows instead of \[3, 3\]", "that its blocks allow")
+def payloads_that_are_cut_otherwise() -> Steps:
+    model = linear_with(Lopsided(torch.ones(6, 8)))
+    yield
+    fully_shard(model)
+
+
+@mistake(ConfigError, "param_dtype=torch.bfloat16, but 0.weight, a Weight, is never gathered", "such as 'zero1'")
+def payloads_that_are_cast_but_never_gathered() -> Steps:
+    model = linear_with(Weight(torch.ones(6, 8)))
+    yield
+    fully_shard(model, strategy="ddp", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+@mistake(
+    ConfigError,
+    r"weight is a FlatWeight of 5 rows, .* shape \(24,\) for 3 of them",
+    "that divides the rows",
+    sends=True,
+)
+def payloads_without_rows_of_an_uneven_shard() -> Steps:
+    layer = fully_shard(LowLinear(8, 5, FlatWeight))
+    yield
+    layer(torch.ones(2, 8))
+
+
+class OtherForm(Weight):
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None) -> Any:
+        return gathered[1], ()
+
+
+@mistake(
+    ConfigError, r"fsdp_post_all_gather of OtherForm gave a Tensor of shape \(6,\)", "the whole parameter", sends=True
+)
+def payloads_made_into_another_shape() -> Steps:
+    layer = fully_shard(LowLinear(8, 6, OtherForm))
+    yield
+    layer(torch.ones(2, 8))
+
+
+@mistake(StateError, "fsdp_pre_all_gather of Moody gave .* before", "must keep its shapes and dtypes", sends=True)
+def payloads_that_change() -> Steps:
+    layer = fully_shard(LowLinear(8, 6, Moody))
+    layer(torch.ones(2, 8))
+    layer.reshard()
+    yield
+    layer(torch.ones(2, 8))
+
+
+class Moody(Weight):
+    times = 0
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        Moody.times += 1
+        return tuple(it.double() if Moody.times > 1 else it for it in encode(self.values)), None
+
+
+@mistake(StateError, "copy.deepcopy of FSDPLowLinear: weight of .* is a Weight", "Copy the module before fully_shard")
+def a_copy_of_payloads() -> Steps:
+    layer = fully_shard(LowLinear(8, 6))
+    yield
+    copy.deepcopy(layer)
+
+
+@mistake(CheckpointError, "0.weight is a Codes, whose values are encoded", "such as adapters", sends=True)
+def a_checkpoint_of_codes() -> Steps:
+    layer = fully_shard(linear_with(Codes.of(torch.ones(6, 8))))
+    yield
+    save(tempfile.gettempdir(), model=layer, step=1)
+
+
+@mistake(StateError, "weight, a Codes whose values are encoded, was changed", "pass writeback=False", sends=True)
+def summoned_codes_that_were_changed() -> Steps:
+    layer = fully_shard(linear_with(Codes.of(torch.ones(6, 8))))
+    yield
+    with summon_full_params(layer):
+        layer[0].weight = nn.Parameter(torch.ones(6, 8))
 
 
 @mistake(ConfigError, "weight of Linear belongs to the unit of FSDPSequential around it", "inner modules first")
@@ -174,6 +347,36 @@ def a_report_by_a_library_that_is_missing() -> Steps:
 def a_report_of_nothing() -> Steps:
     yield
     read_run(Path("nowhere"))
+
+
+@mistake(ConfigError, r"Offload\(optimizer=\{'tape': 1\}\): 'tape' is no tier of optimizer", "Name one of 'disk'")
+def a_tier_that_does_not_exist() -> Steps:
+    yield
+    Offload(optimizer={"tape": 1}, folder="nowhere")
+
+
+@mistake(ConfigError, r"Offload\(optimizer=\{'disk': 1.5\}\): fractions are of the whole", "each from 0 to 1")
+def more_than_all_on_a_disk() -> Steps:
+    yield
+    Offload(optimizer={"disk": 1.5}, folder="nowhere")
+
+
+@mistake(ConfigError, "has no folder for what is to rest on a disk", 'folder="/nvme/run"')
+def a_disk_without_a_folder() -> Steps:
+    yield
+    Offload(optimizer={"disk": 0.5})
+
+
+@mistake(ConfigError, "Whole is to have states on a disk, as Offload says", "step_shards", sends=True)
+def states_on_a_disk_of_an_optimizer_that_is_not_known() -> Steps:
+    class Whole(torch.optim.SGD):
+        """Might do anything."""
+
+    model = fully_shard(linear(), offload_policy=Offload(optimizer={"disk": 1}, folder=tempfile.gettempdir()))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer = Whole(model.parameters(), lr=0.1)
+    yield
+    optimizer.step()
 
 
 @mistake(ConfigError, "group of 1 ranks: none that the model is sharded over", "Leave group out")
@@ -886,6 +1089,13 @@ def cast_within_forward() -> Steps:
     model = sharded()
     yield
     within_forward(model, model.layers[1].double)
+
+
+@mistake(StateError, "abandon_step within a forward or backward", "Call it once the exception is caught", sends=True)
+def abandon_within_forward() -> Steps:
+    model = sharded()
+    yield
+    within_forward(model, model.abandon_step)
 
 
 @mistake(
@@ -1840,10 +2050,10 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 SOURCE = Path(fullshard.__file__).parent
 # Files and folders whose mistakes are made in tests of their own: of commands, liveness, shared memory, exports, safety
-# copies, runs in ranks, integrations, benches and predictions.
+# copies, disks and what is away on them, runs in ranks, integrations, benches and predictions.
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
-    *("testing/ranks.py", "testing/same.py"),
+    *("testing/ranks.py", "testing/same.py", "disk", "engine/away.py", "engine/activations.py"),
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),

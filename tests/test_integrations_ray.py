@@ -13,6 +13,7 @@ from fullshard.testing import run_ranks
 from fullshard.train.run_folder import lines_of
 
 ray_runs = pytest.importorskip("ray_runs", reason="ray is not installed", exc_type=ImportError)
+EXAMPLES = Path(__file__).parent.parent / "examples" / "ray"
 pytestmark = [pytest.mark.clusters, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -64,11 +65,18 @@ def test_fewer_and_more_workers_learn_the_same(disturbed, expected):
 
 
 def test_the_example_learns_from_rows_of_ray_data(tmp_path):
-    path = Path(__file__).parent.parent / "examples" / "ray" / "digits.py"
-    said = run_by_itself(str(path), "--workers", "2", "--epochs", "2", "--storage", str(tmp_path))
+    said = run_by_itself(str(EXAMPLES / "digits.py"), "--workers", "2", "--epochs", "2", "--storage", str(tmp_path))
     reported = ast.literal_eval(said.strip().splitlines()[-1])
     assert reported["epoch"] == 1
     assert reported["loss"] < 1.5
+
+
+def test_tune_finds_the_better_learning_rate(tmp_path):
+    told = ("--workers", "1", "--epochs", "1", "--rates", "1e-6", "3e-3", "--storage", str(tmp_path))
+    said = run_by_itself(str(EXAMPLES / "learning_rates.py"), *told)
+    best = ast.literal_eval(said.strip().splitlines()[-1])
+    assert best["lr"] == 3e-3
+    assert best["loss"] < 2
 
 
 def test_the_trainer_runs_on_ray_with_the_numbers_of_any_launcher(tmp_path):

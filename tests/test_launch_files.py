@@ -45,7 +45,9 @@ def stub(folder: Path, name: str, script: str) -> None:
 
 def start_job(folder: Path, srun: str) -> subprocess.Popen[bytes]:
     """The Slurm script, as Slurm runs it, with stand-ins for Slurm's commands that note what they are told."""
-    stub(folder, "srun", f'printf "%s\\0" "$@" > {folder}/told.part; mv {folder}/told.part {folder}/told\n{srun}')
+    ranks = f'printf "%s\\0" "$@" > {folder}/told.part; mv {folder}/told.part {folder}/told\n{srun}'
+    stub(folder, "srun", f'test "$1" = --overlap && exit\n{ranks}')
+    stub(folder, "scancel", f'echo "$@" > {folder}/cancelled; kill -TERM $(cat {folder}/srun.pid)')
     stub(folder, "scontrol", f'if [ "$1" = show ]; then printf "a1\\na2\\n"; else echo "$@" > {folder}/queued; fi')
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_JOB_NUM_NODES": "2", "OUT": str(folder / "out")}
     environ = {**os.environ, **job, "PATH": f"{folder}:{os.environ['PATH']}"}
@@ -63,7 +65,7 @@ def test_the_slurm_script_starts_the_trainer_and_hands_on_its_exit_code(tmp_path
 
 
 def test_a_slurm_job_whose_time_is_up_ends_its_ranks_first_and_is_queued_again(tmp_path):
-    ends = f'trap "touch {tmp_path}/saved; exit 1" TERM; while :; do sleep 0.05; done'
+    ends = f'echo $$ > {tmp_path}/srun.pid; trap "touch {tmp_path}/saved; exit 1" TERM; while :; do sleep 0.05; done'
     with start_job(tmp_path, ends) as job:
         while not (tmp_path / "told").exists():  # pytest-timeout's to end
             time.sleep(0.05)
@@ -71,6 +73,7 @@ def test_a_slurm_job_whose_time_is_up_ends_its_ranks_first_and_is_queued_again(t
         job.send_signal(signal.SIGTERM)
         assert job.wait() == 75
     assert (tmp_path / "saved").exists()
+    assert (tmp_path / "cancelled").read_text() == "--signal=TERM 7\n"
     assert (tmp_path / "queued").read_text() == "requeue 7\n"
 
 

@@ -62,3 +62,14 @@ def test_the_switch_of_a_set_reaches_its_tasks():
 def test_the_summary_of_exact_predictions_is_all_zeros(rows):
     told = summary([Beside(row=row, predicted=row.measured) for row in rows])
     assert (told["mean"], told["p95"], told["rank"]) == (0, 0, pytest.approx(1))
+
+
+def test_models_of_pytorchs_runs_have_the_sizes_that_were_published():
+    for run in published.pytorch_runs():
+        shape = run.task.shape
+        with torch.device("meta"):
+            model = published.T5(shape, 1) if isinstance(shape, published.T5Shape) else published.Gpt(shape, 1)
+        blocks = run.blocks * sum(it.numel() for it in model.blocks.parameters())
+        said = {"GPT 175B": 175e9, "GPT 1T": 1010e9, "T5 11B": 11.3e9}
+        size = next(size for name, size in said.items() if run.name.startswith(name))
+        assert blocks + model.tokens.weight.numel() == pytest.approx(size, rel=0.01)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ import fullshard
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Placement, Placements, clip_grad_norm_, dry, fully_shard
 from fullshard.device.accelerator import accelerator_for, pretending_to_capture
 from fullshard.dry.lanes import OF_TORCH
+from fullshard.engine import activations
 from fullshard.optim import Muon
+from fullshard.policy.offload import Offload
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Allocation, Collective, Free, Operation, Recorded, Waited
 
@@ -258,7 +261,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "encoded": {"mp_policy": ENCODED},
     "offload": {"offload_policy": CPUOffloadPolicy()},
     "offload bf16": {"mp_policy": BF16, "offload_policy": CPUOffloadPolicy()},
+    "activations": {"offload_policy": Offload(activations={"cpu": 1.0})},
 }
+# Of what is away, all of it, and little at once: a storage of the layers here has 1 to 5 KB.
+AWAY = {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 12_000}
 COMMON_LOOPS = ("steps", "accumulation", "replicas withheld", "failing backward")
 COMMON_OPTIONS = ("", "bf16", "offload")
 
@@ -275,7 +281,7 @@ def tape_of(
     strategy: str, loop: str, option: str, without: frozenset[str] = frozenset(), *, values: bool = True
 ) -> dry.Tape:
     run, layer = LOOPS[loop]
-    with dry.world(8):
+    with dry.world(8), mock.patch.multiple(activations, **AWAY):
         mesh = {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
         with dry.taped(values=values, without=without) as tape:
             options = {"strategy": GROUPED.get(strategy, strategy), **OPTIONS[option]}
@@ -336,6 +342,7 @@ def test_every_wait_is_needed():
     among += [("zero3", "hooks between uses", ""), ("zero3", "writing in hooks", "")]
     among += [("zero3", "optimizer on another stream", ""), ("zero3", "transforms", "")]
     among += [("zero3", "evaluation and writing", "offload")]
+    among += [("zero3", "steps", "activations"), ("zero3", "failing backward", "activations")]
     assert not needless(among)
     met = {site.split(" ")[0] for scenario in among for site in sites_of(scenario)}
     assert set(waits_in_source()) <= met

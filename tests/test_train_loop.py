@@ -110,6 +110,12 @@ def test_computing_blocks_again_changes_no_loss(two_ranks: Path, tmp_path: Path)
     assert losses(trained(2, tmp_path, "--activation-checkpointing")) == losses(two_ranks)
 
 
+def test_training_with_a_disk_changes_no_bit(two_ranks: Path, tmp_path: Path) -> None:
+    flags = ("--offload-optimizer", "1", "--offload-activations", "1", "--offload-folder", str(tmp_path / "disk"))
+    assert losses(trained(2, tmp_path / "run", *flags)) == losses(two_ranks)
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
 @pytest.mark.slow
 def test_training_in_bfloat16_stays_near(two_ranks: Path, tmp_path: Path) -> None:
     assert losses(trained(2, tmp_path, "--dtype", "bfloat16")) == pytest.approx(losses(two_ranks), rel=0.02)

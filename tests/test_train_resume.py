@@ -205,6 +205,8 @@ def test_auto_needs_to_know_where():
         (["--gather-wire", "int8", "--strategy", "ddp"], "no parameters are gathered"),
         (["--reduce-wire", "fp8"], "Take one of bf16, int8 or int4"),
         (["--reduce-wire", "bf16", "--reduce-dtype", "bfloat16"], "summed in float32"),
+        (["--offload-optimizer", "1.5"], "--offload-optimizer 1.5: is a part of the whole, from 0 to 1"),
+        (["--offload-activations", "0.5"], "--offload-activations 0.5 needs --offload-folder"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(argv, words):

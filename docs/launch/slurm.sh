@@ -6,7 +6,7 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
-# A lost host does not end the job; if it was the first one, the job is started again.
+# A lost host does not end the job.
 #SBATCH --no-kill
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -24,9 +24,17 @@ srun --no-kill --kill-on-bad-exit=0 --wait=0 \
     --out "$out" --checkpoint-every 500 --keep 3 --resume auto &
 ranks=$!
 
-# SIGTERM goes on to every rank: the run saves and ends. Then the job is started again.
+# With the first host this script is lost, and Slurm would keep the job without it: then the others have it started again.
+srun --overlap --no-kill --kill-on-bad-exit=0 --wait=0 --gpus-per-node=0 bash -c '
+    while sleep 30; do
+        hosts=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N) && [ -n "$hosts" ] || continue
+        scontrol show hostnames "$hosts" | grep --quiet --line-regexp "$0" || scontrol requeue "$SLURM_JOB_ID"
+    done' "$first" &
+
+# SIGTERM goes on to every host's torchrun: the run saves and ends. Then the job is started again. (It goes by scancel,
+# since an srun that gets SIGTERM kills what it has started.)
 stopped=
-trap 'stopped=yes; kill -TERM "$ranks"' TERM
+trap 'stopped=yes; scancel --signal=TERM "$SLURM_JOB_ID"' TERM
 wait "$ranks"
 code=$?
 if [ -n "$stopped" ]; then

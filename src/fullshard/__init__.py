@@ -9,6 +9,7 @@ optimizer = torch.optim.AdamW(model.parameters())
 from fullshard.errors import (
     CheckpointError,
     ConfigError,
+    DiskError,
     FullshardError,
     LayoutError,
     MissingLibraryError,
@@ -31,7 +32,7 @@ from fullshard.optim.clipping import ShardedGradScaler, clip_grad_norm_
 from fullshard.plan.beside import predict_beside
 from fullshard.plan.explain import explain
 from fullshard.policy.meshes import DataParallelMeshDims, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
-from fullshard.policy.offload import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+from fullshard.policy.offload import CPUOffload, CPUOffloadPolicy, Offload, OffloadPolicy
 from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
 from fullshard.policy.strategy import Placement, Placements, ShardingStrategy
 from fullshard.policy.switches import (
@@ -68,6 +69,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataParallelMeshDims",
+    "DiskError",
     "FSDPMeshInfo",
     "FSDPModule",
     "FullOptimStateDictConfig",
@@ -82,6 +84,7 @@ __all__ = [
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "NonFiniteError",
+    "Offload",
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from functools import cache
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -52,6 +54,7 @@ __all__ = [
     "all_reduce_each",
     "are_real",
     "at_start",
+    "backward_number",
     "copyable_fakes",
     "data_dependent_errors",
     "default_store",
@@ -74,9 +77,11 @@ __all__ = [
     "in_function_transform",
     "in_pipeline_stage",
     "initialising_without_values",
+    "inner_tensors",
     "innermost_dispatch_mode",
     "is_wrapper_type",
     "joined_mesh",
+    "keeping_versions",
     "local_tensor",
     "make_dtensor",
     "marks_of",
@@ -85,7 +90,9 @@ __all__ = [
     "outside_of_graphs",
     "outside_of_modes",
     "outside_of_selective_checkpoints",
+    "plain_values",
     "reduce_scatter_each",
+    "saved_tensor_hooks",
     "set_local_tensor",
     "shares_memory",
     "skipped_flops_of",
@@ -95,9 +102,12 @@ __all__ = [
     "storage_watch",
     "store_address",
     "taken_for_real",
+    "tensor_without_memory",
     "tree_map",
     "unwatched_propagation",
     "waited",
+    "weak_storage",
+    "without_step_hooks",
 ]
 
 
@@ -108,6 +118,11 @@ R = TypeVar("R")
 def in_backward() -> bool:
     """True if autograd is executing a backward pass on this thread, as it is while a checkpoint recomputes."""
     return torch._C._current_graph_task_id() != -1
+
+
+def backward_number() -> int:
+    """The number of the backward pass that autograd is executing on this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()
 
 
 def implicitly_replicates() -> bool:
@@ -152,6 +167,30 @@ def grad_hooks(param: Tensor) -> Sequence[Callable[[Any], Any]]:
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """True if a hook was registered by `optimizer.register_step_pre_hook` or `register_step_post_hook`."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+
+
+def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The pair of hooks that tensors are given to which autograd saves now, if there is one."""
+    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = torch._C._autograd._top_saved_tensors_default_hooks(
+        True
+    )
+    return hooks
+
+
+def weak_storage(storage: torch.UntypedStorage) -> Any:
+    """What keeps the address of `storage` from being another's, but not its memory."""
+    return StorageWeakRef(storage)
+
+
+@contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[tuple[list[Any], list[Any]]]:
+    """A context in which `optimizer.step` calls none of these hooks: those before a step, and those after it."""
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield list(before.values()), list(after.values())
+    finally:
+        optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
 
 
 def storage_references(storage: torch.UntypedStorage) -> int:
@@ -250,6 +289,18 @@ def group_made_alone(ranks: list[int]) -> dist.ProcessGroup:
     return group
 
 
+def connected_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGloo:
+    """New connections of gloo's between the ranks of `group`, for messages alone. A collective of these ranks.
+
+    Args:
+        group: a group of gloo's.
+        name: that no other connections of this group have.
+    """
+    store = dist.PrefixStore(f"{group.group_name}/{name}", default_store())
+    timeout = timedelta(seconds=group_timeout_s(group))
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout)
+
+
 def default_store() -> dist.Store:
     """The default process group's store, by a connection that is the caller's own."""
     store = dist.distributed_c10d._get_default_store()
@@ -310,6 +361,25 @@ def at_start(local: Tensor) -> Tensor:
 def holds_tensors(tensor: Tensor) -> bool:
     """True if `tensor` is of a subclass that wraps other tensors, such as quantised values and their scales."""
     return bool(is_traceable_wrapper_subclass(tensor))
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor]:
+    """The tensors with memory that `tensor` wraps, however deep; itself, if it is no such wrapper."""
+    return _tensors(tensor)
+
+
+def plain_values(tensor: Tensor) -> Tensor | None:
+    """The one tensor in `tensor`, a wrapper, that has its values as they are; None if they are encoded in several."""
+    inner = inner_tensors(tensor)
+    same = [it for it in inner if it.shape == tensor.shape and it.dtype == tensor.dtype]
+    return same[0] if len(same) == 1 and all(it is same[0] or it.numel() <= 1 for it in inner) else None
+
+
+@contextmanager
+def keeping_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """A context in which writing to `tensors` does not count as a change of what autograd has saved of them."""
+    with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
+        yield
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -459,9 +529,20 @@ data_dependent_errors = (DataDependentOutputException, DynamicOutputShapeExcepti
 
 
 def marks_of(param: Tensor) -> dict[str, Any]:
-    """The attributes that users have left on `param`; not those of a fake tensor's own, such as its device."""
-    own = vars(param.new_empty(0)) if isinstance(param, FakeTensor) else {}
+    """The attributes that users have left on `param`; not those of a fake tensor's own, such as its device, nor those
+    of a wrapper's, such as the tensors in it.
+    """
+    own: dict[str, Any] = {}
+    if isinstance(param, FakeTensor):
+        own = vars(param.new_empty(0))
+    elif holds_tensors(param) and not isinstance(param, DTensor):
+        own = {**vars(param.detach()), "_is_param": True}
     return {name: value for name, value in vars(param).items() if name not in own}
+
+
+def tensor_without_memory(cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+    """A contiguous tensor of the class `cls`, whose `__torch_dispatch__` answers for whatever is done with it."""
+    return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
 
 def address(tensor: Tensor) -> Any:

@@ -11,6 +11,7 @@ every rank alike and before the first collective, so that no rank is left waitin
     ├── RankMismatchError   ranks that do not agree on the model, on the order of its units or on hosts
     ├── RankLostError       another rank's process is gone
     ├── CheckpointError     a checkpoint that cannot be written, is damaged, or is of another model
+    ├── DiskError           a disk that what is offloaded cannot be written to, or read from
     └── MissingLibraryError a library that an integration needs, and that is missing or too old
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 __all__ = [
     "CheckpointError",
     "ConfigError",
+    "DiskError",
     "FullshardError",
     "LayoutError",
     "MissingLibraryError",
@@ -61,6 +63,10 @@ class RankLostError(FullshardError, RuntimeError):
 
 class CheckpointError(FullshardError, RuntimeError):
     """A checkpoint that cannot be written, cannot be read, is damaged, or is of another model."""
+
+
+class DiskError(FullshardError, OSError):
+    """A disk that has no room for what is offloaded, or that could not write it or read it back."""
 
 
 class MissingLibraryError(FullshardError, ImportError):

@@ -455,6 +455,26 @@ class FSDPModule:
         if any(is_in_use(unit) for unit in units_in(_module(self))):
             raise StateError("reset_iter_state within a forward or backward. Call it once the exception is caught.")
 
+    def abandon_step(self) -> None:
+        """Drop what the step under way has done so far: the next one has the bits of a run that never began it.
+
+        Every rank of the mesh calls it on the outermost module, wherever in the step it is: after a forward, between
+        microbatches, after an exception in forward or backward, on all ranks or on one. A rank that waits in a
+        collective for one that calls this gets a `RankMismatchError`; catch it, and call this, too. (Not on NCCL, which
+        cannot tell: there the same exception must come to all ranks.) Gradients of all microbatches are dropped, those
+        that the optimizer would see included, and so is error feedback of encoded ones. Weights and the optimizer's
+        state are as before the step, if that had not stepped yet; buffers that the forward has written, and random
+        generators, are the caller's to put back.
+
+        Raises:
+            StateError: a forward or backward is under way: call it once the exception is caught.
+            RankLostError: a rank is gone, and the process group with it.
+        """
+        runtime = runtime_of(_module(self))
+        if runtime.is_running:
+            raise StateError("abandon_step within a forward or backward. Call it once the exception is caught.")
+        runtime.abandon()
+
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's forward, instead of the next one in the recorded order."""
         unit_of(_module(self)).state.next_forward = [unit_of(module) for module in modules]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from fullshard._compat import dtensor_like, marks_of
+from fullshard._compat import dtensor_like, holds_tensors, marks_of
 from fullshard.comm.mesh import Axes, axes_chosen, broadcast_from_first, resolve_axes, resolve_groups
 from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.at_rest import explain_mixtures
@@ -197,6 +197,13 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 def _check_whole(module: nn.Module, units: Sequence[Unit]) -> None:
     inside = set(module.modules())
     for unit in units:
+        odd = [param for param in unit.params if holds_tensors(param.local)]
+        if odd:
+            raise StateError(
+                f"copy.deepcopy of {type(module).__name__}: {odd[0].fqn} of {unit.name or 'its unit'} is a "
+                f"{type(odd[0].local).__name__}, which has no operation that makes a whole one without values. Copy "
+                "the module before fully_shard, and shard both."
+            )
         needed = [it for whose in (unit, *unit.borrowed) for it in whose.modules]
         missing = [it for it in needed if it not in inside]
         if missing:

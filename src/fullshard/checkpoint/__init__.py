@@ -11,6 +11,7 @@ from fullshard.checkpoint.exporting import export_safetensors
 from fullshard.checkpoint.importing import Unmatched, load_safetensors
 from fullshard.checkpoint.loading import Restored, latest, load
 from fullshard.checkpoint.saving import async_save, save
+from fullshard.checkpoint.snapshot import restore_snapshot, snapshot
 from fullshard.checkpoint.tensor_files import Merged
 
 __all__ = [
@@ -23,5 +24,7 @@ __all__ = [
     "latest",
     "load",
     "load_safetensors",
+    "restore_snapshot",
     "save",
+    "snapshot",
 ]

@@ -43,6 +43,7 @@ from xxhash import xxh3_128
 from fullshard._compat import storage_info
 from fullshard.checkpoint.manifest import Progress, StoredFile
 from fullshard.checkpoint.together import Ranks, failure_of_group, failure_of_some, said_by
+from fullshard.disk.tensors import OnDisk
 from fullshard.errors import CheckpointError
 
 __all__ = ["METADATA", "read_metadata", "read_values", "write"]
@@ -346,16 +347,17 @@ class _Reader(dcp.FileSystemReader):
     def _read_straight(self, items: list[ReadItem], planner: LoadPlanner) -> list[ReadItem]:
         """Read the items that are one piece in file and memory; returns the others."""
         others: list[ReadItem] = []
-        by_file: dict[str, list[tuple[ReadItem, Tensor]]] = {}
+        by_file: dict[str, list[ReadItem]] = {}
         for item in items:
             target = planner.resolve_tensor(item).detach() if item.type is LoadItemType.TENSOR else None
             if target is None or not self._is_one_piece(item, target):
                 others.append(item)
             else:
-                by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append((item, target))
+                by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, wanted in by_file.items():
             with (Path(self.path) / name).open("rb", buffering=0) as file:
-                for item, target in wanted:
+                for item in wanted:
+                    target = planner.resolve_tensor(item).detach()  # of what rests on a disk, memory for one at a time
                     _read_into(target, file, self._start_of(item, file))
                     planner.commit_tensor(item, target)
         return others
@@ -443,7 +445,7 @@ def _read_into(target: Tensor, file: io.RawIOBase, start: int) -> None:
 
 
 class _Planner(dcp.DefaultLoadPlanner):
-    """Reads values that are no tensors without executing anything."""
+    """Reads values that are no tensors without executing anything, and what rests on a disk by way of memory."""
 
     def __init__(self, progress: Progress | None) -> None:
         super().__init__()
@@ -454,7 +456,16 @@ class _Planner(dcp.DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
+    def transform_tensor(self, read_item: ReadItem, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, OnDisk):
+            return torch.empty(read_item.lengths, dtype=tensor.dtype)
+        narrowed: Tensor = super().transform_tensor(read_item, tensor)
+        return narrowed
+
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        rest = self.lookup_tensor(read_item.dest_index)
+        if isinstance(rest, OnDisk):
+            rest.store_part(read_item.dest_offsets, tensor)
         self._done += tensor.numel()
         if self._progress is not None:
             self._progress(self._done, self.total)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from xxhash import xxh3_128
 
+from fullshard._compat import dtensor_like, holds_tensors, plain_values
 from fullshard.checkpoint.plain import Path, outline, plain_copy
 from fullshard.checkpoint.random_states import random_states
 from fullshard.checkpoint.together import Ranks
@@ -151,7 +152,26 @@ def key_of_rank(rank: int) -> str:
 def model_state(model: nn.Module) -> dict[str, Any]:
     """The state dict of `model` with `DTensor`s of the shards, whatever it is set to give, by the user's own FQNs."""
     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        return {clean_fqn(fqn): value for fqn, value in model.state_dict().items()}
+        named = {clean_fqn(fqn): value for fqn, value in model.state_dict().items()}
+        return {fqn: _plain(fqn, value) for fqn, value in named.items()}
+
+
+def _plain(fqn: str, value: Any) -> Any:
+    """`value`; or a `DTensor` of the plain values that are in it, in the same memory.
+
+    Raises:
+        CheckpointError: there are none.
+    """
+    if not isinstance(value, DTensor) or not holds_tensors(value._local_tensor):
+        return value
+    values = plain_values(value._local_tensor)
+    if values is None:
+        raise CheckpointError(
+            f"{fqn} is a {type(value._local_tensor).__name__}, whose values are encoded in several tensors, for which "
+            "a checkpoint has no form yet. Save what is trained beside it, such as adapters, by their own state_dict, "
+            "and build the rest from where it came."
+        )
+    return dtensor_like(values, value)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

@@ -186,6 +186,9 @@ class _Taker:
             return {}
         states = [(fqn, name, child) for fqn, (_, of_fqn) in saved.states.items() for name, child in of_fqn]
         template.note_counters((fqn, name) for fqn, name, (kind, key) in states if kind == "tensor" and not sizes[key])
+        template.make_room(
+            {(fqn, name): (sizes[key], opened.dtype(key)) for fqn, name, (kind, key) in states if kind == "tensor"}
+        )
         targets: dict[str, Tensor] = {}
         for fqn, name, child in states:
             for key in keys_in(child):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fullshard.command_line import near_matches
-from fullshard.errors import CheckpointError, ConfigError
+from fullshard.errors import CheckpointError, ConfigError, DiskError
 from fullshard.versions import versions
 
 __all__ = ["main"]
@@ -36,18 +36,19 @@ SUBCOMMANDS = {
     ),
     "report": Subcommand("fullshard.cli.report", "write the page of a run: why it is slow, or out of memory"),
     "bench": Subcommand("fullshard.bench.command", "measure training steps beside those of other libraries"),
+    "disk": Subcommand("fullshard.cli.disk", "measure a folder's disk, and say what offloading to it will cost"),
     "calibrate": Subcommand("fullshard.cli.calibrate", "measure this machine, for predictions of steps on it"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line (`sys.argv` if None). The exit code is 2 for bad input and 1 for a checkpoint that is of
-    no use; one line on stderr explains it.
+    """Run the command line (`sys.argv` if None). The exit code is 2 for bad input and 1 for a checkpoint or a
+    disk that is of no use; one line on stderr explains it.
     """
     argv = sys.argv[1:] if argv is None else argv
     try:
         return dispatch(argv)
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, DiskError) as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks find the same mistake; one says so
             print(f"fullshard: {error}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ConfigError) else FAILED

@@ -101,6 +101,18 @@ class Collectives(ABC):
         """
         return []
 
+    def renew(self) -> None:
+        """Be usable again after ranks were found to do different things. Every rank of the group must call it, with
+        nothing of its own under way that it still means to wait for.
+
+        Raises:
+            RankLostError: a rank is lost, and with it the group.
+        """
+        if isinstance(self.broken, RankLostError):
+            raise self.broken
+        self.broken = None
+        self._uncompared.clear()
+
     def close(self) -> None:  # noqa: B027  # most have nothing to close
         """Close what was opened beside the process group, which is gone."""
 

@@ -45,7 +45,7 @@ def mismatch(fingerprints: Sequence[bytes], ranks: Sequence[int]) -> RankMismatc
         "microbatches of a step, and get gradients for the same parameters; every rank, and not the first alone, must "
         "save, load, export, and ask for whole state dicts and parameters. If only some ranks use some parameters, "
         "call set_reduce_scatter_unused_params(True) on the model. The process group cannot be used any more: end the "
-        "processes and start again."
+        "processes and start again; or catch this on every rank, and call abandon_step() on the model."
     )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fullshard._compat import connected_again
 from fullshard.comm.collectives import Collectives, divide, keep_own
 from fullshard.comm.wire import PartSums
 from fullshard.device.memory import Pool
 from fullshard.layout.shard_spec import owned
 from fullshard.liveness.watchdog import PeerGoneError
+from fullshard.liveness.whereabouts import here
+from fullshard.tape.recorder import Origin, Phase
 
 __all__ = ["PairwiseCollectives", "part_of", "sum_in_rank_order"]
 
@@ -33,6 +37,21 @@ class PairwiseCollectives(Collectives):
         self._scratch = Pool(torch.device("cpu"))
         self._fingerprint_tag = self._reserve_tags(_FINGERPRINT_TAGS)
         self._fingerprints = 0
+        self._last_tag = self._reserve_tags(1)
+        self._connections: Any = group  # torch annotates no send and receive of what is renewed
+        self._renewals = 0
+
+    def renew(self) -> None:
+        """See `Collectives.renew`. Messages that nobody takes are left to the old connections; new ones are made.
+
+        What both sides of a connection had begun is delivered before this returns: it is not written to memory later.
+        """
+        super().renew()
+        with here.waiting("renewal of a process group", Origin("", Phase.IDLE)):
+            self._renewals += 1
+            connections = connected_again(self.group, f"fullshard renewal {self._renewals}")
+            self._exchange(b".", self._last_tag)()
+        self._connections, self._fingerprints = connections, 0
 
     def _peers(self) -> list[int]:
         """The other ranks, nearest above first, so that not all ranks send to the same one at once."""
@@ -59,7 +78,7 @@ class PairwiseCollectives(Collectives):
 
     def _send(self, tensor: Tensor, rank: int, tag: int) -> _Works:
         try:
-            work = dist.isend(tensor, group=self.group, group_dst=rank, tag=tag) if tensor.numel() else None
+            work = self._connections.send([_real(tensor)], rank, tag) if tensor.numel() else None
         except RuntimeError as error:
             _raise_if_gone(rank, error)
             raise
@@ -67,7 +86,7 @@ class PairwiseCollectives(Collectives):
 
     def _receive(self, tensor: Tensor, rank: int, tag: int) -> _Works:
         try:
-            work = dist.irecv(tensor, group=self.group, group_src=rank, tag=tag) if tensor.numel() else None
+            work = self._connections.recv([_real(tensor)], rank, tag) if tensor.numel() else None
         except RuntimeError as error:
             _raise_if_gone(rank, error)
             raise
@@ -134,6 +153,11 @@ class PairwiseCollectives(Collectives):
         works = [work for peer in self._peers() for work in self._receive(receive[peer], peer, tag)]
         works += [work for peer in self._peers() for work in self._send(send[peer], peer, tag)]
         return lambda: _wait_all(works)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """`tensor` as gloo sends it, which knows no complex numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _wait_all(works: _Works) -> None:

@@ -66,6 +66,13 @@ class SharedMemoryCollectives(PairwiseCollectives):
 
         return connect(self.rank, exchange, group_timeout_s(self.group))
 
+    def renew(self) -> None:
+        """See `Collectives.renew`. What lies in shared memory for collectives that never ended is forgotten."""
+        super().renew()
+        self.close()
+        vars(self).pop("neighbours", None)
+        self._fingerprint, self._started = b"", 0
+
     def close(self) -> None:
         """Leave the neighbours, if they ever met."""
         neighbours = vars(self).get("neighbours")

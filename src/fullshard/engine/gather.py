@@ -10,10 +10,11 @@ from fullshard.comm.two_level import TwoLevelGathers
 from fullshard.comm.wire import Gathers, Pending
 from fullshard.device.memory import Pool
 from fullshard.engine.group_buffers import ShardStorage, UnshardedBuffer
+from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.tape.recorder import Origin
 
-__all__ = ["Gather", "LocalGather", "TwoLevelGather"]
+__all__ = ["Gather", "LocalGather", "TwoLevelGather", "gather_for"]
 
 
 class Gather:
@@ -68,6 +69,10 @@ class Gather:
             self._scratch.give(self._sent)
             self._sent = None
         unsharded.unpack()
+        self.note_current()
+
+    def note_current(self) -> None:
+        """Note that unsharded parameters have every rank's present values."""
         self._gathered_version = self.version
 
     def _to_send(self) -> list[Tensor]:
@@ -122,4 +127,13 @@ class LocalGather(Gather):
         return Pending()
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
-        self._gathered_version = self.version
+        self.note_current()
+
+
+def gather_for(params: Sequence[ShardedParam], storage: ShardStorage, wires: GroupWires) -> Gather:
+    """The gather of a group, as its placements have it."""
+    if not storage.plan.shards_optimizer:
+        return LocalGather(params, storage, wires.gathers, wires.scratch)
+    if isinstance(wires.gathers, TwoLevelGathers):
+        return TwoLevelGather(params, storage, wires.gathers, wires.scratch)
+    return Gather(params, storage, wires.gathers, wires.scratch)

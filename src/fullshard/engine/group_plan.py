@@ -16,7 +16,9 @@ from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import DtypeContract
 from fullshard.policy.strategy import Placement, Placements
 
-__all__ = ["GroupPlan", "message_rule"]
+__all__ = ["GroupPlan", "PayloadPlan", "message_rule"]
+
+_MOST_PAYLOADS = 8  # of one parameter: each may be a message
 
 
 def message_rule(axes: Axes) -> MessageRule:
@@ -119,6 +121,11 @@ class GroupPlan:
         """True if one all-gather fills the unsharded buffer with every rank's part as it is."""
         return self.shards_optimizer and not (self.gathers_in_two_levels or self.encodes_gathers)
 
+    @property
+    def gather_messages(self) -> int:
+        """The most tensors that a gather moves."""
+        return len(self.layout.in_place) + 1
+
     @cached_property
     def sums_in_two_levels(self) -> bool:
         """True if gradients are summed within groups of neighbouring ranks first."""
@@ -148,3 +155,60 @@ class GroupPlan:
         """Elements of this rank's secondary shards, where groups of neighbouring ranks keep parameters together."""
         size = self.axes.group_size
         return 0 if size is None else self.axes.shard_world // size * self.layout.shard_numel
+
+
+@dataclass(frozen=True)
+class PayloadPlan(GroupPlan):
+    """The plan for tensor subclasses that say themselves what of them is sent. Its layout is that of their gradients.
+
+    Args:
+        inner_nbytes: bytes of the tensors that the whole parameters wrap.
+    """
+
+    inner_nbytes: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Sequence[Sequence[int]],
+        dims: Sequence[int | None],
+        contract: DtypeContract,
+        options: ShardOptions,
+        axes: Axes,
+        device: torch.device,
+        memory: MemoryKind,
+    ) -> PayloadPlan:
+        """See `GroupPlan.of`. Their classes choose what they are encoded in, and are cut along the first dim only."""
+        contract = replace(contract, gather_wire=None)
+        layout = lay_out(shapes, axes.shard_world, contract.itemsize, [0 for _ in dims], message_rule(axes))
+        return cls(layout, contract, options, axes, device, memory)
+
+    def changed(self, contract: DtypeContract, device: torch.device, memory: MemoryKind) -> GroupPlan:
+        plan = super().changed(contract, device, memory)
+        assert isinstance(plan, PayloadPlan)
+        return replace(plan, inner_nbytes=self.inner_nbytes)
+
+    @cached_property
+    def casts(self) -> bool:
+        return True
+
+    @cached_property
+    def lives_in_unsharded(self) -> bool:
+        return False
+
+    @cached_property
+    def unsharded_nbytes(self) -> int:
+        """See `GroupPlan.unsharded_nbytes`: none in the unit's storage. What is received has memory of its own."""
+        return 0
+
+    @cached_property
+    def rest_numel(self) -> int:
+        return 0
+
+    @property
+    def rest_nbytes(self) -> int:
+        return -(-self.inner_nbytes // self.axes.shard_world) if self.shards_optimizer else self.inner_nbytes
+
+    @property
+    def gather_messages(self) -> int:
+        return _MOST_PAYLOADS * len(self.layout.params) + 1

@@ -46,11 +46,14 @@ class AxesCollectives:
         )
 
     @property
+    def each(self) -> list[Collectives]:
+        """Those that are there."""
+        return [it for it in (self.shard, self.replicate, self.across, self.within) if it is not None]
+
+    @property
     def is_broken(self) -> bool:
         """True if ranks were found to do different things, or one was lost: nothing can be sent any more."""
-        return any(
-            it is not None and it.broken is not None for it in (self.shard, self.replicate, self.across, self.within)
-        )
+        return any(it.broken is not None for it in self.each)
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ class GroupWires:
             within = collectives.within.channel(messages * collectives.across.world)
             gathers = TwoLevelGathers(across, within, scratch)
         else:
-            gathers = gathers_encoded_as(gather_wire, collectives.shard.channel(messages), scratch)
+            gathers = gathers_encoded_as(gather_wire, collectives.shard.channel(plan.gather_messages), scratch)
         two_level_sums = None
         if plan.sums_in_two_levels:
             assert collectives.across is not None and collectives.within is not None

@@ -15,7 +15,7 @@ from fullshard._compat import dtensor_like
 from fullshard.comm.mesh import Axes
 from fullshard.engine.hooks import changing_shards
 from fullshard.engine.managed import managed_by
-from fullshard.engine.param_view import view_of
+from fullshard.engine.param_view import check_payloads, view_of
 from fullshard.engine.registry import clean_fqn, own_modules, units_in
 from fullshard.engine.sharded_param import Owner, Source
 from fullshard.engine.unit import Unit
@@ -79,6 +79,8 @@ def find_parameters(
             if id(param) not in new:
                 axes, dim = place(fqn, param)
                 new[id(param)] = Source(param, [], fqn, axes, dim, view_of(fqn, param, axes))
+                if new[id(param)].sends_payloads:
+                    check_payloads(fqn, new[id(param)].local, axes, dim)
             source = new[id(param)]
             if owner not in source.owners:
                 source.owners.append(owner)

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from fullshard._compat import address
 from fullshard.comm.mesh import own_part
-from fullshard.comm.two_level import TwoLevelGathers
 from fullshard.comm.wire import Pending
-from fullshard.engine.gather import Gather, LocalGather, TwoLevelGather
+from fullshard.engine.gather import Gather, gather_for
 from fullshard.engine.gradients import Gradients, GradientState
-from fullshard.engine.group_buffers import ShardStorage, Stretch, UnshardedBuffer, shard_storage_for
+from fullshard.engine.group_buffers import Stretch, UnshardedBuffer, shard_storage_for
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.pack import Pack
@@ -31,8 +30,8 @@ class ParamGroup:
     Args:
         plan: how they are sharded.
         pack: for the small ones.
-        params: one for each that `plan` has a place for. They hold their shards in `storage`.
-        storage: where these rest.
+        params: one for each that `plan` has a place for.
+        gather: from their shards to the unsharded buffer.
         unsharded: where the unsharded ones lie, once there is memory for them.
         wires: what values and gradients go over.
         state: what earlier microbatches have left of gradients.
@@ -43,7 +42,7 @@ class ParamGroup:
         plan: GroupPlan,
         pack: Pack,
         params: Sequence[ShardedParam],
-        storage: ShardStorage,
+        gather: Gather,
         unsharded: UnshardedBuffer | None,
         wires: GroupWires,
         state: GradientState,
@@ -53,18 +52,16 @@ class ParamGroup:
         self._pack = pack
         self.wires = wires
         self.gradients = Gradients(plan, self.params, state)
-        if not plan.shards_optimizer:
-            self.gather: Gather = LocalGather(self.params, storage, wires.gathers, wires.scratch)
-        elif isinstance(wires.gathers, TwoLevelGathers):
-            self.gather = TwoLevelGather(self.params, storage, wires.gathers, wires.scratch)
-        else:
-            self.gather = Gather(self.params, storage, wires.gathers, wires.scratch)
+        self.gather = gather
+        self._unsharded = unsharded
+        self._note_shards()
+        self._point_to(unsharded)
+
+    def _note_shards(self) -> None:
         is_plain = all(type(param.local) is Tensor for param in self.params)
         self._address: Callable[[Tensor], Any] = Tensor.data_ptr if is_plain else address
         self._addresses = [self._address(param.local) for param in self.params]
         self._without_rows = [param for param in self.params if not param.local.numel()]  # have no address
-        self._unsharded = unsharded
-        self._point_to(unsharded)
 
     @classmethod
     def of(cls, sources: Sequence[Source], plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> ParamGroup:
@@ -86,7 +83,7 @@ class ParamGroup:
                 placements = plan.axes.tensor_placements(param_layout.spec, sharded=plan.shards_optimizer)
                 local.copy_(own_part(source.local, plan.axes.mesh, placements))
                 params[-1].note_made_of(source.local)
-        return cls(plan, pack, params, storage, unsharded, wires, GradientState())
+        return cls(plan, pack, params, gather_for(params, storage, wires), unsharded, wires, GradientState())
 
     def moved(self, plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> ParamGroup:
         """A group of the same parameters in other memory, after `Module.to` and its like. This one is of no more use.
@@ -103,7 +100,8 @@ class ParamGroup:
         for param, param_layout, shard in zip(self.params, plan.layout.params, storage.shards, strict=True):
             shard.copy_(param.local)
             param.local, param.layout = shard, param_layout
-        return ParamGroup(plan, pack, self.params, storage, unsharded, wires, self.gradients.state)
+        gather = gather_for(self.params, storage, wires)
+        return ParamGroup(plan, pack, self.params, gather, unsharded, wires, self.gradients.state)
 
     # -- where unsharded parameters lie -------------------------------------------------------------------------------
 
@@ -139,10 +137,29 @@ class ParamGroup:
         assert self._unsharded is not None, "a group is bound before it is gathered"
         return self.gather.start(self._unsharded, origin, in_common=in_common)
 
-    def finish_gather(self) -> None:
-        """Have the unsharded parameters complete. Call when the gather has ended."""
+    def finish_gather(self) -> bool:
+        """Have the unsharded parameters complete. Call when the gather has ended.
+
+        Returns:
+            Whether any of them is another object than before.
+        """
         assert self._unsharded is not None, "a group is bound before it is gathered"
         self.gather.finish(self._unsharded)
+        return False
+
+    def release(self) -> None:
+        """Gather anew when unsharded parameters are needed next: memory is given back, and the unit's has been."""
+        self.gather.invalidate()
+
+    @property
+    def apart_nbytes(self) -> int:
+        """Bytes of unsharded parameters that lie apart from the unit's others, as far as they are known."""
+        return 0
+
+    @property
+    def present_apart_nbytes(self) -> int:
+        """Bytes of these that are in memory."""
+        return 0
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

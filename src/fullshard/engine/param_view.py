@@ -21,18 +21,22 @@ whole on the engine's. Modules go on to see it so; at rest its other axes come f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fullshard._compat import holds_tensors, make_dtensor, set_local_tensor, waited
+from fullshard._compat import FakeTensor, holds_tensors, make_dtensor, set_local_tensor, waited
 from fullshard.comm.mesh import Axes, join
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import ShardSpec
 
-__all__ = ["ParamView", "TensorParallelView", "view_of"]
+__all__ = ["OwnClassView", "ParamView", "TensorParallelView", "check_payloads", "sends_payloads", "view_of"]
+
+_HOOKS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 
 
 class ParamView:
@@ -48,6 +52,11 @@ class ParamView:
         """True if the engine has a part of the parameter only: others have been given to other ranks."""
         return False
 
+    @property
+    def is_opaque(self) -> bool:
+        """True if the values are bits that mean something beside other tensors only: they must be cast to nothing."""
+        return False
+
     def make_sharded(self, shard: Tensor, axes: Axes, spec: ShardSpec, *, sharded: bool) -> DTensor:
         """The sharded parameter around `shard`, this rank's part; the whole, if not `sharded`."""
         return make_dtensor(shard, axes.mesh, axes.tensor_placements(spec, sharded=sharded), spec.shape)
@@ -56,8 +65,16 @@ class ParamView:
         """The tensor that modules see, around `whole`."""
         return whole
 
+    def make_param(self, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The parameter that modules see, around `whole`."""
+        return nn.Parameter(self.make_unsharded(whole), requires_grad=requires_grad)
+
+    def make_summoned(self, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """The parameter that users see who ask for the whole one, plain and in memory of its own."""
+        return nn.Parameter(whole, requires_grad=requires_grad)
+
     def point_to(self, seen: Tensor, whole: Tensor) -> None:
-        """Let `seen`, which `make_unsharded` gave, have its values in `whole` from now on."""
+        """Let `seen`, which `make_param` gave, have its values in `whole` from now on."""
         seen.data = whole
 
     def local_grad(self, grad: Tensor) -> Tensor:
@@ -144,13 +161,86 @@ class TensorParallelView(ParamView):
         return waited(grad.redistribute(placements=placements)._local_tensor)
 
 
-def view_of(fqn: str, param: Tensor, axes: Axes) -> ParamView:
-    """The view of `param`."""
+class OwnClassView(ParamView):
+    """A parameter of a class derived from `nn.Parameter`: modules see that class, with the attributes that it had.
+
+    So bitsandbytes' 4-bit weights travel as their packed bytes, and meet their kernels as what these look for. What
+    describes them, such as the scales of their blocks, is whole on every rank.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._type = type(param)
+        self._is_opaque = hasattr(param, "quant_state")
+
+    @property
+    def is_opaque(self) -> bool:
+        return self._is_opaque
+
+    def make_param(self, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        param: nn.Parameter = torch.Tensor._make_subclass(self._type, whole, requires_grad)
+        return param
+
+    def make_summoned(self, whole: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        return self.make_param(whole, requires_grad=requires_grad)
+
+
+def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
+    """The view of `param`.
+
+    Raises:
+        ConfigError: it is of a class that would be lost, or that nobody here knows how to cut.
+    """
     if isinstance(param, DTensor):
         return TensorParallelView(fqn, param, axes)
-    if holds_tensors(param):
+    if type(param) in (Tensor, nn.Parameter) or isinstance(param, FakeTensor) or sends_payloads(param):
+        return ParamView()
+    kind, module = type(param).__name__, type(param).__module__
+    if holds_tensors(param) or nn.Parameter not in type(param).__mro__:  # isinstance() is true of wrappers, too
         raise ConfigError(
-            f"{fqn} is a {type(param).__name__}, a tensor subclass that holds other tensors: sharded, it would be a "
-            "plain tensor. Shard the model before its parameters are converted, or list it in ignored_params."
+            f"{fqn} is a {kind}, a tensor subclass without fsdp_pre_all_gather and fsdp_post_all_gather, by which such "
+            "a class says what of it is sent: sharded, it would be a plain tensor. Shard the model before its "
+            "parameters are converted, or list it in ignored_params."
         )
-    return ParamView()
+    if module.split(".")[0] == "bitsandbytes" and getattr(param, "quant_state", None) is None:
+        raise ConfigError(
+            f"{fqn} is a {module}.{kind} that has no quant_state: 8-bit weights cannot be sharded, and 4-bit ones are "
+            "once they are quantised. Call model.to(device) before fully_shard, or list it in ignored_params."
+        )
+    kept = [name for name, value in vars(param).items() if isinstance(value, Tensor)]
+    if kept:
+        raise ConfigError(
+            f"{fqn} is a {module}.{kind} with tensors of its own, {', '.join(kept)}, of which every rank would keep "
+            "all. List it in ignored_params, or give its class fsdp_pre_all_gather and fsdp_post_all_gather."
+        )
+    return OwnClassView(param)
+
+
+def sends_payloads(local: Tensor) -> bool:
+    """True if the class of `local` says itself what of a shard is sent, by the methods that torch calls for it."""
+    return all(hasattr(local, hook) for hook in _HOOKS)
+
+
+def check_payloads(fqn: str, local: Tensor, axes: Axes, dim: int | None) -> None:
+    """Refuse a tensor that says what of it is sent where that cannot be.
+
+    Raises:
+        ConfigError: it is to be cut along another dim than the first, or gathered in two levels, or its method takes
+            other arguments than torch gives.
+    """
+    name = f"{fqn}, a {type(local).__name__} that says itself what of it is sent,"
+    count = len(signature(local.fsdp_pre_all_gather).parameters)  # type: ignore[attr-defined]
+    if count not in (1, 5):
+        raise ConfigError(
+            f"{name} has an fsdp_pre_all_gather that takes {count} arguments. Torch gives it (mesh), or (mesh, "
+            "outer_size, outer_stride, module, mp_policy)."
+        )
+    if dim not in (None, 0) or not local.ndim:
+        raise ConfigError(
+            f"{name} is to be cut along dim {dim} of its shape {tuple(local.shape)}. Such tensors are cut along their "
+            "first dim only: return None or Shard(0) for it from shard_placement_fn, or list it in ignored_params."
+        )
+    if axes.group_size is not None:
+        raise ConfigError(
+            f"{name} is to be kept together by groups of {axes.group_size} ranks, which could not know its encoding. "
+            "Choose a strategy without groups for its unit, such as 'zero3' or 'hsdp'."
+        )

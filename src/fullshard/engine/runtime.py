@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -39,6 +40,7 @@ from fullshard._compat import in_backward, in_pipeline_stage, on_backward_end
 from fullshard.comm.mesh import broadcast_from_first
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.lanes import Lanes, Mark
+from fullshard.engine.activations import Activations
 from fullshard.engine.call import ForwardCall, OpenForward
 from fullshard.engine.comparison import are_alike, check_ranks_agree
 from fullshard.engine.finite import Tally, raise_on_every_rank, tally
@@ -49,7 +51,7 @@ from fullshard.engine.registry import buffers_of, name_units, process_groups_alo
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.slot_sharing import SlotSharing
 from fullshard.engine.unit import Form, Unit
-from fullshard.errors import StateError
+from fullshard.errors import RankMismatchError, StateError
 from fullshard.liveness.watchdog import watch
 from fullshard.liveness.whereabouts import here
 from fullshard.policy.precision import is_castable
@@ -118,6 +120,7 @@ class Runtime:
             unit.state.number, unit.state.runtime = number, self
             unit.state.is_root = root in unit.modules
             unit.state.data_ranks = data_ranks
+        self.activations = Activations(units)
 
     @property
     def _device(self) -> torch.device:
@@ -153,6 +156,7 @@ class Runtime:
         if call is not None:
             args, kwargs = call.watch_inputs((args, kwargs))
         _note(unit, Phase.FORWARD)
+        self.activations.enter(unit)
         return args, kwargs
 
     def before_transformed_forward(self, unit: Unit) -> None:
@@ -176,6 +180,7 @@ class Runtime:
 
     def after_forward(self, unit: Unit, module: nn.Module, output: Any) -> Any:
         """Free `unit` if its strategy says so. Its output as the caller is to see it."""
+        self.activations.leave(unit)
         if unit.is_broken or all(entered is not unit for entered, _ in self._stack):
             return output  # it could not be unsharded
         while self._stack[-1][0] is not unit:
@@ -223,6 +228,7 @@ class Runtime:
         self._open = [forward for forward in self._open if waits(forward)]
 
     def _begin_microbatch(self) -> None:
+        self.activations.begin_forward()
         for unit in self.units:
             unit.notice_step()
         if torch.is_grad_enabled() and not self._open:
@@ -504,8 +510,14 @@ class Runtime:
         """True if a forward or backward was begun, and was left by an exception."""
         return self.phase is not Phase.IDLE and not self._stack and not in_backward()
 
+    @property
+    def is_running(self) -> bool:
+        """True within a forward or backward. (One that ranks came to differently does not end by itself.)"""
+        return in_backward() or (bool(self._stack) and not any(unit.is_broken for unit in self.units))
+
     def recover(self) -> None:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
+        self.activations.recover()
         self._stack.clear()
         self._calls.clear()
         self._late.clear()
@@ -534,6 +546,32 @@ class Runtime:
             unit.drop_grads()
             for param in unit.params:
                 param.sharded.grad = None
+
+    def abandon(self) -> None:
+        """Be as if the step that is under way had never begun. A collective: every rank calls it.
+
+        Messages under way arrive first, wherever all ranks had come to the same ones. Where they had not, all of them
+        learn of it now at the latest, and begin anew.
+        """
+        collectives = dict.fromkeys(it for unit in self.units for of in unit.collectives.values() for it in of.each)
+        with suppress(RankMismatchError):
+            self.recover()
+        for it in collectives:
+            if it.broken is None:
+                with suppress(RankMismatchError):
+                    it.meet("abandon_step", origin=Origin("", Phase.IDLE))
+        broken = [it for it in collectives if it.broken is not None]
+        if broken:
+            self._reductions.clear()
+            for unit in self.units:
+                unit.forget_gather()
+            for it in broken:
+                it.renew()
+            self.recover()
+        for unit in self.units:
+            unit.abandon_grads()
+        self._microbatch = 0
+        self._buffers_differ = True
 
     # -- steps that are finalized by hand -----------------------------------------------------------------------------
 
@@ -574,6 +612,7 @@ class Runtime:
     def _before_forward_by_hand(self, unit: Unit, args: Any, kwargs: Any, *, begins: bool) -> tuple[Any, Any]:
         if begins:
             self.unshard_all()
+            self.activations.begin_forward()
             if self._has_forward and torch.is_grad_enabled():
                 self._set_microbatch(self._microbatch + 1)
             self._has_forward = True
@@ -581,6 +620,7 @@ class Runtime:
         self._stack.append((unit, None))
         self._unshard(unit, Phase.FORWARD)
         _note(unit, Phase.FORWARD)
+        self.activations.enter(unit)
         return prepared
 
     def _watch_outputs_by_hand(self, unit: Unit, output: Any) -> None:

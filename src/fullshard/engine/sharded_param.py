@@ -12,10 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from fullshard._compat import at_start, dtensor_like, has_values, make_dtensor, marks_of, set_local_tensor
+from fullshard._compat import (
+    at_start,
+    dtensor_like,
+    has_values,
+    holds_tensors,
+    inner_tensors,
+    make_dtensor,
+    marks_of,
+    plain_values,
+    set_local_tensor,
+)
 from fullshard.comm.mesh import Axes, own_part
 from fullshard.engine.group_plan import GroupPlan
-from fullshard.engine.param_view import ParamView
+from fullshard.engine.param_view import ParamView, sends_payloads
 from fullshard.errors import StateError
 from fullshard.layout.group_layout import ParamLayout
 from fullshard.layout.offsets import contiguous_strides
@@ -49,6 +59,11 @@ class Source:
         """Its values on this rank, which are to be sharded."""
         return self.param._local_tensor if isinstance(self.param, DTensor) else self.param.detach()
 
+    @property
+    def sends_payloads(self) -> bool:
+        """True if its class says itself what of a shard is sent, see `payload.py`."""
+        return sends_payloads(self.local)
+
 
 class ShardedParam:
     """One parameter of a unit. Two forms, two objects; the module has one of them at a time.
@@ -74,7 +89,7 @@ class ShardedParam:
         self.sharded = nn.Parameter(at_rest, requires_grad=requires_grad)
         self.local = local
         nothing = torch.empty(0, dtype=plan.contract.compute, device=plan.device)
-        self.unsharded = nn.Parameter(self.view.make_unsharded(nothing), requires_grad=requires_grad)
+        self.unsharded = self.view.make_param(nothing, requires_grad=requires_grad)
         self._on_grad: Callable[[ShardedParam], None] | None = None
         self._watched = False
         self._made_of: tuple[int | None, int | None] = None, None
@@ -105,6 +120,11 @@ class ShardedParam:
         """A digest of the whole values that it was made of on this rank; None if it has others now, or had none."""
         whole, shard = self._made_of
         return whole if shard is not None and digest(self.local) == shard else None
+
+    @property
+    def is_encoded(self) -> bool:
+        """True if its values are encoded by a class of its own, so that whole ones cannot be cut."""
+        return holds_tensors(self.local) and plain_values(self.local) is None
 
     def write(self, whole: Tensor) -> None:
         """Make this rank's part of `whole` the parameter's value."""
@@ -207,8 +227,11 @@ class ShardedParam:
 
     def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:
         """Start the unsharded form afresh, in another dtype or on another device."""
-        nothing = torch.empty(0, dtype=compute, device=device)
-        self.unsharded = nn.Parameter(self.view.make_unsharded(nothing), requires_grad=self.sharded.requires_grad)
+        self.replace_unsharded(torch.empty(0, dtype=compute, device=device))
+
+    def replace_unsharded(self, whole: Tensor) -> None:
+        """Let the unsharded form be another object, around `whole`."""
+        self.unsharded = self.view.make_param(whole, requires_grad=self.sharded.requires_grad)
         vars(self.unsharded).update(marks_of(self.sharded))
         if self._on_grad is not None:
             self.watch(self._on_grad)
@@ -225,6 +248,8 @@ def digest(tensor: Tensor) -> int | None:
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     if not has_values(local):
         return None
+    if holds_tensors(local):
+        return crc32(repr([digest(inner) for inner in inner_tensors(local)]).encode())
     local = local.view(torch.uint8) if local.dtype.itemsize == 1 else local
     numel, strides = local.numel(), contiguous_strides(local.shape)
     sample = []
@@ -236,7 +261,13 @@ def digest(tensor: Tensor) -> int | None:
 
 @torch.no_grad()
 def full_copy(tensor: DTensor) -> Tensor:
-    """The whole values of `tensor`, in memory of their own: a collective, if it is sharded."""
+    """The whole values of `tensor`, in memory of their own: a collective, if it is sharded.
+
+    Of a tensor subclass that only wraps its values, these; of one that encodes them, what its class gives.
+    """
+    if holds_tensors(tensor._local_tensor):
+        values = plain_values(tensor._local_tensor)
+        return tensor.full_tensor() if values is None else full_copy(dtensor_like(values, tensor))
     gathered, placements = tensor, list(tensor.placements)
     if tensor.dtype.itemsize == 1:  # gloo knows no 8-bit floats
         local = tensor._local_tensor.view(torch.uint8)

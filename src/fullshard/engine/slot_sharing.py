@@ -62,10 +62,10 @@ class SlotSharing:
         self._since.clear()
 
     def _assign(self) -> None:
-        units = [unit for unit in self._units if not unit.keeps_unsharded and unit.unsharded_nbytes]
+        units = [unit for unit in self._units if not unit.keeps_unsharded and unit.slot_nbytes]
         if not units or not (self._is_enabled or self._is_cpu):  # on a CPU other ranks may ask
             return
-        nbytes = {unit.state.number: unit.unsharded_nbytes for unit in units}
+        nbytes = {unit.state.number: unit.slot_nbytes for unit in units}
         may_move = self._is_enabled and not any(unit.slot.is_referenced for unit in units)
         mine = [interval for interval in self._intervals if interval.unit in nbytes and may_move]
         assigned = assign_slots(mine, nbytes)

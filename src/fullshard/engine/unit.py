@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 from itertools import accumulate, groupby
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard._compat import inner_tensors
 from fullshard.comm.mesh import Axes
 from fullshard.comm.wire import Pending
 from fullshard.device.accelerator import accelerator_for
@@ -18,16 +20,19 @@ from fullshard.device.lanes import Lanes, Mark
 from fullshard.device.memory import MemoryKind, Slot
 from fullshard.engine.at_rest import accept_calls, refuse_calls
 from fullshard.engine.group_buffers import Stretch
-from fullshard.engine.group_plan import GroupPlan
+from fullshard.engine.group_plan import GroupPlan, PayloadPlan
 from fullshard.engine.group_wires import AxesCollectives, GroupWires
 from fullshard.engine.managed import Managed
 from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.param_view import ParamView
+from fullshard.engine.payload_group import group_type
 from fullshard.engine.reduction import UnitReduction
 from fullshard.engine.sharded_param import ShardedParam, Source
 from fullshard.engine.unit_state import UnitState
 from fullshard.errors import ConfigError, StateError
 from fullshard.layout.offsets import align
 from fullshard.policy.options import ShardOptions
+from fullshard.policy.precision import DtypeContract
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, noting_wait
 
@@ -85,42 +90,43 @@ class Unit:
         by_kind = _by_kind(sources)
         where = _device_of(sources, device)
         memory = MemoryKind(where) if where.type == "meta" else self._memory
-        plans = [
-            GroupPlan.of(
-                [source.local.shape for source in kind],
-                [source.dim for source in kind],
-                options.precision.contract(kind[0].param.dtype),
-                options,
-                kind[0].axes,
-                where,
-                memory,
-            )
-            for kind in by_kind
-        ]
+        plans = [_plan_for(kind, options, where, memory) for kind in by_kind]
         self.slot = Slot(where)
         self.collectives = _collectives_along([axes, *(plan.axes for plan in plans)], device)
         self._has_views = self._occupies_lastingly(self.slot)  # whether views of the slot are there
         stretches = self._occupy(self.slot, plans)
         self.param_groups = [
-            ParamGroup.of(kind, plan, GroupWires.bind(plan, self.collectives[plan.axes]), stretch)
+            group_type(plan).of(kind, plan, GroupWires.bind(plan, self.collectives[plan.axes]), stretch)
             for kind, plan, stretch in zip(by_kind, plans, stretches, strict=True)
         ]
         self.slot.count_references()
-        self.unsharded_nbytes, self.is_meta = _nbytes(plans), _on_meta(plans)
+        self.slot_nbytes, self.is_meta = _nbytes(plans), _on_meta(plans)
         self.params = tuple(param for param_group in self.param_groups for param in param_group.params)
         ordered = (source for kind in by_kind for source in kind)
         self._managed = [
             Managed(self, param, weakref.ref(source.param)) for source, param in zip(ordered, self.params, strict=True)
         ]
-        for managed in self._managed:
-            managed.register()
+        self._register_params()
         self._leaves = _leaves_beside(self.modules, self.params)
         self._show_sharded()
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.params)} parameters, {self.form.value})"
 
+    def _register_params(self) -> None:
+        for managed in self._managed:
+            managed.register()
+
     # -- what it has --------------------------------------------------------------------------------------------------
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        """Bytes of its unsharded parameters; of tensor subclasses' payloads, once these have been gathered."""
+        return self.slot_nbytes + sum(param_group.apart_nbytes for param_group in self.param_groups)
+
+    @property
+    def _present_apart_nbytes(self) -> int:
+        return sum(param_group.present_apart_nbytes for param_group in self.param_groups)
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -247,13 +253,15 @@ class Unit:
         self._allocate(phase)
         stale = [param_group for param_group in self.param_groups if not param_group.gather.is_current]
         lanes = self.lanes
-        secondary_nbytes = self.secondary_nbytes
+        secondary_nbytes, apart_nbytes = self.secondary_nbytes, self._present_apart_nbytes
         origin, in_common = self.origin(phase), self.slot.is_common
         with torch.no_grad(), acting_for(origin, "messages"), lanes.gather.queueing():
             self._pending = [param_group.start_gather(origin, in_common=in_common) for param_group in stale]
             self._gathered = lanes.gather.mark()
         if self.secondary_nbytes > secondary_nbytes and not self._keeps_secondary:
             self._note("allocate", phase, self.secondary_nbytes - secondary_nbytes)
+        if self._present_apart_nbytes > apart_nbytes:
+            self._note("allocate", phase, self._present_apart_nbytes - apart_nbytes)
         self._stale = stale
         self.form = Form.GATHERING
 
@@ -265,9 +273,11 @@ class Unit:
             pending.wait()
         with noting_wait(self.lanes.compute, self.origin(Phase.FORWARD)):
             self.lanes.compute.wait(self._gathered)
-        for param_group in self._stale:
-            param_group.finish_gather()
-        self._pending, self._gathered, self._stale = [], None, []
+        stale, self._pending, self._gathered, self._stale = self._stale, [], None, []
+        self.form = Form.SHARDED  # should a class refuse what was gathered
+        made = [param_group.finish_gather() for param_group in stale]
+        if any(made):
+            self._register_params()
         self.form = Form.UNSHARDED
         self.trainable = sum(param.follow_requires_grad() for param in self.params)
         for param in self.params:
@@ -288,12 +298,21 @@ class Unit:
             self.form = Form.SHARDED
         self.state.awaits_backward = self.state.awaits_backward and keep
         if self.occupies_slot and not (keep or self.keeps_unsharded):
+            nbytes = self.slot_nbytes + self._present_apart_nbytes
             self.slot.free()
             for param_group in self.param_groups:
-                param_group.gather.invalidate()
-            self._note("free", phase, self.unsharded_nbytes)
+                param_group.release()
+            self._note("free", phase, nbytes)
         if phase is not Phase.FORWARD:
             self.release_secondary(phase)
+
+    def forget_gather(self) -> None:
+        """Be sharded without the gather that is under way, for which other ranks did not come."""
+        if self.form is Form.GATHERING:
+            self._pending, self._gathered, self._stale = [], None, []
+            self.form = Form.SHARDED
+        for param_group in self.param_groups:
+            param_group.gather.note_changed_shards()
 
     def release_secondary(self, phase: Phase) -> None:
         """Give back the secondary shards, which are kept from forward to backward."""
@@ -317,10 +336,10 @@ class Unit:
     def _allocate(self, phase: Phase) -> None:
         if self.keeps_unsharded or self.occupies_slot:
             return
-        self.slot.allocate(self, self.unsharded_nbytes, self.lanes.gather)
+        self.slot.allocate(self, self.slot_nbytes, self.lanes.gather)
         if not self._has_views:
             self._give_views()
-        self._note("allocate", phase, self.unsharded_nbytes)
+        self._note("allocate", phase, self.slot_nbytes)
 
     def _note(self, name: str, phase: Phase, nbytes: int) -> None:
         recorder = active_recorder()
@@ -427,15 +446,14 @@ class Unit:
             self.param_groups[i] = param_group.moved(plan, bound, stretch)
         self.slot, self._has_views = slot, self._occupies_lastingly(slot)
         slot.count_references()
-        self.unsharded_nbytes, self.is_meta = _nbytes(plans), _on_meta(plans)
-        for managed in self._managed:
-            managed.register()
+        self.slot_nbytes, self.is_meta = _nbytes(plans), _on_meta(plans)
+        self._register_params()
         self._show_sharded()
 
     def _plan_as_found(self, param_group: ParamGroup) -> GroupPlan:
         """The plan of `param_group` with the dtype and device that its shards have now."""
         shard = param_group.params[0].local
-        contract = self.options.precision.contract(shard.dtype)
+        contract = _contract(self.options, param_group.params[0].view, shard.dtype)
         if shard.is_meta:
             return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
         if self.options.offloads:
@@ -481,6 +499,15 @@ class Unit:
         for param_group in self.param_groups:
             param_group.gradients.drop()
 
+    def abandon_grads(self) -> None:
+        """Forget all gradients: whole ones, first sums, those that the optimizer would see; and error feedback."""
+        self.drop_grads()
+        for param_group in self.param_groups:
+            param_group.gradients.state.first_sums.clear()
+            param_group.wires.forget_errors()
+        for param in self.params:
+            param.sharded.grad = None
+
     def start_reduce(self, phase: Phase) -> UnitReduction:
         """Start the reduction of whole gradients to what the optimizer sees."""
         lanes = self.lanes
@@ -505,6 +532,29 @@ class Unit:
 
 def _collectives_along(each: Iterable[Axes], device: torch.device) -> dict[Axes, AxesCollectives]:
     return {axes: AxesCollectives.along(axes, device) for axes in each}
+
+
+def _contract(options: ShardOptions, view: ParamView, stored: torch.dtype) -> DtypeContract:
+    """The dtypes of parameters that are stored as `stored`, and seen as `view` says."""
+    if view.is_opaque:
+        return DtypeContract(stored=stored, compute=stored, reduce=stored)
+    return options.precision.contract(stored)
+
+
+def _plan_for(kind: Sequence[Source], options: ShardOptions, device: torch.device, memory: MemoryKind) -> GroupPlan:
+    """The plan of a parameter group of `kind`."""
+    contract = _contract(options, kind[0].view, kind[0].param.dtype)
+    shapes, dims = [source.local.shape for source in kind], [source.dim for source in kind]
+    if not kind[0].sends_payloads:
+        return GroupPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)
+    plan = PayloadPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)
+    if not plan.shards_optimizer and contract.compute != contract.stored:
+        raise ConfigError(
+            f"param_dtype={contract.compute}, but {kind[0].fqn}, a {type(kind[0].local).__name__}, is never gathered, "
+            f"as under strategy='ddp', so that modules see it as it was found, in {contract.stored}. Leave param_dtype "
+            "out, or choose a strategy that shards the optimizer's state, such as 'zero1'."
+        )
+    return replace(plan, inner_nbytes=sum(it.nbytes for source in kind for it in inner_tensors(source.local)))
 
 
 def _nbytes(plans: Sequence[GroupPlan]) -> int:
@@ -557,10 +607,11 @@ def _leaves_beside(modules: Sequence[nn.Module], params: Sequence[ShardedParam])
 
 
 def _by_kind(sources: Sequence[Source]) -> list[list[Source]]:
-    """The sources by mesh, dtype and whether they are trained, each in the order they came."""
+    """The sources by mesh, dtype, whether they are trained, and what is to be done with them, as they came."""
     meshes = list(dict.fromkeys(source.axes for source in sources))
 
-    def kind(source: Source) -> tuple[int, str, bool]:
-        return meshes.index(source.axes), str(source.param.dtype), source.param.requires_grad
+    def kind(source: Source) -> tuple[int, str, bool, bool, bool]:
+        treated = source.view.is_opaque, source.sends_payloads
+        return meshes.index(source.axes), str(source.param.dtype), source.param.requires_grad, *treated
 
     return [list(group) for _, group in groupby(sorted(sources, key=kind), key=kind)]

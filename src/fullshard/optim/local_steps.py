@@ -9,7 +9,7 @@ same memory, and so the same bits. Before and after, its groups and its state ar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, update_wrapper
 from typing import Any, TypeVar
@@ -20,11 +20,21 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from fullshard._compat import address, dtensor_like, has_step_hooks, holds_tensors, make_dtensor
+from fullshard._compat import (
+    address,
+    dtensor_like,
+    has_step_hooks,
+    holds_tensors,
+    make_dtensor,
+    outside_of_graphs,
+    without_step_hooks,
+)
+from fullshard.disk.tensors import OnDisk
 from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
 from fullshard.optim.rebinding import point_to_shards
+from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
 
@@ -57,10 +67,12 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _stepping:
+        _give_back(optimizer)
         point_to_shards(optimizer)
         _check_steps_shards(optimizer)
         note_outside(optimizer)
         _step_shards(optimizer)
+        _step_what_is_on_disk(optimizer, args, kwargs)
     global _interrupted
     recorder = active_recorder()
     if recorder is not None and recorder.origin is not _STEP:  # as it still is after a step that raised
@@ -69,6 +81,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _stepping:
+        _give_back(optimizer)
     recorder = active_recorder()
     if recorder is not None and recorder.origin is _STEP:
         note_origin(_interrupted)
@@ -147,6 +161,9 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     owner = weakref.ref(optimizer)
 
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        disk = states_on_disk(optimizer)
+        if disk is not None:
+            return _step_in_portions(optimizer, disk, inner, args, kwargs)
         # A closure, or a hook of the user's, is to see the parameters that the user knows.
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
@@ -165,30 +182,46 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
 
 
 @contextmanager
-def _having_shards(optimizer: Optimizer) -> Iterator[None]:
-    """A context in which `optimizer` has plain shards in place of the sharded parameters that have a gradient."""
+def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None) -> Iterator[None]:
+    """A context in which `optimizer` has plain shards in place of the sharded parameters that have a gradient.
+
+    Of `params` alone, if any are given: it has no others meanwhile.
+    """
     state = optimizer.state
-    given = [group["params"] for group in optimizer.param_groups]
     swapped: list[tuple[nn.Parameter, Tensor]] = []
-    for group in optimizer.param_groups:
-        group["params"] = [_shard_of(param, swapped) for param in group["params"]]
-    for param, shard in swapped:
-        known = state.get(param)
-        if known is not None:
-            state[shard] = {name: _local(value) for name, value in known.items()}
+    with _having(optimizer, params):
+        for group in optimizer.param_groups:
+            group["params"] = [_shard_of(param, swapped) for param in group["params"]]
+        for param, shard in swapped:
+            known = state.get(param)
+            if known is not None:
+                state[shard] = {name: _local(value) for name, value in known.items()}
+        try:
+            yield
+        finally:
+            for param, shard in swapped:
+                shard.grad = None
+                stepped = state.pop(shard, None)
+                if stepped is not None:
+                    _keep(state[param], stepped, param)
+            torch.autograd.graph.increment_version([param for param, _ in swapped])
+
+
+@contextmanager
+def _having(optimizer: Optimizer, params: Iterable[Tensor] | None) -> Iterator[None]:
+    """A context in which `optimizer` has `params` and no others, if any are given; and its own again afterwards."""
+    given = [group["params"] for group in optimizer.param_groups]
+    if params is not None:
+        ids = set(map(id, params))
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if id(param) in ids]
     _stepping.add(optimizer)
     try:
         yield
     finally:
         _stepping.discard(optimizer)
-        for group, params in zip(optimizer.param_groups, given, strict=True):
-            group["params"] = params
-        for param, shard in swapped:
-            shard.grad = None
-            stepped = state.pop(shard, None)
-            if stepped is not None:
-                _keep(state[param], stepped, param)
-        torch.autograd.graph.increment_version([param for param, _ in swapped])
+        for group, its in zip(optimizer.param_groups, given, strict=True):
+            group["params"] = its
 
 
 def _shard_of(param: nn.Parameter, swapped: list[tuple[nn.Parameter, Tensor]]) -> Tensor:
@@ -209,7 +242,10 @@ def _shard_of(param: nn.Parameter, swapped: list[tuple[nn.Parameter, Tensor]]) -
 def _local(value: Any) -> Any:
     if not isinstance(value, DTensor):
         return value
-    return value._local_tensor if value.ndim else value._local_tensor.view(1)
+    local = value._local_tensor
+    if isinstance(local, OnDisk):  # another optimizer's, whose state dict was loaded
+        local = local.fetch()
+    return local if value.ndim else local.view(1)
 
 
 def _keep(state: dict[str, Any], stepped: dict[str, Any], param: Any) -> None:
@@ -244,3 +280,74 @@ def _placed_as(param: DTensor, value: Any) -> Any:
     if value.dtype == param.dtype:
         return dtensor_like(value, param)
     return make_dtensor(value, param.device_mesh, tuple(param.placements), tuple(param.shape))
+
+
+# -- states on a disk -------------------------------------------------------------------------------------------------
+
+_BY_PARAMETER = frozenset({torch.optim.Adafactor})  # besides the elementwise ones; whole parameters, one by one
+_given: weakref.WeakKeyDictionary[Optimizer, list[list[Tensor]]] = weakref.WeakKeyDictionary()
+"""The parameters by group of those that have stepped them already, when their own step begins."""
+
+
+@outside_of_graphs
+def _step_in_portions(
+    optimizer: Optimizer, disk: StatesOnDisk, inner: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """The step `inner` of `optimizer`, a portion at a time. The result of the closure, if one is given.
+
+    It is called once, before anything is stepped, and so are hooks of the user's before and after all portions.
+    """
+    with without_step_hooks(optimizer) as (before, after):
+        for hook in before:
+            args, kwargs = hook(optimizer, args, kwargs) or (args, kwargs)
+        closure, *others = args or (kwargs.get("closure"),)
+        options = {name: value for name, value in kwargs.items() if name != "closure"}
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        point_to_shards(optimizer)
+        having = _having if type(optimizer) in _BY_PARAMETER else _having_shards
+
+        def run(params: Sequence[Tensor]) -> None:
+            with having(optimizer, params):
+                inner(optimizer, *([None, *others] if others else []), **options)
+
+        disk.step(optimizer, run)
+        for hook in after:
+            hook(optimizer, args, kwargs)
+    return loss
+
+
+def _step_what_is_on_disk(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Step `optimizer`, whose own step begins, a portion at a time, and leave it without parameters until that is over.
+
+    With hooks of the user's, which are to come first, or with a closure, it takes its step by itself: its states are
+    all in memory then, and go to the disk afterwards.
+    """
+    disk = None if isinstance(optimizer, StepsInPortions) else states_on_disk(optimizer)
+    if disk is None:
+        return
+    if type(optimizer) not in _BY_PARAMETER and not hasattr(optimizer.step, _MARK):
+        raise ConfigError(
+            f"{type(optimizer).__name__} is to have states on a disk, as Offload says, but may need all parameters at "
+            "once. Use an optimizer of torch.optim that is known to step each by itself, such as AdamW, or Muon of "
+            "fullshard.optim; or, if it treats elements by themselves, fullshard.optim.step_shards(optimizer)."
+        )
+    _given[optimizer] = [group["params"] for group in optimizer.param_groups]
+    if not args and not kwargs and not has_step_hooks(optimizer):
+        _step_in_portions(optimizer, disk, type(optimizer).step, (), {})
+        for group in optimizer.param_groups:
+            group["params"] = []
+
+
+def _give_back(optimizer: Optimizer) -> None:
+    """Let `optimizer` have its parameters again, and their states rest on the disk."""
+    given = _given.pop(optimizer, None)
+    if given is None:
+        return
+    for group, params in zip(optimizer.param_groups, given, strict=True):
+        group["params"] = params
+    disk = states_on_disk(optimizer)
+    if disk is not None:
+        disk.write_all(optimizer)

@@ -49,6 +49,7 @@ from fullshard.errors import ConfigError
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
 from fullshard.layout.shard_spec import owned
+from fullshard.state.on_disk import StepsInPortions, bring_to_memory, states_on_disk
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
 
@@ -61,7 +62,7 @@ _WIRE = torch.bfloat16
 _VARIANTS = 1024  # the number of sets of matrices that the channel tells apart
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(torch.optim.Optimizer, StepsInPortions):
     """Muon for matrices that are sharded under any strategy, or not at all, with the arguments of `torch.optim.Muon`.
 
     On one process it gives the bits of `torch.optim.Muon`; on several, under every strategy, those of one process that
@@ -151,11 +152,26 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for team, matrices in self._matrices_by_team().items():
+        disk = states_on_disk(self)
+        if disk is None:
+            bring_to_memory(self, (param for _, _, param in self._named()))
+            self._step_all(self._matrices_by_team())
+        else:
+            disk.step(self, self._step_some)
+        return loss
+
+    def _step_some(self, params: Sequence[Tensor]) -> None:
+        """Step `params`, which are the same on every rank."""
+        ids = set(map(id, params))
+        by_team = self._matrices_by_team()
+        some = {team: [it for it in matrices if id(it.param) in ids] for team, matrices in by_team.items()}
+        self._step_all({team: matrices for team, matrices in some.items() if matrices})
+
+    def _step_all(self, matrices_by_team: Mapping[Team, Sequence[Matrix]]) -> None:
+        for team, matrices in matrices_by_team.items():
             lacking = [it.name for it in matrices if it.param.requires_grad and it.param.grad is None]
             note = f"without {', '.join(lacking)}" if lacking else ""
             team.step([matrix for matrix in matrices if matrix.param.grad is not None], note)
-        return loss
 
     def _named(self) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
         """Every parameter with its group, and the name that the user gave it or its number in the state dict."""

@@ -20,6 +20,7 @@ from fullshard.errors import ConfigError
 from fullshard.plan.costs import Costs
 from fullshard.plan.cpu_speeds import OWN_CACHE
 from fullshard.plan.hardware import Hardware
+from fullshard.plan.process import ProcessHeap, threshold_set
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation
 
 __all__ = ["CoreTime", "CpuCosts", "core_seconds", "step_seconds"]
@@ -28,8 +29,6 @@ _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
 _BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # a tape has them read, or write, all of a table
 _ALIKE = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
 _USUAL = "aten.add"  # what an operation is like that was not measured
-_MOST_KEPT = 2**25 - 2**12  # bytes: larger blocks glibc gets from the system each time, and gives back at once
-_FIRST_KEPT = 2**17  # the same, before any has been given back
 
 _NEEDED = frozenset(("after_large_s", "cache_bytes", "kernels", "operation_s", "product_miss_s", "products", "unit_s"))
 
@@ -67,7 +66,7 @@ def core_seconds(
 
 
 class CoreTime:
-    """What the entries of a tape cost, one after the other."""
+    """What the entries of a tape cost, one after the other; the allocator is set as in this process's environment."""
 
     def __init__(self, here: Hardware, *, ranks: int, dtype: str) -> None:
         self.spent: dict[str, float] = {}
@@ -76,7 +75,7 @@ class CoreTime:
         usual = {**by_dtype["float32"], **by_dtype[dtype]}
         self._kernels = defaultdict(lambda: usual, {name: {**usual, **own} for name, own in by_dtype.items()})
         self._cache = _Cache(self._speeds["cache_bytes"] * min(1.0, here.ranks_per_host / ranks))
-        self._heap = _Heap()
+        self._heap = ProcessHeap(threshold_set())
         self._after_s = 0.0  # that the next call takes longer
         self._unit_s: float = self._speeds["unit_s"] if ranks > 1 else 0.0
         self._begun = set[tuple[int, str]]()  # microbatches of units
@@ -92,11 +91,8 @@ class CoreTime:
 
     def note(self, entry: Entry) -> None:
         """Count what `entry` costs."""
+        self._spend("pages", self._heap.note(entry) * self._speeds["page_s"])
         match entry:
-            case Allocation():
-                self._spend("pages", self._heap.allocate(entry.storage, entry.nbytes) * self._speeds["page_s"])
-            case Free():
-                self._heap.free(entry.storage)
             case Operation():
                 if (begun := (entry.origin.microbatch, entry.origin.unit)) not in self._begun:
                     self._begun.add(begun)
@@ -278,59 +274,3 @@ class _Cache:
             _, dropped = self._held.popitem(last=False)
             self._used -= dropped
         return max(0, nbytes - held)
-
-
-class _Heap:
-    """Of glibc's malloc: which pages it gets from the system. What is small is not looked at.
-
-    Blocks over a limit are got and given back each. Others lie in a heap that grows at its end, and is cut there when
-    more than twice the limit is free at it. The limit is the largest block that was given back so far, up to 32 MiB.
-    """
-
-    def __init__(self) -> None:
-        self._where: dict[int, tuple[int, int]] = {}  # by storage
-        self._free: list[tuple[int, int]] = []  # start and stop, in order
-        self._end = 0  # of what is handed out
-        self._touched = 0  # of the pages that are there
-        self._kept = _FIRST_KEPT
-        self._apart: dict[int, int] = {}  # bytes of blocks that are not in the heap
-
-    def allocate(self, storage: int, nbytes: int) -> int:
-        """Bytes of pages that are touched first."""
-        self.free(storage)
-        if nbytes > self._kept:
-            self._apart[storage] = nbytes
-            return nbytes
-        fitting = [(stop - start, start, stop) for start, stop in self._free if stop - start >= nbytes]
-        if fitting:
-            _, start, stop = min(fitting)
-            self._free.remove((start, stop))
-            if stop - start > nbytes:
-                bisect.insort(self._free, (start + nbytes, stop))
-        else:
-            start = self._end
-            self._end += nbytes
-        self._where[storage] = start, start + nbytes
-        new = max(0, self._end - self._touched)
-        self._touched = max(self._touched, self._end)
-        return new
-
-    def free(self, storage: int) -> None:
-        """Give a block back."""
-        if (nbytes := self._apart.pop(storage, 0)) and nbytes <= _MOST_KEPT:
-            self._kept = max(self._kept, nbytes)
-        if storage not in self._where:
-            return
-        start, stop = self._where.pop(storage)
-        place = bisect.bisect(self._free, (start, stop))
-        if place < len(self._free) and self._free[place][0] == stop:
-            stop = self._free.pop(place)[1]
-        if place and self._free[place - 1][1] == start:
-            place -= 1
-            start = self._free.pop(place)[0]
-        if stop == self._end:
-            self._end = start
-            if self._touched - self._end > 2 * self._kept:
-                self._touched = self._end
-        else:
-            self._free.insert(place, (start, stop))

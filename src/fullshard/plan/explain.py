@@ -12,7 +12,8 @@ from fullshard.engine.runtime import runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.plan.ledger import predict_error_feedback, predict_ledger
+from fullshard.plan.ledger import predict_error_feedback, predict_ledger, predict_on_disk
+from fullshard.policy.offload import Offload
 
 __all__ = ["explain"]
 
@@ -37,7 +38,7 @@ def explain(model: nn.Module) -> str:
         )
     names = {module: clean_fqn(name) or "the root" for name, module in model.named_modules()}
     each = (line for unit in units for line in _unit(unit, names))
-    return "\n".join([*_head(units), *_advice(units), *each, *_order(units, names), *_bytes(model)])
+    return "\n".join([*_head(units), *_offloaded(units), *_advice(units), *each, *_order(units, names), *_bytes(model)])
 
 
 def _head(units: Sequence[Unit]) -> Iterator[str]:
@@ -61,6 +62,19 @@ def _advice(units: Sequence[Unit]) -> Iterator[str]:
             "tenths of a millisecond in a step. Fewer and larger ones are faster: fully_shard([first, second]) makes "
             "one of several modules, and a model of a few MiB is one unit, or wants strategy='ddp'"
         )
+
+
+def _offloaded(units: Sequence[Unit]) -> Iterator[str]:
+    """Where optimizer states rest, if not beside the shards."""
+    policies: list[Offload] = []
+    for unit in units:
+        policy = unit.options.offload
+        if isinstance(policy, Offload) and policy.disk_fraction and policy not in policies:
+            policies.append(policy)
+    for policy in policies:
+        count = sum(unit.options.offload == policy for unit in units)
+        which = "" if len(policies) == 1 and count == len(units) else f" of {count} units"
+        yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
 
 
 def _unit(unit: Unit, names: Mapping[nn.Module, str]) -> Iterator[str]:
@@ -114,12 +128,17 @@ def _order(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> Iterator[st
 def _bytes(model: nn.Module) -> Iterator[str]:
     ledger = predict_ledger(model)
     error_feedback = predict_error_feedback(model)
+    on_disk = predict_on_disk(model)
     yield ""
     yield "bytes on this rank, by formula, with AdamW and without activations:"
     for state in ("parameters", "gradients", "optimizer_state", "gathered_peak", "total"):
         yield f"  {state.replace('_', ' '):16}{_size(getattr(ledger, state)):>12}"
         if state == "gradients" and error_feedback:
             yield f"    of these    {_size(error_feedback):>16} is quantisation error feedback"
+        if state == "optimizer_state" and on_disk.nbytes:
+            yield f"    of these    {_size(on_disk.buffer_nbytes):>16} are buffers for what is on the disk"
+    if on_disk.nbytes:
+        yield f"  {'on the disk':16}{_size(on_disk.nbytes):>12}, optimizer state; read and written in each step"
 
 
 def _size(nbytes: float) -> str:

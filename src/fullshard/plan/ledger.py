@@ -5,7 +5,8 @@ By formula, for the units of a model, with N ranks on the shard axis and the lay
     parameters        memory between steps: shards, or the unsharded buffers that are kept
     gradients         those that the optimizer sees: shards, or whole ones where the optimizer is whole; and the error
                       feedback of encoded ones
-    optimizer state   as many values as the optimizer keeps for each one it updates
+    optimizer state   as many values as the optimizer keeps for each one it updates; without those on a disk, but with
+                      the buffers for these, of three portions (`state/on_disk.py`)
     gathered peak     unsharded buffers beyond those kept between steps: of every unit where parameters stay unsharded
                       until backward; else of the root and the two neighbours that need most, one computing, one
                       gathered ahead; and the secondary shards of all units up to these, where groups keep them
@@ -28,6 +29,7 @@ from fullshard._compat import fake_tensors, storage_watch
 from fullshard.comm.codec import codec_named
 from fullshard.comm.encoded import error_feedback_numel
 from fullshard.comm.mesh import resolve_groups
+from fullshard.disk.tensors import OnDisk
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.registry import units_in
@@ -36,16 +38,19 @@ from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import owned
 from fullshard.policy.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.policy.strategy import Placements as StrategyPlacements
+from fullshard.state.on_disk import BUFFERS, portions_on_disk, states_on_disk
 from fullshard.tape.recorder import recording
 
 __all__ = [
     "Ledger",
+    "OnDiskCost",
     "OptimizerCost",
     "measure_ledger",
     "peak_during",
     "predict_activations",
     "predict_error_feedback",
     "predict_ledger",
+    "predict_on_disk",
 ]
 
 
@@ -100,13 +105,49 @@ def predict_ledger(
     axes, placements = resolve_groups(units[0].axes, placements)
     size = axes.group_size
     every = [_GroupBytes.under(it, size, placements) for unit in units for it in unit.param_groups]
+    on_disk = predict_on_disk(model, strategy=strategy, optimizer=cost)
     return Ledger(
         parameters=sum(it.plan.rest_nbytes for it in every) + _kept_between_steps(units, size, placements),
         gradients=sum(it.gradients for it in every),
-        optimizer_state=sum(it.optimizer(cost) for it in every),
+        optimizer_state=sum(it.optimizer(cost) for it in every) - on_disk.nbytes + on_disk.buffer_nbytes,
         gathered_peak=_gathered_peak(units, size, placements),
         activations=activations,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnDiskCost:
+    """Bytes of optimizer state on the disk, without padding to whole blocks, and of the buffers in memory for it."""
+
+    nbytes: int = 0
+    buffer_nbytes: int = 0
+
+
+def predict_on_disk(
+    model: nn.Module,
+    *,
+    strategy: str | ShardingStrategy | StrategyPlacements | None = None,
+    optimizer: OptimizerCost | None = None,
+) -> OnDiskCost:
+    """What rests on the disk, if one optimizer steps all of `model`. Arguments as of `predict_ledger`.
+
+    Raises:
+        ConfigError: the model has no units.
+    """
+    units = _units(model)
+    cost = optimizer or OptimizerCost()
+    placements = units[0].options.placements if strategy is None else resolve_placements(strategy)
+    axes, placements = resolve_groups(units[0].axes, placements)
+    nbytes: dict[int, int] = {}
+    for param_group in (it for unit in units for it in unit.param_groups):
+        plan = param_group.plan.under(axes.group_size, placements)
+        for param, layout in zip(param_group.params, plan.layout.params, strict=True):
+            numel = layout.spec.shard_numel(plan.rank) if plan.shards_optimizer else layout.spec.numel
+            nbytes[id(param.sharded)] = cost.values * numel * plan.contract.stored.itemsize
+    params = [param.sharded for unit in units for param in unit.params]
+    portions = [sum(nbytes[id(param)] for param in portion) for _, portion in portions_on_disk(params)]
+    buffers = (max(portions[turn::BUFFERS], default=0) for turn in range(BUFFERS))
+    return OnDiskCost(nbytes=sum(portions), buffer_nbytes=sum(buffers))
 
 
 def predict_error_feedback(model: nn.Module) -> int:
@@ -225,10 +266,11 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
     optimizer.zero_grad()
     kept = [unit for unit in units if unit.keeps_unsharded]
     groups = sum(unit.secondary_nbytes for unit in units)
+    on_disk = states_on_disk(optimizer)
     return Ledger(
         parameters=storage_bytes(model.parameters(), (unit.slot.storage for unit in kept)) + groups,
         gradients=gradients,
-        optimizer_state=storage_bytes(_state_tensors(optimizer)),
+        optimizer_state=storage_bytes(_state_tensors(optimizer)) + (0 if on_disk is None else on_disk.buffer_nbytes),
         gathered_peak=record.gathered_peak_bytes(),
         activations=activations,
     )
@@ -262,10 +304,12 @@ def peak_during(run: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def storage_bytes(tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> int:
-    """Bytes of the storages of `tensors` and of `storages`, each counted once."""
+    """Bytes of the storages of `tensors` and of `storages`, each counted once. What rests on a disk has none."""
     found = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if isinstance(local, OnDisk):
+            continue
         storage = local.untyped_storage()
         found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

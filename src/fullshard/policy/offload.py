@@ -1,10 +1,15 @@
-"""Memory of the shards, their gradients and so of the optimizer step: the device's, or the CPU's."""
+"""Memory of the shards, their gradients and the optimizer's state: the device's, the CPU's, or a disk."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
 
-__all__ = ["CPUOffload", "CPUOffloadPolicy", "OffloadPolicy"]
+from fullshard.errors import ConfigError
+
+__all__ = ["CPUOffload", "CPUOffloadPolicy", "Offload", "OffloadPolicy"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,69 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offload(OffloadPolicy):
+    """Part of the optimizer's state rests in a file between steps, and part of what forward keeps for backward is away
+    meanwhile: as much as is said, of whole units.
+
+    In a step it is read, stepped and written a portion at a time, in three buffers of one portion each: 64 MiB, or the
+    state of one parameter where that is more. Values are those of a run without offload, bit for bit. The file has no
+    name, is of this run alone, and ends with the process; a run goes on from its checkpoints.
+
+    Args:
+        optimizer: how much of each optimizer's state rests where: `{"disk": fraction}`, by bytes. Units are taken from
+            the last one that the optimizer has on, until they have at least that much.
+        activations: how much of what forward keeps for backward is away between the two, and where: in the host's
+            memory (`"cpu"`: nothing changes where that is what computes) or on a disk. `{"cpu": 0.5, "disk": 0.25}` is
+            half of the units and a quarter, the earliest on the disk. With checkpoints it is their inputs that travel.
+        folder: where the file is made: on a disk of this machine. Every rank has one of its own.
+
+    Raises:
+        ConfigError: a fraction is not within 0 and 1, a tier is unknown, or `folder` is missing.
+
+    Example:
+        ```python
+        fully_shard(model, offload_policy=Offload(optimizer={"disk": 0.5}, folder="/nvme/run"))
+        ```
+    """
+
+    optimizer: Mapping[str, float] = field(default_factory=dict, hash=False)
+    activations: Mapping[str, float] = field(default_factory=dict, hash=False)
+    folder: str | PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        _check_fractions("optimizer", self.optimizer, ("disk",))
+        _check_fractions("activations", self.activations, ("cpu", "disk"))
+        if (self.disk_fraction or self.activations.get("disk")) and self.folder is None:
+            raise ConfigError(
+                f"Offload(optimizer={dict(self.optimizer)}, activations={dict(self.activations)}) has no folder for "
+                'what is to rest on a disk. Name one on a disk of this machine: folder="/nvme/run".'
+            )
+
+    @property
+    def disk_fraction(self) -> float:
+        """How much of the optimizer's state rests on the disk."""
+        return self.optimizer.get("disk", 0.0)
+
+    @property
+    def disk_folder(self) -> Path:
+        """The folder for it."""
+        assert self.folder is not None, "no fraction is on the disk"
+        return Path(self.folder)
+
+
+def _check_fractions(name: str, fractions: Mapping[str, float], tiers: tuple[str, ...]) -> None:
+    given = f"Offload({name}={dict(fractions)})"
+    unknown = [tier for tier in fractions if tier not in tiers]
+    if unknown:
+        remedy = f"Name one of {', '.join(map(repr, tiers))}"
+        if unknown[0] == "cpu":
+            remedy += "; or give CPUOffloadPolicy() to as many units as are to have theirs on the CPU"
+        raise ConfigError(f"{given}: {unknown[0]!r} is no tier of {name}. {remedy}.")
+    if any(not 0 <= fraction <= 1 for fraction in fractions.values()) or sum(fractions.values()) > 1:
+        raise ConfigError(f"{given}: fractions are of the whole, each from 0 to 1, and no more than 1 together.")
 
 
 @dataclass(frozen=True)

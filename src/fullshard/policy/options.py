@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fullshard.errors import ConfigError
-from fullshard.policy.offload import CPUOffloadPolicy, OffloadPolicy
+from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy, check_wires
 from fullshard.policy.strategy import Placement, Placements, ShardingStrategy, resolve_placements
 
@@ -81,6 +82,11 @@ class ShardOptions:
     def pins_memory(self) -> bool:
         """True if shards live in page-locked CPU memory, from where copies to a device are faster."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+
+    @property
+    def activations(self) -> Mapping[str, float]:
+        """How much of what forward keeps for backward is away between the two, by where it is."""
+        return self.offload.activations if isinstance(self.offload, Offload) else {}
 
     @property
     def keeps_unsharded(self) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard._compat import innermost_dispatch_mode, is_wrapper_type, local_tensor
+from fullshard.disk.tensors import OnDisk
 from fullshard.dry.storages import Storages
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import clean_fqn, units_in
@@ -211,7 +212,8 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
     yield from slots.values()
     for optimizer in optimizers:
         for param, state in optimizer.state.items():
-            nbytes = sum(local_tensor(it).nbytes for it in state.values() if isinstance(it, Tensor))
+            local = (local_tensor(it) for it in state.values() if isinstance(it, Tensor))
+            nbytes = sum(it.nbytes for it in local if not isinstance(it, OnDisk))
             if nbytes:
                 what = f"optimizer state of {names.get(id(param), 'a parameter')}"
                 yield Held(nbytes=nbytes, state=State.OPTIMIZER.value, what=what)

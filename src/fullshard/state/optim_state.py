@@ -24,6 +24,7 @@ from fullshard.engine.comparison import meet
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError, StateError
+from fullshard.state.on_disk import states_on_disk
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -311,6 +312,7 @@ class StateTemplate:
         self._optim = optim
         self._params = params
         self._counters = {"step"}
+        self._disk = states_on_disk(optim)
 
     @property
     def fqns(self) -> Collection[str]:
@@ -320,6 +322,21 @@ class StateTemplate:
     def note_counters(self, scalars: Iterable[tuple[str, str]]) -> None:
         """Learn from the FQNs and names of 0-dim states which of them are counters, such as step counts."""
         self._counters |= {name for fqn, name in scalars if self._params[fqn].shape}
+
+    def make_room(self, states: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]) -> None:
+        """Have the states of the shapes and dtypes of `states`, by FQN and name, loaded to the disk if they rest there.
+
+        Raises:
+            DiskError: there is no room.
+        """
+        if self._disk is None:
+            return
+        dtypes = {
+            (id(self._params[fqn]), name): dtype
+            for (fqn, name), (shape, dtype) in states.items()
+            if self._params[fqn].shape == shape
+        }
+        self._disk.expect(dtypes)
 
     def present(self, fqn: str, name: str) -> Tensor | None:
         """The optimizer's present state, if it is a tensor."""
@@ -350,8 +367,11 @@ class StateTemplate:
             fits = like is self.present(fqn, name) and (like.shape, like.dtype) == (shape, dtype)
             return like if fits else torch.empty(shape, dtype=dtype, device=like.device)
         placements = _placements(like, shape)
+        on_disk = None if self._disk is None else self._disk.place_of(self._params[fqn], name)
         if like is self.present(fqn, name) and (like.shape, like.dtype, like.placements) == (shape, dtype, placements):
             return like
+        if on_disk is not None and (like.shape, on_disk.dtype) == (shape, dtype):
+            return make_dtensor(on_disk, like.device_mesh, placements, tuple(shape))
         part = own_part(torch.empty(shape, dtype=dtype, device="meta"), like.device_mesh, placements)
         local = torch.empty(part.shape, dtype=dtype, device=like.to_local().device)
         return make_dtensor(local, like.device_mesh, placements, tuple(shape))

@@ -291,6 +291,13 @@ class _Hooks:
                         f"{tuple(value.shape)} in the state dict. Build the model as it was when it was saved."
                     )
                     value = sharded.sharded.detach()
+                elif sharded.is_encoded and not isinstance(value, DTensor):
+                    errors.append(
+                        f"{clean_fqn(prefix + name)} is a {type(sharded.local).__name__} in the model, whose values "
+                        "are encoded, but whole in the state dict: no rank could encode its part alone as it was. Load "
+                        "before fully_shard, or a state dict of DTensors of the same mesh."
+                    )
+                    value = sharded.sharded.detach()
                 state[prefix + name] = shard_of(value, managed.unit, managed.param)
 
     @own_hook

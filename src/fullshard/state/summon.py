@@ -102,6 +102,7 @@ def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
     device = torch.device("cpu") if wish.offload else unit.device
     found = ((param, _summoned(param, device, unit.device, wish)) for param in unit.params)
     summoned = [(param, whole, param.version) for param, whole in found if whole is not None]
+    encoded = {param: (whole, whole._version) for param, whole, _ in summoned if param.is_encoded}
     for param, whole, _ in summoned:
         param.show(whole)
     unit.state.is_summoned = True
@@ -114,6 +115,9 @@ def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
         unit.state.is_summoned = False
         if wish.writeback:
             for param, whole, version in present:
+                if param in encoded:
+                    _check_unchanged(param, whole, *encoded[param])
+                    continue
                 _write_back(param, whole, version, wish.with_grads)
 
 
@@ -123,7 +127,7 @@ def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wis
     grad = _gathered(param, param.grad, wire) if wish.with_grads and param.grad is not None else None
     if not wish.shows:
         return None
-    whole = nn.Parameter(value.to(device), requires_grad=param.sharded.requires_grad)
+    whole = param.view.make_summoned(value.to(device), requires_grad=param.sharded.requires_grad)
     whole.grad = None if grad is None else grad.to(device)
     vars(whole).update(marks_of(param.sharded))  # marks that users left
     return whole
@@ -131,6 +135,20 @@ def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wis
 
 def _gathered(param: ShardedParam, shard: Tensor, wire: torch.device) -> Tensor:
     return full_copy(dtensor_like(shard.to(wire), param.dtensor))
+
+
+def _check_unchanged(param: ShardedParam, whole: nn.Parameter, first: nn.Parameter, version: int) -> None:
+    """Refuse changes to a whole parameter that could not be cut.
+
+    Raises:
+        StateError: `whole` is another one than `first`, or was written to since it had `version`.
+    """
+    if whole is not first or whole._version != version:
+        raise StateError(
+            f"{param.fqn}, a {type(param.local).__name__} whose values are encoded, was changed within "
+            "summon_full_params, and no rank could encode its part alone as it is now. Change it before fully_shard, "
+            "or pass writeback=False."
+        )
 
 
 @torch.no_grad()

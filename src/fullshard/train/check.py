@@ -100,6 +100,20 @@ def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> No
                 f"is {settings.reduce_dtype}. Leave one of them out."
             )
 
+    _check_offload(settings)
+
+
+def _check_offload(settings: MemorySettings) -> None:
+    fractions = {
+        "offload-optimizer": settings.offload_optimizer,
+        "offload-activations": settings.offload_activations,
+    }
+    for name, fraction in fractions.items():
+        if not 0 <= fraction <= 1:
+            raise ConfigError(f"--{name} {fraction:g}: is a part of the whole, from 0 to 1.")
+        if fraction and settings.offload_folder is None:
+            raise ConfigError(f"--{name} {fraction:g} needs --offload-folder: a folder on a disk of this machine.")
+
 
 def _check_checkpoints(settings: CheckpointSettings) -> None:
     _check_at_least("checkpoint_every", settings.checkpoint_every, 0)

@@ -82,7 +82,7 @@ class OptimizationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """Precision, encodings, and activations kept or recomputed."""
+    """Precision, encodings, and what is kept, recomputed or on a disk."""
 
     dtype: MaybeStr = None
     """Dtype of compute: float32 or bfloat16. Parameters at rest and optimizer state stay float32. Left out: bfloat16
@@ -97,6 +97,13 @@ class MemorySettings:
     added to the next message. Left out: none, the dtype of gradient sums."""
     activation_checkpointing: bool = False
     """Keep only the inputs of a block, and recompute the block in backward: less memory, about a third more time."""
+    offload_optimizer: float = 0.0
+    """Part of the optimizer's state that rests on a disk between steps, from 0 to 1. fullshard disk says what that
+    costs."""
+    offload_activations: float = 0.0
+    """Part of the blocks, from 0 to 1, whose activations are on a disk between forward and backward."""
+    offload_folder: MaybePath = None
+    """Folder on a disk of this machine for what is offloaded; each rank has scratch files of its own there."""
 
 
 @dataclass(frozen=True, kw_only=True)

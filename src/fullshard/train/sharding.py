@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fullshard import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fullshard import FSDPModule, MixedPrecisionPolicy, Offload, fully_shard
 from fullshard.train.model import GPT, initialize, shape_of
 from fullshard.train.parallelism import replicas_of
 from fullshard.train.ranks import Rank
@@ -29,9 +29,9 @@ def sharded_gpt(settings: TrainSettings, rank: Rank) -> ShardedGPT:
 def shard(model: GPT, settings: TrainSettings, mesh: DeviceMesh, device_type: str) -> ShardedGPT:
     """`model`, sharded over `mesh` as the settings say, for computing on a device of that type."""
     policy = precision_of(settings.memory, torch.device(device_type))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, strategy=settings.parallelism.strategy, mp_policy=policy)
-    fully_shard(model, mesh=mesh, strategy=settings.parallelism.strategy, mp_policy=policy)
+    offload = offload_of(settings.memory)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, strategy=settings.parallelism.strategy, mp_policy=policy, offload_policy=offload)
     return cast(ShardedGPT, model)
 
 
@@ -52,6 +52,15 @@ def precision_of(settings: MemorySettings, device: torch.device) -> MixedPrecisi
         reduce_dtype=getattr(torch, settings.reduce_dtype),
         gather_wire=settings.gather_wire,
         reduce_wire=settings.reduce_wire,
+    )
+
+
+def offload_of(settings: MemorySettings) -> Offload:
+    """What is on a disk, and how much of it."""
+    return Offload(
+        optimizer={"disk": settings.offload_optimizer},
+        activations={"disk": settings.offload_activations},
+        folder=settings.offload_folder,
     )
 
 

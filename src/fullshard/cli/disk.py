@@ -1,0 +1,87 @@
+"""`fullshard disk`: what offloading to a folder will cost, before anything is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from fullshard.command_line import MaybeFloat, parse, take_words
+from fullshard.disk.folder import why_unfit
+from fullshard.disk.foresight import ADAMW_BYTES, Traffic, foresee
+from fullshard.disk.speed import measure
+from fullshard.errors import ConfigError
+
+__all__ = ["run"]
+
+MEASURED = 0
+
+_PROG = "fullshard disk"
+_DESCRIPTION = (
+    "Measure the disk of FOLDER in under ten seconds, and say what offloading to it will cost: seconds of every step, "
+    "terabytes written a day, and how much of the disk's life that is."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskSettings:
+    """What is to rest there."""
+
+    parameters: float = 7e9
+    """Parameters that the ranks of this host step."""
+    bytes_each: float = ADAMW_BYTES
+    """Bytes of optimizer state for each of them: 8 for AdamW in fp32."""
+    fraction: float = 1.0
+    """Of the optimizer's state that rests on the disk."""
+    activations: float = 0.0
+    """Bytes of activations that a microbatch writes, of all ranks of this host."""
+    microbatches: int = 1
+    """Of a step."""
+    step_seconds: float = 0.0
+    """Seconds of a step without offload, if they are known."""
+    steps: int = 10_000
+    """Steps of the run."""
+    endurance: MaybeFloat = None
+    """Terabytes that may be written to the disk in its life, as its data sheet has it. Left out: 600 for each that the
+    file system holds."""
+    seconds: float = 8.0
+    """How long measuring may take, about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All options."""
+
+    disk: DiskSettings = field(default_factory=DiskSettings)
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure, and print what `argv` will cost; the exit code.
+
+    Raises:
+        ConfigError: an option is not sound. Nothing has been measured then.
+        DiskError: the folder cannot be written to, or has no room for it.
+    """
+    words, rest = take_words(Settings, argv, ["FOLDER"], prog=_PROG)
+    said = parse(Settings, rest, prog=_PROG, description=_DESCRIPTION).disk
+    if not 0 <= said.fraction <= 1:
+        raise ConfigError(f"--fraction {said.fraction:g}: must be from 0 to 1.")
+    if min(said.steps, said.microbatches) < 1:
+        raise ConfigError(f"--steps {said.steps}, --microbatches {said.microbatches}: must be from 1 on.")
+    folder = Path(words[0])
+    traffic = Traffic.of_optimizer(
+        said.parameters, bytes_each=said.bytes_each, fraction=said.fraction
+    ) + Traffic.of_activations(round(said.activations), microbatches=said.microbatches)
+    found = foresee(
+        measure(folder, seconds=said.seconds),
+        traffic,
+        step_s=said.step_seconds,
+        endurance_bytes=None if said.endurance is None else said.endurance * 1e12,
+    )
+    console = Console()
+    unfit = why_unfit(folder)
+    for line in [*([] if unfit is None else [f"a bad place: {unfit}"]), *found.lines(said.steps)]:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return MEASURED

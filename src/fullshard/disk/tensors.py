@@ -1,0 +1,229 @@
+"""Tensors whose values lie in a scratch file, and that have no memory.
+
+[Note: what rests on a disk is a tensor still]
+Whoever does anything with such a tensor gets it done: its values are read into new memory, the operation runs on that,
+and what it has changed in place is written back. So a state dict of such tensors is right, and costs nothing until
+somebody looks. That is slow, and meant for those who look now and then. Who steps them gives them memory first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard._compat import tensor_without_memory, tree_map
+from fullshard.disk.files import ALIGNMENT, DiskFile, DiskWork, aligned, aligned_buffer
+
+__all__ = ["Extent", "OnDisk", "Scratch", "no_buffer"]
+
+_COPY_NBYTES = 16 * 2**20  # what is copied from file to file at a time
+
+
+def no_buffer() -> Tensor:
+    """A buffer of no bytes."""
+    return torch.empty(0, dtype=torch.uint8)
+
+
+class Extent:
+    """A stretch of a scratch file, of whole blocks of the disk. `work` is the last write to it, which may go on."""
+
+    def __init__(self, scratch: Scratch, file: DiskFile, offset: int, nbytes: int) -> None:
+        self._scratch = scratch  # which closes its files once nobody needs them
+        self._file = file
+        self._offset = offset
+        self.nbytes = nbytes
+        self._work = DiskWork([])
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the file."""
+        return self._scratch.folder
+
+    def read(self, into: Tensor, start: int = 0) -> DiskWork:
+        """Begin to fill the aligned buffer `into` with the bytes from `start` on, a multiple of ALIGNMENT.
+
+        Raises:
+            DiskError: what was written last is not there.
+        """
+        self._work.wait()
+        return self._file.read(self._offset + start, into)
+
+    def write(self, source: Tensor, start: int = 0) -> DiskWork:
+        """Begin to write the aligned buffer `source`; reads from now on wait for it.
+
+        Raises:
+            DiskError: what was written last is not there.
+        """
+        self._work.wait()
+        self._work = self._file.write(self._offset + start, source)
+        return self._work
+
+
+class Scratch:
+    """Room in scratch files of one folder, which are closed when the last extent of them is dropped.
+
+    Args:
+        folder: the folder.
+        name: of the files, for messages.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder = folder
+        self._name = name
+        self._file: DiskFile | None = None
+        self._taken = 0
+
+    def take(self, nbytes: int, more: int = 0) -> Extent:
+        """A new extent of `nbytes`, a multiple of ALIGNMENT; about `more` bytes are going to be taken after it.
+
+        Raises:
+            DiskError: there is not so much room.
+        """
+        if self._file is None or self._taken + nbytes > self._file.nbytes:
+            file = DiskFile(self.folder, self._name, nbytes + aligned(more))
+            weakref.finalize(self, file.close)
+            self._file, self._taken = file, 0
+        extent = Extent(self, self._file, self._taken, nbytes)
+        self._taken += nbytes
+        return extent
+
+
+class OnDisk(Tensor):
+    """A contiguous tensor whose values lie in `extent` from the byte `start` on. See the note above.
+
+    A view of it is a copy, unless it has its shape: what is written to another view is not written to the file.
+    """
+
+    extent: Extent
+    start: int
+
+    @staticmethod
+    def __new__(cls, extent: Extent, start: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> OnDisk:
+        made: OnDisk = tensor_without_memory(cls, shape, dtype, device)
+        made.extent, made.start = extent, start
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares its own as disabled
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _ALIASES or (func is torch.ops.aten.view.default and list(args[0].shape) == list(args[1])):
+            return args[0]._alias()
+        memory: dict[int, tuple[OnDisk, Tensor]] = {}
+
+        def filled(value: Any) -> Any:
+            if not isinstance(value, OnDisk):
+                return value
+            if id(value) not in memory:
+                is_overwritten = func is torch.ops.aten.copy_.default and value is args[0] and value is not args[1]
+                memory[id(value)] = value, value._empty() if is_overwritten else value.fetch()
+            return memory[id(value)][1]
+
+        result = func(*tree_map(filled, args), **tree_map(filled, kwargs))
+        given = [(argument, value) for argument, value in zip(func._schema.arguments, args, strict=False)]
+        given += [(argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs]
+        changed = [value for argument, value in given if argument.alias_info and argument.alias_info.is_write]
+        back: dict[int, OnDisk] = {}
+
+        def stored(value: Any) -> Any:
+            if isinstance(value, OnDisk):
+                value.store(memory[id(value)][1])
+                back[id(memory[id(value)][1])] = value
+            return value
+
+        tree_map(stored, changed)
+        return tree_map(lambda value: back.get(id(value), value), result) if back else result
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # nothing is read
+        return f"OnDisk({tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.fetch()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.fetch().__reduce_ex__(protocol)
+
+    @property
+    def _stretch(self) -> tuple[int, int]:
+        """The whole blocks of the extent in which the values lie: where they begin and end."""
+        return self.start // ALIGNMENT * ALIGNMENT, aligned(self.start + self.numel() * self.dtype.itemsize)
+
+    def fetch(self) -> Tensor:
+        """The values, in new memory on the tensor's device.
+
+        Raises:
+            DiskError: they cannot be read.
+        """
+        begin, end = self._stretch
+        buffer = aligned_buffer(end - begin)
+        self.extent.read(buffer, begin).wait()
+        return self._in(buffer, begin).to(self.device)
+
+    def store(self, values: Tensor) -> None:
+        """Write `values`, of the same shape and dtype.
+
+        Raises:
+            DiskError: they cannot be written.
+        """
+        begin, end = self._stretch
+        buffer = aligned_buffer(end - begin)
+        for at in {begin, end - ALIGNMENT} if buffer.numel() else ():  # what lies beside them in the same blocks
+            self.extent.read(buffer[at - begin :][:ALIGNMENT], at).wait()
+        self._in(buffer, begin).copy_(values)
+        self.extent.write(buffer, begin).wait()
+
+    def store_part(self, offsets: Sequence[int], values: Tensor) -> None:
+        """Write `values` to where they begin in each dim.
+
+        Raises:
+            DiskError: they cannot be written.
+        """
+        if values.shape == self.shape:
+            self.store(values)
+            return
+        whole = self.fetch()
+        whole[tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))] = values
+        self.store(whole)
+
+    def copied_to(self, extent: Extent) -> OnDisk:
+        """The same values in `extent`, which has `room` bytes.
+
+        Raises:
+            DiskError: they cannot be read or written.
+        """
+        begin, end = self._stretch
+        memory = aligned_buffer(min(_COPY_NBYTES, end - begin))
+        for at in range(begin, end, _COPY_NBYTES):
+            buffer = memory[: end - at]
+            self.extent.read(buffer, at).wait()
+            extent.write(buffer, at - begin).wait()
+        return OnDisk(extent, self.start - begin, self.shape, self.dtype, self.device)
+
+    @property
+    def room(self) -> int:
+        """Bytes of whole blocks in which the values lie."""
+        begin, end = self._stretch
+        return end - begin
+
+    def over(self, block: Tensor) -> Tensor:
+        """This tensor's place in `block`, which is the memory of the whole extent: a view."""
+        return self._in(block, 0)
+
+    def _in(self, block: Tensor, begin: int) -> Tensor:
+        raw = block[self.start - begin :][: self.numel() * self.dtype.itemsize]
+        return raw.view(self.dtype).view(self.shape)
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+    def _alias(self) -> OnDisk:
+        return OnDisk(self.extent, self.start, self.shape, self.dtype, self.device)
+
+
+_ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})

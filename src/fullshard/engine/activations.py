@@ -1,0 +1,206 @@
+"""Activations that are away between forward and backward: which tensors travel, and where to.
+
+[Note: what travels]
+Autograd gives what it saves to a pair of hooks that the unit sets around its forward. A tensor travels with the whole
+of its storage, once, however many nodes save it or views of it: only then is memory freed. What stays: parameters, in
+whose storage other values come and go; buffers of modules, which nobody frees; tensors of other devices, or of a
+subclass such as `DTensor`; storages below SMALLEST_BYTES. The version of what stays is looked at again in backward, as
+autograd does.
+
+[Note: beside checkpoints]
+A checkpoint within a unit has hooks of its own, and what it saves itself, the inputs of its region, comes to those of
+the unit. A unit within a checkpoint sets none, neither at first nor when it is computed again: the inputs come to the
+unit around. The same holds for all other hooks that a user sets.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from fullshard._compat import FakeTensor, in_backward, saved_tensor_hooks, weak_storage
+from fullshard.device.accelerator import accelerator_for, is_capturing
+from fullshard.disk.space import Space
+from fullshard.engine.away import WINDOW_BYTES, Away, Store, written_to
+from fullshard.engine.registry import buffers_of
+from fullshard.engine.unit import Unit
+from fullshard.policy.offload import Offload
+
+__all__ = ["SMALLEST_BYTES", "Activations", "tiers_of"]
+
+SMALLEST_BYTES = 64 << 10
+"""Of a storage that travels: a smaller one is not worth a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stayed:
+    tensor: Tensor
+    version: int
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise written_to(self.tensor.nbytes)
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Travelled:
+    """A tensor over a storage that is away."""
+
+    away: Away
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def unpack(self) -> Tensor:
+        flat = self.away.store.get(self.away)
+        start = flat.storage_offset() // self.dtype.itemsize
+        with torch.inference_mode(False), torch.no_grad():
+            empty = torch.empty(0, dtype=self.dtype, device=flat.device)
+            return empty.set_(flat.untyped_storage(), start + self.offset, self.shape, self.stride)
+
+
+def _unpack(saved: _Stayed | _Travelled) -> Tensor:
+    return saved.unpack()
+
+
+def tiers_of(units: Sequence[Unit]) -> dict[Unit, str]:
+    """Where the activations of each unit go: "cpu" or "disk"; units whose activations stay are left out.
+
+    Of units that were asked for the same, the first ones in order are on the disk, the next ones in the host's memory:
+    what is away the longest has the most time to come and go. A root is the last, since its backward is the first.
+    """
+    ordered = sorted(units, key=lambda unit: unit.state.is_root)
+    tiers: dict[Unit, str] = {}
+    for fractions in {tuple(sorted(unit.options.activations.items())) for unit in units}:
+        alike = [unit for unit in ordered if tuple(sorted(unit.options.activations.items())) == fractions]
+        share = dict(fractions)
+        for number, unit in enumerate(alike):
+            middle = (number + 0.5) / len(alike)
+            if middle < share.get("disk", 0.0):
+                tiers[unit] = "disk"
+            elif middle < share.get("disk", 0.0) + share.get("cpu", 0.0):
+                tiers[unit] = "cpu"
+    return tiers
+
+
+class Activations:
+    """Of one root: the hooks around forwards, and the stores.
+
+    Args:
+        units: all units of the root.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._tiers = tiers_of(units)
+        self._device = units[0].device
+        self._stores: dict[str, Store] = {}
+        self._entered: list[tuple[Unit, saved_tensors_hooks | None]] = []
+        self._resident: set[int] = set()  # storages that stay
+        self._known: dict[tuple[int, int], tuple[Any, weakref.ref[Away]]] = {}  # by storage and version
+        self._order: list[weakref.ref[Away]] = []  # all that this forward has put away
+
+    @property
+    def stores(self) -> Sequence[Store]:
+        """Those that are in use, for statistics."""
+        return tuple(self._stores.values())
+
+    def begin_forward(self) -> None:
+        """Note that a new forward of the root begins: what it saves shares nothing with the last one's."""
+        if not self._tiers:
+            return
+        self._device = self._units[0].device
+        self._known.clear()
+        self._order = []
+        self._resident = {
+            buffer.untyped_storage()._cdata for unit in self._units for buffer in buffers_of(unit.modules)
+        }
+
+    def enter(self, unit: Unit) -> None:
+        """Set the hooks for `unit`, unless somebody else's are set."""
+        hooks = None
+        if self._tiers:
+            for needed in (unit, *unit.borrowed):
+                self._resident.add(needed.slot.storage._cdata)
+            hooks = self._hooks_for(unit)
+        self._entered.append((unit, hooks))
+        if hooks is not None:
+            hooks.__enter__()
+
+    def leave(self, unit: Unit) -> None:
+        """Take the hooks back that were set when `unit` was entered, and those of units within that were not left."""
+        while any(entered is unit for entered, _ in self._entered):
+            entered, hooks = self._entered.pop()
+            top = saved_tensor_hooks()
+            if hooks is not None and top is not None and top[1] is _unpack:
+                hooks.__exit__()
+            if entered is unit:
+                return
+
+    def recover(self) -> None:
+        """Take all hooks back, after an exception."""
+        while self._entered:
+            self.leave(self._entered[-1][0])
+
+    def _hooks_for(self, unit: Unit) -> saved_tensors_hooks | None:
+        if not torch.is_grad_enabled() or in_backward() or is_capturing(self._device):
+            return None
+        top = saved_tensor_hooks()
+        if top is not None and top[1] is not _unpack:
+            return None
+        store = self._store(self._tiers.get(unit))
+        if store is None and top is None:
+            return None
+        pack: Callable[[Tensor], _Stayed | _Travelled] = _stay if store is None else partial(self._pack, store)
+        return saved_tensors_hooks(pack, _unpack)
+
+    def _store(self, tier: str | None) -> Store | None:
+        """Where a tier's storages go; None where they stay: in the host's memory they are already, on a CPU."""
+        if tier is None or (tier == "cpu" and not accelerator_for(self._device).has_lanes):
+            return None
+        if tier not in self._stores:
+            policy = next(unit for unit in self._tiers if self._tiers[unit] == tier).options.offload
+            assert isinstance(policy, Offload), "it names the tier"
+            name = f"activations-of-rank-{dist.get_rank()}"
+            space = Space(policy.disk_folder, name) if tier == "disk" else None
+            self._stores[tier] = Store(self._device, space, WINDOW_BYTES)
+        return self._stores[tier]
+
+    def _pack(self, store: Store, tensor: Tensor) -> _Stayed | _Travelled:
+        if not self._travels(tensor):
+            return _stay(tensor)
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version
+        known = self._known.get(key)
+        away = None if known is None else known[1]()
+        if away is None:
+            away = store.put(tensor, self._order)
+            self._known[key] = weak_storage(storage), self._order[-1]
+        away.uses += 1
+        return _Travelled(away, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def _travels(self, tensor: Tensor) -> bool:
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device != self._device:
+            return False
+        if tensor.is_conj() or tensor.is_neg():
+            return False
+        storage = tensor.untyped_storage()
+        return storage.nbytes() >= SMALLEST_BYTES and storage._cdata not in self._resident
+
+
+_PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
+
+
+def _stay(tensor: Tensor) -> _Stayed:
+    """`tensor` as it is, but for its node, which would hold the tensor and be held by it."""
+    return _Stayed(tensor.detach(), tensor._version)

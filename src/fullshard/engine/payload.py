@@ -1,0 +1,332 @@
+"""Tensor subclasses that say themselves what of a shard is sent, and what is made of every rank's: their payloads.
+
+The protocol is torch's. A class of low-precision weights has two methods:
+
+    fsdp_pre_all_gather(mesh, ...)             the tensors to send of this rank's shard, and metadata that stays here
+    fsdp_post_all_gather(gathered, metadata,   what modules are to see, made of those tensors gathered along their
+        param_dtype, *, out)                   first dims; and the tensors that have memory for it
+
+So float8 weights are cast before they travel, and are the operand of a product when they have arrived; what rests in 4
+bits travels in 4 bits. At rest a shard is a tensor of the same class, cut by the operations of the class itself.
+
+[Note: equal rows]
+Every rank sends as much as any other. So `fsdp_pre_all_gather` is called on a shard with as many rows as the first
+rank's, of which those that a short shard lacks are zeros, and rows beyond the parameter's own are cut off before
+`fsdp_post_all_gather`. Memory for all rows is kept, and the shard is the first of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from inspect import signature
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard._compat import holds_tensors, keeping_versions, plain_values
+from fullshard.comm.mesh import Axes
+from fullshard.device.accelerator import accelerator_for
+from fullshard.device.memory import Pool, Slot, typed_view
+from fullshard.engine.group_buffers import ShardStorage, UnshardedBuffer
+from fullshard.engine.group_plan import GroupPlan, PayloadPlan, message_rule
+from fullshard.engine.pack import Pack
+from fullshard.engine.sharded_param import ShardedParam, Source
+from fullshard.errors import ConfigError, StateError
+from fullshard.layout.group_layout import ParamLayout, lay_out
+from fullshard.layout.offsets import contiguous_strides
+from fullshard.layout.shard_spec import ShardSpec
+from fullshard.policy.precision import DtypeContract
+
+__all__ = ["PayloadBuffer", "PayloadParam", "PayloadStorage"]
+
+_BYTES = DtypeContract(stored=torch.uint8, compute=torch.uint8, reduce=torch.uint8)
+
+
+class PayloadParam(ShardedParam):
+    """A parameter of a class that says what is sent. Until the first gather its unsharded form is a stand-in."""
+
+    def __init__(self, source: Source, param_layout: ParamLayout, plan: GroupPlan) -> None:
+        self._spec = param_layout.spec
+        self._mesh = _shard_mesh(plan.axes)
+        self._policy = plan.options.precision
+        self._param_dtype = plan.contract.compute
+        padded = _padded_part(source.fqn, source.local, self._spec, plan.rank, plan.memory.device)
+        super().__init__(source, param_layout, self._hold(padded, plan.rank), plan)
+        self._metadata: Any = None
+        self._inner: Sequence[Tensor] = ()
+        self._has_form = False
+        if not source.param.is_meta:
+            self.note_made_of(source.local)
+
+    def _hold(self, padded: Tensor, rank: int) -> Tensor:
+        """Keep `padded`, which has equal rows, and give the shard in it."""
+        self._padded = padded
+        self._own = {name for name, value in vars(padded).items() if isinstance(value, Tensor)}
+        rows = len(self._spec.span(rank))
+        self._shard = padded if rows == len(padded) else padded.narrow(0, 0, rows)
+        return self._shard
+
+    @property
+    def holds_its_shard(self) -> bool:
+        """True if the sharded parameter still holds its shard where it was put."""
+        return self.local is self._shard
+
+    def renew(self, plan: GroupPlan) -> None:
+        """Take over the shard that the sharded parameter holds now, and start the unsharded form afresh."""
+        local = self.local
+        rows = self._spec.shard_shape(0)[0]
+        if local.device != plan.memory.device:
+            local = local.to(plan.memory.device)
+        if len(local) != rows:
+            padded = local.new_zeros((rows, *local.shape[1:]))
+            padded.narrow(0, 0, len(local)).copy_(local)
+            local = padded
+        self.local = self._hold(local, plan.rank)
+        self._param_dtype = plan.contract.compute
+        self._inner, self._has_form = (), False
+        self.renew_unsharded(plan.contract.compute, plan.device)
+
+    def write(self, whole: Tensor) -> None:
+        values = plain_values(self.local)
+        wholes = plain_values(whole) if holds_tensors(whole) else whole
+        assert values is not None, "checked by the caller"
+        assert wholes is not None, "of one class"
+        values.copy_(self.take_own(wholes))
+        torch.autograd.graph.increment_version(self.sharded)
+
+    # -- the protocol -------------------------------------------------------------------------------------------------
+
+    def payloads(self, device: torch.device) -> list[Tensor]:
+        """What this rank sends: as many bytes as the others. May be a collective of the class's own."""
+        if self._padded is not self._shard:  # what the class has left on the shard since, such as a scale
+            kept = {name: value for name, value in vars(self._shard).items() if name not in self._own}
+            vars(self._padded).update(kept)
+        shard = self._padded if self._padded.device == device else self._padded.to(device, non_blocking=True)
+        hook: Any = shard.fsdp_pre_all_gather  # type: ignore[attr-defined]
+        shape = self._spec.shape
+        more = (torch.Size(shape), contiguous_strides(shape), self.owners[0].module, self._policy)
+        payloads, self._metadata = hook(self._mesh, *(more if len(signature(hook).parameters) == 5 else ()))
+        payloads = list(payloads)
+        uneven = [p for p in payloads if self._spec.padding and (not p.ndim or len(p) != len(shard))]
+        if uneven:
+            raise ConfigError(
+                f"{self.fqn} is a {type(shard).__name__} of {shape[0]} rows, which do not divide evenly by "
+                f"{self._spec.world} ranks, and sends a tensor of shape {tuple(uneven[0].shape)} for {len(shard)} of "
+                "them: rows that are missing in the last shards cannot be told from others. Choose a number of ranks "
+                "that divides the rows, or list it in ignored_params."
+            )
+        return payloads
+
+    @torch.no_grad()
+    def receive(self, gathered: Sequence[Tensor]) -> bool:
+        """Make the unsharded form of what all ranks have sent. True if it is another object than before."""
+        rows = self._spec.shape[0]
+        whole = tuple(it[:rows] if self._spec.padding else it for it in gathered)
+        hook: Any = self._padded.fsdp_post_all_gather  # type: ignore[attr-defined]
+        metadata, self._metadata = self._metadata, None
+        if self._has_form:
+            for tensor in self._inner:
+                accelerator_for(tensor.device).resize(tensor.untyped_storage(), _nbytes(tensor))
+            with keeping_versions([*self._inner, self.unsharded]):
+                hook(whole, metadata, self._param_dtype, out=self.unsharded)
+            return False
+        form, inner = hook(whole, metadata, self._param_dtype)
+        if tuple(form.shape) != self._spec.shape:
+            raise ConfigError(
+                f"{self.fqn}: fsdp_post_all_gather of {type(self._padded).__name__} gave a {type(form).__name__} of "
+                f"shape {tuple(form.shape)}, but the parameter's is {self._spec.shape}. Let it return the whole "
+                "parameter, of the tensors that it was given."
+            )
+        given = {tensor.untyped_storage()._cdata for tensor in gathered}
+        self._inner = [it for it in inner if it.untyped_storage()._cdata not in given]
+        self._has_form = True
+        self.replace_unsharded(form)
+        return True
+
+    def release(self) -> None:
+        """Give the memory back that the class has allocated for the unsharded form."""
+        for tensor in self._inner:
+            accelerator_for(tensor.device).resize(tensor.untyped_storage(), 0)
+
+    @property
+    def inner_nbytes(self) -> int:
+        """Bytes of that memory, if it is there."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._inner)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes from the start of its storage to the end of a contiguous tensor."""
+    return int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+
+
+def _shard_mesh(axes: Axes) -> DeviceMesh:
+    """The mesh of the shard axis alone, as classes expect it."""
+    if axes.mesh.ndim == 1:
+        return axes.mesh
+    names = axes.mesh.mesh_dim_names
+    if names is None:
+        return DeviceMesh.from_group(axes.shard_group, axes.mesh.device_type)
+    return axes.mesh[names[-1]]
+
+
+@torch.no_grad()
+def _padded_part(fqn: str, whole: Tensor, spec: ShardSpec, rank: int, device: torch.device) -> Tensor:
+    """A tensor of the class of `whole` with this rank's rows, and zeros for those that it has fewer of than the first.
+
+    Raises:
+        ConfigError: the class cannot be cut so.
+    """
+    try:
+        parts = torch.chunk(whole, spec.world)
+        found = [len(part) for part in parts]
+        wanted = [len(spec.span(it)) for it in range(spec.world) if len(spec.span(it))]
+        if found != wanted:
+            raise ValueError(f"parts have {found} rows instead of {wanted}")
+        shape = spec.shard_shape(0)
+        padded = (parts[0] if whole.device == device else parts[0].to(device)).new_zeros(shape)
+        if rank < len(parts):
+            part = parts[rank].to(device) if parts[rank].device != device else parts[rank]
+            (padded if part.shape == padded.shape else padded.narrow(0, 0, len(part))).copy_(part)
+    except Exception as error:
+        kind = type(whole).__name__
+        raise ConfigError(
+            f"{fqn} is a {kind} of shape {tuple(whole.shape)}, which cannot be cut into {spec.world} parts of rows: "
+            f"{str(error) or type(error).__name__}. Choose a number of ranks that its blocks allow, or list it in "
+            "ignored_params, or shard the model before its parameters are converted."
+        ) from error
+    return padded
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Form:
+    """The shape and the dtype of a payload."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, payload: Tensor) -> _Form:
+        return cls(tuple(payload.shape), payload.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of it on one rank."""
+        return int(prod(self.shape)) * self.dtype.itemsize
+
+    def of_all(self, world: int) -> tuple[int, ...]:
+        """The shape of what `world` ranks have sent, along the first dim."""
+        return (world * self.shape[0], *self.shape[1:]) if self.shape else (world,)
+
+
+class PayloadStorage(ShardStorage):
+    """The shards of tensor subclasses, each in memory that its class has chosen."""
+
+    def __init__(self, plan: PayloadPlan, params: Sequence[PayloadParam]) -> None:
+        super().__init__(plan)
+        self.shards = [param.local for param in params]
+        self._params = params
+        self._payloads: list[Tensor] = []
+        self.buffer: PayloadBuffer | None = None
+
+    def prepare(self) -> PayloadBuffer:
+        """Have all parameters say what they send; the buffer that it is received in, which has memory then.
+
+        Raises:
+            ConfigError: something of it cannot be sent.
+            StateError: it is of another form than before.
+        """
+        sent = [param.payloads(self.plan.device) for param in self._params]
+        forms = [[_Form.of(payload) for payload in payloads] for payloads in sent]
+        if self.buffer is None:
+            assert isinstance(self.plan, PayloadPlan)
+            self.buffer = PayloadBuffer(self.plan, forms)
+        odd = [i for i, form in enumerate(forms) if form != self.buffer.forms[i]]
+        if odd:
+            param = self._params[odd[0]]
+            raise StateError(
+                f"{param.fqn}: fsdp_pre_all_gather of {type(param.local).__name__} gave {forms[odd[0]]}, but "
+                f"{self.buffer.forms[odd[0]]} before. What a class sends must keep its shapes and dtypes."
+            )
+        self._payloads = [_as_bytes(payload) for payloads in sent for payload in payloads]
+        self.buffer.allocate()
+        return self.buffer
+
+    def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
+        """See `ShardStorage.to_send`. Payloads travel from where they are, and small ones by the pack."""
+        assert self.buffer is not None, "prepared before it is sent"
+        payloads, layout, taken = self._payloads, self.buffer.layout, None
+        self._payloads = []
+        parts = [payload for payload, it in zip(payloads, layout.params, strict=True) if it.in_place]
+        if layout.pack_numel:
+            taken = scratch.take(layout.pack_numel, torch.uint8)
+            for i in layout.packed:
+                part = layout.params[i].part
+                taken[part.start - layout.pack_offset : part.stop - layout.pack_offset].copy_(payloads[i])
+            parts.append(taken)
+        return parts, taken
+
+
+def _as_bytes(payload: Tensor) -> Tensor:
+    return payload.detach().contiguous().view(-1).view(torch.uint8)
+
+
+class PayloadBuffer:
+    """Memory for the payloads of all ranks, laid out as parameters of so many bytes are; apart from the unit's.
+
+    Args:
+        plan: of the parameters.
+        forms: of the payloads of each.
+    """
+
+    def __init__(self, plan: PayloadPlan, forms: Sequence[Sequence[_Form]]) -> None:
+        self.forms = forms
+        flat = [form for its in forms for form in its]
+        world = plan.axes.shard_world
+        shapes = [(world * form.nbytes,) for form in flat]
+        self.layout = lay_out(shapes, world, 1, [0] * len(shapes), message_rule(plan.axes))
+        self._plan = GroupPlan(self.layout, _BYTES, plan.options, plan.axes, plan.device, plan.memory)
+        self._slot = Slot(plan.device)
+        self._world = world
+        self._unsharded: UnshardedBuffer | None = None
+        self.gathered: list[list[Tensor]] = []
+
+    def allocate(self) -> None:
+        """Have memory, in which the same tensors lie as before."""
+        lane = accelerator_for(self._plan.device).lanes.gather
+        self._slot.allocate(self, self._plan.unsharded_nbytes, lane)
+        if self._unsharded is None:
+            self._unsharded = UnshardedBuffer(self._plan, Pack(self.layout, self._plan.rank), (self._slot.storage, 0))
+            places = iter(self.layout.params)
+            self.gathered = [[self._view(form, next(places)) for form in its] for its in self.forms]
+
+    def _view(self, form: _Form, place: ParamLayout) -> Tensor:
+        shape = form.of_all(self._world)
+        return typed_view(self._slot.storage, form.dtype, place.unsharded_offset, shape, self._plan.device)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        if self._slot.occupant is self:
+            self._slot.free()
+
+    @property
+    def unsharded(self) -> UnshardedBuffer:
+        """The buffer as a gather sees it: bytes."""
+        assert self._unsharded is not None, "allocated before it is used"
+        return self._unsharded
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes while it has memory."""
+        return self._plan.unsharded_nbytes
+
+    @property
+    def present_nbytes(self) -> int:
+        """Bytes that it takes now."""
+        return self.nbytes if self._slot.occupant is self else 0

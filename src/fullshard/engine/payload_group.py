@@ -1,0 +1,165 @@
+"""Parameter groups of tensor subclasses that say what of them is sent, see `payload.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fullshard.comm.wire import Pending
+from fullshard.engine.gather import Gather, gather_for
+from fullshard.engine.gradients import GradientState
+from fullshard.engine.group_buffers import ShardStorage, Stretch, UnshardedBuffer
+from fullshard.engine.group_plan import GroupPlan, PayloadPlan
+from fullshard.engine.group_wires import GroupWires
+from fullshard.engine.pack import Pack
+from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.payload import PayloadParam, PayloadStorage
+from fullshard.engine.sharded_param import ShardedParam, Source
+from fullshard.tape.recorder import Origin
+
+__all__ = ["group_type"]
+
+
+class PayloadGroup(ParamGroup):
+    """Parameters that are gathered as their payloads, in memory apart from the unit's."""
+
+    params: list[PayloadParam]  # type: ignore[assignment]  # the group's own list
+
+    def __init__(
+        self,
+        plan: PayloadPlan,
+        params: Sequence[PayloadParam],
+        wires: GroupWires,
+        state: GradientState,
+    ) -> None:
+        self._storage = PayloadStorage(plan, params)
+        gather = Gather(params, self._storage, wires.gathers, wires.scratch)
+        super().__init__(plan, Pack(plan.layout, plan.rank), params, gather, None, wires, state)
+
+    @classmethod
+    def of(cls, sources: Sequence[Source], plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> PayloadGroup:
+        assert isinstance(plan, PayloadPlan)
+        params = [PayloadParam(it, placed, plan) for it, placed in zip(sources, plan.layout.params, strict=True)]
+        return cls(plan, params, wires, GradientState())
+
+    def moved(self, plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> PayloadGroup:
+        assert isinstance(plan, PayloadPlan)
+        self.release()
+        for param, placed in zip(self.params, plan.layout.params, strict=True):
+            param.layout = placed
+            param.renew(plan)
+        return PayloadGroup(plan, self.params, wires, self.gradients.state)
+
+    def _note_shards(self) -> None:
+        """Nothing to note: each parameter knows its shard."""
+
+    def lie_in(self, stretch: Stretch | None) -> None:
+        """See `ParamGroup.lie_in`. Nothing lies in the unit's storage."""
+
+    def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
+        """Nor does it at first."""
+
+    @property
+    def holds_its_shards(self) -> bool:
+        return all(param.holds_its_shard for param in self.params)
+
+    def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
+        """See `ParamGroup.start_gather`. The classes may take collectives of their own first."""
+        return self.gather.start(self._storage.prepare().unsharded, origin, in_common=False)
+
+    def finish_gather(self) -> bool:
+        buffer = self._storage.buffer
+        assert buffer is not None, "a gather was started"
+        self.gather.finish(buffer.unsharded)
+        made = [param.receive(its) for param, its in zip(self.params, buffer.gathered, strict=True)]
+        return any(made)
+
+    def release(self) -> None:
+        super().release()
+        if self._storage.buffer is not None:
+            self._storage.buffer.free()
+        for param in self.params:
+            param.release()
+
+    @property
+    def apart_nbytes(self) -> int:
+        return 0 if self._storage.buffer is None else self._storage.buffer.nbytes
+
+    @property
+    def present_apart_nbytes(self) -> int:
+        own = sum(param.inner_nbytes for param in self.params)
+        return own + (0 if self._storage.buffer is None else self._storage.buffer.present_nbytes)
+
+
+class WholeShards(ShardStorage):
+    """Whole parameters, each a tensor of its own class."""
+
+    def __init__(self, plan: GroupPlan, shards: list[Tensor]) -> None:
+        super().__init__(plan)
+        self.shards = shards
+
+    def to_send(self, scratch: object) -> tuple[list[Tensor], Tensor | None]:
+        """See `ShardStorage.to_send`: nothing, since no rank lacks anything."""
+        return [], None
+
+
+class WholeClassGroup(ParamGroup):
+    """Parameters of such classes where every rank steps whole ones: modules see them as they were found."""
+
+    def __init__(
+        self, plan: GroupPlan, params: Sequence[ShardedParam], wires: GroupWires, state: GradientState
+    ) -> None:
+        storage = WholeShards(plan, [param.local for param in params])
+        gather = gather_for(params, storage, wires)
+        super().__init__(plan, Pack(plan.layout, plan.rank), params, gather, None, wires, state)
+        for param in params:
+            param.replace_unsharded(param.local)
+
+    @classmethod
+    def of(
+        cls, sources: Sequence[Source], plan: GroupPlan, wires: GroupWires, stretch: Stretch | None
+    ) -> WholeClassGroup:
+        params = []
+        for source, placed in zip(sources, plan.layout.params, strict=True):
+            local = source.local
+            if local.device != plan.memory.device:
+                local = local.to(plan.memory.device)
+            params.append(ShardedParam(source, placed, local, plan))
+            if not source.param.is_meta:
+                params[-1].note_made_of(source.local)
+        return cls(plan, params, wires, GradientState())
+
+    def moved(self, plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> WholeClassGroup:
+        for param, placed in zip(self.params, plan.layout.params, strict=True):
+            param.layout = placed
+            param.renew_unsharded(plan.contract.compute, plan.device)
+        return WholeClassGroup(plan, self.params, wires, self.gradients.state)
+
+    def _note_shards(self) -> None:
+        self._shards = [param.local for param in self.params]
+
+    def lie_in(self, stretch: Stretch | None) -> None:
+        """See `ParamGroup.lie_in`. Nothing lies in the unit's storage."""
+
+    def _point_to(self, unsharded: UnshardedBuffer | None) -> None:
+        """Nor does it at first."""
+
+    @property
+    def holds_its_shards(self) -> bool:
+        return all(param.local is shard for param, shard in zip(self.params, self._shards, strict=True))
+
+    def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
+        """See `ParamGroup.start_gather`. Nothing is sent, or copied."""
+        return Pending()
+
+    def finish_gather(self) -> bool:
+        self.gather.note_current()
+        return False
+
+
+def group_type(plan: GroupPlan) -> type[ParamGroup]:
+    """The kind of group that `plan` is for."""
+    if not isinstance(plan, PayloadPlan):
+        return ParamGroup
+    return PayloadGroup if plan.shards_optimizer else WholeClassGroup

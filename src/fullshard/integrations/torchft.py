@@ -1,0 +1,206 @@
+"""Replicas that come and go: a replicate axis of torchft's, whose losses cost a step and no restart.
+
+    model, optimizer = make_sharded_model()         # over the ranks of this replica
+    replicas = Replicas(model, optimizer)           # finds the others by their lighthouse
+    while replicas.step < steps:
+        replicas.begin_step()                       # who takes part; whoever has missed steps gets another's state
+        loss_of(model, batch(replicas.step, replicas.index, replicas.count)).backward()
+        if replicas.should_commit():                # else the step is abandoned, and done again
+            optimizer.step()
+        optimizer.zero_grad()
+
+A replica is a world of its own: a process group of its ranks, started by a launcher of its own, say torchrun. Its model
+is sharded over these. What it has in common with other replicas are torchft's `Manager` and lighthouse: gradients are
+means over all replicas of the step, taken where HSDP sums over its replicate axis. A replica of which any rank is lost
+ends, and is started anew; the others abandon the step that was under way and go on without it. When it comes back, it
+gets the state of another replica: each rank that of the rank of its place there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fullshard.checkpoint.contents import HasState
+from fullshard.checkpoint.snapshot import restore_snapshot, snapshot
+from fullshard.comm.routes import collectives_for
+from fullshard.engine.registry import units_in
+from fullshard.errors import ConfigError, StateError
+from fullshard.fully_shard import FSDPModule
+from fullshard.required import require
+from fullshard.tape.recorder import Origin, Phase
+
+require("torchft", "0.2", extra="torchft")
+
+from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL  # noqa: E402
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """This replica among the others. Each of its ranks makes one, and calls all methods, in the same order.
+
+    Args:
+        model: sharded over the ranks of this replica, by any strategy, its outermost module included. Replicas must
+            have the same model, strategy and number of ranks. At the first step all get the weights of one of them.
+        optimizer: over parameters of `model`.
+        scheduler: anything with `state_dict()` and `load_state_dict()`. A replica gets another's along with the rest.
+        name: of this replica, and no other one.
+        lighthouse: its address, such as `"http://host:29510"`; the environment's `TORCHFT_LIGHTHOUSE`, if None.
+        min_replicas: with fewer than these no step is committed.
+        timeout_s: seconds that a sum over replicas, a transfer of state or a question to the lighthouse may take. A
+            replica that has not come to its end by then is given up like one that is lost.
+
+    Raises:
+        ConfigError: `model` is not sharded, or no lighthouse is named.
+        StateError: there is no process group, or the lighthouse does not answer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        name: str,
+        scheduler: HasState | None = None,
+        lighthouse: str | None = None,
+        min_replicas: int = 1,
+        timeout_s: float = 60.0,
+    ) -> None:
+        lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
+        if not isinstance(model, FSDPModule):
+            raise ConfigError(
+                f"Replicas({type(model).__name__}) is not sharded: nothing of it would be summed over replicas. Call "
+                "fully_shard on its inner modules, and on itself last."
+            )
+        if not lighthouse:
+            raise ConfigError(
+                "Replicas(lighthouse=None): no lighthouse is named. Start one by torchft_lighthouse --min_replicas 1, "
+                "and pass its address, or set TORCHFT_LIGHTHOUSE to it."
+            )
+        if not dist.is_initialized():
+            raise StateError(
+                "Replicas without a process group of this replica's ranks. Call torch.distributed."
+                "init_process_group() first, under a launcher for each replica."
+            )
+        self._model = model
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._units = units_in(model)
+        self._device = self._units[0].device
+        self._manager = self._join(name, lighthouse, min_replicas, timedelta(seconds=timeout_s))
+        self._manager.register_state_dict_fn("fullshard", self._restore, self._snapshot)
+        for unit in self._units:
+            cast(FSDPModule, unit.module).set_all_reduce_hook(self._sum_over_replicas)
+
+    def _join(self, name: str, lighthouse: str, min_replicas: int, timeout: timedelta) -> Manager:
+        store = dist.PrefixStore("fullshard torchft", dist.distributed_c10d._get_default_store())
+        rank = dist.get_rank()
+        if rank == 0:
+            own = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+            self._store = own  # for as long as this replica lives
+            store.set("address", f"{socket.gethostname()} {own.port}")
+        host, port = store.get("address").decode().split()
+        self._group = ProcessGroupGloo(timeout) if self._device.type == "cpu" else ProcessGroupNCCL(timeout)
+        try:
+            return Manager(
+                pg=self._group,
+                load_state_dict=None,
+                state_dict=None,
+                min_replica_size=min_replicas,
+                use_async_quorum=False,  # the state of another replica must be there before the forward
+                timeout=timeout,
+                quorum_timeout=timeout,
+                connect_timeout=timeout,
+                rank=rank,
+                world_size=dist.get_world_size(),
+                store_addr=host,
+                store_port=int(port),
+                lighthouse_addr=lighthouse,
+                replica_id=name,
+            )
+        except Exception as error:
+            raise StateError(
+                f"Replicas(lighthouse={lighthouse!r}): replica {name!r} could not join: {error}. Is the lighthouse "
+                "there, and reached from this host?"
+            ) from error
+
+    @property
+    def step(self) -> int:
+        """Steps that are committed so far, by this replica or by the one whose state it has."""
+        return int(self._manager.current_step())
+
+    @property
+    def count(self) -> int:
+        """How many replicas take part in the step that was begun."""
+        return int(self._manager.num_participants())
+
+    @property
+    def index(self) -> int:
+        """The number of this replica among those, from 0 on."""
+        index = self._manager.participating_rank()
+        assert index is not None, "replicas have the newest state before a step begins"
+        return int(index)
+
+    def begin_step(self) -> None:
+        """Find the replicas of the next step, and have the state that they go on from.
+
+        Returns once all replicas that are there have come to it, or those that have not are taken for lost. It is then
+        that `count` and `index` may be others than before, and `step` too, where this replica had missed any.
+
+        Raises:
+            StateError: the lighthouse does not answer, or fewer replicas than it wants came in time.
+        """
+        try:
+            self._manager.start_quorum()
+        except Exception as error:
+            raise StateError(
+                f"begin_step of step {self.step}: no quorum of replicas: {error}. Is the lighthouse there, and are as "
+                "many replicas as it was started with?"
+            ) from error
+
+    def should_commit(self) -> bool:
+        """Whether to step the optimizer: gradients are means over all replicas. If not, the step is abandoned.
+
+        Call it after the step's backward. It is False if any rank of this replica has lost another replica meanwhile:
+        then gradients are dropped, on all ranks of this replica, and `begin_step` begins the same step anew. If others
+        had all sums by then, they have stepped, and this replica gets their state.
+        """
+        if self._manager.should_commit():
+            return True
+        self._model.abandon_step()
+        self._agree_on_step()
+        return False
+
+    def close(self) -> None:
+        """Leave the other replicas, between steps."""
+        dist.barrier()  # whoever serves the ranks of this replica leaves last
+        self._manager.shutdown(wait=False)
+
+    def _sum_over_replicas(self, sums: Tensor) -> None:
+        """The mean over replicas in place of this replica's; anything at all, once one was lost.
+
+        A rank that notices closes its connections: others in a ring may wait for this rank, and not for the lost one.
+        """
+        self._manager.allreduce(sums).wait()
+        if self._manager.errored() is not None:
+            self._group.abort(errored=False)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return snapshot(model=self._model, optimizer=self._optimizer, scheduler=self._scheduler)
+
+    def _restore(self, taken: Mapping[str, Any]) -> None:
+        restore_snapshot(taken, model=self._model, optimizer=self._optimizer, scheduler=self._scheduler)
+
+    def _agree_on_step(self) -> None:
+        """Have the oldest step of any rank: of a state that came to some of them only, all are to get a newer one."""
+        world = collectives_for(dist.distributed_c10d._get_default_group(), self._device)
+        steps = world.gather_objects(self.step, origin=Origin("replicas", Phase.IDLE))
+        self._manager.load_state_dict({**self._manager.state_dict(), "step": min(steps)})

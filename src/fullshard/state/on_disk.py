@@ -1,0 +1,372 @@
+"""Optimizer states that rest on a disk between steps, and pass through few buffers in one.
+
+[Note: a step in portions]
+The parameters whose states rest on the disk are stepped a portion at a time; those of one portion lie side by side in
+the file, in one extent. Three buffers take turns: while one portion is stepped, the next one is read and the one before
+is written.
+
+    disk       read 0   read 1   write 0, read 2   write 1, read 3   ...
+    optimizer           step 0   step 1            step 2            ...
+
+The states are the same `DTensor`s all the time. What they hold is a view of a buffer while their portion is stepped,
+and an `OnDisk` tensor otherwise. A portion that has no states yet, or other ones than the file has room for, as in a
+first step or after `load_state_dict`, is stepped with those that it has, and gets an extent afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard._compat import dtensor_like, local_tensor, set_local_tensor
+from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
+from fullshard.disk.tensors import Extent, OnDisk, Scratch, no_buffer
+from fullshard.engine.managed import managed_by
+from fullshard.engine.unit import Unit
+from fullshard.layout.group_layout import ALIGNMENT_BYTES
+from fullshard.layout.offsets import aligned_offsets
+from fullshard.policy.offload import Offload
+
+__all__ = [
+    "BUFFERS",
+    "PORTION_NBYTES",
+    "StatesOnDisk",
+    "StepsInPortions",
+    "bring_to_memory",
+    "portions_on_disk",
+    "states_on_disk",
+]
+
+PORTION_NBYTES = 64 * 2**20
+"""Bytes of states that are stepped at a time; those of one parameter, if they are more."""
+BUFFERS = 3
+"""For the portion that is stepped, the one before it and the one after it."""
+STATES = 2
+"""The states of a parameter's shape that an optimizer is taken to keep, as AdamW does."""
+
+Key = tuple[int, str]  # the number of a parameter in its portion, and the name of a state
+
+
+@dataclass(eq=False)
+class _Portion:
+    """Parameters that are stepped together, and where their states rest."""
+
+    params: list[nn.Parameter]
+    scratch: Scratch
+    rests: dict[Key, OnDisk] = field(default_factory=dict)  # all in one extent
+    buffer: Tensor = field(default_factory=no_buffer)  # what the extent is read into
+    block: Tensor = field(default_factory=no_buffer)  # the same on the device that steps
+    views: dict[Key, Tensor] = field(default_factory=dict)  # of the block: what its states hold while it is stepped
+    reading: DiskWork | None = None
+
+    @property
+    def extent(self) -> Extent | None:
+        """The stretch of the file that is its own, once it has states."""
+        return next((rest.extent for rest in self.rests.values()), None)
+
+    @property
+    def has_grads(self) -> bool:
+        """True if there is anything to step."""
+        return any(param.grad is not None for param in self.params)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's shards of the parameters."""
+        return sum(local_tensor(param).nbytes for param in self.params)
+
+    def states(self, optimizer: Optimizer) -> dict[Key, DTensor]:
+        """The states that `optimizer` has at the moment, and that rest on the disk between steps."""
+        return {
+            (number, name): value
+            for number, param in enumerate(self.params)
+            if param.ndim and param in optimizer.state
+            for name, value in optimizer.state[param].items()
+            if isinstance(value, DTensor) and value.shape == param.shape
+        }
+
+
+class StatesOnDisk:
+    """The states of one optimizer that rest on a disk. See [Note: a step in portions].
+
+    Args:
+        portions: the parameters whose states rest there, and in which folder.
+        name: of the file, for messages.
+    """
+
+    def __init__(self, portions: Iterable[tuple[Path, list[nn.Parameter]]], name: str) -> None:
+        scratches: dict[Path, Scratch] = {}
+        self._portions = [
+            _Portion(params, scratches.setdefault(folder, Scratch(folder, name))) for folder, params in portions
+        ]
+        self._portion_of = {id(param): portion for portion in self._portions for param in portion.params}
+        self._buffers = [no_buffer() for _ in range(BUFFERS)]
+        self._writes = [DiskWork([]) for _ in range(BUFFERS)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of states on the disk, rounded up to whole blocks in each portion."""
+        return sum(self.portions)
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of the buffers at present."""
+        return sum(buffer.numel() for buffer in self._buffers)
+
+    @property
+    def portions(self) -> list[int]:
+        """Bytes of each portion on the disk, in the order in which they are stepped."""
+        return [portion.extent.nbytes for portion in self._portions if portion.extent is not None]
+
+    def holds(self, param: Tensor) -> bool:
+        """True if the states of `param` rest on the disk."""
+        return id(param) in self._portion_of
+
+    def step(self, optimizer: Optimizer, run: Callable[[Sequence[nn.Parameter]], None]) -> None:
+        """Step all parameters of `optimizer`, which gives some of them to `run` at a time.
+
+        Raises:
+            DiskError: states cannot be read or written. What has been stepped by then stays so.
+        """
+        for param in (it for group in optimizer.param_groups for it in group["params"] if it.grad is not None):
+            optimizer.state[param]  # in the order of a step that is taken at once
+        todo = [portion for portion in self._portions if portion.has_grads]
+        self._begin_to_read(todo, 0)
+        rest = [it for group in optimizer.param_groups for it in group["params"] if not self.holds(it)]
+        bring_to_memory(optimizer, rest)
+        run(rest)
+        for number, portion in enumerate(todo):
+            self._begin_to_read(todo, number + 1)
+            self._fill(portion, optimizer)
+            try:
+                run(portion.params)
+            except BaseException:
+                self._empty(portion, optimizer)
+                raise
+            self._begin_to_write(portion, optimizer, number)
+
+    def write_all(self, optimizer: Optimizer) -> None:
+        """Bring all states to the disk that are not there, such as those of a step that was not taken in portions."""
+        for number, portion in enumerate(self._portions):
+            if any(value._local_tensor is not portion.rests.get(key) for key, value in _items(portion, optimizer)):
+                self._begin_to_write(portion, optimizer, number)
+
+    def expect(self, dtypes: Mapping[tuple[int, str], torch.dtype]) -> None:
+        """Make room for states that are going to be loaded: their dtypes by id of the parameter and name.
+
+        Raises:
+            DiskError: there is none.
+        """
+        for portion in self._portions:
+            forms = {
+                (number, name): _Form(local_tensor(param).shape, dtype, local_tensor(param).device)
+                for number, param in enumerate(portion.params)
+                for (key, name), dtype in dtypes.items()
+                if key == id(param) and param.ndim
+            }
+            if forms:
+                self._make_room(portion, forms)
+
+    def place_of(self, param: nn.Parameter, name: str) -> OnDisk | None:
+        """Where the state `name` of `param` rests; None if there is no room for one of that name."""
+        portion = self._portion_of.get(id(param))
+        if portion is None:
+            return None
+        number = next(number for number, known in enumerate(portion.params) if known is param)
+        return portion.rests.get((number, name))
+
+    def _begin_to_read(self, todo: Sequence[_Portion], number: int) -> None:
+        extent = todo[number].extent if number < len(todo) else None
+        if extent is not None:
+            portion = todo[number]
+            portion.buffer = self._take_buffer(number, extent.nbytes)
+            portion.reading = extent.read(portion.buffer)
+
+    def _take_buffer(self, number: int, nbytes: int) -> Tensor:
+        """The first `nbytes` of the buffer whose turn it is with the portion `number`, once it is free."""
+        turn = number % BUFFERS
+        self._writes[turn].wait()
+        if self._buffers[turn].numel() < nbytes:
+            self._buffers[turn] = no_buffer()  # before there is another
+            self._buffers[turn] = aligned_buffer(nbytes)
+        return self._buffers[turn][:nbytes]
+
+    def _fill(self, portion: _Portion, optimizer: Optimizer) -> None:
+        """Give the states of `portion` memory, with their values."""
+        if portion.reading is None:
+            return
+        portion.reading.wait()
+        portion.reading = None
+        portion.block = portion.buffer.to(_device(portion.rests))
+        portion.views = {key: rest.over(portion.block) for key, rest in portion.rests.items()}
+        for key, value in _items(portion, optimizer):
+            if value._local_tensor is portion.rests.get(key):
+                set_local_tensor(value, portion.views[key])
+        bring_to_memory(optimizer, portion.params)
+
+    def _empty(self, portion: _Portion, optimizer: Optimizer) -> None:
+        """Take the memory away again: what the file has is true."""
+        for key, value in _items(portion, optimizer):
+            if key in portion.views and value._local_tensor is portion.views[key]:
+                set_local_tensor(value, portion.rests[key])
+        portion.buffer, portion.block, portion.views = no_buffer(), no_buffer(), {}
+
+    def _begin_to_write(self, portion: _Portion, optimizer: Optimizer, number: int) -> None:
+        """Begin to write the states of `portion`, which hold no memory afterwards."""
+        states = portion.states(optimizer)
+        if not states:
+            return
+        filled = portion.views
+        if self._make_room(portion, {key: _form(value._local_tensor) for key, value in states.items()}) or not filled:
+            assert portion.extent is not None
+            nbytes = portion.extent.nbytes
+            # The buffer of its turn has what the states hold at the moment, if they are filled.
+            portion.buffer = aligned_buffer(nbytes) if filled else self._take_buffer(number, nbytes)
+            portion.block = portion.buffer.to(_device(portion.rests))
+            portion.views = {key: rest.over(portion.block) for key, rest in portion.rests.items()}
+        for key, value in states.items():
+            local = value._local_tensor
+            if local is not portion.views[key]:
+                portion.views[key].copy_(local)
+            if local is portion.views[key] or local is filled.get(key):
+                set_local_tensor(value, portion.rests[key])
+            else:  # somebody else's tensor, who may have further use for its values
+                optimizer.state[portion.params[key[0]]][key[1]] = dtensor_like(portion.rests[key], value)
+        if portion.block is not portion.buffer:
+            portion.buffer.copy_(portion.block)
+        assert portion.extent is not None
+        self._writes[number % BUFFERS] = portion.extent.write(portion.buffer)
+        portion.buffer, portion.block, portion.views = no_buffer(), no_buffer(), {}
+
+    def _make_room(self, portion: _Portion, forms: Mapping[Key, _Form]) -> bool:
+        """Have `portion` rest where there is room for states of `forms`. False if it does so already.
+
+        Raises:
+            DiskError: there is none.
+        """
+        if {key: _form(rest) for key, rest in portion.rests.items()} == forms:
+            return False
+        starts, end = aligned_offsets([form.nbytes for form in forms.values()], ALIGNMENT_BYTES)
+        others = (it for it in self._portions if it.extent is None and it is not portion)
+        lacking = [it for it in others if it.scratch is portion.scratch]
+        more = sum(aligned(end * it.nbytes // max(1, portion.nbytes)) + ALIGNMENT for it in lacking)
+        extent = portion.scratch.take(aligned(end), more)
+        portion.rests = {
+            key: OnDisk(extent, start, form.shape, form.dtype, form.device)
+            for (key, form), start in zip(forms.items(), starts, strict=True)
+        }
+        return True
+
+
+def bring_to_memory(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+    """Give memory of their own to states of `params` that rest on a disk: somebody else's, which were loaded."""
+    for param in params:
+        for name, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, DTensor) and isinstance(value._local_tensor, OnDisk):
+                optimizer.state[param][name] = dtensor_like(value._local_tensor.fetch(), value)
+
+
+class _Form(NamedTuple):
+    """What a state needs room for."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def _form(tensor: Tensor) -> _Form:
+    return _Form(tensor.shape, tensor.dtype, tensor.device)
+
+
+def _device(rests: Mapping[Key, OnDisk]) -> torch.device:
+    return next(iter(rests.values())).device
+
+
+def _items(portion: _Portion, optimizer: Optimizer) -> list[tuple[Key, Any]]:
+    return list(portion.states(optimizer).items())
+
+
+def _divided(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """`params` in portions: the same on every rank, though shards may differ in size."""
+    portion: list[nn.Parameter] = []
+    nbytes = 0
+    for param in params:
+        size = STATES * param.numel() * param.dtype.itemsize // _parts(param)
+        if portion and nbytes + size > PORTION_NBYTES:
+            yield portion
+            portion, nbytes = [], 0
+        portion.append(param)
+        nbytes += size
+    if portion:
+        yield portion
+
+
+def _parts(param: Tensor) -> int:
+    if not isinstance(param, DTensor):
+        return 1
+    sizes = zip(param.placements, param.device_mesh.shape, strict=True)
+    return prod(size for placement, size in sizes if placement.is_shard())
+
+
+# -- the units whose states are there ---------------------------------------------------------------------------------
+
+
+class StepsInPortions:
+    """Optimizers of this class step by `StatesOnDisk.step` themselves."""
+
+
+_made: WeakKeyDictionary[Optimizer, tuple[tuple[int, ...], StatesOnDisk | None]] = WeakKeyDictionary()
+
+
+def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
+    """The states of `optimizer` that rest on a disk, as the policies of its parameters' units have it; None if none do.
+
+    Made anew when the optimizer has got other parameters; what its states hold is taken over in its next step.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    ids = tuple(map(id, params))
+    known = _made.get(optimizer)
+    if known is None or known[0] != ids:
+        portions = portions_on_disk(params)
+        states = StatesOnDisk(portions, f"states-{type(optimizer).__name__}".lower()) if portions else None
+        known = _made[optimizer] = ids, states
+    return known[1]
+
+
+def portions_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:
+    """The portions of `params`, which one optimizer steps, whose states rest on a disk; each with the folder."""
+    return [(folder, portion) for folder, of_unit in _chosen(params) for portion in _divided(of_unit)]
+
+
+def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Parameter]]]:
+    """The folder and the parameters of each unit whose states rest on a disk, the last unit first."""
+    by_policy: list[tuple[Offload, dict[Unit, list[nn.Parameter]]]] = []
+    for param in params:
+        managed = managed_by(param)
+        policy = None if managed is None else managed.unit.options.offload
+        if managed is None or not param.requires_grad or not isinstance(policy, Offload) or not policy.disk_fraction:
+            continue
+        known = next((units for other, units in by_policy if other == policy), None)
+        if known is None:
+            known = {}
+            by_policy.append((policy, known))
+        known.setdefault(managed.unit, []).append(param)
+    for policy, units in by_policy:
+        nbytes = {unit: sum(param.numel() * param.dtype.itemsize for param in its) for unit, its in units.items()}
+        wanted, taken = policy.disk_fraction * sum(nbytes.values()), 0
+        for unit in reversed(units):
+            if taken < wanted:
+                taken += nbytes[unit]
+                yield policy.disk_folder, units[unit]

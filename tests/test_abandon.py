@@ -1,0 +1,147 @@
+"""An abandoned step leaves no trace: the next one has the bits of a run that never began it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_models import adamw, batch, loss_of, my_part, shard, small_gpt, under_strategies, wholes
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fullshard import RankMismatchError, share_memory_between_ranks
+from fullshard.engine.hooks import runtime_of
+from fullshard.testing import assert_same, run_ranks
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+def fail(*_: object) -> None:
+    raise ArithmeticError
+
+
+def fail_in_backward(module: nn.Module, args: object, output: Tensor) -> Tensor:
+    return Broken.apply(output)
+
+
+def backward(model: nn.Module, step: int = 99) -> None:
+    loss_of(model, my_part(batch(step))).backward()
+
+
+def after_forward(model: nn.Module) -> None:
+    loss_of(model, my_part(batch(99)))
+
+
+def after_a_step_s_worth(model: nn.Module) -> None:
+    backward(model)
+
+
+def between_microbatches(model: nn.Module) -> None:
+    with model.no_sync():
+        backward(model)
+
+
+def before_second_sums(model: nn.Module) -> None:
+    model.set_requires_all_reduce(False)
+    backward(model)
+    model.set_requires_all_reduce(True)
+
+
+def in_forward(model: nn.Module) -> None:
+    handle = model.blocks[1].register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        backward(model)
+    handle.remove()
+
+
+def in_backward(model: nn.Module) -> None:
+    handle = model.blocks[1].register_forward_hook(fail_in_backward)
+    with pytest.raises(ArithmeticError):
+        backward(model)
+    handle.remove()
+
+
+def in_a_hook_on_sums(model: nn.Module) -> None:
+    model.blocks[1].set_all_reduce_hook(fail)
+    with pytest.raises(ArithmeticError):
+        backward(model)
+    model.blocks[1].set_all_reduce_hook(lambda sums: None)
+
+
+def on_one_rank(break_it: object, model: nn.Module) -> None:
+    """One rank fails, and abandons the step; others wait for it in a collective, and are told."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        break_it(model)
+    else:
+        with pytest.raises(RankMismatchError, match="abandon_step"):
+            backward(model)
+            dist.barrier()  # never reached
+
+
+def one_rank_ahead(model: nn.Module) -> None:
+    """One rank has begun a step that the others abandon."""
+    if dist.get_rank() == 0:
+        with pytest.raises(RankMismatchError, match="abandon_step"):
+            backward(model)
+
+
+TOGETHER = (after_forward, after_a_step_s_worth, between_microbatches, before_second_sums, in_forward, in_backward)
+ALONE = (*(partial(on_one_rank, it) for it in (in_forward, in_backward, in_a_hook_on_sums)), one_rank_ahead)
+
+
+def learn(strategy: str, abandoned: dict[int, object], in_memory: bool = True) -> dict[str, Tensor]:
+    """Weights after as many steps as there are ways to fail, each of which is before its step."""
+    share_memory_between_ranks(in_memory)
+    options = {"strategy": strategy}
+    if strategy.startswith("hsdp"):
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = shard(small_gpt(), **options)
+    optimizer = adamw(model)
+    for step in range(len(TOGETHER) + len(ALONE) + 2):
+        if step in abandoned:
+            abandoned[step](model)
+            model.abandon_step()
+            assert all(param.grad is None for param in model.parameters())
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return wholes(model)
+
+
+EVERY = dict(enumerate((*TOGETHER, in_a_hook_on_sums, *ALONE), 1))
+
+
+@under_strategies
+def test_an_abandoned_step_leaves_no_trace(strategies):
+    for strategy in strategies:
+        expected = run_ranks(2, learn, strategy, {})
+        assert_same(run_ranks(2, learn, strategy, EVERY), expected)
+
+
+def test_nor_where_replicas_wait_for_one_another_or_ranks_share_no_memory():
+    expected = run_ranks(4, learn, "hsdp", {})
+    assert_same(run_ranks(4, learn, "hsdp", EVERY), expected)
+    expected = run_ranks(2, learn, "zero3", {}, False)
+    assert_same(run_ranks(2, learn, "zero3", EVERY, False), expected)
+
+
+def counts_microbatches() -> None:
+    model = shard(small_gpt())
+    backward(model)
+    model.abandon_step()
+    backward(model)
+    assert runtime_of(model)._microbatch == 1
+
+
+def test_the_step_after_it_begins_with_its_first_microbatch():
+    run_ranks(1, counts_microbatches)

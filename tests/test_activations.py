@@ -1,0 +1,417 @@
+"""Activations that are away between forward and backward: the bits of those that stay, whatever else is asked for; no
+memory but what the window says; nothing left behind.
+"""
+
+import errno
+import gc
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from shared_ranks import run_ranks
+from small_models import (
+    ONE_AXIS,
+    Chain,
+    Layer,
+    batch,
+    chain,
+    loss_of,
+    my_part,
+    small_gpt,
+    whole_grads,
+    wholes,
+)
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, StateError, dry, fully_shard
+from fullshard._compat import saved_tensor_hooks, storage_watch
+from fullshard.disk.space import Space
+from fullshard.engine import activations
+from fullshard.engine.activations import tiers_of
+from fullshard.engine.hooks import runtime_of
+from fullshard.policy.offload import Offload
+from fullshard.tape.tape import Operation
+from fullshard.testing import assert_same
+
+ROWS = 64
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def everything_travels(monkeypatch):
+    monkeypatch.setattr(activations, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activations, "WINDOW_BYTES", 100_000)
+
+
+def all_travel(window: int = 100_000) -> None:
+    """As `everything_travels`, in a rank of its own."""
+    activations.SMALLEST_BYTES, activations.WINDOW_BYTES = 1, window
+
+
+def to_disk(folder: Path, fraction: float = 1.0) -> Offload:
+    return Offload(activations={"disk": fraction}, folder=folder)
+
+
+def stores_of(model: Any) -> Any:
+    return runtime_of(model).activations.stores
+
+
+def learn(model: Any, *, microbatches: int = 1, steps: int = 2) -> list[Any]:
+    optimizer, left = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(steps):
+        for i in range(microbatches):
+            loss = loss_of(model, my_part(batch(10 * step + i)))
+            loss.backward()
+            left.append(loss.detach())
+        left.append(whole_grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*left, wholes(model)]
+
+
+def checkpointed(kind: str, reentrant: bool, model: Any) -> Any:
+    """With each block computed again, by a checkpoint in its unit, or around it."""
+    if kind == "within":
+        for block in model.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+    else:
+        for i, block in enumerate(model.blocks):
+            around = nn.Module()
+            around.block = block
+            around.forward = partial(checkpoint, block, use_reentrant=reentrant)
+            model.blocks[i] = around
+    return model
+
+
+def gpt(
+    policy: Offload | None,
+    checkpoints: tuple[str, bool] | None = None,
+    in_blocks: MixedPrecisionPolicy | None = None,
+    **options: Any,
+) -> Any:
+    model = small_gpt()
+    blocks = list(model.blocks)
+    if checkpoints is not None:
+        checkpointed(*checkpoints, model)
+    for block in blocks:
+        fully_shard(block, offload_policy=policy, mp_policy=in_blocks, **options)
+    return fully_shard(model, offload_policy=policy, **options)
+
+
+def compare(folder: Path) -> None:
+    all_travel()
+    cases: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+        *((name, {"strategy": name}, {}) for name in ONE_AXIS),
+        ("accumulation", {}, {"microbatches": 3}),
+        ("bf16", {"in_blocks": BF16}, {}),
+        *((f"{it}", {"checkpoints": it}, {}) for it in [(w, r) for w in ("within", "around") for r in (False, True)]),
+    ]
+    for name, options, loop in cases:
+        expected = learn(gpt(None, **options), **loop)
+        for fraction in (1.0, 0.5) if name == "zero3" else (1.0,):
+            model = gpt(to_disk(folder, fraction), **options)
+            assert_same(learn(model, **loop), expected, name=f"{name} {fraction}")
+            (store,) = stores_of(model)
+            assert store.put_bytes > 0 and store.read_bytes > 0, name
+
+
+def test_what_is_on_a_disk_meanwhile_comes_back_to_the_same_bits(tmp_path):
+    run_ranks(2, compare, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Sharing(Layer):
+    """Saves one storage many times: by several nodes, as views of every kind, and with gaps between."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.up(self.norm(x))
+        first, second = both.chunk(2, dim=-1)
+        folded = both.view(-1, 2, 96).transpose(1, 2)
+        y = first.tanh() * second.sin() + folded.sigmoid().mean(-1) + both.reshape(-1, 96, 2)[..., 1].cos()
+        return x.tanh() + self.down(torch.cat([y, y * first.tanh()], dim=-1)) + both[:1].expand_as(both).cos()[:, :48]
+
+
+def alone(scenario: Callable[..., Any], folder: Path | None = None, layer: type[Layer] = Layer, **options: Any) -> Any:
+    """`scenario(model)` of a chain of layers whose activations go to `folder`, or stay."""
+    policy = None if folder is None else to_disk(folder)
+    return scenario(chain(partial(fully_shard, offload_policy=policy, **options), Chain([layer() for _ in range(3)])))
+
+
+def rows(step: int = 0) -> Tensor:
+    return torch.randn(ROWS, 48, generator=torch.Generator().manual_seed(step))
+
+
+def one_step(model: Any) -> list[Any]:
+    loss = model(rows()).square().mean()
+    loss.backward()
+    return [loss.detach(), whole_grads(model)]
+
+
+def again_and_again(model: Any) -> list[Any]:
+    """Backward three times through one graph, in whole and in part."""
+    loss = model(rows()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [whole_grads(model)]
+
+
+def twice_differentiated(model: Any) -> list[Any]:
+    x = rows().requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
+    grad.square().mean().backward()
+    return [grad.detach(), x.grad, whole_grads(model)]
+
+
+def several_graphs(model: Any) -> list[Any]:
+    """Graphs that wait for one another, one of which is never used, and end in another order."""
+    losses = [model(rows(i)).square().mean() for i in range(4)]
+    for i in (1, 3, 0):
+        losses[i].backward()
+    return [whole_grads(model)]
+
+
+def breaking(model: Any) -> list[Any]:
+    """Exceptions in forward and in backward, and then a whole step."""
+
+    def fail(*_: Any) -> None:
+        raise KeyError("planted")
+
+    hook = model.layers[1].down.register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        model(rows())
+    hook.remove()
+    assert saved_tensor_hooks() is None
+    loss = model(rows())
+    loss.grad_fn.register_prehook(lambda grads: None)
+    hook = model.layers[1].register_full_backward_hook(fail)
+    out = model(rows())
+    with pytest.raises(KeyError):
+        out.sum().backward()
+    hook.remove()
+    del loss, out
+    model.zero_grad()
+    return one_step(model)
+
+
+def with_hooks_of_the_user(model: Any) -> list[Any]:
+    with torch.autograd.graph.save_on_cpu():
+        return one_step(model)
+
+
+def by_hand(model: Any) -> list[Any]:
+    """As a stage of a pipeline, with microbatches between forward and backward."""
+    model.set_manual_backward_finalization(True)
+    losses = [model(rows(i)).square().mean() for i in range(3)]
+    for loss in losses:
+        loss.backward()
+    model.finalize_backward()
+    return [whole_grads(model)]
+
+
+SCENARIOS = (one_step, again_and_again, twice_differentiated, several_graphs, breaking, with_hooks_of_the_user, by_hand)
+
+
+def compare_scenarios(folder: Path) -> None:
+    all_travel()
+    for scenario in SCENARIOS:
+        for layer in (Layer, Sharing):
+            got, expected = (alone(scenario, to, layer) for to in (folder, None))
+            assert_same(got, expected, name=f"{scenario.__name__}, {layer.__name__}")
+
+
+def test_whatever_is_done_with_a_graph_it_gives_the_same_bits(tmp_path):
+    run_ranks(1, compare_scenarios, tmp_path)
+
+
+def count_what_travels(folder: Path) -> None:
+    """Each storage travels once, and no parameter; the memory of a forward is less by just that."""
+    all_travel(window=1 << 30)
+    gc.disable()
+    for layer in (Layer, Sharing):
+        kept = {}
+        for to in (None, folder):
+            model = alone(lambda model: model, to, layer)
+            for _ in range(2):
+                one_step(model)
+            for store in stores_of(model):
+                store._clear_left(wait=True)  # so that its buffers are used again
+            with storage_watch() as watch:
+                x = rows()
+                loss = model(x).square().mean()
+                kept[to] = watch.live_bytes()
+            if to is not None:
+                (store,) = stores_of(model)
+                put = store.put_bytes // 3
+                assert store.put_bytes == 3 * put
+            loss.backward()
+        assert kept[None] - kept[folder] == put - x.nbytes  # which the caller has
+
+
+def test_each_storage_travels_once_and_its_memory_is_free_meanwhile(tmp_path):
+    run_ranks(1, count_what_travels, tmp_path)
+
+
+def look_at_growth(folder: Path) -> None:
+    all_travel(window=200_000)
+    model = alone(lambda model: model, folder)
+    seen = []
+    for step in range(8):
+        model(rows(step)).square().mean().backward()
+        model.zero_grad()
+        (store,) = stores_of(model)
+        store._clear_left(wait=True)
+        assert store.space.free_bytes == store.space.nbytes
+        assert not [ref for ref in store._leaving if ref() is not None] and store._ahead_bytes == 0
+        assert store.buffer_bytes <= 2 * store.window_bytes + ROWS * 192 * 4
+        seen.append((store.space.nbytes, len(os.listdir("/proc/self/fd"))))
+    assert len(set(seen[1:])) == 1, seen
+
+
+def test_nothing_grows_over_steps_and_buffers_are_bounded(tmp_path):
+    run_ranks(1, look_at_growth, tmp_path)
+
+
+class Writing(Layer):
+    """Changes in place what `exp` has saved: it is kept, if it is small, and has been copied if it travels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x).exp()
+        z = self.down(y)
+        y.detach().mul_(2)
+        return z
+
+
+def write_in_place(folder: Path) -> None:
+    for smallest, window, fails in ((1 << 30, 1000, True), (1, 1000, False)):
+        activations.SMALLEST_BYTES, activations.WINDOW_BYTES = smallest, window
+        model = alone(lambda model: model, folder, Writing)
+        loss = model(rows()).square().mean()
+        if fails:
+            with pytest.raises(StateError, match="that backward needs was changed in place since forward saved it"):
+                loss.backward()
+        else:
+            loss.backward()
+
+    all_travel(window=1 << 30)
+    for tier in ("cpu", "disk"):
+        with dry.taped(values=True):  # while a copy of it is under way
+            policy = Offload(activations={tier: 1.0}, folder=folder)
+            loss = chain(partial(fully_shard, offload_policy=policy), Chain([Writing()]))(rows()).sum()
+            with pytest.raises(StateError, match="that backward needs was changed in place"):
+                loss.backward()
+
+
+def test_what_was_changed_in_place_before_it_was_copied_is_not_used(tmp_path):
+    run_ranks(1, write_in_place, tmp_path)
+
+
+def meet_a_bad_disk(folder: Path) -> None:
+    """A write that fails is told by the forward or the backward, and when the disk works again, so does training."""
+    all_travel(window=50_000)
+    model = alone(lambda model: model, folder)
+    expected = one_step(model)
+    model.zero_grad()
+    for call in ("pwritev", "preadv"):
+        works = getattr(os, call)
+        calls = [0]
+
+        def fail(*args: Any, works: Any = works, calls: list[int] = calls) -> int:
+            calls[0] += 1
+            if calls[0] == 4:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return works(*args)
+
+        setattr(os, call, fail)
+        with pytest.raises(DiskError, match=r"activations-of-rank-0: cannot (read|write) .*errno 5"):
+            one_step(model)
+        setattr(os, call, works)
+        model.zero_grad()
+        assert_same(one_step(model), expected, name=call)
+        model.zero_grad()
+
+
+def test_a_bad_disk_is_an_error_and_not_a_wrong_number(tmp_path):
+    run_ranks(1, meet_a_bad_disk, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fractions", "expected"),
+    [
+        ({}, "....."),
+        ({"disk": 1.0}, "ddddd"),
+        ({"cpu": 1.0}, "ccccc"),
+        ({"cpu": 0.4, "disk": 0.4}, ".ddcc"),
+        ({"disk": 0.2}, ".d..."),
+        ({"cpu": 0.05}, "....."),
+        ({"cpu": 0.8, "disk": 0.2}, "cdccc"),
+    ],
+)
+def test_fractions_are_of_units_the_earliest_first_and_the_root_last(fractions, expected):
+    options = SimpleNamespace(activations=fractions)
+    units = [SimpleNamespace(options=options, state=SimpleNamespace(is_root=i == 0), n=i) for i in range(5)]
+    hashable = [type("U", (), {"options": it.options, "state": it.state})() for it in units]
+    tiers = tiers_of(hashable)
+    assert "".join(tiers.get(unit, ".")[0] for unit in hashable) == expected
+
+
+def test_a_policy_that_cannot_be_honoured_is_refused():
+    for wrong, why in [
+        ({"activations": {"disk": 0.5}}, "no folder"),
+        ({"activations": {"gpu": 0.5}}, "'gpu' is no tier of activations"),
+        ({"activations": {"cpu": 0.7, "disk": 0.7}, "folder": "/x"}, "no more than 1 together"),
+    ]:
+        with pytest.raises(ConfigError, match=why):
+            Offload(**wrong)
+
+
+# -- on pretended lanes -----------------------------------------------------------------------------------------------
+
+
+def on_lanes(policy: Offload | None, scenario: Callable[..., Any], layer: type[Layer] = Layer) -> tuple[Any, dry.Tape]:
+    """What a scenario gives on real tensors and pretended lanes, and its tape."""
+    with dry.taped(values=True) as tape:
+        model = chain(partial(fully_shard, offload_policy=policy), Chain([layer() for _ in range(3)]))
+        given = scenario(model)
+    return given, tape
+
+
+def compare_on_lanes(folder: Path) -> None:
+    all_travel()
+    for scenario in SCENARIOS:
+        if scenario is not with_hooks_of_the_user:
+            for tier in ("cpu", "disk"):
+                expected, before = on_lanes(None, scenario, Sharing)
+                got, tape = on_lanes(Offload(activations={tier: 1.0}, folder=folder), scenario, Sharing)
+                assert_same(got, expected, name=f"{scenario.__name__}, {tier}")
+                assert not dry.races(tape), (scenario, tier)
+                assert not copies_on_offload(before) and copies_on_offload(tape)
+
+
+def copies_on_offload(tape: dry.Tape) -> bool:
+    return any(operation.lane == "offload" for operation in tape.of(Operation))
+
+
+def test_on_an_accelerator_the_bits_are_the_same_and_no_lane_touches_what_another_uses(tmp_path):
+    run_ranks(1, compare_on_lanes, tmp_path)
+
+
+@pytest.mark.parametrize("has_lanes", [True, False])
+def test_a_dry_run_has_the_memory_of_a_real_one_and_takes_nothing_of_the_disk(tmp_path, monkeypatch, has_lanes):
+    monkeypatch.setattr(Space, "take", None)
+
+    def peak(policy: Offload | None) -> int:
+        def make() -> nn.Module:
+            return chain(partial(fully_shard, offload_policy=policy), Chain([Layer() for _ in range(12)]))
+
+        tape = dry.run(make, lambda: torch.randn(4096, 48), world=2, steps=2, lanes=has_lanes)
+        assert not dry.races(tape)
+        return tape.peak_bytes()
+
+    assert peak(to_disk(tmp_path)) < peak(None) / 2

@@ -1,0 +1,369 @@
+"""Scratch files: what is written comes back whole, or an error says what, where and why; nothing is left behind."""
+
+import errno
+import gc
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fullshard import ConfigError, DiskError, cli
+from fullshard.disk import files, folder, speed
+from fullshard.disk.files import ALIGNMENT, DiskFile, aligned, aligned_buffer
+from fullshard.disk.folder import free_bytes, mount_of, why_unfit
+from fullshard.disk.foresight import Traffic, foresee
+
+IN_MEMORY = Path("/dev/shm")
+
+
+def noise(nbytes, seed=0):
+    """Bytes in a buffer that may go to disk."""
+    made = aligned_buffer(nbytes)
+    made.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)))
+    return made
+
+
+def there_and_back(file, source, offset=0):
+    file.write(offset, source).wait()
+    found = aligned_buffer(source.numel()).fill_(7)
+    file.read(offset, found).wait()
+    return found
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 1 << 20])
+def test_buffers_are_aligned_and_of_the_size_that_was_asked_for(nbytes):
+    buffer = aligned_buffer(nbytes)
+    assert buffer.data_ptr() % ALIGNMENT == 0 and buffer.shape == (nbytes,) and buffer.dtype == torch.uint8
+    assert aligned(nbytes) % ALIGNMENT == 0 and nbytes <= aligned(nbytes) < nbytes + ALIGNMENT
+
+
+@pytest.mark.parametrize("direct", [None, False])
+@pytest.mark.parametrize("requests", [1, 3, 64])
+def test_what_is_written_comes_back(tmp_path, direct, requests):
+    """Whatever the requests that it goes in, and the order of what is under way at once."""
+    source = noise(requests * ALIGNMENT)
+    file = DiskFile(tmp_path, "state", 3 * source.numel(), direct=direct, request_bytes=ALIGNMENT, depth=3)
+    pieces = [file.write(i * source.numel(), noise(source.numel(), seed=i)) for i in range(3)]
+    for piece in pieces:
+        piece.wait()
+    assert all(piece.done for piece in pieces)
+    for i in (2, 0, 1):
+        found = aligned_buffer(source.numel())
+        file.read(i * source.numel(), found).wait()
+        assert torch.equal(found, noise(source.numel(), seed=i))
+    file.close()
+
+
+def test_a_file_system_without_direct_reads_is_used_through_the_cache(tmp_path, monkeypatch):
+    assert there_and_back(DiskFile(IN_MEMORY, "state", 1 << 16), noise(1 << 16)).equal(noise(1 << 16))
+
+    def refuse(descriptor, command, flags=0):
+        if command == files.fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "not here")
+        return 0
+
+    monkeypatch.setattr(files.fcntl, "fcntl", refuse)
+    file = DiskFile(tmp_path, "state", 1 << 16)
+    assert not file.is_direct
+    assert there_and_back(file, noise(1 << 16)).equal(noise(1 << 16))
+    with pytest.raises(DiskError, match=r"reads and writes through the system's cache only\. Leave `direct` out"):
+        DiskFile(tmp_path, "state", 1 << 16, direct=True)
+
+
+@pytest.mark.parametrize("most", [ALIGNMENT, ALIGNMENT + 512, 3 * ALIGNMENT - 1])
+def test_the_system_may_do_less_at_a_time(tmp_path, monkeypatch, most):
+    preadv, pwritev = os.preadv, os.pwritev
+    calls = []
+
+    def some(call):
+        def limited(descriptor, buffers, offset):
+            calls.append(offset)
+            return call(descriptor, [memoryview(buffers[0])[:most]], offset)
+
+        return limited
+
+    file = DiskFile(tmp_path, "state", 1 << 16, direct=False)
+    monkeypatch.setattr(os, "preadv", some(preadv))
+    monkeypatch.setattr(os, "pwritev", some(pwritev))
+    assert there_and_back(file, noise(1 << 16)).equal(noise(1 << 16))
+    assert len(calls) > 2 and all(offset % ALIGNMENT == 0 for offset in calls)
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, None])
+def test_a_request_that_fails_is_an_error_with_all_that_is_known(tmp_path, monkeypatch, verb, code):
+    """And the tensor is the caller's again: whatever else was under way has ended."""
+    file = DiskFile(tmp_path, "rank3", 1 << 16, request_bytes=1 << 14)
+    call = {"read": "preadv", "write": "pwritev"}[verb]
+    works = getattr(os, call)
+
+    def fail(descriptor, buffers, offset):
+        if offset != 1 << 15:
+            return works(descriptor, buffers, offset)
+        if code is None:
+            return 100  # no whole ALIGNMENT, and never more
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, call, fail)
+    work = getattr(file, verb)(0, noise(1 << 16))
+    why = f"errno {code or errno.EIO}"
+    for _ in range(2):
+        with pytest.raises(
+            DiskError, match=rf"rank3: cannot {verb} 16384 bytes at offset 32768: .*{why}.*last checkpoint"
+        ):
+            work.wait()
+    assert work.done
+    monkeypatch.undo()
+    assert there_and_back(file, noise(1 << 16)).equal(noise(1 << 16))
+
+
+@pytest.mark.parametrize(("offset", "start", "nbytes"), [(512, 0, 4096), (0, 512, 4096), (0, 0, 4000), (4096, 0, 8192)])
+def test_what_a_disk_cannot_take_is_refused_before_it_is_asked(tmp_path, offset, start, nbytes):
+    file, buffer = DiskFile(tmp_path, "state", 8192), aligned_buffer(1 << 14)
+    for verb in ("read", "write"):
+        with pytest.raises(
+            DiskError, match=f"offset {offset}, {nbytes} bytes at address .*multiples of 4096.*8192 bytes"
+        ):
+            getattr(file, verb)(offset, buffer[start : start + nbytes])
+
+
+def test_a_full_disk_is_found_at_the_start(tmp_path):
+    free = free_bytes(tmp_path)
+    asked = 2 * free
+    with pytest.raises(DiskError, match=rf"{tmp_path}/state: a scratch file of {asked} bytes.*\d+ bytes are free"):
+        DiskFile(tmp_path, "state", asked)
+    assert free_bytes(tmp_path) > free // 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match=f"{tmp_path}/file: .*errno {errno.EEXIST}.*4096 bytes"):
+        DiskFile(tmp_path / "file", "state", 4096)
+
+
+@pytest.mark.parametrize("nameless", [True, False])
+def test_nothing_has_a_name_and_closing_gives_the_room_back(tmp_path, monkeypatch, nameless):
+    if not nameless:
+        monkeypatch.delattr(os, "O_TMPFILE")
+    before = free_bytes(tmp_path)
+    file = DiskFile(tmp_path / "deep" / "er", "state", 256 << 20)
+    assert list((tmp_path / "deep" / "er").iterdir()) == []
+    assert os.fstat(file._descriptor).st_blocks * 512 >= 256 << 20 and os.fstat(file._descriptor).st_nlink == 0
+    work = file.write(0, noise(1 << 20))
+    file.close()
+    assert work.done
+    file.close()
+    assert free_bytes(tmp_path) > before - (128 << 20)
+
+
+def test_a_file_that_nobody_has_any_more_is_gone_too(tmp_path):
+    def open_ones():
+        return [link for link in Path("/proc/self/fd").iterdir() if str(tmp_path) in os.path.realpath(link)]
+
+    file = DiskFile(tmp_path, "state", 1 << 20)
+    work = file.write(0, noise(1 << 20))
+    assert len(open_ones()) == 1
+    del file
+    work.wait()
+    gc.collect()
+    assert open_ones() == []
+    with pytest.raises(DiskError):
+        DiskFile(tmp_path, "state", 2 * free_bytes(tmp_path))
+    assert open_ones() == []
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from fullshard.disk.files import DiskFile, aligned_buffer
+file = DiskFile(Path(sys.argv[1]), "state", 512 << 20)
+print("streams", flush=True)
+while True:
+    file.write(0, aligned_buffer(64 << 20)).wait()
+"""
+
+
+def test_a_killed_process_leaves_nothing_behind(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "streams\n"
+        held = Path(f"/proc/{process.pid}/fd")
+        assert any(str(tmp_path) in os.readlink(entry) for entry in held.iterdir())
+        process.send_signal(signal.SIGKILL)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "path", "kind", "said"),
+    [
+        (["/ / rw - ext4"], "/data/run", "ext4", None),
+        (["/ / rw - ext4", "/ /data rw - tmpfs"], "/data/run", "tmpfs", "lies in this machine's memory"),
+        (["/ / rw - ext4", "/ /dat rw - tmpfs"], "/data/run", "ext4", None),
+        (["/ /data rw - nfs4", "/ / rw - ext4"], "/data/run", "nfs4", "over a network"),
+        (["/ / rw - ext4", r"/ /my\040data rw shared:1 - fuse.sshfs"], "/my data", "fuse.sshfs", "over a network"),
+        (["/ /data rw - tmpfs", "/ /data rw - xfs"], "/data/run", "xfs", None),
+        ([], "/data", None, None),
+    ],
+)
+def test_a_folder_is_judged_by_what_it_is_on(tmp_path, monkeypatch, lines, path, kind, said):
+    table = tmp_path / "mountinfo"
+    table.write_text("".join(f"1 0 0:1 {line} source rw\n" for line in lines))
+    monkeypatch.setattr(folder, "MOUNTS", table)
+    mount = mount_of(Path(path))
+    assert (mount and mount.kind) == kind
+    reason = why_unfit(Path(path))
+    assert reason is None if said is None else said in reason and kind in reason
+
+
+def test_a_bad_place_is_warned_of_once(tmp_path, monkeypatch, caplog):
+    assert "tmpfs" in why_unfit(IN_MEMORY)
+    monkeypatch.setattr(files, "_warned", set())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            DiskFile(IN_MEMORY, "state", 4096).close()
+        DiskFile(tmp_path, "state", 4096).close()
+    assert len(caplog.messages) == 1 and "/dev/shm is tmpfs" in caplog.messages[0]
+    monkeypatch.setattr(folder, "MOUNTS", tmp_path / "none")
+    assert mount_of(IN_MEMORY) is None and why_unfit(IN_MEMORY) is None
+
+
+class Clock:
+    """Time that passes only when a disk is waited for."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class PretendedDisk:
+    """A disk of known rates behind the interface of `DiskFile`: requests take turns, and each costs `latency` that
+    others hide if there are enough of them.
+    """
+
+    def __init__(self, nbytes, clock, *, read, write, latency):
+        self.nbytes, self.is_direct = nbytes, True
+        self.clock, self.rates, self.latency = clock, {"read": read, "write": write}, latency
+        self.free_at = 0.0
+        self.seen = []
+
+    def start(self, verb, offset, tensor):
+        begun = self.clock.now
+        self.free_at = max(self.free_at, begun) + tensor.numel() / self.rates[verb]
+        done = max(self.free_at, begun + self.latency)
+        self.seen.append((verb, offset, tensor.numel()))
+        return SimpleNamespace(wait=lambda: setattr(self.clock, "now", max(self.clock.now, done)))
+
+    def read(self, offset, into):
+        return self.start("read", offset, into)
+
+    def write(self, offset, source):
+        return self.start("write", offset, source)
+
+    def close(self):
+        self.rates = {}
+
+
+@pytest.mark.parametrize(
+    ("read", "write", "latency", "least_under_way"),
+    [(3e9, 3e9, 0.0, 0), (2e9, 2e9, 2e-3, 1.5e6), (1e8, 5e7, 1e-4, 0), (2e7, 2e7, 0.0, 0)],
+)
+def test_the_rates_of_a_disk_are_found_in_time_and_with_few_buffers(
+    tmp_path, monkeypatch, read, write, latency, least_under_way
+):
+    clock = Clock()
+    made = []
+
+    def pretend(folder, name, nbytes, **options):
+        made.append(PretendedDisk(nbytes, clock, read=read, write=write, latency=latency))
+        return made[0]
+
+    monkeypatch.setattr(speed, "DiskFile", pretend)
+    found = speed.measure(tmp_path, seconds=8, clock=clock)
+    assert clock.now < 10
+    assert found.read_bytes_per_s == pytest.approx(read, rel=0.06)
+    assert found.write_bytes_per_s == pytest.approx(write, rel=0.06)
+    assert found.both_bytes_per_s == pytest.approx(2 / (1 / read + 1 / write), rel=0.11)
+    assert least_under_way <= found.request_bytes * found.depth <= max(4 * least_under_way, 1 << 20)
+    assert found.seconds(read, 0) == pytest.approx(1, rel=0.06)
+    assert found.seconds(0, write) == pytest.approx(1, rel=0.06)
+    assert found.seconds(read, write) == pytest.approx(2, rel=0.11)
+    filled = max(offset + nbytes for verb, offset, nbytes in made[0].seen if verb == "write")
+    assert all(offset + nbytes <= filled for verb, offset, nbytes in made[0].seen)
+
+
+def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path):
+    found = speed.measure(tmp_path / "new", seconds=0.2)
+    assert min(found.read_bytes_per_s, found.write_bytes_per_s, found.both_bytes_per_s) > 0
+    assert found.request_bytes in speed.REQUESTS and found.depth in speed.DEPTHS
+    assert found.file_system == mount_of(tmp_path).kind and 0 < found.free_bytes <= found.disk_bytes
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_measuring_needs_time_and_room(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="for 0 seconds: takes some time"):
+        speed.measure(tmp_path, seconds=0)
+    monkeypatch.setattr(speed, "free_bytes", lambda folder: 1 << 20)
+    with pytest.raises(DiskError, match="1048576 bytes are free there, too few"):
+        speed.measure(tmp_path)
+
+
+def disk(**changed):
+    rates = {"read_bytes_per_s": 4e9, "write_bytes_per_s": 1e9, "both_bytes_per_s": 2e9}
+    shape = {"request_bytes": 1 << 20, "depth": 4, "free_bytes": 10**12, "disk_bytes": 2 * 10**12}
+    said = {"folder": Path("/nvme"), "file_system": "ext4", "is_direct": True, **rates, **shape}
+    return speed.DiskSpeed(**{**said, **changed})
+
+
+def test_what_offloading_costs_is_the_formula_of_the_page():
+    """7B parameters with two fp32 moments: 56 GB read and written a step, 560 TB in 10,000 steps."""
+    found = foresee(disk(), Traffic.of_optimizer(7e9), step_s=20.0)
+    assert found.traffic.written_bytes == found.traffic.room_bytes == 56 * 10**9
+    assert found.disk_s == pytest.approx(56)
+    assert (found.least_step_s, found.most_step_s) == pytest.approx((56, 76))
+    assert found.written_in(10_000) == 560 * 10**12
+    assert found.written_a_day == pytest.approx(56e9 * 86400 / 56)
+    assert found.steps_of_life == pytest.approx(1200e12 / 56e9)
+    said = "\n".join(found.lines(10_000))
+    assert "560 TB in 10000 steps: 46.7% of the 1200 TB that a disk of 2 TB is likely to bear" in said
+    assert "86.4 TB a day" in said and "56 s of the disk, for a step of 56 to 76 s" in said
+    assert "400%" not in said and "4666.7% of the 12 TB" in "\n".join(
+        foresee(disk(), Traffic.of_optimizer(7e9), endurance_bytes=12e12).lines(10_000)
+    )
+
+
+def test_traffic_adds_up_and_goes_with_the_fraction():
+    half = Traffic.of_optimizer(1e9, bytes_each=4, fraction=0.5)
+    both = half + Traffic.of_activations(10**9, microbatches=3)
+    assert (both.room_bytes, both.read_bytes, both.written_bytes) == (3 * 10**9, 5 * 10**9, 5 * 10**9)
+    nothing = foresee(disk(), Traffic.of_optimizer(0))
+    assert nothing.disk_s == nothing.written_a_day == 0 and nothing.steps_of_life == float("inf")
+
+
+def test_what_cannot_work_is_refused_with_the_fraction_that_would():
+    with pytest.raises(DiskError, match=r"56000000000 bytes.*20000000000 are free.*Offload 0\.35 of it"):
+        foresee(disk(free_bytes=20 * 10**9), Traffic.of_optimizer(7e9))
+    foresee(disk(free_bytes=20 * 10**9), Traffic.of_optimizer(7e9, fraction=0.35))
+    with pytest.raises(ConfigError, match="none of them may be negative"):
+        foresee(disk(), Traffic.of_optimizer(7e9), step_s=-1)
+
+
+def test_the_command_says_what_a_folder_costs(tmp_path, capsys):
+    assert cli.main(["disk", str(tmp_path), "--parameters", "1e6", "--seconds", "0.2", "--steps", "500"]) == 0
+    said = capsys.readouterr().out
+    assert "takes 0.008 GB" in said and "0.004 TB in 500 steps" in said
+    for wrong, why in [
+        ([], "FOLDER must be named"),
+        ([str(tmp_path), "--fraction", "1.5"], "--fraction 1.5: must be from 0 to 1"),
+        ([str(tmp_path), "--steps", "0"], "must be from 1 on"),
+    ]:
+        assert cli.main(["disk", *wrong]) == 2
+        assert why in capsys.readouterr().err
+    assert cli.main(["disk", str(tmp_path), "--parameters", "1e15", "--seconds", "0.2"]) == 1
+    assert "Offload 0" in capsys.readouterr().err

@@ -1,0 +1,540 @@
+"""Optimizer states on a disk: the bits of a run without, in little memory, whatever is done with them and to it."""
+
+import copy
+import errno
+import io
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from small_models import BLOCKS, ONE_AXIS, SmallGPT, batch, gathered, loss_of, my_part, small_gpt, trained, wholes
+from test_checkpoint_reshard import everything
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+import fullshard.state.on_disk as on_disk
+from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, Offload, clip_grad_norm_, fully_shard
+from fullshard.checkpoint import async_save, load, save
+from fullshard.disk.files import ALIGNMENT
+from fullshard.disk.tensors import OnDisk
+from fullshard.engine.registry import units_in
+from fullshard.optim import Muon
+from fullshard.plan.explain import explain
+from fullshard.plan.ledger import measure_ledger, peak_during, predict_ledger, storage_bytes
+from fullshard.state.on_disk import BUFFERS, states_on_disk
+from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
+from fullshard.testing import assert_same
+
+Optimizers = list[torch.optim.Optimizer]
+Make = Callable[[nn.Module], Optimizers]
+
+
+def adamw(model: nn.Module) -> Optimizers:
+    """Of two groups, one with a state more than the other."""
+    params = trained(model)
+    groups = [{"params": params[::2]}, {"params": params[1::2], "amsgrad": True, "weight_decay": 0.3}]
+    return [torch.optim.AdamW(groups, lr=1e-2)]
+
+
+def momentum(model: nn.Module) -> Optimizers:
+    return [torch.optim.SGD(trained(model), lr=0.05, momentum=0.9, nesterov=True)]
+
+
+def muon(model: nn.Module) -> Optimizers:
+    """For the matrices of blocks; the rest has another optimizer."""
+    hidden = [it for name, it in model.named_parameters() if "blocks" in name and it.ndim == 2 and it.requires_grad]
+    ids = set(map(id, hidden))
+    return [Muon(hidden, lr=0.02), torch.optim.Adam([it for it in trained(model) if id(it) not in ids])]
+
+
+def adafactor(model: nn.Module) -> Optimizers:
+    return [torch.optim.Adafactor([it for it in trained(model) if it.numel()], lr=0.05)]
+
+
+def build(
+    fraction: float | None,
+    folder: Path,
+    strategy: str = "zero3",
+    mp_policy: MixedPrecisionPolicy | None = None,
+    blocks: int = BLOCKS,
+) -> SmallGPT:
+    """A model of several units whose states rest on the disk by so much, or not at all. Blocks have `mp_policy`."""
+    policy = None if fraction is None else Offload(optimizer={"disk": fraction}, folder=folder / "scratch")
+    model, options = small_gpt(blocks), {"strategy": strategy, "offload_policy": policy}
+    for block in model.blocks:
+        fully_shard(block, mp_policy=mp_policy, **options)
+    return fully_shard(model, **options)
+
+
+def learn(
+    model: Any, optimizers: Optimizers, steps: range = range(3), microbatches: int = 1, clips: bool = False
+) -> list[Any]:
+    """Train, and leave all that there is to compare."""
+    left: list[Any] = []
+    for step in steps:
+        for number in range(microbatches):
+            model.set_requires_gradient_sync(number == microbatches - 1)
+            loss = loss_of(model, my_part(batch(10 * number + step)))
+            loss.backward()
+            left.append(loss.detach().clone())
+        if clips:
+            left.append(clip_grad_norm_(trained(model), 0.5).clone())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*left, wholes(model), [states_of(optimizer) for optimizer in optimizers]]
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """All states, whole, in the optimizer's order."""
+    state = optimizer.state_dict()["state"]
+    return gathered({f"{number} {name}": it for number, of_one in state.items() for name, it in of_one.items()})
+
+
+def on_the_disk(optimizer: torch.optim.Optimizer) -> list[bool]:
+    """Of each state of a parameter's shape whether it rests there."""
+    states = [it for of_one in optimizer.state.values() for it in of_one.values() if isinstance(it, DTensor)]
+    return [isinstance(it.to_local(), OnDisk) for it in states if it.ndim]
+
+
+def few_bytes_a_portion() -> Any:
+    return mock.patch.object(on_disk, "PORTION_NBYTES", 60_000)
+
+
+# -- the bits of none -------------------------------------------------------------------------------------------------
+
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+LOOPS: list[dict[str, Any]] = [{}, {"microbatches": 2, "clips": True}, {"mp_policy": LOW, "clips": True}]
+FEW = [("ddp", 0), ("zero1", 1), ("zero3", 2), ("zero2", 0)]
+
+
+@few_bytes_a_portion()
+def compare(folder: Path, cases: Sequence[tuple[str, int]], make: Make, fractions: Sequence[float]) -> None:
+    """Strategies give the same bits, so one without offload is enough for each loop."""
+
+    def run(fraction: float | None, strategy: str, mp_policy: Any = None, **loop: Any) -> list[Any]:
+        model = build(fraction, folder, strategy, mp_policy)
+        optimizers = make(model)
+        left = learn(model, optimizers, **loop)
+        assert all(any(on_the_disk(it)) == bool(fraction) for it in optimizers)
+        return left
+
+    expected = {number: run(None, cases[0][0], **LOOPS[number]) for number in {number for _, number in cases}}
+    for (strategy, number), fraction in product(cases, fractions):
+        found = run(fraction, strategy, **LOOPS[number])
+        assert_same(found, expected[number], name=f"{strategy}, {make.__name__}, {fraction}, {LOOPS[number]}")
+
+
+@pytest.mark.parametrize("make", [adamw, momentum, muon], ids=lambda it: it.__name__)
+def test_every_fraction_gives_the_bits_of_none(tmp_path, make):
+    run_ranks(2, compare, tmp_path, FEW, make, [0.4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("make", [adamw, momentum, muon], ids=lambda it: it.__name__)
+def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, make, world):
+    run_ranks(world, compare, tmp_path, [*product(ONE_AXIS, range(3))], make, [0.0, 0.25, 0.5, 1.0], timeout=500)
+
+
+def test_an_optimizer_that_needs_whole_parameters_may_have_them_one_by_one(tmp_path):
+    run_ranks(2, compare, tmp_path, [("ddp", 0), ("ddp", 1)], adafactor, [1.0])
+
+
+@few_bytes_a_portion()
+def step_in_every_way(folder: Path) -> None:
+    """Hooks of the user's, closures, schedulers, implementations, steps without some gradients, new groups."""
+
+    def by_closure(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, my_part(batch(step)))
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).ndim == 0
+
+    def by_hand(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, my_part(batch(step))).backward()
+        optimizer.step()
+
+    def without_some(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(model, my_part(batch(step))).backward()
+        for number, param in enumerate(trained(model)):
+            if number % 3 == step % 3 or number < 9 * step:
+                param.grad = None
+        optimizer.step()
+
+    def with_states_later(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+        optimizer.param_groups[0]["momentum"] = 0.9 * (step > 0)
+        by_hand(model, optimizer, step)
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            param.grad = None if param.grad is None else param.grad / 2
+
+    def run(fraction: float | None, take: Any, hooks: bool, scheduled: bool, **options: Any) -> list[Any]:
+        model, counts = build(fraction, folder), [0]
+        kind = torch.optim.SGD if take is with_states_later else torch.optim.AdamW
+        optimizer = kind(trained(model), lr=1e-2, **options)
+        if hooks:
+            optimizer.register_step_pre_hook(halve)
+            optimizer.register_step_post_hook(lambda *_: counts.append(len(counts)))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) if scheduled else None
+        for step in range(4):
+            take(model, optimizer, step)
+            if scheduler is not None:
+                scheduler.step()
+        return [wholes(model), states_of(optimizer), counts, optimizer.param_groups[0]["lr"]]
+
+    for take, hooks, scheduled, options in [
+        (by_closure, False, True, {}),
+        (by_closure, True, False, {}),
+        (by_hand, True, False, {"foreach": True}),
+        (by_hand, False, True, {"fused": True}),
+        (without_some, False, False, {}),
+        (with_states_later, False, False, {}),
+    ]:
+        found, expected = (run(fraction, take, hooks, scheduled, **options) for fraction in (0.6, None))
+        assert_same(found, expected, name=f"{take.__name__}, {hooks}, {options}")
+
+
+def test_steps_with_hooks_closures_and_gaps_are_those_of_a_run_without(tmp_path):
+    run_ranks(1, step_in_every_way, tmp_path)
+
+
+# -- how much, and in how much memory ---------------------------------------------------------------------------------
+
+
+@few_bytes_a_portion()
+def weigh(folder: Path) -> None:
+    for fraction in (0.0, 0.25, 0.5, 1.0):
+        model = build(fraction, folder)
+        optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+        loss_of(model, my_part(batch(0))).backward()
+        _, first = peak_during(optimizer.step)
+        loss_of(model, my_part(batch(1))).backward()
+        _, later = peak_during(optimizer.step)
+        states = states_on_disk(optimizer)
+        if not fraction:
+            assert states is None and not any(on_the_disk(optimizer))
+            continue
+        assert states is not None
+        sizes = {
+            unit: sum(it.numel() * it.itemsize for it in (p.sharded for p in unit.params) if it.requires_grad)
+            for unit in units_in(model)
+        }
+        there = [unit for unit in sizes if any(states.holds(param.sharded) for param in unit.params)]
+        assert all(states.holds(p.sharded) for unit in there for p in unit.params if p.sharded.requires_grad)
+        taken = sum(sizes[unit] for unit in there)
+        assert taken >= fraction * sum(sizes.values()) > taken - max(sizes[unit] for unit in there)
+
+        kept = [it for of_one in optimizer.state.values() for it in of_one.values()]
+        in_memory = storage_bytes(it for it in kept if isinstance(it, DTensor) and it.ndim)
+        total = sum(it.to_local().nbytes for it in kept if isinstance(it, DTensor) and it.ndim)
+        on_it = sum(
+            it.to_local().nbytes for it in kept if isinstance(it, DTensor) and isinstance(it.to_local(), OnDisk)
+        )
+        assert in_memory == total - on_it
+        assert states.nbytes - ALIGNMENT * len(states.portions) <= on_it <= states.nbytes
+
+        predicted = predict_ledger(model)
+        padding = ALIGNMENT * BUFFERS
+        optimizer.zero_grad()
+        found = measure_ledger(model, optimizer, partial(loss_of, model, my_part(batch(2))))
+        assert 0 <= found.optimizer_state - predicted.optimizer_state <= padding, (found, predicted)
+        text = explain(model)
+        assert f"{fraction:.0%} of the optimizer's state rests on a disk, in {folder}" in text
+        assert "optimizer state; read and written in each step" in text
+
+        largest = max(states.portions)
+        assert states.buffer_nbytes <= BUFFERS * (largest + ALIGNMENT)
+        temporaries = 3 * largest  # of the optimizer's arithmetic, on the parameters of one portion
+        assert first <= BUFFERS * (2 * largest + ALIGNMENT) + temporaries + in_memory
+        assert later <= temporaries + BUFFERS * ALIGNMENT + in_memory, "buffers are made once"
+
+
+def test_whole_units_go_to_the_disk_and_a_step_holds_three_portions(tmp_path):
+    run_ranks(2, weigh, tmp_path)
+    run_ranks(1, weigh, tmp_path)
+
+
+# -- whoever looks ----------------------------------------------------------------------------------------------------
+
+
+@few_bytes_a_portion()
+def look(folder: Path) -> None:
+    models = [build(fraction, folder) for fraction in (None, 1.0)]
+    plain, offloaded = ([model, adamw(model)[0]] for model in models)
+    for model, optimizer in (plain, offloaded):
+        learn(model, [optimizer])
+    known, resting = (
+        next(it["exp_avg"] for param, it in optimizer.state.items() if param.shape == (192, 97))
+        for _, optimizer in (plain, offloaded)
+    )
+    local = resting.to_local()
+    assert isinstance(local, OnDisk)
+    for name, read in {
+        "sum": lambda it: it.sum().full_tensor(),
+        "whole": lambda it: it.full_tensor(),
+        "part": lambda it: it.to_local()[1:3, ::2],
+        "flat": lambda it: it.to_local().flatten(),
+        "copy": lambda it: it.clone().to_local(),
+        "deep copy": lambda it: copy.deepcopy(it).to_local(),
+        "number": lambda it: it.to_local()[0, 0].item(),
+        "other dtype": lambda it: it.to_local().double(),
+        "two": lambda it: (it + it).to_local(),
+        "many": lambda it: torch._foreach_mul([it.to_local()], 2.0),
+        "pickled": lambda it: pickled(it.to_local()),
+    }.items():
+        assert_same(read(resting), read(known), name=name)
+    for name, write in {
+        "add_": lambda it: it.add_(1.0),
+        "copy_": lambda it: it.copy_(it * 3),
+        "local": lambda it: it.to_local().mul_(0.5),
+        "many": lambda it: torch._foreach_add_([it.to_local()], 1.0),
+        "detached": lambda it: it.detach().to_local().neg_(),
+        "out": lambda it: torch.neg(it.to_local(), out=it.to_local()),
+    }.items():
+        for it in (resting, known):
+            with torch.no_grad():
+                write(it)
+        assert isinstance(resting.to_local(), OnDisk)
+        assert_same(resting.full_tensor(), known.full_tensor(), name=name)
+    with pytest.raises(RuntimeError, match="numpy"):
+        local.numpy()
+    assert repr(local) == f"OnDisk({tuple(local.shape)}, torch.float32)"
+    assert_same(*(learn(model, [optimizer], range(3, 5)) for model, optimizer in (offloaded, plain)))
+
+
+def pickled(tensor: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_whoever_looks_at_a_state_on_the_disk_sees_it_and_whoever_writes_changes_it(tmp_path):
+    run_ranks(2, look, tmp_path)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+MAKES: dict[str, Make] = {"adamw": adamw, "muon": lambda model: muon(model)[:1]}
+SAVED = {("adamw", 0.6): async_save, ("adamw", 1.0): save, ("muon", 1.0): async_save}
+LOADED = [("adamw", 0.6, 1.0), ("adamw", 0.6, None), ("adamw", 1.0, 0.4), ("muon", 1.0, 0.3)]
+
+
+@few_bytes_a_portion()
+def save_all(folder: Path) -> None:
+    for (name, fraction), saves in SAVED.items():
+        model = build(fraction, folder, blocks=2)
+        [optimizer] = optimizers = MAKES[name](model)
+        learn(model, optimizers, range(2))
+        told = everything(model, optimizer)
+        saved = saves(folder / f"{name} {fraction}", model=model, optimizer=optimizer, step=2)
+        left = learn(model, optimizers, range(2, 4))  # while it is written
+        if saves is async_save:
+            saved.wait()
+        if dist.get_rank() == 0:
+            torch.save({**told, "next": left[-2:]}, folder / f"{name} {fraction}.pt")
+
+
+@few_bytes_a_portion()
+def load_all(folder: Path) -> None:
+    for name, saved, fraction in LOADED:
+        expected = torch.load(folder / f"{name} {saved}.pt", weights_only=False)
+        left = expected.pop("next")
+        model = build(fraction, folder, "zero2", blocks=2)
+        [optimizer] = optimizers = MAKES[name](model)
+        load(folder / f"{name} {saved}", model=model, optimizer=optimizer)
+        assert all(on_the_disk(optimizer)) == (fraction == 1), "what is loaded takes memory for a tensor at a time"
+        assert_same(everything(model, optimizer), expected, name=f"{name}, {saved}, {fraction}")
+        if dist.get_world_size() == 2:
+            assert_same(learn(model, optimizers, range(2, 4))[-2:], left, name="going on")
+
+
+def test_checkpoints_are_loaded_with_another_fraction_or_none_and_another_world_size(tmp_path):
+    run_ranks(2, save_all, tmp_path)
+    for world in (2, 1, 3):
+        run_ranks(world, load_all, tmp_path)
+
+
+@few_bytes_a_portion()
+def hand_over(folder: Path) -> None:
+    """By every other way that states are taken and given."""
+    model = build(1.0, folder)
+    [optimizer] = adamw(model)
+    expected = learn(model, [optimizer])[-1]
+    named, full = get_optimizer_state_dict(model, optimizer), full_optim_state_dict(model, optimizer, rank0_only=False)
+    numbered = copy.deepcopy(optimizer.state_dict())
+    weights = model.state_dict()
+    left = None
+    for way in ("torch's", "full", "numbered"):
+        other = build(0.5, folder)
+        [stepping] = adamw(other)
+        learn(other, [stepping], range(7, 8))
+        other.load_state_dict(weights)
+        if way == "torch's":
+            set_optimizer_state_dict(other, stepping, named)
+        elif way == "full":
+            optim_state_dict_to_load(other, stepping, full, load_directly=True)
+        else:
+            stepping.load_state_dict(numbered)
+        assert_same([states_of(stepping)], expected, name=way)
+        found = learn(other, [stepping], range(3, 5))
+        left = left or found
+        assert_same(found, left, name=way)
+        assert any(on_the_disk(stepping))
+
+
+def test_state_dicts_of_states_on_the_disk_are_right_and_are_loaded(tmp_path):
+    run_ranks(2, hand_over, tmp_path)
+
+
+# -- what can go wrong ------------------------------------------------------------------------------------------------
+
+
+@few_bytes_a_portion()
+def fail(folder: Path) -> None:
+    model = build(1.0, folder)
+    [optimizer] = adamw(model)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        mock.patch("os.posix_fallocate", side_effect=full),
+        pytest.raises(DiskError, match=r"bytes was asked for.*free"),
+    ):
+        learn(model, [optimizer], range(1))
+    model = build(1.0, folder)
+    [optimizer] = adamw(model)
+    learn(model, [optimizer], range(2))
+    saved = everything(model, optimizer)
+    save(folder / "checkpoints", model=model, optimizer=optimizer, step=2)
+    broken = OSError(errno.EIO, os.strerror(errno.EIO))
+    for call in ("preadv", "pwritev"):
+        with mock.patch(f"os.{call}", side_effect=broken):
+            with pytest.raises(DiskError, match="last checkpoint") as raised:
+                learn(model, [optimizer], range(2, 4))
+            assert "errno 5" in str(raised.value)
+        # What the file has now nobody can say; the checkpoint has a whole step.
+        other = build(1.0, folder)
+        [stepping] = adamw(other)
+        load(folder / "checkpoints", model=other, optimizer=stepping)
+        assert_same(everything(other, stepping), saved, name=call)
+        model, optimizer = other, stepping
+
+
+def test_a_disk_that_fails_is_told_with_numbers_and_the_checkpoint_goes_on(tmp_path):
+    run_ranks(1, fail, tmp_path)
+
+
+def test_an_optimizer_that_may_need_all_parameters_at_once_is_refused(tmp_path):
+    run_ranks(1, refuse, tmp_path)
+
+
+def refuse(folder: Path) -> None:
+    class Whole(torch.optim.SGD):
+        """Might do anything."""
+
+    model = build(1.0, folder)
+    loss_of(model, batch(0)).backward()
+    before = wholes(model)
+    with pytest.raises(ConfigError, match="Whole is to have states on a disk"):
+        Whole(trained(model), lr=1.0, momentum=0.9).step()
+    assert_same(wholes(model), before)
+
+
+KILLED = """
+import os, random, signal, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+import test_offload_to_disk as laws
+from fullshard.checkpoint import latest, load, save
+
+folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+STEPS = 3
+
+def train(dies_at):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    calls = 0
+    def dying(move):
+        def moved(descriptor, buffers, offset):
+            nonlocal calls
+            calls += 1
+            if calls == dies_at:
+                half = memoryview(buffers[0]).cast("B")[: len(buffers[0]) // 8192 * 4096]
+                move(descriptor, [half], offset)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return move(descriptor, buffers, offset)
+        return moved
+    os.preadv, os.pwritev = dying(os.preadv), dying(os.pwritev)
+    model = laws.build(0.8, folder, blocks=1)
+    [optimizer] = laws.adamw(model)
+    done = 0
+    if latest(folder / "checkpoints") is not None:
+        done = load(folder / "checkpoints", model=model, optimizer=optimizer).step
+    for step in range(done, STEPS):
+        laws.learn(model, [optimizer], range(step, step + 1))
+        save(folder / "checkpoints", model=model, optimizer=optimizer, step=step + 1, keep=2)
+    return laws.everything(model, optimizer)
+
+moments = random.Random(seed)
+killed = 0
+while True:
+    dies_at = moments.randint(1, 25) if killed < kills else 0
+    child = os.fork()
+    if not child:
+        with laws.few_bytes_a_portion():
+            found = train(dies_at)
+        torch.save(found, folder / "found.pt")
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.listdir(folder / "scratch") == [], "nothing is left to be trusted, or to fill the disk"
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        killed += 1
+        continue
+    assert status == 0
+    break
+print("killed", killed)
+"""
+
+
+def straight(folder: Path) -> Any:
+    model = build(None, folder, blocks=1)
+    [optimizer] = adamw(model)
+    learn(model, [optimizer], range(3))
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_run_killed_while_it_streams_goes_on_from_a_whole_step(tmp_path, kills):
+    """Each kill is within a read or a write, of which half is done."""
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    told = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path), str(kills), str(random.Random(kills).random())[2:]],
+        env={**os.environ, **paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout == f"killed {kills}\n"
+    [expected] = run_ranks(1, straight, tmp_path)
+    assert_same(torch.load(tmp_path / "found.pt", weights_only=False), expected)

@@ -1,0 +1,259 @@
+"""Weights that say what of them is sent train as in one process, and cost what they say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from shared_ranks import run_ranks
+from small_models import ONE_AXIS, Shard, agree_with_plain, leave
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from wrapped_weights import DecodedWeight, LowLinear, Operand, Weight, decode, encode
+
+from fullshard import MixedPrecisionPolicy, fully_shard, recording, summon_full_params
+from fullshard.checkpoint import load, save
+from fullshard.engine.registry import units_in
+from fullshard.testing import assert_same
+
+WIDTH, HIDDEN = 32, 67  # 67 rows divide by neither 2 nor 3
+STEPS = 5  # units share memory from the third on
+
+
+class Block(nn.Module):
+    def __init__(self, kind: type[Weight]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = LowLinear(WIDTH, HIDDEN, kind)
+        self.frozen = LowLinear(WIDTH, HIDDEN, kind, trained=False)
+        self.down = LowLinear(HIDDEN, WIDTH, kind)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.gelu(self.up(y) + self.frozen(y)))
+
+
+def model_of(shard: Shard, kind: type[Weight] = Weight, **options: Any) -> Any:
+    """Three blocks, each a unit, and a plain head; always of the same weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(kind) for _ in range(3)), nn.Linear(WIDTH, 5))
+    for block in list(model)[:3]:
+        shard(block, **options)
+    return shard(model, **options)
+
+
+def inputs(number: int) -> Tensor:
+    return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(number))
+
+
+def values_of(tensor: Tensor | None) -> Tensor | None:
+    """Plain values, gathered."""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.values if isinstance(tensor, Weight) else tensor
+
+
+def whole_values(model: nn.Module) -> dict[str, Any]:
+    return {name: values_of(param.detach()).clone() for name, param in model.named_parameters()}
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([it for it in model.parameters() if it.requires_grad], lr=1e-2, foreach=False)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, number: int, *, microbatches: int = 1) -> list[Any]:
+    losses = []
+    for i in range(microbatches):
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(i == microbatches - 1)
+        loss = model(inputs(10 * number + i)).square().mean() / microbatches
+        loss.backward()
+        losses.append(loss.detach())
+    grads = {name: values_of(param.grad) for name, param in model.named_parameters()}
+    optimizer.step()
+    optimizer.zero_grad()
+    return [losses, grads]
+
+
+def learn(kind: type[Weight], microbatches: int, shard: Shard) -> list[Any]:
+    model = model_of(shard, kind)
+    optimizer = optimizer_of(model)
+    traces = [step(model, optimizer, number, microbatches=microbatches) for number in range(STEPS)]
+    return [*traces, whole_values(model)]
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def all_agree(strategies: Sequence[str]) -> None:
+    for kind in (Weight, DecodedWeight):
+        for microbatches in (1, 2):
+            agree_with_plain(partial(learn, kind, microbatches), *strategies)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_they_learn_the_bits_of_one_process(world):
+    run_ranks(world, all_agree, ONE_AXIS if world == 2 else ("zero3",))
+
+
+def strategies_agree() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for kind in (Weight, DecodedWeight):
+        first, *others = (learn(kind, 1, partial(fully_shard, strategy=it, mesh=mesh)) for it in ("hsdp", "hsdp_zero2"))
+        for other in others:
+            assert_same(other, first)
+    assert_same(learn(Weight, 1, partial(fully_shard, mesh=mesh, strategy="hsdp"))[0], learn(Weight, 1, leave)[0])
+
+
+def test_replicas_of_shards_learn_alike():
+    run_ranks(4, strategies_agree)
+
+
+def three_agree() -> None:
+    first, *others = (learn(Weight, 1, partial(fully_shard, strategy=strategy)) for strategy in ONE_AXIS)
+    for other in others:
+        assert_same(other, first)
+
+
+def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
+    run_ranks(3, three_agree)
+
+
+# -- cost -------------------------------------------------------------------------------------------------------------
+
+
+def traffic(strategy: str) -> None:
+    world = dist.get_world_size()
+    model = model_of(partial(fully_shard, strategy=strategy))
+    optimizer = optimizer_of(model)
+    step(model, optimizer, 0)
+    with recording() as record:
+        step(model, optimizer, 1)
+    part = -(-HIDDEN // world)  # rows
+    frozen = part * (WIDTH + 4)
+    trained = frozen + -(-WIDTH // world) * (HIDDEN + 4)
+    found = [event.sent_bytes // (world - 1) for event in record.collectives("all_gather") if event.origin.unit == "0"]
+    visits = {"zero3": 2, "zero2": 1, "zero1": 1, "ddp": 0}[strategy]
+    visits_of_frozen = 0 if strategy == "zero1" else visits  # what is kept and never changes is not sent again
+    assert len(found) == 2 * visits + visits_of_frozen  # two groups of payloads, and one of plain parameters
+    for wanted, payloads, times in ((frozen, 2, visits_of_frozen), (trained, 4, visits)):
+        room = 16 * payloads  # each starts at a multiple of 16 bytes in the pack
+        assert sum(wanted <= nbytes < wanted + room for nbytes in found) == times, (found, wanted)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_gather_moves_a_byte_an_element_and_the_scales(world):
+    for strategy in ONE_AXIS:
+        run_ranks(world, traffic, strategy)
+
+
+def memory() -> None:
+    model = model_of(partial(fully_shard, strategy="zero3"))
+    units = units_in(model)[1:]
+    with recording() as record:
+        loss = model(inputs(0)).square().mean()
+    assert all(it.present_apart_nbytes == 0 for unit in units for it in unit.param_groups)
+    assert all(sum(it.apart_nbytes for it in unit.param_groups) > 3 * WIDTH * HIDDEN for unit in units)
+    balance = {unit.name: 0 for unit in units}
+    for event in record.events:
+        if event.origin.unit in balance and event.name in ("allocate", "free"):
+            balance[event.origin.unit] += event.nbytes if event.name == "allocate" else -event.nbytes
+    assert set(balance.values()) == {0}
+    loss.backward()
+    assert all(it.present_apart_nbytes == 0 for unit in units for it in unit.param_groups)
+
+
+def test_what_was_gathered_is_freed_between_forward_and_backward():
+    run_ranks(2, memory)
+
+
+# -- the protocol -----------------------------------------------------------------------------------------------------
+
+
+def see_what_is_called() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    layer = fully_shard(LowLinear(WIDTH, HIDDEN), mesh=mesh, strategy="hsdp", mp_policy=policy)
+    Weight.calls.clear()
+    seen = []
+    layer.register_forward_pre_hook(lambda module, _: seen.append(module.weight))
+    for number in range(3):
+        layer.weight._local_tensor.note = f"step {number}"  # on a short shard, too
+        layer(inputs(number).bfloat16())
+        layer.reshard()
+    rows = -(-HIDDEN // 2)
+    before = (rows, WIDTH), 2, (HIDDEN, WIDTH), (WIDTH, 1), layer, policy
+    after = [(f"step {number}", torch.bfloat16, number == 0) for number in range(3)]
+    assert Weight.calls == [before, after[0], before, after[1], before, after[2]]
+    assert all(it is seen[0] and isinstance(it, Operand) and isinstance(it, nn.Parameter) for it in seen)
+    assert tuple(seen[0].shape) == (HIDDEN, WIDTH)
+    assert isinstance(layer.weight, DTensor) and type(layer.weight._local_tensor) is Weight
+
+
+def test_methods_are_given_what_torch_gives_them():
+    run_ranks(4, see_what_is_called)
+
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+def keep_state(folder: Path, strategies: Sequence[str]) -> None:
+    for strategy in strategies:
+        model = model_of(partial(fully_shard, strategy=strategy))
+        optimizer = optimizer_of(model)
+        for number in range(2):
+            step(model, optimizer, number)
+        expected = whole_values(model)
+        with summon_full_params(model):
+            shown = {name: param.detach().clone() for name, param in model.named_parameters()}
+        assert_same(shown, expected)
+        save(folder / strategy, model=model, optimizer=optimizer, step=2)
+        later = [step(model, optimizer, 2), whole_values(model)]
+
+        other = model_of(partial(fully_shard, strategy=strategy))
+        other.load_state_dict(expected)
+        assert_same(whole_values(other), expected)
+        fresh = optimizer_of(other)
+        load(folder / strategy, model=other, optimizer=fresh)
+        assert_same([step(other, fresh, 2), whole_values(other)], later)
+
+
+def test_their_state_is_saved_and_loaded_as_plain_values(tmp_path):
+    run_ranks(2, keep_state, tmp_path, ("zero3", "ddp"))
+    run_ranks(3, load_elsewhere, tmp_path / "zero3")
+
+
+def load_elsewhere(folder: Path) -> None:
+    model = model_of(fully_shard)
+    load(folder, model=model)
+    alone = model_of(leave)
+    optimizer = optimizer_of(alone)
+    for number in range(2):
+        step(alone, optimizer, number)
+    assert_same(whole_values(model), whole_values(alone))
+
+
+def build_on_meta() -> None:
+    with torch.device("meta"):
+        model = fully_shard(nn.Sequential(LowLinear(WIDTH, HIDDEN), LowLinear(HIDDEN, 4)))
+    model.to_empty(device="cpu")
+    plain = nn.Sequential(LowLinear(WIDTH, HIDDEN), LowLinear(HIDDEN, 4))
+    model.load_state_dict({name: values_of(it) for name, it in plain.state_dict().items()})
+    other = torch.Generator().manual_seed(dist.get_rank())
+    assert torch.isfinite(model(torch.randn(3, WIDTH, generator=other))).all()
+    assert_same(whole_values(model)["0.weight"], model.state_dict()["0.weight"].full_tensor())
+
+
+def test_they_can_be_built_without_memory():
+    run_ranks(2, build_on_meta)
+
+
+def test_codes_are_what_they_say():
+    values = torch.randn(5, 7)
+    assert (decode(*encode(values)) - values).abs().max() < 0.02

@@ -1,0 +1,106 @@
+"""The Slurm recipe under Slurm itself, on two nodes of this machine: stopped, lost in part, and queued again."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hosts import SOURCE, NoHosts, two_hosts
+from slurm import Slurm, slurm_on
+from test_docs import ROOT
+from test_elastic import TRAIN, losses, options, resumed
+from test_train_resume import wait_for_step
+
+RECIPE = ROOT / "docs" / "launch" / "slurm.sh"
+STEPS = 60
+pytestmark = [pytest.mark.clusters, pytest.mark.slow, pytest.mark.timeout(600)]
+
+TORCHRUN = """#!/bin/bash
+# What the recipe starts, on nodes of one rank each that have no GPU; of an option given twice the last one counts.
+exec {python} -m torch.distributed.run --rdzv-conf last_call_timeout=2,keep_alive_interval=1 "${{@/=8/=1}}" {small}
+"""
+SLEEP = """#!/bin/bash
+exec /bin/sleep 1
+"""
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A torchrun that starts little, and a sleep that is short."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    small = [*TRAIN[1:], "--accumulate", "1", "--steps", str(STEPS), "--checkpoint-every", "25"]
+    scripts = {"torchrun": TORCHRUN.format(python=sys.executable, small=shlex.join(small)), "sleep": SLEEP}
+    for name, script in scripts.items():
+        (folder / name).write_text(script)
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@contextmanager
+def cluster(tmp_path: Path) -> Iterator[Slurm]:
+    """Two nodes under Slurm, where the system allows it."""
+    if os.geteuid() != 0:
+        pytest.skip("Slurm's daemons change users, which only root may let them")
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    try:
+        with two_hosts(own_users=False) as hosts, slurm_on(hosts, folder) as made:
+            yield made
+    except NoHosts as reason:
+        pytest.skip(str(reason))
+
+
+def submit(slurm: Slurm, out: Path, programs: Path) -> int:
+    """The number of the recipe's job."""
+    path = f"{programs}:{os.environ['PATH']}"
+    variables = {"OUT": str(out), "PATH": path, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+    said = f"--output={out.parent}/said"
+    return int(slurm.run("sbatch", "--parsable", "--nodes=2", said, str(RECIPE), **variables))
+
+
+def wait_for_resumes(out: Path, count: int) -> None:
+    """Until the run has said so many times that it goes on."""
+    deadline = time.monotonic() + 100
+    while (said := (out.parent / "said").read_text()).count("Going on after step") < count:
+        assert time.monotonic() < deadline, said[-4000:]
+        time.sleep(0.1)
+
+
+def wait_until_done(slurm: Slurm, job: int) -> None:
+    """Until the job has ended; it must have ended well."""
+    deadline = time.monotonic() + 100
+    while (state := slurm.job(job))["JobState"] != "COMPLETED":
+        assert time.monotonic() < deadline, state
+        time.sleep(0.2)
+    assert state["ExitCode"] == "0:0"
+
+
+def test_a_job_that_is_told_to_stop_or_loses_its_first_node_is_queued_again(programs, tmp_path):
+    """It goes on with what it has saved, and learns what a run learns that nobody disturbs."""
+    out, calm = tmp_path / "out", tmp_path / "calm"
+    with cluster(tmp_path) as slurm:
+        job = submit(slurm, out, programs)
+        reached = wait_for_step(out, 10)
+        slurm.run("scancel", "--batch", "--signal=TERM", str(job))  # as Slurm does five minutes before the time is up
+        wait_for_resumes(out, 1)
+        saved = resumed(out)[0]["step"]
+        assert saved > reached
+        wait_for_step(out, saved + 10)
+        slurm.hosts[0].stop_all()  # and the job's script with it: Slurm keeps what is left of the job
+        while slurm.job(job)["NodeList"] == "a[1-2]":  # pytest-timeout's to end
+            time.sleep(0.2)
+        slurm.start_daemon(0, "slurmd")
+        wait_until_done(slurm, job)
+        assert slurm.job(job)["Restarts"] == "2"
+    command = [sys.executable, "-m", "fullshard.cli", *options(STEPS, calm), "--ranks", "2"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert resumed(out)[-1]["world"] == 2
+    assert losses(out) == losses(calm)

@@ -1,0 +1,102 @@
+"""A snapshot is one rank's own: taking it changes nothing, and what is put back goes on with its bits."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from small_models import adamw, batch, loss_of, my_part, shard, small_gpt, wholes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import StepLR
+
+from fullshard import CheckpointError, recording
+from fullshard.checkpoint import restore_snapshot, snapshot
+from fullshard.testing import assert_same, run_ranks
+
+STRATEGIES = ("ddp", "zero1", "zero3", "hsdp")
+
+
+def begun(strategy: str) -> dict[str, Any]:
+    options: dict[str, Any] = {"strategy": strategy}
+    if strategy == "hsdp":
+        options["mesh"] = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    gpt = small_gpt()
+    gpt.outside = nn.BatchNorm1d(3)  # buffers
+    model = shard(gpt, **options)
+    optimizer = adamw(model)
+    return {"model": model, "optimizer": optimizer, "scheduler": StepLR(optimizer, 2, gamma=0.5)}
+
+
+def step(run: dict[str, Any], number: int, taking: bool = False) -> None:
+    loss = loss_of(run["model"], my_part(batch(number)))
+    if taking and dist.get_rank() == 0:  # by itself, and in the middle of a step
+        snapshot(**run)
+    loss.backward()
+    if taking and dist.get_rank() == 1:
+        snapshot(**run)
+    run["optimizer"].step()
+    run["optimizer"].zero_grad()
+    run["scheduler"].step()
+
+
+def state_of(run: dict[str, Any]) -> list[Any]:
+    return [wholes(run["model"]), run["optimizer"].state_dict()["param_groups"][0]["lr"]]
+
+
+def go_on_from_snapshots() -> None:
+    for strategy in STRATEGIES:
+        left_alone = begun(strategy)
+        for number in range(6):
+            step(left_alone, number)
+        run = begun(strategy)
+        at_start = snapshot(**run, extra={"at": 0})
+        for number in range(3):
+            step(run, number, taking=True)
+        with recording() as record:
+            taken = snapshot(**run, extra={"at": 3})
+        assert record.events == []
+        addresses = [param.to_local().data_ptr() for param in run["model"].parameters()]
+        for number in range(3, 6):
+            step(run, number)
+        assert_same(state_of(run), state_of(left_alone))
+
+        assert restore_snapshot(taken, **run) == {"at": 3}  # in place
+        assert [param.to_local().data_ptr() for param in run["model"].parameters()] == addresses
+        new = begun(strategy)  # in a process that has taken no step
+        assert restore_snapshot(pickle.loads(pickle.dumps(taken)), **new) == {"at": 3}
+        for it in (run, new):
+            for number in range(3, 6):
+                step(it, number)
+            assert_same(state_of(it), state_of(left_alone))
+
+        restore_snapshot(at_start, **run)  # from before the optimizer had any state
+        for number in range(6):
+            step(run, number)
+        assert_same(state_of(run), state_of(left_alone))
+
+
+def test_what_is_put_back_goes_on_with_the_bits_of_a_run_left_alone():
+    run_ranks(2, go_on_from_snapshots)
+
+
+def refuse_misfits() -> None:
+    run = begun("zero3")
+    step(run, 0)
+    taken = snapshot(model=run["model"])
+    before = wholes(run["model"])
+    with pytest.raises(CheckpointError, match=r"the snapshot does not fit; it has no optimizer, scheduler"):
+        restore_snapshot(taken, **run)
+    other = begun("ddp")
+    with pytest.raises(CheckpointError, match=r"of another shape: .* Nothing was overwritten"):
+        restore_snapshot(taken, model=other["model"])
+    del taken["model"]["scale"]
+    with pytest.raises(CheckpointError, match="missing in it: scale"):
+        restore_snapshot(taken, model=run["model"])
+    assert_same(wholes(run["model"]), before)
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    run_ranks(2, refuse_misfits)

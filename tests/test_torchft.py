@@ -1,0 +1,195 @@
+"""Replicas of torchft: killed ones come back, nobody diverges, losses are those of the same batches undisturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import psutil
+import pytest
+import torch.distributed as dist
+from small_models import adamw, chain, inputs, wholes
+from torch import nn
+
+from fullshard import ConfigError, StateError, fully_shard
+from fullshard.testing import assert_same, run_ranks
+
+torchft = pytest.importorskip("torchft", reason="torchft is not installed", exc_type=ImportError)
+ROOT = Path(__file__).parent.parent
+clusters = [pytest.mark.clusters, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}
+
+
+def with_kills(*options: str) -> dict[str, Any]:
+    """What the benchmark says of a run."""
+    done = subprocess.run(
+        [sys.executable, "benchmarks/replica_kills.py", *options],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=560,
+        check=False,
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("replicas", [pytest.param(it, marks=clusters) for it in (2, 3)])
+def test_killed_replicas_come_back_and_nobody_diverges(replicas):
+    found = with_kills("--kills", "3", "--replicas", str(replicas), "--seed", str(replicas))
+    assert found["replicas_have_the_same_weights"]
+    assert found["most_abandoned_by_a_survivor"] <= 1
+    assert set(found["steps_by_participants"]) >= {str(replicas - 1), str(replicas)}
+    assert found["losses_of_the_same_bits"] == found["losses_compared"]
+    assert found["weights_have_the_bits_of_the_replay"]
+
+
+def free_ports(count: int) -> list[int]:
+    listeners = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def start_lighthouse() -> tuple[subprocess.Popen[bytes], str]:
+    port = free_ports(1)[0]
+    program = str(Path(sys.executable).with_name("torchft_lighthouse"))
+    options = ("--min_replicas", "1", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "1000")
+    command = [program, "--bind", f"[::]:{port}", *options]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL), f"http://localhost:{port}"
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_example_goes_on_where_a_rank_is_killed(tmp_path):
+    """By the command lines of its header, and what it says of them."""
+    said = (ROOT / "examples" / "torchft" / "digits.py").read_text()
+    launches = re.findall(r"^    (torchrun .*?)(?: &)?$", said, re.M)
+    lighthouse, address = start_lighthouse()
+    around = environment(TORCHFT_LIGHTHOUSE=address, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    around["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{around['PATH']}"
+    logs = [tmp_path / "a", tmp_path / "b"]
+    try:
+        replicas = []
+        for launch, log in zip(launches, logs, strict=True):
+            with log.open("wb") as file:
+                command = [*shlex.split(launch), "--steps", "2000"]
+                replicas.append(subprocess.Popen(command, cwd=ROOT, env=around, stdout=file, stderr=file))
+        wait_for_line(logs[1], r"of 2 replicas")
+        psutil.Process(replicas[1].pid).children()[1].kill()
+        wait_for_line(logs[0], r"of 1 replicas")
+        for replica, log in zip(replicas, logs, strict=True):
+            assert replica.wait(300) == 0, log.read_text()[-4000:]
+            losses = re.findall(r"step 2000 of 2 replicas: loss ([\d.]+)", log.read_text())
+            assert [float(loss) < 0.1 for loss in losses] == [True], log.read_text()[-4000:]
+    finally:
+        for process in (*replicas, lighthouse):
+            process.kill()
+            process.wait()
+
+
+def wait_for_line(log: Path, pattern: str) -> None:
+    until = time.monotonic() + 200
+    while not re.search(pattern, log.read_text()):
+        assert time.monotonic() < until, log.read_text()[-4000:]
+        time.sleep(0.1)
+
+
+def made_wrongly() -> None:
+    from fullshard.integrations.torchft import Replicas
+
+    plain = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"Replicas\(Linear\) is not sharded.* Call fully_shard"):
+        Replicas(plain, adamw(plain), name="a", lighthouse="http://localhost:1")
+    model = chain(fully_shard)
+    with pytest.raises(ConfigError, match=r"no lighthouse is named. Start one by torchft_lighthouse"):
+        Replicas(model, adamw(model), name="a")
+    nobody = f"http://localhost:{free_ports(1)[0]}"
+    with pytest.raises(StateError, match=f"{nobody}.*replica 'a' could not join.* Is the lighthouse there"):
+        Replicas(model, adamw(model), name="a", lighthouse=nobody, timeout_s=1)
+    dist.destroy_process_group()
+    with pytest.raises(StateError, match="without a process group"):
+        Replicas(model, adamw(model), name="a", lighthouse=nobody)
+
+
+def lose_the_lighthouse() -> None:
+    from fullshard.integrations.torchft import Replicas
+
+    lighthouse, address = start_lighthouse()
+    model = chain(fully_shard)
+    optimizer = adamw(model)
+    replicas = Replicas(model, optimizer, name="a", lighthouse=address, timeout_s=3)
+    for step in range(2):
+        assert replicas.step == step
+        replicas.begin_step()
+        assert (replicas.index, replicas.count) == (0, 1)
+        model(inputs(step)).square().mean().backward()
+        assert replicas.should_commit()
+        optimizer.step()
+        optimizer.zero_grad()
+    alone = chain(fully_shard)
+    optimizer = adamw(alone)
+    for step in range(2):
+        alone(inputs(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(wholes(model), wholes(alone))
+    lighthouse.kill()
+    lighthouse.wait()
+    with pytest.raises(StateError, match=r"begin_step of step 2: no quorum of replicas.* Is the lighthouse there"):
+        replicas.begin_step()
+
+
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # torchft calls it
+def test_mistakes_are_told_and_nothing_hangs():
+    run_ranks(1, made_wrongly)
+    run_ranks(1, lose_the_lighthouse)
+
+
+class HalfHealed:
+    """Stands for a manager whose replica got another one's state on its first rank only."""
+
+    def __init__(self) -> None:
+        self.step = 7 if dist.get_rank() == 0 else 3
+
+    def current_step(self) -> int:
+        return self.step
+
+    def should_commit(self) -> bool:
+        return False  # on all ranks, since one of them says so
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step, "batches_committed": 20}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def step_after_half_a_state() -> int:
+    from fullshard.integrations.torchft import Replicas
+
+    model = chain(fully_shard)
+    with mock.patch.object(Replicas, "_join", lambda *_: mock.Mock(wraps=HalfHealed())):
+        replicas = Replicas(model, adamw(model), name="a", lighthouse="somewhere")
+    model(inputs()).square().mean().backward()
+    assert not replicas.should_commit()
+    return replicas.step
+
+
+def test_a_state_that_came_to_some_ranks_only_is_asked_for_again_by_all():
+    assert run_ranks(2, step_after_half_a_state) == [3, 3]
