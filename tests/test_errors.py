@@ -501,6 +501,14 @@ def a_stream_for_a_hook_beside_replicas() -> Steps:
     model.set_all_reduce_hook(print, stream=object())
 
 
+@mistake(ConfigError, r"set_keep_unsharded_storage\(True\)", r"share_memory_between_units\(True\)")
+def keep_addresses_of_unsharded_parameters() -> Steps:
+    model = sharded()
+    model.set_keep_unsharded_storage(False)
+    yield
+    model.set_keep_unsharded_storage(True)
+
+
 @mistake(ConfigError, r"set_custom_all_gather\(object\)", "register_backend")
 def a_gather_of_ones_own() -> Steps:
     model = fully_shard(linear())

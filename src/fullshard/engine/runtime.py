@@ -543,9 +543,7 @@ class Runtime:
         """Be idle, and without any gradients: what was computed so far was a trial."""
         self.recover()
         for unit in self.units:
-            unit.drop_grads()
-            for param in unit.params:
-                param.sharded.grad = None
+            unit.abandon_grads()
 
     def abandon(self) -> None:
         """Be as if the step that is under way had never begun. A collective: every rank calls it.

@@ -98,14 +98,17 @@ class PipelineStage(pipelining.PipelineStage):
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
-    def _post_metadata_inference_cleanup(self) -> None:
-        """Leave nothing of the forward and backward by which torch has learned shapes.
+    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch's `PipelineStage`: a trial, by which it learns shapes.
 
-        A loss that takes backwards of its own (one in chunks) leaves gradients. torch drops those of its own units.
+        A loss that takes backwards of its own, as one in chunks does, leaves gradients in it, which are dropped; but
+        not if earlier ones are held back, to which they were added.
         """
-        super()._post_metadata_inference_cleanup()
-        for runtime in self._runtimes:
+        fresh = [it for it in self._runtimes if not any(unit.has_grads_waiting for unit in it.units)]
+        result = super()._backward_metadata_inference(*args, **kwargs)
+        for runtime in fresh:
             runtime.forget()
+        return result
 
     def clear_runtime_states(self) -> None:
         """See torch's `PipelineStage`. Each step begins with it: what a failed one has left is dropped."""
