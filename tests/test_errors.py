@@ -87,6 +87,7 @@ from fullshard.testing.parity.command import run as run_parity
 from fullshard.testing.parity.difference import Tolerance
 from fullshard.testing.parity.recipe import ClassNames, Recipe
 from fullshard.testing.parity.settings import ParitySettings
+from fullshard.testing.parity.tensor import cut
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, transformer_auto_wrap_policy
 
 Steps = Iterator[None]
@@ -514,6 +515,14 @@ def a_stream_for_a_hook_beside_replicas() -> Steps:
     model = fully_shard(linear(), mesh=mesh)
     yield
     model.set_all_reduce_hook(print, stream=object())
+
+
+@mistake(ConfigError, r"set_keep_unsharded_storage\(True\)", r"share_memory_between_units\(True\)")
+def keep_addresses_of_unsharded_parameters() -> Steps:
+    model = sharded()
+    model.set_keep_unsharded_storage(False)
+    yield
+    model.set_keep_unsharded_storage(True)
 
 
 @mistake(ConfigError, r"set_custom_all_gather\(object\)", "register_backend")
@@ -1580,6 +1589,42 @@ def parity(**options: str) -> None:
         ParitySettings, [f"--{name}={value}" for name, value in named.items()], prog="fullshard parity", description=""
     )
     settings.recipe(), settings.cases()
+
+
+@mistake(ConfigError, "tp=0: must be at least 1", ranks=0)
+def no_rank_of_tensor_parallelism() -> Steps:
+    yield
+    compare(tp=0)
+
+
+@mistake(ConfigError, "Linear has no plan of tensor parallelism", "Pass --tp-plan", ranks=0)
+def no_plan_of_tensor_parallelism() -> Steps:
+    yield
+    cut(linear(), recipe(), mock.Mock())
+
+
+@mistake(ConfigError, "the plan of tensor parallelism of Linear is None. It must be a dict", ranks=0)
+def a_plan_that_is_none() -> Steps:
+    yield
+    cut(linear(), recipe(tp_plan=lambda model: None), mock.Mock())
+
+
+@mistake(ConfigError, "plan of tensor parallelism of Linear has 'moe' for up", "Known are colwise, rowwise", ranks=0)
+def a_style_that_is_not_known() -> Steps:
+    yield
+    cut(linear(), recipe(tp_plan=lambda model: {"up": "moe"}), mock.Mock())
+
+
+@mistake(ConfigError, "--mesh pp2,dp2: pp is not compared, since how a model is cut", "Take dp and tp", ranks=0)
+def a_mesh_with_a_pipeline() -> Steps:
+    yield
+    parity(mesh="pp2,dp2")
+
+
+@mistake(ConfigError, "--mesh dp2,dp: dp is no axis with its size", "Write it as dp2,tp2", ranks=0)
+def an_axis_without_a_size() -> Steps:
+    yield
+    parity(mesh="dp2,dp")
 
 
 @mistake(ConfigError, "--model is missing", "such as --model my_training:make_model", ranks=0)
