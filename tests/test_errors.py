@@ -144,6 +144,15 @@ def a_tensor_subclass() -> Steps:
     fully_shard(model)
 
 
+@mistake(ConfigError, "0.weight is a TwoTensor, a tensor subclass without", "list it in ignored_params", ranks=4)
+def a_tensor_subclass_in_tensor_parallelism() -> Steps:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    local = TwoTensor(torch.ones(6, 8), torch.ones(6, 8))
+    model = linear_with(DTensor.from_local(local, mesh["tp"], [Cut(0)], run_check=False))
+    yield
+    fully_shard(model, mesh=mesh["dp"])
+
+
 @mistake(ConfigError, "0.weight is a OneHook, a tensor subclass without", "list it in ignored_params")
 def half_of_the_hooks_for_payloads() -> Steps:
     model = linear_with(OneHook(torch.ones(6, 8)))
@@ -292,6 +301,13 @@ def a_copy_of_payloads() -> Steps:
     layer = fully_shard(LowLinear(8, 6))
     yield
     copy.deepcopy(layer)
+
+
+@mistake(StateError, "stream_weights: 0.weight is a Codes, whose values are encoded", "Leave it out")
+def a_stream_of_codes() -> Steps:
+    layer = fully_shard(linear_with(Codes.of(torch.ones(6, 8))))
+    yield
+    stream_weights(layer)
 
 
 @mistake(CheckpointError, "0.weight is a Codes, whose values are encoded", "such as adapters", sends=True)

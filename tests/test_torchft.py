@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 from small_models import adamw, chain, inputs, wholes
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard import ConfigError, StateError, fully_shard
 from fullshard.testing import assert_same, run_ranks
@@ -70,7 +71,12 @@ def start_lighthouse() -> tuple[subprocess.Popen[bytes], str]:
     program = str(Path(sys.executable).with_name("torchft_lighthouse"))
     options = ("--min_replicas", "1", "--join_timeout_ms", "1000", "--heartbeat_timeout_ms", "1000")
     command = [program, "--bind", f"[::]:{port}", *options]
-    return subprocess.Popen(command, stderr=subprocess.DEVNULL), f"http://localhost:{port}"
+    started = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while started.poll() is None:
+        with suppress(OSError), socket.create_connection(("localhost", port)):
+            break
+        time.sleep(0.1)
+    return started, f"http://localhost:{port}"
 
 
 @pytest.mark.clusters
@@ -133,7 +139,7 @@ def lose_the_lighthouse() -> None:
     lighthouse, address = start_lighthouse()
     model = chain(fully_shard)
     optimizer = adamw(model)
-    replicas = Replicas(model, optimizer, name="a", lighthouse=address, timeout_s=3)
+    replicas = Replicas(model, optimizer, name="a", lighthouse=address, timeout_s=20)
     for step in range(2):
         assert replicas.step == step
         replicas.begin_step()
@@ -155,9 +161,14 @@ def lose_the_lighthouse() -> None:
         replicas.begin_step()
 
 
-@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # torchft calls it
 def test_mistakes_are_told_and_nothing_hangs():
     run_ranks(1, made_wrongly)
+
+
+@pytest.mark.clusters
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # torchft calls it
+def test_a_replica_alone_is_plain_training_until_the_lighthouse_is_lost():
     run_ranks(1, lose_the_lighthouse)
 
 
@@ -166,6 +177,15 @@ class HalfHealed:
 
     def __init__(self) -> None:
         self.step = 7 if dist.get_rank() == 0 else 3
+
+    def register_state_dict_fn(self, key: str, load: object, take: object) -> None:
+        """Nobody asks for a state."""
+
+    def allreduce(self, sums: Tensor) -> mock.Mock:
+        return mock.Mock()
+
+    def errored(self) -> None:
+        return None
 
     def current_step(self) -> int:
         return self.step
@@ -184,7 +204,7 @@ def step_after_half_a_state() -> int:
     from fullshard.integrations.torchft import Replicas
 
     model = chain(fully_shard)
-    with mock.patch.object(Replicas, "_join", lambda *_: mock.Mock(wraps=HalfHealed())):
+    with mock.patch.object(Replicas, "_join", lambda *_: HalfHealed()):
         replicas = Replicas(model, adamw(model), name="a", lighthouse="somewhere")
     model(inputs()).square().mean().backward()
     assert not replicas.should_commit()

@@ -25,7 +25,7 @@ from fullshard._compat import FakeTensor, backward_number, storage_references
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import Mark
 from fullshard.device.memory import typed_view
-from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
+from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer, aligned_part
 from fullshard.disk.space import Space
 from fullshard.errors import StateError
 
@@ -336,9 +336,7 @@ class Store:
         accelerator = accelerator_for(self.device)
         if not accelerator.has_lanes:
             return aligned_buffer(nbytes)
-        room = accelerator.host_zeros(nbytes + ALIGNMENT, torch.uint8, pinned=True)
-        start = -room.data_ptr() % ALIGNMENT
-        return room[start : start + nbytes]
+        return aligned_part(accelerator.host_zeros(nbytes + ALIGNMENT, torch.uint8, pinned=True))
 
 
 def _was_written_to(away: Away) -> bool:
