@@ -269,7 +269,8 @@ def look_at_growth(folder: Path) -> None:
         store._clear_left(wait=True)
         assert store.space.free_bytes == store.space.nbytes
         assert not [ref for ref in store._leaving if ref() is not None] and store._ahead_bytes == 0
-        assert store.buffer_bytes <= 2 * store.window_bytes + ROWS * 192 * 4
+        in_use = 2 * ROWS * 192 * 4  # by the node that backward is at, and the one before
+        assert store.buffer_bytes <= 2 * store.window_bytes + in_use
         seen.append((store.space.nbytes, len(os.listdir("/proc/self/fd"))))
     assert len(set(seen[1:])) == 1, seen
 
@@ -402,15 +403,15 @@ def test_on_an_accelerator_the_bits_are_the_same_and_no_lane_touches_what_anothe
     run_ranks(1, compare_on_lanes, tmp_path)
 
 
-@pytest.mark.parametrize("has_lanes", [True, False])
-def test_a_dry_run_has_the_memory_of_a_real_one_and_takes_nothing_of_the_disk(tmp_path, monkeypatch, has_lanes):
+@pytest.mark.parametrize("lanes", ["gpu", "cpu"])
+def test_a_dry_run_has_the_memory_of_a_real_one_and_takes_nothing_of_the_disk(tmp_path, monkeypatch, lanes):
     monkeypatch.setattr(Space, "take", None)
 
     def peak(policy: Offload | None) -> int:
         def make() -> nn.Module:
             return chain(partial(fully_shard, offload_policy=policy), Chain([Layer() for _ in range(12)]))
 
-        tape = dry.run(make, lambda: torch.randn(4096, 48), world=2, steps=2, lanes=has_lanes)
+        tape = dry.run(make, lambda: torch.randn(4096, 48), world=2, steps=2, lanes=lanes)
         assert not dry.races(tape)
         return tape.peak_bytes()
 

@@ -87,6 +87,7 @@ from fullshard.testing.parity.command import run as run_parity
 from fullshard.testing.parity.difference import Tolerance
 from fullshard.testing.parity.recipe import ClassNames, Recipe
 from fullshard.testing.parity.settings import ParitySettings
+from fullshard.testing.parity.tensor import cut
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, transformer_auto_wrap_policy
 
 Steps = Iterator[None]
@@ -141,6 +142,15 @@ def a_tensor_subclass() -> Steps:
     model = linear_with(TwoTensor(torch.ones(6, 8), torch.ones(6, 8)))
     yield
     fully_shard(model)
+
+
+@mistake(ConfigError, "0.weight is a TwoTensor, a tensor subclass without", "list it in ignored_params", ranks=4)
+def a_tensor_subclass_in_tensor_parallelism() -> Steps:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    local = TwoTensor(torch.ones(6, 8), torch.ones(6, 8))
+    model = linear_with(DTensor.from_local(local, mesh["tp"], [Cut(0)], run_check=False))
+    yield
+    fully_shard(model, mesh=mesh["dp"])
 
 
 @mistake(ConfigError, "0.weight is a OneHook, a tensor subclass without", "list it in ignored_params")
@@ -291,6 +301,13 @@ def a_copy_of_payloads() -> Steps:
     layer = fully_shard(LowLinear(8, 6))
     yield
     copy.deepcopy(layer)
+
+
+@mistake(StateError, "stream_weights: 0.weight is a Codes, whose values are encoded", "Leave it out")
+def a_stream_of_codes() -> Steps:
+    layer = fully_shard(linear_with(Codes.of(torch.ones(6, 8))))
+    yield
+    stream_weights(layer)
 
 
 @mistake(CheckpointError, "0.weight is a Codes, whose values are encoded", "such as adapters", sends=True)
@@ -498,6 +515,14 @@ def a_stream_for_a_hook_beside_replicas() -> Steps:
     model = fully_shard(linear(), mesh=mesh)
     yield
     model.set_all_reduce_hook(print, stream=object())
+
+
+@mistake(ConfigError, r"set_keep_unsharded_storage\(True\)", r"share_memory_between_units\(True\)")
+def keep_addresses_of_unsharded_parameters() -> Steps:
+    model = sharded()
+    model.set_keep_unsharded_storage(False)
+    yield
+    model.set_keep_unsharded_storage(True)
 
 
 @mistake(ConfigError, r"set_custom_all_gather\(object\)", "register_backend")
@@ -1564,6 +1589,42 @@ def parity(**options: str) -> None:
         ParitySettings, [f"--{name}={value}" for name, value in named.items()], prog="fullshard parity", description=""
     )
     settings.recipe(), settings.cases()
+
+
+@mistake(ConfigError, "tp=0: must be at least 1", ranks=0)
+def no_rank_of_tensor_parallelism() -> Steps:
+    yield
+    compare(tp=0)
+
+
+@mistake(ConfigError, "Linear has no plan of tensor parallelism", "Pass --tp-plan", ranks=0)
+def no_plan_of_tensor_parallelism() -> Steps:
+    yield
+    cut(linear(), recipe(), mock.Mock())
+
+
+@mistake(ConfigError, "the plan of tensor parallelism of Linear is None. It must be a dict", ranks=0)
+def a_plan_that_is_none() -> Steps:
+    yield
+    cut(linear(), recipe(tp_plan=lambda model: None), mock.Mock())
+
+
+@mistake(ConfigError, "plan of tensor parallelism of Linear has 'moe' for up", "Known are colwise, rowwise", ranks=0)
+def a_style_that_is_not_known() -> Steps:
+    yield
+    cut(linear(), recipe(tp_plan=lambda model: {"up": "moe"}), mock.Mock())
+
+
+@mistake(ConfigError, "--mesh pp2,dp2: pp is not compared, since how a model is cut", "Take dp and tp", ranks=0)
+def a_mesh_with_a_pipeline() -> Steps:
+    yield
+    parity(mesh="pp2,dp2")
+
+
+@mistake(ConfigError, "--mesh dp2,dp: dp is no axis with its size", "Write it as dp2,tp2", ranks=0)
+def an_axis_without_a_size() -> Steps:
+    yield
+    parity(mesh="dp2,dp")
 
 
 @mistake(ConfigError, "--model is missing", "such as --model my_training:make_model", ranks=0)

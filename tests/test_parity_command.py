@@ -21,8 +21,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from small_models import batch, loss_of, small_gpt
+from small_models import Chain, batch, chain, inputs, leave, loss_of, small_gpt
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import fullshard
 from fullshard.cli import main
@@ -575,3 +576,34 @@ def test_the_page_shows_the_table_as_it_is():
     report = ParityReport(tuple(ParityRow.of(case, []) for case in cases_of((2, 3), None, 2)), EXACT)
     table = "\n".join(line.rstrip() for line in str(report).splitlines())
     assert f"```\n{table}\n```" in page
+
+
+# -- beside tensor parallelism ----------------------------------------------------------------------------------------
+
+
+def tp_plan(model: nn.Module) -> dict[str, Any]:
+    return {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+
+
+def square(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def perceptrons() -> nn.Module:
+    return chain(leave, Chain())
+
+
+def test_strategies_have_the_bits_of_tensor_parallelism_alone():
+    """And that has the plain process's numbers within rounding, of which the report tells."""
+    report = check_parity(
+        perceptrons, inputs, square, ranks=2, tp=2, tp_plan=tp_plan, strategies=["zero3", "hsdp"], steps=2
+    )
+    assert [(row.strategy, row.replicas) for row in report.rows] == [
+        ("none", 1),
+        ("zero3", 1),
+        ("none", 2),
+        ("hsdp", 2),
+    ]
+    assert [row.is_bit_for_bit for row in report.rows if row.strategy != "none"] == [True, True], str(report)
+    assert report.is_equal, str(report)
+    assert "2 agree bit for bit with the same ranks with nothing sharded" in report.said

@@ -16,7 +16,8 @@ from small_models import ONE_AXIS, Shard, agree_with_plain, leave
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from wrapped_weights import DecodedWeight, LowLinear, Operand, Weight, decode, encode
+from torch.distributed.tensor import Shard as Split
+from wrapped_weights import DecodedWeight, LowLinear, Operand, Product, Weight, decode, encode
 
 from fullshard import MixedPrecisionPolicy, fully_shard, recording, summon_full_params
 from fullshard.checkpoint import load, save
@@ -123,6 +124,40 @@ def three_agree() -> None:
 
 def test_strategies_give_one_another_s_bits_where_three_cannot_share_evenly():
     run_ranks(3, three_agree)
+
+
+class CutLinear(nn.Module):
+    """A layer of which each rank of tensor parallelism has some rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x, self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight)
+
+
+def learn_rows(model: nn.Module) -> list[Tensor]:
+    optimizer = optimizer_of(model)
+    losses = []
+    for number in range(STEPS):
+        loss = model(inputs(number)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def rows_agree() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    rows = torch.randn(HIDDEN, WIDTH, generator=torch.Generator().manual_seed(mesh["tp"].get_local_rank()))
+    placed = DTensor.from_local(Weight(rows.clone()), mesh["tp"], [Split(0)], run_check=False)
+    assert_same(learn_rows(fully_shard(CutLinear(placed), mesh=mesh["dp"])), learn_rows(CutLinear(Weight(rows))))
+
+
+def test_beside_tensor_parallelism_rows_learn_as_without():
+    run_ranks(4, rows_agree)
 
 
 # -- cost -------------------------------------------------------------------------------------------------------------

@@ -175,6 +175,31 @@ def test_stages_over_two_ranks_get_the_gradients_of_one_process(kind):
     run_ranks(4, every_schedule_and_strategy, 4, [kind])
 
 
+class BackwardInLoss(Pipeline):
+    """Its loss trains the last layer once more, by a backward of its own, as a loss in chunks does the head."""
+
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        self.parts[-1][-1](output.detach()).square().mean().backward()
+        return super().loss(output, target)
+
+
+def the_same_step_twice(kind: type) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    pipeline = BackwardInLoss(kind, mesh, mesh["dp"])
+    found = []
+    for _ in range(2):
+        pipeline.step(0)
+        found.append({name: p.grad.full_tensor() for name, p in pipeline.named().items() if p.grad is not None})
+        for param in pipeline.named().values():
+            param.grad = None
+    testing.assert_same(found[0], found[1])
+
+
+@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleInterleaved1F1B])
+def test_the_trial_by_which_torch_learns_shapes_leaves_no_gradients(kind):
+    run_ranks(2, the_same_step_twice, kind)
+
+
 # -- what it costs ----------------------------------------------------------------------------------------------------
 
 

@@ -409,6 +409,19 @@ class FSDPModule:
         """
         raise _custom_refused("set_custom_reduce_scatter", comm)
 
+    def set_keep_unsharded_storage(self, enable: bool) -> None:
+        """Refused, unless it is switched off: torch's (after 2.13) keeps unsharded parameters at their addresses.
+
+        Raises:
+            ConfigError: it is to be switched on.
+        """
+        if enable:
+            raise ConfigError(
+                "set_keep_unsharded_storage(True): a unit that is resharded gives its memory back, and may have other "
+                "memory next time. For CUDA graphs of parts of a model call fullshard.share_memory_between_units(True) "
+                "before the first forward: units then take turns on memory that stays."
+            )
+
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Accepted for scripts written for torch, without effect: gradients are sent from where they lie.
 

@@ -26,10 +26,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fullshard._compat import FakeTensor
 from fullshard.disk.folder import free_bytes, why_unfit
 from fullshard.errors import DiskError
 
-__all__ = ["ALIGNMENT", "DEPTH", "REQUEST_BYTES", "DiskFile", "DiskWork", "aligned", "aligned_buffer"]
+__all__ = ["ALIGNMENT", "DEPTH", "REQUEST_BYTES", "DiskFile", "DiskWork", "aligned", "aligned_buffer", "aligned_part"]
 
 _log = logging.getLogger(__name__)
 
@@ -51,9 +52,13 @@ def aligned(nbytes: int) -> int:
 
 def aligned_buffer(nbytes: int) -> Tensor:
     """A new uint8 tensor on the CPU, of `nbytes`, whose address is a multiple of ALIGNMENT. Contents are undefined."""
-    room = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8)
-    start = -room.data_ptr() % ALIGNMENT
-    return room[start : start + nbytes]
+    return aligned_part(torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8))
+
+
+def aligned_part(room: Tensor) -> Tensor:
+    """Of a 1-D uint8 tensor all but ALIGNMENT bytes, from an address on that is a multiple of ALIGNMENT."""
+    start = 0 if isinstance(room, FakeTensor) else -room.data_ptr() % ALIGNMENT
+    return room[start : start + room.numel() - ALIGNMENT]
 
 
 class DiskWork:

@@ -25,7 +25,7 @@ from fullshard._compat import FakeTensor, backward_number, storage_references
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import Mark
 from fullshard.device.memory import typed_view
-from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
+from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer, aligned_part
 from fullshard.disk.space import Space
 from fullshard.errors import StateError
 
@@ -73,6 +73,11 @@ class Away:
     is_ahead: bool = False  # read, and not asked for yet
     done_in: int = -1  # the backward that asked for it the last time
 
+    @property
+    def room_bytes(self) -> int:
+        """Of a buffer, or of the disk."""
+        return aligned(self.nbytes)
+
     def __del__(self) -> None:
         self.store.forget(self)
 
@@ -81,7 +86,7 @@ class Away:
 class _Left:
     """What is left of a storage that no graph refers to any more: free once nothing is under way."""
 
-    nbytes: int
+    room_bytes: int
     offset: int
     buffer: _Buffer | None
     works: tuple[DiskWork, ...]
@@ -119,11 +124,11 @@ class Store:
             DiskError: the disk has no room, or an earlier write has failed.
         """
         storage = tensor.untyped_storage()
-        nbytes = storage.nbytes()
+        nbytes, room = storage.nbytes(), aligned(storage.nbytes())
         self._clear_left()
-        while self._left and self._leaving_bytes + self._left_bytes + nbytes > self.window_bytes:
+        while self._left and self._leaving_bytes + self._left_bytes + room > self.window_bytes:
             self._clear_left(wait=True)
-        while self._leaving and self._leaving_bytes + nbytes > self.window_bytes:
+        while self._leaving and self._leaving_bytes + room > self.window_bytes:
             self._finish_leaving()
         away = Away(self, nbytes, order, len(order))
         away.buffer = self._buffer(nbytes)
@@ -143,7 +148,7 @@ class Store:
             self._write_those_sent(away)
         order.append(weakref.ref(away))
         self._leaving.append(order[-1])
-        self._leaving_bytes += nbytes
+        self._leaving_bytes += room
         self.put_bytes += nbytes
         return away
 
@@ -167,7 +172,7 @@ class Store:
         away = self._leaving.popleft()()
         if away is None:
             return  # `forget` has taken it off
-        self._leaving_bytes -= away.nbytes
+        self._leaving_bytes -= away.room_bytes
         lanes = accelerator_for(self.device).lanes
         if away.source is not None and away.sent is not None:
             lanes.compute.wait(away.sent)
@@ -216,7 +221,7 @@ class Store:
     def _finish_reading(self, away: Away) -> Tensor:
         if away.is_ahead:
             away.is_ahead = False
-            self._ahead_bytes -= away.nbytes
+            self._ahead_bytes -= away.room_bytes
         lanes = accelerator_for(self.device).lanes
         if away.back is None:
             self._bring_back(away)
@@ -253,11 +258,11 @@ class Store:
             if earlier.source is not None or earlier.back is not None:
                 continue
             if not earlier.is_ahead and (has_lanes or earlier.buffer is None):
-                if self._ahead_bytes and self._ahead_bytes + earlier.nbytes > self.window_bytes:
+                if self._ahead_bytes and self._ahead_bytes + earlier.room_bytes > self.window_bytes:
                     return
                 self._begin_reading(earlier)
                 earlier.is_ahead = True
-                self._ahead_bytes += earlier.nbytes
+                self._ahead_bytes += earlier.room_bytes
             if has_lanes and earlier.is_ahead and (earlier.reading is None or earlier.reading.done):
                 self._bring_back(earlier)
 
@@ -279,9 +284,9 @@ class Store:
         """Note that no graph refers to `away` any more. It may be called at any moment, so it only takes notes."""
         works = tuple(work for work in (away.writing, away.reading) if work is not None)
         on_device = tuple((t, mark) for t, mark in ((away.source, away.sent), (away.back, away.came)) if t is not None)
-        self._left.append(_Left(away.nbytes, away.offset, away.buffer, works, on_device))
+        self._left.append(_Left(away.room_bytes, away.offset, away.buffer, works, on_device))
         if away.is_ahead:
-            self._ahead_bytes -= away.nbytes
+            self._ahead_bytes -= away.room_bytes
 
     def _clear_left(self, *, wait: bool = False) -> None:
         """Give back what no graph refers to, if nothing is under way to it or from it; or after waiting for that."""
@@ -298,14 +303,14 @@ class Store:
             if left.buffer is not None:
                 self._give(left.buffer)
             if self.space is not None and left.offset >= 0:
-                self.space.give(left.offset, aligned(left.nbytes))
+                self.space.give(left.offset, left.room_bytes)
         while self._leaving and self._leaving[0]() is None:
             self._leaving.popleft()
-        self._leaving_bytes = sum(away.nbytes for away in self._alive(self._leaving))
+        self._leaving_bytes = sum(away.room_bytes for away in self._alive(self._leaving))
 
     @property
     def _left_bytes(self) -> int:
-        return sum(left.nbytes for left in self._left)
+        return sum(left.room_bytes for left in self._left)
 
     @staticmethod
     def _alive(refs: deque[weakref.ref[Away]]) -> Iterator[Away]:
@@ -336,9 +341,7 @@ class Store:
         accelerator = accelerator_for(self.device)
         if not accelerator.has_lanes:
             return aligned_buffer(nbytes)
-        room = accelerator.host_zeros(nbytes + ALIGNMENT, torch.uint8, pinned=True)
-        start = -room.data_ptr() % ALIGNMENT
-        return room[start : start + nbytes]
+        return aligned_part(accelerator.host_zeros(nbytes + ALIGNMENT, torch.uint8, pinned=True))
 
 
 def _was_written_to(away: Away) -> bool:

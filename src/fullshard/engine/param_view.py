@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fullshard._compat import FakeTensor, holds_tensors, make_dtensor, set_local_tensor, waited
+from fullshard._compat import FakeTensor, make_dtensor, set_local_tensor, waited
 from fullshard.comm.mesh import Axes, join
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import ShardSpec
@@ -191,16 +191,13 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
         ConfigError: it is of a class that would be lost, or that nobody here knows how to cut.
     """
     if isinstance(param, DTensor):
+        _check_class(fqn, param._local_tensor)
         return TensorParallelView(fqn, param, axes)
     if type(param) in (Tensor, nn.Parameter) or isinstance(param, FakeTensor) or sends_payloads(param):
         return ParamView()
     kind, module = type(param).__name__, type(param).__module__
-    if holds_tensors(param) or nn.Parameter not in type(param).__mro__:  # isinstance() is true of wrappers, too
-        raise ConfigError(
-            f"{fqn} is a {kind}, a tensor subclass without fsdp_pre_all_gather and fsdp_post_all_gather, by which such "
-            "a class says what of it is sent: sharded, it would be a plain tensor. Shard the model before its "
-            "parameters are converted, or list it in ignored_params."
-        )
+    if nn.Parameter not in type(param).__mro__:  # isinstance() is true of wrappers, too
+        _check_class(fqn, param)
     if module.split(".")[0] == "bitsandbytes" and getattr(param, "quant_state", None) is None:
         raise ConfigError(
             f"{fqn} is a {module}.{kind} that has no quant_state: 8-bit weights cannot be sharded, and 4-bit ones are "
@@ -213,6 +210,21 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
             "all. List it in ignored_params, or give its class fsdp_pre_all_gather and fsdp_post_all_gather."
         )
     return OwnClassView(param)
+
+
+def _check_class(fqn: str, local: Tensor) -> None:
+    """Refuse a tensor of a class that would be lost.
+
+    Raises:
+        ConfigError: it is one, and does not say what of it is sent.
+    """
+    plain = type(local) in (Tensor, nn.Parameter) or isinstance(local, FakeTensor)
+    if not (plain or sends_payloads(local)):
+        raise ConfigError(
+            f"{fqn} is a {type(local).__name__}, a tensor subclass without fsdp_pre_all_gather and "
+            "fsdp_post_all_gather, by which such a class says what of it is sent: sharded, it would be a plain tensor. "
+            "Shard the model before its parameters are converted, or list it in ignored_params."
+        )
 
 
 def sends_payloads(local: Tensor) -> bool:

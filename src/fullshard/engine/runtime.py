@@ -539,6 +539,12 @@ class Runtime:
             self._reshard(unit, Phase.IDLE)
         self.phase = Phase.IDLE
 
+    def forget(self) -> None:
+        """Be idle, and without any gradients: what was computed so far was a trial."""
+        self.recover()
+        for unit in self.units:
+            unit.abandon_grads()
+
     def abandon(self) -> None:
         """Be as if the step that is under way had never begun. A collective: every rank calls it.
 

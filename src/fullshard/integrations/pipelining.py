@@ -98,6 +98,18 @@ class PipelineStage(pipelining.PipelineStage):
         if self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)
 
+    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        """See torch's `PipelineStage`: a trial, by which it learns shapes.
+
+        A loss that takes backwards of its own, as one in chunks does, leaves gradients in it, which are dropped; but
+        not if earlier ones are held back, to which they were added.
+        """
+        fresh = [it for it in self._runtimes if not any(unit.has_grads_waiting for unit in it.units)]
+        result = super()._backward_metadata_inference(*args, **kwargs)
+        for runtime in fresh:
+            runtime.forget()
+        return result
+
     def clear_runtime_states(self) -> None:
         """See torch's `PipelineStage`. Each step begins with it: what a failed one has left is dropped."""
         super().clear_runtime_states()

@@ -17,7 +17,7 @@ from fullshard.engine.hooks import check_idle
 from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.sharded_param import full_copy
-from fullshard.errors import ConfigError
+from fullshard.errors import ConfigError, StateError
 from fullshard.layout.offsets import align
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
@@ -53,7 +53,7 @@ def stream_weights(
 
     Raises:
         ConfigError: `bucket_bytes` is no positive number, or two weights would have the same name.
-        StateError: a unit is in forward or backward, or on the meta device.
+        StateError: a unit is in forward or backward, or on the meta device; or a weight is encoded by its class.
 
     Example:
         ```python
@@ -75,6 +75,12 @@ def stream_weights(
             f"stream_weights(rename=...): {len(twice)} names are given to several weights, the first of them "
             f"{twice[0]!r}. Give each weight a name of its own, or None to leave it out."
         )
+    for name, value in ((it.name, it.managed.param) for it in weights if it.managed is not None):
+        if value.is_encoded:
+            raise StateError(
+                f"stream_weights: {name} is a {type(value.local).__name__}, whose values are encoded in several "
+                "tensors, which have no place in a bucket. Leave it out: let rename give None for it."
+            )
     if units:
         meet(units, "stream_weights")
     return _stream(weights, bucket_bytes, gives=to_rank is None or dist.get_rank() == to_rank)

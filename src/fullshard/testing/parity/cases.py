@@ -8,16 +8,24 @@ from dataclasses import dataclass
 from fullshard.errors import ConfigError
 from fullshard.policy.strategy import ShardingStrategy, resolve_placements
 
-__all__ = ["Case", "cases_of"]
+__all__ = ["NOT_SHARDED", "Case", "cases_of"]
+
+NOT_SHARDED = "none"  # in place of a strategy
 
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy on some ranks, of which `ranks / replicas` hold different parts."""
+    """A strategy on some ranks, of which `ranks / replicas` hold different parts; each stands for `tp` processes."""
 
     strategy: str
     ranks: int
     replicas: int
+    tp: int = 1  # ranks of tensor parallelism that share the work of one
+
+    @property
+    def world(self) -> int:
+        """The number of processes."""
+        return self.ranks * self.tp
 
     @property
     def shards(self) -> int:
@@ -31,11 +39,16 @@ class Case:
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} ranks" if self.ranks > 1 else "1 rank"
-        return f"{self.strategy}, {ranks}" + (f" in {self.replicas} replicas" if self.replicas > 1 else "")
+        return (
+            f"{self.strategy}, {ranks}"
+            + (f" in {self.replicas} replicas" if self.replicas > 1 else "")
+            + (f", each of {self.tp} of tensor parallelism" if self.tp > 1 else "")
+        )
 
 
-def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int) -> list[Case]:
+def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int, tp: int = 1) -> list[Case]:
     """The strategies on each of these numbers of ranks; all that fit, if None. Those of one mesh shape stand together.
+    Each rank is `tp` processes.
 
     Raises:
         ConfigError: a strategy that is named is unknown or does not fit, or there is nothing to compare.
@@ -44,13 +57,15 @@ def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: i
         raise ConfigError(f"ranks={_listed(ranks)}: at least one rank is needed.")
     if replicas < 1:
         raise ConfigError(f"replicas={replicas}: must be at least 1.")
+    if tp < 1:
+        raise ConfigError(f"tp={tp}: must be at least 1.")
     if strategies is not None and not strategies:
         raise ConfigError("strategies are empty: name at least one.")
     names = [strategy.value for strategy in ShardingStrategy] if strategies is None else list(strategies)
     cases = []
     for world in dict.fromkeys(ranks):
         for name in dict.fromkeys(names):
-            case = Case(name, world, replicas if resolve_placements(name).replicated else 1)
+            case = Case(name, world, replicas if resolve_placements(name).replicated else 1, tp)
             if world % case.replicas == 0:
                 cases.append(case)
             elif strategies is not None:

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from fullshard.errors import ConfigError
-from fullshard.testing.parity.cases import Case, cases_of
+from fullshard.testing.parity.cases import NOT_SHARDED, Case, cases_of
 from fullshard.testing.parity.difference import Tolerance
 from fullshard.testing.parity.plain import train_plain
-from fullshard.testing.parity.recipe import Loss, MakeOptimizer, Recipe
+from fullshard.testing.parity.recipe import Loss, MakeOptimizer, Recipe, TensorParallelPlan
 from fullshard.testing.parity.report import ParityReport, ParityRow
 from fullshard.testing.parity.sharded import train_sharded
+from fullshard.testing.parity.tensor import train_unsharded
 from fullshard.testing.parity.trace import Trace
 from fullshard.testing.ranks import RanksFailed, run_ranks
 from fullshard.wrap import AutoWrapPolicy
@@ -46,6 +47,8 @@ def check_parity(
     atol: float = 0.0,
     rtol: float = 0.0,
     timeout: float = 600.0,
+    tp: int = 1,
+    tp_plan: TensorParallelPlan | None = None,
 ) -> ParityReport:
     """A report of how training under each strategy differs from one plain process, on the same data.
 
@@ -76,6 +79,10 @@ def check_parity(
         atol: the difference that an element may have.
         rtol: the same relative to the element.
         timeout: seconds that a strategy may take.
+        tp: ranks of tensor parallelism, each group of which stands for one rank. Strategies are then held, bit for bit,
+            to the same ranks with nothing sharded; and these, in the first row, to the plain process within rounding.
+        tp_plan: of the model, a plan for `torch.distributed.tensor.parallel.parallelize_module`; the one that comes
+            with a model of transformers, if None.
 
     Raises:
         ConfigError: an argument cannot be honoured, or one of the functions returns something that cannot be used.
@@ -101,9 +108,10 @@ def check_parity(
         reduce_dtype=reduce_dtype,
         auto_wrap_policy=auto_wrap_policy,
         seed=seed,
+        tp_plan=tp_plan,
     )
     tolerance = Tolerance(atol, rtol)
-    cases = cases_of((ranks,) if isinstance(ranks, int) else ranks, strategies, replicas)
+    cases = cases_of((ranks,) if isinstance(ranks, int) else ranks, strategies, replicas, tp)
     return ParityReport(tuple(rows_of(recipe, cases, tolerance, timeout)), tolerance)
 
 
@@ -116,20 +124,25 @@ def rows_of(recipe: Recipe, cases: Sequence[Case], tolerance: Tolerance, timeout
     """
     for (ranks, shards), group in groupby(cases, key=lambda case: (case.ranks, case.shards)):
         with tempfile.TemporaryDirectory(prefix="fullshard-parity-") as folder:
-            trace = Trace(Path(folder))
-            _train_plain(recipe, ranks, shards, trace, timeout)
-            for case in group:
+            trace, alike = Trace(Path(folder)), list(group)
+            _train_unsharded(1, train_plain, recipe, ranks, shards, trace, timeout=timeout)
+            if (tp := alike[0].tp) > 1:
+                bare, plain, trace = Case(NOT_SHARDED, ranks, ranks // shards, tp), trace, Trace(Path(folder, "tp"))
+                trace.folder.mkdir()
+                compared = _train_unsharded(bare.world, train_unsharded, recipe, bare, trace, plain, timeout=timeout)
+                yield ParityRow.of(bare, compared)
+            for case in alike:
                 try:
-                    compared = run_ranks(ranks, train_sharded, recipe, case, trace, tolerance, timeout=timeout)
+                    compared = run_ranks(case.world, train_sharded, recipe, case, trace, tolerance, timeout=timeout)
                 except RanksFailed as failed:
                     yield ParityRow.failed(case, _cause(failed))
                 else:
                     yield ParityRow.of(case, compared)
 
 
-def _train_plain(recipe: Recipe, ranks: int, shards: int, trace: Trace, timeout: float) -> None:
+def _train_unsharded(world: int, train: Callable[..., Any], *args: Any, timeout: float) -> list[Any]:
     try:
-        run_ranks(1, train_plain, recipe, ranks, shards, trace, timeout=timeout)
+        return run_ranks(world, train, *args, timeout=timeout)
     except RanksFailed as failed:
         for failure in failed.failures.values():
             if failure.kind == f"{ConfigError.__module__}.{ConfigError.__qualname__}":

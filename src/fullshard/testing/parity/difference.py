@@ -33,20 +33,23 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Tolerance:
-    """The allowed difference: none, or at most `atol + rtol * abs(expected)` for each element."""
+    """The allowed difference: none, or at most `atol + rtol * abs(expected)` for each element, and `of_largest` times
+    the largest of the tensor.
+    """
 
     atol: float = 0.0
     rtol: float = 0.0
+    of_largest: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("atol", "rtol"):
+        for name in ("atol", "rtol", "of_largest"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0.")
 
     @property
     def is_bit_for_bit(self) -> bool:
         """True if nothing may differ, not even the sign of a zero."""
-        return self.atol == self.rtol == 0
+        return self.atol == self.rtol == self.of_largest == 0
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,8 @@ class Difference:
             return cls()
         gap = gaps(actual, expected, differs)
         largest = float(gap.max())
-        allowed = tolerance.atol + tolerance.rtol * expected.abs().to(gap.dtype)
+        sizes = expected.abs().to(gap.dtype)
+        allowed = tolerance.atol + tolerance.rtol * sizes + tolerance.of_largest * sizes.max()
         is_tolerated = not tolerance.is_bit_for_bit and isfinite(largest) and bool((gap <= allowed).all())
         return cls(largest, is_bit_for_bit=False, is_tolerated=is_tolerated)
 

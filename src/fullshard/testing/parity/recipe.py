@@ -16,10 +16,11 @@ from fullshard.errors import ConfigError
 from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.wrap import AutoWrapPolicy, WrapPolicy, size_based_auto_wrap_policy
 
-__all__ = ["ClassNames", "Recipe"]
+__all__ = ["ClassNames", "Loss", "MakeOptimizer", "Recipe", "TensorParallelPlan", "trained"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+TensorParallelPlan = Callable[[nn.Module], Mapping[str, Any]]
 
 _LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.05}
 _UNITS = 10  # by default a unit has at least this fraction of the parameters
@@ -46,6 +47,7 @@ class Recipe:
     reduce_dtype: torch.dtype | None = None
     auto_wrap_policy: AutoWrapPolicy | None = None
     seed: int = 0
+    tp_plan: TensorParallelPlan | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "accumulate"):

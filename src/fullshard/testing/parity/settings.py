@@ -47,6 +47,11 @@ class RankSettings:
     """Names of strategies, such as zero2,zero3; all: those that fit the ranks."""
     replicas: int = 2
     """For hsdp and hsdp_zero2: the number of ranks that hold the same shards."""
+    mesh: MaybeStr = None
+    """Axes and their sizes, such as dp2,tp2, instead of --ranks: dp of data, tp of tensor parallelism."""
+    tp_plan: MaybeStr = None
+    """A function of the model that returns a plan of tensor parallelism, for torch's parallelize_module. Left out: the
+    plan that comes with a model of transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +123,7 @@ class ParitySettings:
             dtype=_dtype("dtype", training.dtype),
             reduce_dtype=_dtype("reduce-dtype", training.reduce_dtype),
             seed=training.seed,
+            tp_plan=None if self.ranks.tp_plan is None else function_named(self.ranks.tp_plan, "--tp-plan"),
         )
 
     def cases(self) -> list[Case]:
@@ -126,16 +132,44 @@ class ParitySettings:
         Raises:
             ConfigError: a list cannot be read, or a strategy does not fit.
         """
+        strategies = None if self.ranks.strategies == "all" else _words(self.ranks.strategies)
+        if self.ranks.mesh is not None:
+            sizes = sizes_of_mesh(self.ranks.mesh)
+            return cases_of([sizes.get("dp", 1)], strategies, self.ranks.replicas, sizes.get("tp", 1))
         try:
             ranks = [int(word) for word in _words(self.ranks.ranks)]
         except ValueError:
             raise ConfigError(f"--ranks {self.ranks.ranks}: must be whole numbers, such as 2,3,4.") from None
-        strategies = None if self.ranks.strategies == "all" else _words(self.ranks.strategies)
         return cases_of(ranks, strategies, self.ranks.replicas)
 
     def tolerance(self) -> Tolerance:
         """The allowed difference."""
         return Tolerance(self.verdict.atol, self.verdict.rtol)
+
+
+_ELSEWHERE = {
+    "pp": "how a model is cut into stages is its script's to say; docs/pipelines.md says what stages give",
+    "cp": "to the engine its ranks are ranks of data, as in --mesh dp4; the attention between them is the script's",
+    "ep": "where experts go, and how tokens reach them, is the script's to say; docs/composition.md says what it gives",
+}
+
+
+def sizes_of_mesh(text: str) -> dict[str, int]:
+    """The sizes of the axes that `--mesh` names.
+
+    Raises:
+        ConfigError: it cannot be read, or has an axis that is not compared.
+    """
+    sizes: dict[str, int] = {}
+    for word in _words(text):
+        name = word.rstrip("0123456789")
+        size = word.removeprefix(name)
+        if name in _ELSEWHERE:
+            raise ConfigError(f"--mesh {text}: {name} is not compared, since {_ELSEWHERE[name]}. Take dp and tp.")
+        if name not in ("dp", "tp") or not size or name in sizes:
+            raise ConfigError(f"--mesh {text}: {word} is no axis with its size, or one too many. Write it as dp2,tp2.")
+        sizes[name] = int(size)
+    return sizes
 
 
 def policy_named(wrap: str) -> AutoWrapPolicy:

@@ -15,6 +15,7 @@ from fullshard import FSDPModule, clip_grad_norm_, fully_shard
 from fullshard.testing.parity.cases import Case
 from fullshard.testing.parity.difference import Compared, Kind, Tolerance
 from fullshard.testing.parity.recipe import Recipe, trained
+from fullshard.testing.parity.tensor import cut
 from fullshard.testing.parity.trace import Step, Trace
 
 __all__ = ["train_sharded"]
@@ -22,10 +23,13 @@ __all__ = ["train_sharded"]
 
 def train_sharded(recipe: Recipe, case: Case, trace: Trace, tolerance: Tolerance) -> Compared:
     """Train on this rank under `case`, and compare with `trace`. Every rank compares its own shards."""
-    model = recipe.model()
+    model, mesh = recipe.model(), _mesh(case)
+    if case.tp > 1:
+        cut(model, recipe, mesh["tp"])
+        mesh = mesh["replicate", "shard"] if case.has_two_axes else mesh["shard"]
     fully_shard(
         model,
-        mesh=_mesh(case),
+        mesh=mesh,
         strategy=case.strategy,
         mp_policy=recipe.precision,
         auto_wrap_policy=recipe.policy(model),
@@ -36,7 +40,7 @@ def train_sharded(recipe: Recipe, case: Case, trace: Trace, tolerance: Tolerance
     _compare_parameters(compared, 0, params, trace.read(0))
     for step in range(1, recipe.steps + 1):
         expected = trace.read(step)
-        for number, loss in _microbatches(recipe, model, step).items():
+        for number, loss in _microbatches(recipe, model, step, dist.get_rank() % case.ranks, case.ranks).items():
             compared.add(Kind.LOSS, str(number), step, loss, expected.losses[number])
         for name, gradient in expected.gradients.items():
             param = params.get(name)
@@ -59,25 +63,28 @@ def _of_this_rank(actual: Tensor | None, expected: Tensor | None) -> tuple[Tenso
     if not isinstance(actual, DTensor):
         return actual, expected
     local = actual.to_local().detach()
-    placement = actual.placements[-1]
-    if expected is None or expected.shape != actual.shape or not isinstance(placement, Shard):
+    if expected is None or expected.shape != actual.shape:
         return local, expected
     mesh = actual.device_mesh
-    parts = expected.chunk(mesh.size(mesh.ndim - 1), placement.dim)  # as torch cuts: the last ranks may have none
-    rank = mesh.get_local_rank(mesh.ndim - 1)
-    return local, parts[rank] if rank < len(parts) else expected.narrow(placement.dim, 0, 0)
+    for axis, placement in enumerate(actual.placements):
+        if isinstance(placement, Shard):
+            parts = expected.chunk(mesh.size(axis), placement.dim)  # as torch cuts: the last ranks may have none
+            rank = mesh.get_local_rank(axis)
+            expected = parts[rank] if rank < len(parts) else expected.narrow(placement.dim, 0, 0)
+    return local, expected
 
 
 def _mesh(case: Case) -> DeviceMesh:
-    if case.has_two_axes:
-        return init_device_mesh("cpu", (case.replicas, case.shards), mesh_dim_names=("replicate", "shard"))
-    return init_device_mesh("cpu", (case.ranks,), mesh_dim_names=("shard",))
+    axes = {"replicate": case.replicas} if case.has_two_axes else {}
+    axes |= {"shard": case.shards}
+    axes = {"tp": case.tp, **axes} if case.tp > 1 else axes
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
-def _microbatches(recipe: Recipe, model: nn.Module, step: int) -> dict[int, Tensor]:
+def _microbatches(recipe: Recipe, model: nn.Module, step: int, rank: int, ranks: int) -> dict[int, Tensor]:
     """Compute the gradients of a step; the losses of this rank's microbatches, by number."""
     losses = {}
-    for together in recipe.microbatches(step, dist.get_rank(), dist.get_world_size()):
+    for together in recipe.microbatches(step, rank, ranks):
         for number in together:
             cast(FSDPModule, model).set_requires_gradient_sync(number == together[-1])
             losses[number] = recipe.backward(model, number)
