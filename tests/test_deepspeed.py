@@ -42,7 +42,7 @@ from tests.deepspeed_runs import (
 from tests.small_models import whole, wholes
 from torch import nn
 
-from fullshard import ConfigError, StateError, recording
+from fullshard import ConfigError, Offload, StateError, explain, recording
 from fullshard.cli import main
 from fullshard.engine.registry import units_in
 from fullshard.errors import CheckpointError
@@ -124,10 +124,13 @@ def train_plainly() -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, wholes(model)
 
 
-def train_alike(stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def train_alike(stage: int, **offload_optimizer: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Both ranks with the first one's batches, so that their mean is exact."""
     its = {key: value for key, value in config(stage, gradient_clipping=0.0).items() if key != "scheduler"}
+    if offload_optimizer:
+        its["zero_optimization"] = {**its["zero_optimization"], "offload_optimizer": offload_optimizer}
     engine = start(deepspeed, its)
+    assert ("rests on a disk" in explain(engine.module)) == bool(offload_optimizer)
     losses = []
     for step in range(STEPS):
         for microbatch in range(MICROBATCHES):
@@ -138,14 +141,16 @@ def train_alike(stage: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, wholes(engine.module)
 
 
-def train_alike_in_all() -> list[Any]:
-    return [train_plainly(), *(train_alike(stage) for stage in (0, 1, 2, 3))]
+def train_alike_in_all(folder: str) -> list[Any]:
+    on_disk = {"device": "nvme", "nvme_path": folder}
+    some = [train_alike(2, ratio=0.5, **on_disk), train_alike(3, **on_disk)]
+    return [train_plainly(), *(train_alike(stage) for stage in (0, 1, 2, 3)), *some]
 
 
-def test_numbers_are_those_of_a_plain_loop_bit_for_bit():
-    for plain, *sharded in run_ranks(2, train_alike_in_all):
-        for stage, it in enumerate(sharded):
-            assert_same(it, plain, name=f"stage {stage}")
+def test_numbers_are_those_of_a_plain_loop_bit_for_bit(tmp_path):
+    for plain, *sharded in run_ranks(2, train_alike_in_all, str(tmp_path)):
+        for place, it in enumerate(sharded):
+            assert_same(it, plain, name=f"stages 0 to 3, 2 and 3 with states on a disk: {place}")
 
 
 # -- schedules and loss scale -----------------------------------------------------------------------------------------
@@ -469,7 +474,21 @@ PLAIN = {"train_batch_size": 4}
         ({"gradient_cliping": 1.0}, "'gradient_cliping', which is not known. Did you mean gradient_clipping"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage=4"),
         ({"zero_optimization": {"stages": 2}}, "'zero_optimization.stages', which is not known"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "offload_optimizer.device='nvme'"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "with nvme_path=None"),
+        (
+            {
+                "zero_optimization": {
+                    "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
+                    "offload_param": {"device": "cpu"},
+                }
+            },
+            "offload_param.device='cpu': name a folder",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
+            "offload_param.device='nvme' has no counterpart",
+        ),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}, "offload_optimizer.ratio=0.3"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "Set bf16.enabled: gathers move bfloat16"),
         ({"gradient_clipping": "auto"}, "which a trainer around DeepSpeed fills in"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params has the value 'auto'"),
@@ -534,6 +553,9 @@ def test_honoured_keys_are_read():
     assert (found.clips_to, found.together, found.steps_per_print) == (0.0, 2, 10)
     assert not found.skips_overflows
     assert found.offload.pin_memory is False
+    on_disk = {"device": "nvme", "nvme_path": "/nvme", "ratio": 0.3, "pipeline_read": True}
+    found = read({**PLAIN, "zero_optimization": {"stage": 2, "offload_optimizer": on_disk}}, world=2)
+    assert found.offload == Offload(optimizer={"disk": 0.3}, folder="/nvme")
     assert read(PLAIN, world=2).clips_to == 1.0  # as DeepSpeed does
 
 

@@ -14,7 +14,7 @@ import torch
 from fullshard.errors import ConfigError
 from fullshard.integrations.deepspeed.keys import KEYS, check, leaves, settings_of
 from fullshard.integrations.deepspeed.loss_scale import LossScale
-from fullshard.policy.offload import CPUOffloadPolicy, OffloadPolicy
+from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy
 
 __all__ = ["BatchSizes", "Configuration", "Part", "explain_config", "read"]
@@ -243,17 +243,37 @@ def _together(size: Any, stage: int) -> int | None:
 
 
 def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
-    devices, pins = [], found.get("zero_optimization.cpu_offload_use_pin_memory", True)
+    """Where the shards and the optimizer's state live.
+
+    Raises:
+        ConfigError: there is nothing like it here.
+    """
+    zero = "zero_optimization."
+    devices, pins = {}, found.get(zero + "cpu_offload_use_pin_memory", True)
     for which, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
-        device = found.get(f"zero_optimization.{which}.device", "none")
-        if device not in ("none", "cpu", None):
+        device = found.get(f"{zero}{which}.device") or "none"
+        if device not in ("none", "cpu", *(["nvme"] if which == "offload_optimizer" else [])):
             raise ConfigError(
-                f"zero_optimization.{which}.device={device!r} has no counterpart. Write cpu, or none to keep it on "
-                "the device; nothing is swapped to a disk."
+                f"{zero}{which}.device={device!r} has no counterpart. Write cpu, or none to keep it on the device; the "
+                "optimizer's state alone may rest on a disk, by offload_optimizer.device=nvme."
             )
-        devices += [device, "cpu" if found.get(f"zero_optimization.{old}") else "none"]
-        pins = found.get(f"zero_optimization.{which}.pin_memory", pins)
-    return CPUOffloadPolicy(pin_memory=bool(pins)) if "cpu" in devices else OffloadPolicy()
+        devices[which] = "cpu" if device == "none" and found.get(zero + old) else device
+        pins = found.get(f"{zero}{which}.pin_memory", pins)
+    ratio, folder = found.get(zero + "offload_optimizer.ratio"), found.get(zero + "offload_optimizer.nvme_path")
+    if devices["offload_optimizer"] == "nvme":
+        if not folder or devices["offload_param"] == "cpu":
+            raise ConfigError(
+                f"{zero}offload_optimizer.device='nvme' with nvme_path={folder!r} and offload_param.device="
+                f"{devices['offload_param']!r}: name a folder on a disk of each host, and leave parameters on the "
+                "device (offload_param.device=none)."
+            )
+        return Offload(optimizer={"disk": 1.0 if ratio is None else float(ratio)}, folder=folder)
+    if ratio not in (None, 1):
+        raise ConfigError(
+            f"{zero}offload_optimizer.ratio={ratio!r} with device={devices['offload_optimizer']!r}: on the CPU it is "
+            "all or nothing. Write 1, or device=nvme for a part of the optimizer's state on a disk."
+        )
+    return CPUOffloadPolicy(pin_memory=bool(pins)) if "cpu" in devices.values() else OffloadPolicy()
 
 
 def _part(found: Mapping[str, Any], section: str) -> Part | None:

@@ -148,23 +148,32 @@ _ALL = (
     _honoured(_ZERO + "stage", "0: strategy ddp. 1: zero1. 2: zero2. 3: zero3."),
     _honoured(
         _ZERO + "offload_optimizer.device",
-        "cpu: shards, their gradients and the optimizer step live on the CPU. none: on the device. nvme is refused.",
+        "cpu: shards, their gradients and the optimizer step live on the CPU. none: on the device. nvme: the "
+        "optimizer's state rests on a disk, in nvme_path, and is stepped on the device in portions.",
     ),
-    _honoured(_ZERO + "offload_param.device", "As offload_optimizer.device: parameters rest where optimizers step."),
+    _honoured(
+        _ZERO + "offload_param.device",
+        "As offload_optimizer.device: parameters rest where optimizers step. nvme is refused.",
+    ),
+    _honoured(
+        _ZERO + "offload_optimizer.nvme_path", "The folder on that disk; each rank has a scratch file of its own."
+    ),
+    _honoured(
+        _ZERO + "offload_optimizer.ratio",
+        "With nvme, how much of the state rests on the disk: all if left out. With cpu anything but 1 is refused.",
+    ),
     _honoured(_ZERO + "offload_optimizer.pin_memory", "Whether that CPU memory is page-locked."),
     _honoured(_ZERO + "offload_param.pin_memory", "Whether that CPU memory is page-locked."),
     _honoured(_ZERO + "cpu_offload", "As offload_optimizer.device: cpu."),
     _honoured(_ZERO + "cpu_offload_param", "As offload_param.device: cpu."),
     _honoured(_ZERO + "cpu_offload_use_pin_memory", "As offload_optimizer.pin_memory."),
-    _refused(_ZERO + "offload_optimizer.ratio", "Offload all or nothing: parts of a unit are not split.", None, 1, 1.0),
     _refused(_ZERO + "offload_optimizer.super_offload", "Leave it out: the optimizer steps as torch has it."),
     *_needless(
-        "Nothing is swapped to a disk, so there is nothing to buffer or to tile.",
+        "States stream through three buffers, read ahead and written behind, and no parameter rests on a disk.",
         *(
             f"{_ZERO}offload_{which}.{key}"
             for which, keys in {
                 "optimizer": (
-                    "nvme_path",
                     "buffer_count",
                     "pipeline_read",
                     "pipeline_write",
