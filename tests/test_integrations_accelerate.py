@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM
 
-from fullshard import ConfigError, MissingLibraryError, StateError, recording, required
+from fullshard import ConfigError, MissingLibraryError, Offload, StateError, recording, required
 from fullshard.engine.registry import units_in
 from fullshard.integrations.accelerate import TESTED_ACCELERATE, Accelerator, ShardingPlugin
 from fullshard.integrations.plugin import HONOURED, REFUSED
@@ -393,6 +393,10 @@ def test_units_of_any_model_run_again_in_backward():
         ({"param_dtype": "int8"}, "choose one of float32"),
         ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "Set sync_module_states"),
         ({"activation_checkpointing_offload": True}, "needs activation_checkpointing"),
+        ({"offload_optimizer": "half"}, "a number from 0 to 1"),
+        ({"offload_optimizer": 0.5}, "has no folder"),
+        ({"offload_activations": 2, "offload_folder": "/nvme"}, "from 0 to 1"),
+        ({"offload_optimizer": 1, "offload_folder": "/nvme", "cpu_offload": True}, "the one or the other"),
         ({"param_init_fn": print}, "param_init_fn"),
     ],
 )
@@ -411,6 +415,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(config, said):
         ({"sharding_strategy": 3}, "strategy", "ddp"),
         ({"strategy": "zero1"}, "strategy", "zero1"),
         ({"fsdp_offload_params": "true"}, "cpu_offload", True),
+        (
+            {"offload_optimizer": "0.5", "offload_folder": "/nvme"},
+            "offload_policy",
+            Offload(optimizer={"disk": 0.5}, activations={"disk": 0.0}, folder="/nvme"),
+        ),
         ({"transformer_layer_cls_to_wrap": "A, B"}, "transformer_layer_cls_to_wrap", ("A", "B")),
         ({"param_dtype": "bf16"}, "param_dtype", torch.bfloat16),
         ({"xla": False, "xla_fsdp_grad_ckpt": False}, "strategy", "zero3"),

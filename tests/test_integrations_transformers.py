@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -161,6 +162,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero2": {"config": {"strategy": "zero2"}, "arguments": {"gradient_accumulation_steps": 2}},
     "own checkpointing": {"config": {"activation_checkpointing": True}},
     "offloaded": {"config": {"cpu_offload": True}},
+    "on a disk": {"config": {"offload_optimizer": 0.5, "offload_activations": 1, "offload_folder": gettempdir()}},
     "compiled": {"arguments": {"torch_compile": True, "torch_compile_backend": "aot_eager"}},
 }
 

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.errors import ConfigError
+from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
 from fullshard.policy.strategy import Placements, ShardingStrategy, resolve_placements
 from fullshard.wrap import AutoWrapPolicy
 
@@ -46,6 +47,9 @@ class ShardingPlugin:
         min_num_params: smallest size of a unit under `"SIZE_BASED_WRAP"`, in elements.
         ignored_modules: modules to leave as they are, or a regular expression that matches their whole names.
         cpu_offload: whether shards, their gradients and the optimizer step stay on the CPU.
+        offload_optimizer: how much of the optimizer's state rests on a disk, from 0 to 1, as `Offload` has it.
+        offload_activations: how much of what forward keeps for backward is on a disk meanwhile, from 0 to 1.
+        offload_folder: the folder on that disk.
         forward_prefetch: whether the next unit's gather starts before this one's forward.
         backward_prefetch: `"BACKWARD_PRE"`, `"BACKWARD_POST"` or `"NO_PREFETCH"`.
         limit_all_gathers: whether at most one unit is gathered ahead; two, if False.
@@ -72,6 +76,9 @@ class ShardingPlugin:
     min_num_params: int = 0
     ignored_modules: str | tuple[nn.Module, ...] | None = None
     cpu_offload: bool = False
+    offload_optimizer: float = 0.0
+    offload_activations: float = 0.0
+    offload_folder: str | None = None
     forward_prefetch: bool | None = None
     backward_prefetch: str | None = None
     limit_all_gathers: bool = True
@@ -113,6 +120,23 @@ class ShardingPlugin:
             )
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing_offload needs activation_checkpointing. Set both.")
+        if self.cpu_offload and (self.offload_optimizer or self.offload_activations):
+            raise ConfigError(
+                f"cpu_offload with offload_optimizer={self.offload_optimizer:g} and offload_activations="
+                f"{self.offload_activations:g}: a unit's shards are on the CPU, or part of what belongs to it is on a "
+                "disk. Leave out the one or the other."
+            )
+        self.offload_policy  # noqa: B018  # checks fractions and folder
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """The policy of all units that this asks for."""
+        if self.cpu_offload:
+            return CPUOffloadPolicy()
+        disk = {"optimizer": self.offload_optimizer, "activations": self.offload_activations}
+        if not any(disk.values()):
+            return OffloadPolicy()
+        return Offload(**{name: {"disk": fraction} for name, fraction in disk.items()}, folder=self.offload_folder)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **defaults: Any) -> ShardingPlugin:
@@ -321,6 +345,13 @@ def _number(key: str, value: Any) -> dict[str, Any]:
         raise ConfigError(f"fsdp_config: {key}={value!r}: a whole number is needed.") from None
 
 
+def _fraction(key: str, value: Any) -> dict[str, Any]:
+    try:
+        return {key: float(value)}
+    except (TypeError, ValueError):
+        raise ConfigError(f"fsdp_config: {key}={value!r}: a number from 0 to 1 is needed.") from None
+
+
 def _modules(key: str, value: Any) -> dict[str, Any]:
     return {key: value if isinstance(value, str) else tuple(value)}
 
@@ -358,6 +389,9 @@ HONOURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "ignored_modules": _modules,
     "limit_all_gathers": _flag,
     "min_num_params": _number,
+    "offload_activations": _fraction,
+    "offload_folder": _as_is,
+    "offload_optimizer": _fraction,
     "output_dtype": _dtype,
     "param_dtype": _dtype,
     "reduce_dtype": _dtype,

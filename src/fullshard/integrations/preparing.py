@@ -22,7 +22,6 @@ from fullshard.fully_shard import register_fsdp_forward_method, shard_in_place
 from fullshard.integrations.placing import repeated_layers, take_from_first
 from fullshard.integrations.plugin import NONE, PREFETCHES, SIZE, ShardingPlugin
 from fullshard.integrations.waiting_weights import read_waiting
-from fullshard.policy.offload import CPUOffloadPolicy
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecisionPolicy, is_castable
 from fullshard.tape.recorder import Origin, Phase
@@ -59,7 +58,7 @@ def shard(model: nn.Module, plugin: ShardingPlugin, *, computes_in: torch.dtype 
             plugin.strategy,
             reshard_after_forward=plugin.reshard_after_forward,
             mp_policy=_precision(plugin, computes_in),
-            offload_policy=CPUOffloadPolicy() if plugin.cpu_offload else None,
+            offload_policy=plugin.offload_policy,
         ),
         prefetches_forward=plugin.forward_prefetch is not False,
         backward_prefetch=PREFETCHES[plugin.backward_prefetch or "BACKWARD_PRE"],
