@@ -10,7 +10,7 @@ from shared_ranks import run_ranks
 from small_models import Chain, chain, initialise, inputs
 from torch import nn
 
-from fullshard import ConfigError, MixedPrecisionPolicy, explain, fully_shard, recording
+from fullshard import ConfigError, MixedPrecisionPolicy, Offload, explain, fully_shard, recording
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import predict_ledger
 
@@ -82,3 +82,14 @@ def test_units_that_are_too_small_are_told():
     for case, told in cases:
         assert run_ranks(2, advice, *case) == [told, told]
     assert run_ranks(1, advice, 16, 3) == [False]
+
+
+def away(folder: str) -> str:
+    policy = Offload(activations={"disk": 0.25, "cpu": 0.5}, folder=folder)
+    return explain(chain(partial(fully_shard, offload_policy=policy)))
+
+
+def test_it_is_told_where_activations_are(tmp_path):
+    text = run_ranks(1, away, str(tmp_path))[0]
+    assert f"what forward keeps of 25% of all units is in {tmp_path} until backward\n" in text
+    assert "of 50% of all units is in the host's memory, where the CPU computes, until backward\n" in text

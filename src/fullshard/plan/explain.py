@@ -65,16 +65,22 @@ def _advice(units: Sequence[Unit]) -> Iterator[str]:
 
 
 def _offloaded(units: Sequence[Unit]) -> Iterator[str]:
-    """Where optimizer states rest, if not beside the shards."""
+    """Where optimizer states rest, if not beside the shards; and where what forward keeps is until backward."""
     policies: list[Offload] = []
     for unit in units:
         policy = unit.options.offload
-        if isinstance(policy, Offload) and policy.disk_fraction and policy not in policies:
+        if isinstance(policy, Offload) and policy not in policies:
             policies.append(policy)
     for policy in policies:
         count = sum(unit.options.offload == policy for unit in units)
         which = "" if len(policies) == 1 and count == len(units) else f" of {count} units"
-        yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
+        if policy.disk_fraction:
+            yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
+        computes = ", where the CPU computes," if units[0].device.type == "cpu" else ""
+        for tier, place in (("disk", f"in {policy.folder}"), ("cpu", f"in the host's memory{computes}")):
+            if policy.activations.get(tier):
+                share = f"{policy.activations[tier]:.0%} of {which.removeprefix(' of ') or 'all units'}"
+                yield f"what forward keeps of {share} is {place} until backward"
 
 
 def _unit(unit: Unit, names: Mapping[nn.Module, str]) -> Iterator[str]:
