@@ -24,15 +24,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+import fullshard.disk.tensors
 import fullshard.state.on_disk as on_disk
-from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, Offload, clip_grad_norm_, fully_shard
+from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, Offload, clip_grad_norm_, dry, fully_shard
 from fullshard.checkpoint import async_save, load, save
 from fullshard.disk.files import ALIGNMENT
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.registry import units_in
 from fullshard.optim import Muon
 from fullshard.plan.explain import explain
-from fullshard.plan.ledger import measure_ledger, peak_during, predict_ledger, storage_bytes
+from fullshard.plan.ledger import measure_ledger, peak_during, predict_ledger, predict_on_disk, storage_bytes
 from fullshard.state.on_disk import BUFFERS, states_on_disk
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import assert_same
@@ -271,6 +272,50 @@ def weigh(folder: Path) -> None:
 def test_whole_units_go_to_the_disk_and_a_step_holds_three_portions(tmp_path):
     run_ranks(2, weigh, tmp_path)
     run_ranks(1, weigh, tmp_path)
+
+
+def weigh_first_steps(folder: Path) -> None:
+    """Of twelve portions there are never more in memory than three, their new states, and arithmetic on one."""
+    for make in (torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), Muon):
+        model = twelve_layers(1.0, folder)
+        optimizer = make([it for it in model.parameters() if it.ndim == 2], lr=1e-2)
+        model(torch.randn(4, 256)).square().mean().backward()
+        _, peak = peak_during(optimizer.step)
+        portions = states_on_disk(optimizer).portions
+        assert len(portions) == 12
+        arithmetic = 12 if make is Muon else 5  # Newton-Schulz steps have several matrices at once
+        assert peak <= (BUFFERS + arithmetic) * (max(portions) + ALIGNMENT), make
+
+
+def twelve_layers(fraction: float, folder: Path) -> nn.Module:
+    policy = Offload(optimizer={"disk": fraction}, folder=folder / "scratch")
+    layers = [fully_shard(nn.Linear(256, 256), offload_policy=policy) for _ in range(12)]
+    return fully_shard(nn.Sequential(*layers), offload_policy=policy)
+
+
+def test_the_first_step_has_no_more_in_memory_than_later_ones(tmp_path):
+    run_ranks(1, weigh_first_steps, tmp_path)
+
+
+@pytest.mark.parametrize("lanes", ["cpu", "gpu"])
+def test_a_dry_run_has_the_memory_of_the_formula_and_makes_no_file(tmp_path, monkeypatch, lanes):
+    monkeypatch.setattr(fullshard.disk.tensors, "DiskFile", None)
+    peaks, costs = {}, {}
+    for fraction in (0.0, 0.5, 1.0):
+
+        def make(fraction: float = fraction) -> nn.Module:
+            model = twelve_layers(fraction, tmp_path)
+            costs[fraction] = predict_on_disk(model)
+            return model
+
+        for fused in (False, True):
+            optimizer = partial(torch.optim.AdamW, fused=fused)
+            tape = dry.run(make, lambda: torch.randn(4, 256), world=2, steps=2, lanes=lanes, make_optimizer=optimizer)
+            assert not dry.races(tape)
+            peaks[fraction, fused] = tape.peak_bytes() + (lanes == "gpu") * tape.peak_bytes(of_host=True)
+            saved = costs[fraction].nbytes - costs[fraction].buffer_nbytes
+            found = peaks[0.0, fused] - peaks[fraction, fused]
+            assert 0 <= saved - found <= 2 * ALIGNMENT * BUFFERS, (fraction, fused)
 
 
 # -- whoever looks ----------------------------------------------------------------------------------------------------

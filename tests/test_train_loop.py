@@ -6,17 +6,20 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
 
-from fullshard import ConfigError
+from fullshard import ConfigError, Offload, fully_shard
+from fullshard.plan.ledger import predict_on_disk
 from fullshard.train.check import check
 from fullshard.train.evaluate import validation_loss
 from fullshard.train.loop import train
 from fullshard.train.options import parse_settings
+from fullshard.train.predicting import disk_lines
 from fullshard.train.ranks import Rank
 from fullshard.train.text import find_text, write_text
 from fullshard.train.trained import trained_gpt, trained_settings
@@ -114,6 +117,22 @@ def test_training_with_a_disk_changes_no_bit(two_ranks: Path, tmp_path: Path) ->
     flags = ("--offload-optimizer", "1", "--offload-activations", "1", "--offload-folder", str(tmp_path / "disk"))
     assert losses(trained(2, tmp_path / "run", *flags)) == losses(two_ranks)
     assert list((tmp_path / "disk").iterdir()) == []
+
+
+def foreseen(folder: Path) -> tuple[int, list[str]]:
+    policy = Offload(optimizer={"disk": 1.0}, folder=folder)
+    model = fully_shard(torch.nn.Linear(500, 500), offload_policy=policy)
+    argv = [*QUICK, "--offload-optimizer", "1", "--offload-folder", str(folder), "--out", str(folder)]
+    with mock.patch("fullshard.train.predicting.MEASURING_S", 0.1):
+        return predict_on_disk(model).nbytes, disk_lines(model, parse_settings(argv), this_rank(), 0.5)
+
+
+def test_a_run_says_before_its_first_step_what_the_disk_costs(tmp_path: Path) -> None:
+    """All ranks of the machine write there: 0.002 GB each."""
+    nbytes, lines = run_ranks(2, foreseen, tmp_path)[0]
+    assert f"takes {2 * nbytes / 1e9:.3g} GB" in lines[1]
+    assert f"writes {2 * nbytes / 1e9:.3g} GB" in lines[2] and "for a step of 0.5 to " in lines[2]
+    assert f"writes {2 * nbytes * 2 * 86400 / 1e12:.3g} TB a day, {3 * 2 * nbytes / 1e12:.3g} TB in 3 steps" in lines[3]
 
 
 @pytest.mark.slow

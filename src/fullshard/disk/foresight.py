@@ -95,9 +95,11 @@ class Foresight:
         return self.endurance_bytes / self.traffic.written_bytes if self.traffic.written_bytes else float("inf")
 
     def lines(self, steps: int) -> list[str]:
-        """What is to be known before the first of so many steps."""
+        """What is to be known before the first of so many steps; of seconds and days where the step's are known."""
         speed, traffic = self.speed, self.traffic
         life = self.written_in(steps) / self.endurance_bytes
+        step = f", for a step of {self.least_step_s:.3g} to {self.most_step_s:.3g} s" if self.step_s else ""
+        a_day = f"{self.written_a_day / 1e12:.3g} TB a day, " if self.step_s else ""
         return [
             f"{speed.folder} ({speed.file_system or 'unknown file system'}, "
             f"{'direct' if speed.is_direct else 'through the cache'}): reads {_gb(speed.read_bytes_per_s)}/s, writes "
@@ -105,10 +107,9 @@ class Foresight:
             f"{speed.depth} requests of {speed.request_bytes >> 10} KiB",
             f"takes {_gb(traffic.room_bytes)} of {_gb(speed.free_bytes)} that are free",
             f"a step reads {_gb(traffic.read_bytes)} and writes {_gb(traffic.written_bytes)}: {self.disk_s:.3g} s of "
-            f"the disk, for a step of {self.least_step_s:.3g} to {self.most_step_s:.3g} s",
-            f"writes {self.written_a_day / 1e12:.3g} TB a day, {self.written_in(steps) / 1e12:.3g} TB in {steps} "
-            f"steps: {life:.1%} of the {self.endurance_bytes / 1e12:.0f} TB that a disk of "
-            f"{speed.disk_bytes / 1e12:.2g} TB is likely to bear",
+            f"the disk{step}",
+            f"writes {a_day}{self.written_in(steps) / 1e12:.3g} TB in {steps} steps: {life:.1%} of the "
+            f"{self.endurance_bytes / 1e12:.0f} TB that a disk of {speed.disk_bytes / 1e12:.2g} TB is likely to bear",
         ]
 
 

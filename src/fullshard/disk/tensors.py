@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fullshard._compat import tensor_without_memory, tree_map
+from fullshard._compat import FakeTensor, tensor_without_memory, tree_map
 from fullshard.disk.files import ALIGNMENT, DiskFile, DiskWork, aligned, aligned_buffer
 
 __all__ = ["Extent", "OnDisk", "Scratch", "no_buffer"]
@@ -29,10 +29,26 @@ def no_buffer() -> Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
+class _NoFile:
+    """What stands for a file in a dry run, whose tensors have no values to be kept."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def read(self, offset: int, into: Tensor) -> DiskWork:
+        return DiskWork([])
+
+    def write(self, offset: int, source: Tensor) -> DiskWork:
+        return DiskWork([])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 class Extent:
     """A stretch of a scratch file, of whole blocks of the disk. `work` is the last write to it, which may go on."""
 
-    def __init__(self, scratch: Scratch, file: DiskFile, offset: int, nbytes: int) -> None:
+    def __init__(self, scratch: Scratch, file: DiskFile | _NoFile, offset: int, nbytes: int) -> None:
         self._scratch = scratch  # which closes its files once nobody needs them
         self._file = file
         self._offset = offset
@@ -75,7 +91,7 @@ class Scratch:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self._name = name
-        self._file: DiskFile | None = None
+        self._file: DiskFile | _NoFile | None = None
         self._taken = 0
 
     def take(self, nbytes: int, more: int = 0) -> Extent:
@@ -85,7 +101,8 @@ class Scratch:
             DiskError: there is not so much room.
         """
         if self._file is None or self._taken + nbytes > self._file.nbytes:
-            file = DiskFile(self.folder, self._name, nbytes + aligned(more))
+            room, is_dry = nbytes + aligned(more), isinstance(no_buffer(), FakeTensor)
+            file = _NoFile(room) if is_dry else DiskFile(self.folder, self._name, room)
             weakref.finalize(self, file.close)
             self._file, self._taken = file, 0
         extent = Extent(self, self._file, self._taken, nbytes)

@@ -73,6 +73,17 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         note_outside(optimizer)
         _step_shards(optimizer)
         _step_what_is_on_disk(optimizer, args, kwargs)
+    _note_step()
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer not in _stepping:
+        _give_back(optimizer)
+    _note_end_of_step()
+
+
+def _note_step() -> None:
+    """Have what follows recorded as a step."""
     global _interrupted
     recorder = active_recorder()
     if recorder is not None and recorder.origin is not _STEP:  # as it still is after a step that raised
@@ -80,9 +91,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         note_origin(_STEP)
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if optimizer not in _stepping:
-        _give_back(optimizer)
+def _note_end_of_step() -> None:
     recorder = active_recorder()
     if recorder is not None and recorder.origin is _STEP:
         note_origin(_interrupted)
@@ -312,8 +321,11 @@ def _step_in_portions(
         def run(params: Sequence[Tensor]) -> None:
             with having(optimizer, params):
                 inner(optimizer, *([None, *others] if others else []), **options)
+            _note_step()  # whose hooks have noted the end of it
 
+        _note_step()
         disk.step(optimizer, run)
+        _note_end_of_step()
         for hook in after:
             hook(optimizer, args, kwargs)
     return loss
@@ -335,7 +347,7 @@ def _step_what_is_on_disk(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "fullshard.optim; or, if it treats elements by themselves, fullshard.optim.step_shards(optimizer)."
         )
     _given[optimizer] = [group["params"] for group in optimizer.param_groups]
-    if not args and not kwargs and not has_step_hooks(optimizer):
+    if len(args) == 1 and not kwargs and not has_step_hooks(optimizer):  # the optimizer is one
         _step_in_portions(optimizer, disk, type(optimizer).step, (), {})
         for group in optimizer.param_groups:
             group["params"] = []

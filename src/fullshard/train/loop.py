@@ -13,7 +13,7 @@ import torch.distributed as dist
 from rich.console import Console
 from torch import Tensor
 
-from fullshard import CheckpointError, ConfigError, clip_grad_norm_
+from fullshard import CheckpointError, ConfigError, DiskError, clip_grad_norm_
 from fullshard.checkpoint import PendingSave, Restored, async_save, latest, load
 from fullshard.checkpoint.exporting import write_safetensors
 from fullshard.checkpoint.keeper import kept_folder
@@ -28,7 +28,7 @@ from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
 from fullshard.train.model import byte_losses
 from fullshard.train.parallelism import part_of, replicas_of, rows_of, sequences_of
-from fullshard.train.predicting import Foresight, by_state, start_forecast
+from fullshard.train.predicting import Foresight, by_state, disk_lines, start_forecast
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
 from fullshard.train.ranks import Rank, gather_in_rank_order
 from fullshard.train.resuming import AUTO
@@ -198,11 +198,13 @@ class Trainer:
             forecast = self.foresight.forecasting.result()
         except ConfigError as error:
             self.display.show_problem(str(error))
+            self.foresee_disk(0.0)
             return
         self.forecast = forecast
         self.folder.write_line("forecast", forecast.as_dict())
         self.display.show_forecast(forecast)
         say_if_too_large(forecast, self.display.show_problem)
+        self.foresee_disk(forecast.step_s)
 
         def done(measured: Measured) -> None:
             measured = replace(measured, by_state=by_state(self.ledgers.measured))
@@ -210,6 +212,14 @@ class Trainer:
             self.display.show_comparison(compare(forecast, measured))
 
         self.foresight.steps = FirstSteps(self.model, self.optimizer, self.foresight.peak, done)
+
+    def foresee_disk(self, step_s: float) -> None:
+        """Show what the disk of the optimizer's state costs in a step that takes `step_s` without it."""
+        if self.settings.memory.offload_optimizer:
+            try:
+                self.display.show_disk(disk_lines(self.model, self.settings, self.rank, step_s))
+            except DiskError as error:
+                self.display.show_problem(str(error))
 
     def train_step(self, step: int) -> Trained:
         """Step `step`, the first being 0: all its microbatches, then one step of the optimizer."""

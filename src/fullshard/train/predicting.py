@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from fullshard.disk.foresight import Traffic, foresee
+from fullshard.disk.speed import measure
 from fullshard.errors import ConfigError
 from fullshard.plan.beside import STEPS, FirstSteps
 from fullshard.plan.forecast import Comparison, Forecast, Forecasting, Measured, compare, forecast_of
 from fullshard.plan.hardware import Hardware, hardware, hardware_named_like
-from fullshard.plan.ledger import Ledger
+from fullshard.plan.ledger import Ledger, predict_on_disk
 from fullshard.plan.memory import State
 from fullshard.plan.memory_used import PeakMemory, memory_for_a_rank
 from fullshard.plan.prediction import Prediction, predict
@@ -31,11 +34,15 @@ __all__ = [
     "by_state",
     "comparison_of",
     "described_here",
+    "disk_lines",
     "forecast_run",
     "machine_of",
     "predicted",
     "start_forecast",
 ]
+
+
+MEASURING_S = 3.0  # of a disk, while other ranks wait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +93,27 @@ class Foresight:
         self.forecasting.close()
         if self.steps is not None:
             self.steps.close()
+
+
+def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: float) -> list[str]:
+    """What the optimizer's state on a disk will cost the ranks of this machine, each of which has as much as `rank`.
+
+    Args:
+        model: sharded.
+        settings: that put some of it on a disk.
+        rank: this one.
+        step_s: seconds of a step without the disk; 0 if that is not known.
+
+    Raises:
+        DiskError: the folder cannot be written to, or has no room.
+    """
+    folder = settings.memory.offload_folder
+    assert folder is not None, "checked with the fraction"
+    nbytes = predict_on_disk(model).nbytes * rank.local_world
+    traffic = Traffic(room_bytes=nbytes, read_bytes=nbytes, written_bytes=nbytes)
+    return foresee(measure(Path(folder), seconds=MEASURING_S), traffic, step_s=step_s).lines(
+        settings.optimization.steps
+    )
 
 
 def by_state(ledger: Ledger) -> dict[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,9 @@ class Display:
 
     def show_forecast(self, forecast: Forecast) -> None:
         """It is predicted what a rank will need."""
+
+    def show_disk(self, lines: Sequence[str]) -> None:
+        """It is known what a disk for what is offloaded will cost."""
 
     def show_comparison(self, comparison: Comparison) -> None:
         """It is known what a rank did need."""
@@ -172,6 +175,10 @@ class LineDisplay(Display):
 
     def show_resumed(self, step: int, path: Path) -> None:
         self.say(f"Going on after step {step} from {path}")
+
+    def show_disk(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.say(f"Disk: {line}")
 
     def show_problem(self, message: str) -> None:
         self.say(f"Problem: {message}")
