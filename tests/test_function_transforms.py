@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from fullshard import fully_shard
 from fullshard.engine.registry import units_in
 from fullshard.engine.unit import Form
+from fullshard.policy.switches import switches
 from fullshard.testing import assert_same
 
 # Of a call of torch's own.
@@ -142,10 +144,13 @@ def learn_with_penalty(model: nn.Module) -> list[Any]:
 
 
 def learn_with_penalty_as_plain(strategy: str) -> None:
-    model = sharded(strategy)
-    assert_same(learn_with_penalty(model), learn_with_penalty(Field()))
-    model(torch.ones(2, 3)).sum().backward()
-    assert all(unit.form is Form.SHARDED for unit in units_in(model))
+    expected = learn_with_penalty(Field())
+    for shares in (True, False):  # memory that others use has values in it that memory of a unit's own has not
+        with mock.patch.object(switches, "shares_memory_between_units", shares):
+            model = sharded(strategy)
+            assert_same(learn_with_penalty(model), expected)
+            model(torch.ones(2, 3)).sum().backward()
+            assert all(unit.form is Form.SHARDED for unit in units_in(model))
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "zero1", "ddp"])

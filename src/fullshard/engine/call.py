@@ -103,5 +103,9 @@ class ForwardCall:
             self._serial = serial
             self._runtime.before_backward(self)
 
-    def _after_input(self, grad: Tensor) -> None:
+    def _after_input(self, grad: Tensor | None) -> None:
+        if (
+            grad is not None and grad.requires_grad
+        ):  # this backward makes a graph, whose own backward comes to the call from here
+            grad.register_hook(partial(self._before_output, False))
         self._runtime.after_backward(self)
