@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 import fullshard.disk.tensors
 import fullshard.state.on_disk as on_disk
 from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, Offload, clip_grad_norm_, dry, fully_shard
-from fullshard.checkpoint import async_save, load, save
+from fullshard.checkpoint import async_save, load, restore_snapshot, save, snapshot
 from fullshard.disk.files import ALIGNMENT
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.registry import units_in
@@ -272,6 +272,25 @@ def weigh(folder: Path) -> None:
 def test_whole_units_go_to_the_disk_and_a_step_holds_three_portions(tmp_path):
     run_ranks(2, weigh, tmp_path)
     run_ranks(1, weigh, tmp_path)
+
+
+def go_on_from_a_snapshot(folder: Path) -> None:
+    run = build(1.0, folder)
+    [optimizer] = momentum(run)
+    learn(run, [optimizer])
+    taken = snapshot(model=run, optimizer=optimizer)
+    expected = learn(run, [optimizer])
+    for fraction in (0.0, 0.5, 1.0, None):
+        new = run if fraction is None else build(fraction, folder)  # in place, at last
+        [its] = [optimizer] if fraction is None else momentum(new)
+        restore_snapshot(taken, model=new, optimizer=its)
+        share = sum(on_the_disk(its)) / len(on_the_disk(its))
+        assert share == 0 if fraction == 0 else 0 < share < 1 if fraction == 0.5 else share == 1
+        assert_same(learn(new, [its]), expected)
+
+
+def test_a_snapshot_goes_back_to_the_disk(tmp_path):
+    run_ranks(2, go_on_from_a_snapshot, tmp_path)
 
 
 def weigh_first_steps(folder: Path) -> None:

@@ -84,6 +84,7 @@ def restore_snapshot(
 
     Raises:
         CheckpointError: it does not fit. Nothing was overwritten then.
+        DiskError: there is no room on the disk where the optimizer's state is to rest.
         StateError: a forward or backward is under way.
     """
     units = units_in(model)
@@ -182,6 +183,15 @@ def _restore_optimizer(named: Mapping[str, Any], model: nn.Module, optimizer: to
         for fqn, values in named["state"].items()
         for name, value in values.items()
         if _is_copied_state(value) and not value[1]
+    )
+
+    template.make_room(
+        {
+            (fqn, name): (torch.Size(value[1]), value[0].dtype)
+            for fqn, values in named["state"].items()
+            for name, value in values.items()
+            if _is_copied_state(value)
+        }
     )
 
     def placed(fqn: str, name: str, value: Any) -> Any:
