@@ -312,6 +312,9 @@ def test_measuring_needs_time_and_room(tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "free_bytes", lambda folder: 1 << 20)
     with pytest.raises(DiskError, match="1048576 bytes are free there, too few"):
         speed.measure(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match=r"file/below: Not a directory .*Name another folder"):
+        speed.measure(tmp_path / "file" / "below")
 
 
 def disk(**changed):

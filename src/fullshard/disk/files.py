@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fullshard._compat import FakeTensor
-from fullshard.disk.folder import free_bytes, why_unfit
+from fullshard.disk.folder import free_bytes, made, why_unfit
 from fullshard.errors import DiskError
 
 __all__ = ["ALIGNMENT", "DEPTH", "REQUEST_BYTES", "DiskFile", "DiskWork", "aligned", "aligned_buffer", "aligned_part"]
@@ -119,14 +119,8 @@ class DiskFile:
         self.nbytes = aligned(nbytes)
         self._request_bytes = request_bytes
         self._descriptor = -1
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
+        with made(folder, f"a scratch file of {nbytes} bytes"):
             self._descriptor = _open_nameless(folder, name)
-        except OSError as error:
-            raise DiskError(
-                f"{folder}: {error.strerror} (errno {error.errno}), when a scratch file of {nbytes} bytes was to be "
-                "made there. Name another folder, on a disk of this machine."
-            ) from error
         try:
             self._allocate(0, self.nbytes)
             self.is_direct = direct is not False and self._go_direct()

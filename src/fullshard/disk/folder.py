@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["MOUNTS", "Mount", "free_bytes", "mount_of", "why_unfit"]
+from fullshard.errors import DiskError
+
+__all__ = ["MOUNTS", "Mount", "free_bytes", "made", "mount_of", "why_unfit"]
 
 MOUNTS = Path("/proc/self/mountinfo")
 _IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -42,6 +46,23 @@ def _parsed(line: str) -> Mount:
     """One line of mountinfo: number, parent, device, root, point, options, tags until "-", kind, source, options."""
     point = line.split(" ")[4].encode().decode("unicode_escape")  # a space is written \040
     return Mount(Path(point), line.partition(" - ")[2].split(" ")[0])
+
+
+@contextmanager
+def made(folder: Path, what: str = "a scratch file") -> Iterator[None]:
+    """A context in which `folder` is there, to make `what` in.
+
+    Raises:
+        DiskError: it cannot be made, or the system refused what was done in it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise DiskError(
+            f"{folder}: {error.strerror} (errno {error.errno}), when {what} was to be made there. Name another folder, "
+            "on a disk of this machine."
+        ) from error
 
 
 def free_bytes(folder: Path) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fullshard.disk.files import DiskFile, DiskWork, aligned_buffer
-from fullshard.disk.folder import free_bytes, mount_of
+from fullshard.disk.folder import free_bytes, made, mount_of
 from fullshard.errors import ConfigError, DiskError
 
 __all__ = ["DiskSpeed", "measure"]
@@ -67,8 +67,8 @@ def measure(folder: Path, *, seconds: float = 8.0, clock: Callable[[], float] = 
     """
     if seconds <= 0:
         raise ConfigError(f"measuring the disk of {folder} for {seconds:g} seconds: takes some time. Give it 8.")
-    folder.mkdir(parents=True, exist_ok=True)
-    free = free_bytes(folder)
+    with made(folder):
+        free = free_bytes(folder)
     largest = max(REQUESTS)
     nbytes = min(LARGEST, int(free * SHARE_OF_FREE)) // largest * largest
     if not nbytes:
