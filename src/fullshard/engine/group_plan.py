@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import torch
 
@@ -60,12 +61,12 @@ class GroupPlan:
         axes: Axes,
         device: torch.device,
         memory: MemoryKind,
-    ) -> GroupPlan:
+    ) -> Self:
         """The plan for parameters of `shapes`, each cut along its one of `dims`, or as is best where that is None."""
         layout = lay_out(shapes, axes.shard_world, contract.itemsize, dims, message_rule(axes))
         return cls(layout, contract, options, axes, device, memory)
 
-    def changed(self, contract: DtypeContract, device: torch.device, memory: MemoryKind) -> GroupPlan:
+    def changed(self, contract: DtypeContract, device: torch.device, memory: MemoryKind) -> Self:
         """The plan for the same parameters with other dtypes or in another place."""
         specs = [param.spec for param in self.layout.params]
         shapes, dims = [spec.shape for spec in specs], [spec.dim for spec in specs]
@@ -177,16 +178,13 @@ class PayloadPlan(GroupPlan):
         axes: Axes,
         device: torch.device,
         memory: MemoryKind,
-    ) -> PayloadPlan:
+    ) -> Self:
         """See `GroupPlan.of`. Their classes choose what they are encoded in, and are cut along the first dim only."""
         contract = replace(contract, gather_wire=None)
-        layout = lay_out(shapes, axes.shard_world, contract.itemsize, [0 for _ in dims], message_rule(axes))
-        return cls(layout, contract, options, axes, device, memory)
+        return super().of(shapes, [0 for _ in dims], contract, options, axes, device, memory)
 
-    def changed(self, contract: DtypeContract, device: torch.device, memory: MemoryKind) -> GroupPlan:
-        plan = super().changed(contract, device, memory)
-        assert isinstance(plan, PayloadPlan)
-        return replace(plan, inner_nbytes=self.inner_nbytes)
+    def changed(self, contract: DtypeContract, device: torch.device, memory: MemoryKind) -> Self:
+        return replace(super().changed(contract, device, memory), inner_nbytes=self.inner_nbytes)
 
     @cached_property
     def casts(self) -> bool:

@@ -99,11 +99,8 @@ def predict_ledger(
     Raises:
         ConfigError: the model has no units.
     """
-    units = _units(model)
+    units, size, placements = _under(model, strategy)
     cost = optimizer or OptimizerCost()
-    placements = units[0].options.placements if strategy is None else resolve_placements(strategy)
-    axes, placements = resolve_groups(units[0].axes, placements)
-    size = axes.group_size
     every = [_GroupBytes.under(it, size, placements) for unit in units for it in unit.param_groups]
     on_disk = predict_on_disk(model, strategy=strategy, optimizer=cost)
     return Ledger(
@@ -134,13 +131,11 @@ def predict_on_disk(
     Raises:
         ConfigError: the model has no units.
     """
-    units = _units(model)
+    units, size, placements = _under(model, strategy)
     cost = optimizer or OptimizerCost()
-    placements = units[0].options.placements if strategy is None else resolve_placements(strategy)
-    axes, placements = resolve_groups(units[0].axes, placements)
     nbytes: dict[int, int] = {}
     for param_group in (it for unit in units for it in unit.param_groups):
-        plan = param_group.plan.under(axes.group_size, placements)
+        plan = param_group.plan.under(size, placements)
         for param, layout in zip(param_group.params, plan.layout.params, strict=True):
             numel = layout.spec.shard_numel(plan.rank) if plan.shards_optimizer else layout.spec.numel
             nbytes[id(param.sharded)] = cost.values * numel * plan.contract.stored.itemsize
@@ -318,6 +313,16 @@ def storage_bytes(tensors: Iterable[Tensor], storages: Iterable[torch.UntypedSto
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _under(
+    model: nn.Module, strategy: str | ShardingStrategy | StrategyPlacements | None
+) -> tuple[list[Unit], int | None, StrategyPlacements]:
+    """The units of `model`, and their groups of ranks and placements under `strategy`; their own, if None."""
+    units = _units(model)
+    placements = units[0].options.placements if strategy is None else resolve_placements(strategy)
+    axes, placements = resolve_groups(units[0].axes, placements)
+    return units, axes.group_size, placements
 
 
 def _units(model: nn.Module) -> list[Unit]:
