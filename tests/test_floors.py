@@ -61,6 +61,7 @@ ROOMS: dict[str, list[str] | None] = {
         "unit_state",
         "unit",
         "registry",
+        "findings",
         "finite",
         "comparison",
         "slot_sharing",
