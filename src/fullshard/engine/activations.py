@@ -30,7 +30,8 @@ from fullshard._compat import FakeTensor, in_backward, saved_tensor_hooks, weak_
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.disk.space import Space
 from fullshard.engine.away import WINDOW_BYTES, Away, Store, written_to
-from fullshard.engine.registry import buffers_of
+from fullshard.engine.findings import DiskFailures
+from fullshard.engine.registry import buffers_of, process_groups_along
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Offload
 
@@ -105,6 +106,7 @@ class Activations:
         self._tiers = tiers_of(units)
         self._device = units[0].device
         self._stores: dict[str, Store] = {}
+        self._failures = DiskFailures()
         self._entered: list[tuple[Unit, saved_tensors_hooks | None]] = []
         self._resident: set[int] = set()  # storages that stay
         self._known: dict[tuple[int, int], tuple[Any, weakref.ref[Away]]] = {}  # by storage and version
@@ -147,6 +149,15 @@ class Activations:
             if entered is unit:
                 return
 
+    def end_backward(self) -> None:
+        """Tell all ranks, each of which has ended the same backward, if the disk of one of them has failed.
+
+        Raises:
+            DiskError: one has.
+        """
+        if "disk" in self._tiers.values():
+            self._failures.raise_on_every_rank(process_groups_along(self._units), self._device)
+
     def recover(self) -> None:
         """Take all hooks back, after an exception."""
         while self._entered:
@@ -173,7 +184,7 @@ class Activations:
             assert isinstance(policy, Offload), "it names the tier"
             name = f"activations-of-rank-{dist.get_rank()}"
             space = Space(policy.disk_folder, name) if tier == "disk" else None
-            self._stores[tier] = Store(self._device, space, WINDOW_BYTES)
+            self._stores[tier] = Store(self._device, space, WINDOW_BYTES, self._failures)
         return self._stores[tier]
 
     def _pack(self, store: Store, tensor: Tensor) -> _Stayed | _Travelled:
