@@ -59,6 +59,7 @@ ROOMS: dict[str, list[str] | None] = {
         "at_rest",
         "other_engines",
         "unit_state",
+        "unit_plans",
         "unit",
         "registry",
         "finite",
