@@ -2078,6 +2078,7 @@ SOURCE = Path(fullshard.__file__).parent
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
     *("testing/ranks.py", "testing/same.py", "disk", "engine/away.py", "engine/activations.py"),
+    "engine/findings.py",
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),
