@@ -48,6 +48,7 @@ __all__ = [
     "StatesOnDisk",
     "StepsInPortions",
     "bring_to_memory",
+    "choose_portions_anew",
     "portions_on_disk",
     "states_on_disk",
 ]
@@ -234,6 +235,7 @@ class StatesOnDisk:
     def _fill(self, portion: _Portion, optimizer: Optimizer) -> None:
         """Give the states of `portion` memory, with their values; with any, if these cannot be read."""
         if portion.reading is None:
+            bring_to_memory(optimizer, portion.params)
             return
         with self._failures.noted():
             portion.reading.wait()
@@ -391,6 +393,13 @@ def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
         states = StatesOnDisk(portions, f"states-{type(optimizer).__name__}".lower()) if portions else None
         known = _made[optimizer] = ids, states
     return known[1]
+
+
+def choose_portions_anew(units: Iterable[Unit]) -> None:
+    """Have the states of the parameters of `units` rest where their policies say now, from the next step on."""
+    changed = {id(param.sharded) for unit in units for param in unit.params}
+    for optimizer in [it for it, (ids, _) in _made.items() if changed.intersection(ids)]:
+        del _made[optimizer]
 
 
 def portions_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:
