@@ -100,6 +100,7 @@ ROOMS: dict[str, list[str] | None] = {
         "causes",
         "shown",
         "trace",
+        "frame",
         "page",
         "watching",
         "writing",
