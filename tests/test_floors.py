@@ -102,6 +102,7 @@ ROOMS: dict[str, list[str] | None] = {
         "causes",
         "shown",
         "trace",
+        "frame",
         "page",
         "watching",
         "writing",
