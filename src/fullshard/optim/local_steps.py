@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, update_wrapper
 from typing import Any, TypeVar
 
@@ -24,7 +24,6 @@ from fullshard._compat import (
     address,
     dtensor_like,
     has_step_hooks,
-    holds_tensors,
     make_dtensor,
     outside_of_graphs,
     without_step_hooks,
@@ -34,6 +33,7 @@ from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
 from fullshard.optim.rebinding import point_to_shards
+from fullshard.state.block_states import block_states
 from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
@@ -114,6 +114,9 @@ def step_shards(optimizer: OptimizerT) -> OptimizerT:
     """
     if type(optimizer).__name__ in _NEEDS_WHOLES:
         raise _refused(optimizer)
+    blocks = block_states(optimizer)
+    if blocks is not None:
+        blocks.check(_cut_params(optimizer))
     if not hasattr(optimizer.step, _MARK):
         _replace_step(optimizer)
     return optimizer
@@ -205,8 +208,11 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
             known = state.get(param)
             if known is not None:
                 state[shard] = {name: _local(value) for name, value in known.items()}
+        blocks = block_states(optimizer)
+        deciding = None if blocks is None else blocks.deciding_by_wholes({id(it): param for param, it in swapped})
         try:
-            yield
+            with deciding or nullcontext():
+                yield
         finally:
             for param, shard in swapped:
                 shard.grad = None
@@ -283,8 +289,6 @@ def _placed_as(param: DTensor, value: Any) -> Any:
     if not param.ndim and isinstance(value, Tensor) and value.shape == (1,):
         value = value.view(())
     elif not isinstance(value, Tensor) or not param.ndim or value.shape != param._local_tensor.shape:
-        return _marked(value)
-    if holds_tensors(value):
         return _marked(value)
     if value.dtype == param.dtype:
         return dtensor_like(value, param)
