@@ -149,21 +149,21 @@ ALIGNED_FROM_NUMEL = 4096
 """Parameters of so many elements are aligned: optimizers encode no smaller ones."""
 
 
-def _aligned_place(
-    axes: Axes, dim: int | None, block: int, fqn: str, param: nn.Parameter
-) -> tuple[Axes, int | None]:
+def _aligned_place(axes: Axes, dim: int | None, block: int, fqn: str, param: nn.Parameter) -> tuple[Axes, int | None]:
     """Where a parameter goes so that shards consist of whole blocks: along dim 0, or else to every rank, whole.
 
     Raises:
         ConfigError: it can be neither.
     """
-    shape = param._local_tensor.shape if isinstance(param, DTensor) else param.shape
-    specs = [choose_spec(shape, axes.shard_world, dim), *([ShardSpec(tuple(shape), 0, axes.shard_world)] * (dim is None))]
+    shape = tuple(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
+    specs = [choose_spec(shape, axes.shard_world, dim)]
+    if dim is None:
+        specs.append(ShardSpec(shape, 0, axes.shard_world))
     aligned = next((spec for spec in specs if spec.consists_of_blocks(block)), None)
     if aligned is not None:
         return axes, aligned.dim
     found = (
-        f"{fqn} of shape {tuple(shape)}, cut along dim {specs[0].dim} for {axes.shard_world} ranks, has shards of "
+        f"{fqn} of shape {shape}, cut along dim {specs[0].dim} for {axes.shard_world} ranks, has shards of "
         f"{specs[0].part_numel} elements, which are no whole blocks of shard_alignment={block}"
     )
     if isinstance(param, DTensor) or axes.group_size is not None or dim not in (None, 0):

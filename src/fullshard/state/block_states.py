@@ -15,11 +15,11 @@ In state dicts and checkpoints such a state is two tensors, cut along the parame
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from math import gcd, prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from fullshard._compat import make_dtensor
 from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
-from fullshard.layout.shard_spec import ShardSpec
 
 __all__ = ["FORM", "BlockStates", "block_states", "is_part"]
 
@@ -63,6 +62,9 @@ class BlockStates:
         block: elements of a block.
     """
 
+    draws: bool = False
+    """True if steps draw random numbers."""
+
     def __init__(self, optimizer: Any, block: int) -> None:
         self._optimizer = optimizer
         self.block = block
@@ -90,19 +92,17 @@ class BlockStates:
         """The state `name` as the optimizer keeps it for `param`, of flat codes and scales of this rank's blocks."""
         raise NotImplementedError
 
-    @contextmanager
-    def deciding_by_wholes(self, params: Mapping[int, nn.Parameter]) -> Iterator[None]:
+    def deciding_by_wholes(self, params: Mapping[int, nn.Parameter]) -> AbstractContextManager[None]:
         """A context in which the optimizer, which has shards in place of parameters, makes states by the whole ones.
 
         Args:
             params: the parameter of each shard, by its id.
         """
         raise NotImplementedError
-        yield
 
     # -- cuts ---------------------------------------------------------------------------------------------------------
 
-    def check(self, params: Sequence[nn.Parameter]) -> None:
+    def check(self, params: Iterable[Any]) -> None:
         """Refuse shards that are no whole blocks.
 
         Raises:
@@ -116,8 +116,8 @@ class BlockStates:
             spec = managed.param.layout.spec
             if group.plan.shards_optimizer and not spec.consists_of_blocks(self.block):
                 raise ConfigError(
-                    f"{type(self._optimizer).__name__} encodes states in blocks of {self.block} elements, but shards of "
-                    f"{managed.param.fqn} {spec.shape} have {spec.part_numel} on {spec.world} ranks: blocks, and so "
+                    f"{type(self._optimizer).__name__} encodes states in blocks of {self.block} elements, but shards "
+                    f"of {managed.param.fqn} {spec.shape} have {spec.part_numel} on {spec.world} ranks: blocks, and so "
                     "values, would be others than on another number of ranks, and could not be saved. Shard the model "
                     f"with fully_shard(..., shard_alignment={self.block}), or set the optimizer to leave parameters of "
                     "this size as they are."
@@ -172,6 +172,7 @@ class _Torchao(BlockStates):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, optimizer.block_size)
+        self.draws = optimizer.bf16_stochastic_round
 
     @cached_property
     def _one_block(self) -> Any:
@@ -227,7 +228,7 @@ class _Bitsandbytes(BlockStates):
     """Those of bitsandbytes: codes and scales are states of their own, and so are the tables of values."""
 
     _BLOCK = 256
-    _TABLES = {"state1": ("absmax1", "qmap1", "dynamic"), "state2": ("absmax2", "qmap2", "udynamic")}
+    _TABLES: ClassVar = {"state1": ("absmax1", "qmap1", "dynamic"), "state2": ("absmax2", "qmap2", "udynamic")}
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, self._BLOCK)
@@ -313,7 +314,7 @@ def _like(local: Tensor, param: nn.Parameter) -> Tensor:
 def _is_cut_once(param: nn.Parameter) -> bool:
     """True if the shards of `param` are all that there is of it, as they are not beside tensor parallelism."""
     managed = managed_by(param)
-    return managed is None or managed.param.layout.spec.shape == tuple(param.shape) and not managed.param.view.is_cut
+    return managed is None or (managed.param.layout.spec.shape == tuple(param.shape) and not managed.param.view.is_cut)
 
 
 class _Cut:
