@@ -78,7 +78,7 @@ ROOMS: dict[str, list[str] | None] = {
         "hooks",
         "materialize",
     ],
-    "state": ["on_disk", "budget", "state_dict", "optim_state", "summon", "streaming"],
+    "state": ["block_states", "on_disk", "budget", "state_dict", "optim_state", "summon", "streaming"],
     "optim": ["rebinding", "outside", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "dry": None,
