@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
-__all__ = ["SLOWER", "DiskPace", "Moved", "pace_of"]
+__all__ = ["SLOWER", "DiskPace", "Moved", "pace_of", "paces"]
 
 SLOWER = 4.0
 """Times slower than at first: what is less has many causes, and passes."""
@@ -57,6 +58,7 @@ class DiskPace:
 
     folder: Path
     clock: Callable[[], float] = time.perf_counter
+    held_bytes: int = 0  # of its files
     _total: Moved = field(default_factory=Moved)
     _looked: Moved = field(default_factory=Moved)
     _under_way: int = 0
@@ -74,24 +76,33 @@ class DiskPace:
         with self._lock:
             return self._total
 
-    def begin(self) -> None:
-        """Note that a request begins."""
+    @contextmanager
+    def moving(self, *, read_bytes: int = 0, written_bytes: int = 0) -> Iterator[None]:
+        """A context in which a request of so many bytes is under way."""
         with self._lock:
             if not self._under_way:
                 self._since = self.clock()
             self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                busy_s = 0.0 if self._under_way else self.clock() - self._since
+                self._add(Moved(read_bytes, written_bytes, busy_s))
 
-    def end(self, *, read_bytes: int = 0, written_bytes: int = 0) -> None:
-        """Note that one has ended."""
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A context in which the program waits for requests."""
+        begin = self.clock()
+        yield
         with self._lock:
-            self._under_way -= 1
-            busy_s = 0.0 if self._under_way else self.clock() - self._since
-            self._add(Moved(read_bytes, written_bytes, busy_s))
+            self._add(Moved(waited_s=self.clock() - begin))
 
-    def waited(self, seconds: float) -> None:
-        """Note that the program has waited for requests."""
+    def hold(self, nbytes: int) -> None:
+        """Note that files have so many bytes more."""
         with self._lock:
-            self._add(Moved(waited_s=seconds))
+            self.held_bytes += nbytes
 
     def _add(self, more: Moved) -> None:
         total = self._total
@@ -103,7 +114,10 @@ class DiskPace:
         )
 
     def expect(self, seconds: Callable[[float, float], float]) -> None:
-        """Go by a measurement: the seconds in which it has read and written so many bytes. Forget what was moved."""
+        """Go by a measurement: the seconds in which it reads and writes so many bytes, beside other ranks that do so.
+
+        What was moved until now is not looked at.
+        """
         with self._lock:
             self._expected = seconds
             self._looked = self._total
@@ -152,5 +166,5 @@ def pace_of(folder: Path) -> DiskPace:
 
 
 def paces() -> list[DiskPace]:
-    """Those of all folders that this process has moved anything to or from."""
-    return [it for it in _paces.values() if it.total != Moved()]
+    """Those of all folders in which this process has files."""
+    return [it for it in _paces.values() if it.held_bytes]
