@@ -171,8 +171,13 @@ def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
                 tuple(Access(it.storage, 0, it.nbytes + b.nbytes - a.nbytes) for it, a, b in zip(*those, strict=False))
                 for those in ((entry.reads, one.reads, two.reads), (entry.writes, one.writes, two.writes))
             ]
-            flops = entry.flops + two.flops - one.flops
-            return Operation(entry.name, entry.lane, entry.origin, each[0], each[1], flops, entry.copies, entry.dtype)
+            return replace(
+                entry,
+                reads=each[0],
+                writes=each[1],
+                flops=entry.flops + two.flops - one.flops,
+                skipped_flops=entry.skipped_flops + two.skipped_flops - one.skipped_flops,
+            )
         case Allocation(), Allocation(), Allocation():
             return replace(entry, nbytes=entry.nbytes + two.nbytes - one.nbytes)
         case Free(), Free(), Free():
@@ -186,9 +191,18 @@ def _scaled(one: Entry, two: Entry, more: int) -> Entry:
         case Operation(), Operation():
             if one.nbytes == two.nbytes and one.flops == two.flops:
                 return one
-            reads, writes = _lengthened(one.reads, two.reads, more), _lengthened(one.writes, two.writes, more)
-            flops = one.flops + more * (two.flops - one.flops)
-            return Operation(one.name, one.lane, one.origin, reads, writes, flops, one.copies, one.dtype)
+            return Operation(
+                one.name,
+                one.lane,
+                one.origin,
+                _lengthened(one.reads, two.reads, more),
+                _lengthened(one.writes, two.writes, more),
+                one.flops + more * (two.flops - one.flops),
+                one.copies,
+                one.dtype,
+                one.skipped_flops + more * (two.skipped_flops - one.skipped_flops),
+                one.crosses,
+            )
         case Allocation(), Allocation():
             return replace(one, nbytes=one.nbytes + more * (two.nbytes - one.nbytes))
         case Free(), Free():
