@@ -12,7 +12,7 @@ from rich.table import Table
 from fullshard.errors import ConfigError
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.candidates import Candidate
-from fullshard.planner.search import Found, Plan, Question, states_bytes
+from fullshard.planner.search import Found, Plan, Question, Workers, states_bytes
 from fullshard.planner.sketch import Figures
 from fullshard.versions import versions
 
@@ -164,18 +164,22 @@ def what_ifs(plan: Plan) -> list[WhatIf]:
     else:
         slower = replace(hardware, link=replace(hardware.link, bytes_per_s=hardware.link.bytes_per_s / 2))
         change = "Half the link between ranks"
-    figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
-    found = [WhatIf(change, figures, _gain(best.figures, figures, 1))]
     twice = replace(question, cluster=question.cluster.with_hosts(2 * question.cluster.hosts))
+    program = best.sketch.program
     try:
         twice.shapes()
-        program = best.sketch.program
-        if not twice.shapes_of(program):  # fewer microbatches are left
-            program = replace(program, accumulates=not program.accumulates, syncs_each=False)
-        figures = _fastest([(twice.asked(program), twice)])
-        found.append(WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2)))
     except ConfigError as error:
-        found.append(WhatIf(f"Twice the hosts ({error})", None, 0.0))
+        figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
+        of_twice = WhatIf(f"Twice the hosts ({error})", None, 0.0)
+        return [WhatIf(change, figures, _gain(best.figures, figures, 1)), of_twice]
+    if not twice.shapes_of(program):  # fewer microbatches are left
+        program = replace(program, accumulates=not program.accumulates, syncs_each=False)
+    with Workers(twice) as ask:
+        asked = ask(program)  # beside what follows, where there is a core for it
+        figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
+        found = [WhatIf(change, figures, _gain(best.figures, figures, 1))]
+        figures = _fastest([(ask.sketch(asked), twice)])
+    found.append(WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2)))
     return found
 
 
