@@ -205,7 +205,7 @@ def why(question: Question, found: Found) -> list[str]:
     over = figures.needed_bytes - usable
     verdict = f"{_gb(over)} over" if over > 0 else f"{_gb(-over)} to spare"
     lines = [
-        f"{found.sketch.program}, {figures.candidate.rows} rows a microbatch: {_gb(figures.needed_bytes)} needed, "
+        f"{found.sketch.program}, {_count(figures.candidate.rows, 'row')} a microbatch: {_gb(figures.needed_bytes)} needed, "
         f"{_gb(usable)} usable: {verdict}.",
         f"The peak of tensors is {_gb(figures.peak_bytes)}, in {figures.where}"
         + (
@@ -218,7 +218,7 @@ def why(question: Question, found: Found) -> list[str]:
     lines += [
         f"  {state.value:34}{_gb(nbytes):>12}" for state, nbytes in by_state if nbytes >= 1e-3 * figures.peak_bytes
     ]
-    lines.append("The largest tensors then, with one row:")
+    lines.append(f"The largest tensors then, with {_count(found.sketch.tapes[0].rows, 'row')}:")
     lines += [f"  {_gb(nbytes):>10}  {state.value}" for nbytes, state in found.sketch.peak_moment().largest[:5]]
     states = states_bytes(question, found.sketch.program)
     if states > usable:
