@@ -205,8 +205,8 @@ def why(question: Question, found: Found) -> list[str]:
     over = figures.needed_bytes - usable
     verdict = f"{_gb(over)} over" if over > 0 else f"{_gb(-over)} to spare"
     lines = [
-        f"{found.sketch.program}, {_count(figures.candidate.rows, 'row')} a microbatch: {_gb(figures.needed_bytes)} needed, "
-        f"{_gb(usable)} usable: {verdict}.",
+        f"{found.sketch.program}, {_count(figures.candidate.rows, 'row')} a microbatch: "
+        f"{_gb(figures.needed_bytes)} needed, {_gb(usable)} usable: {verdict}.",
         f"The peak of tensors is {_gb(figures.peak_bytes)}, in {figures.where}"
         + (
             f"; the {question.cluster.holder} holds {_gb(figures.needed_bytes - figures.peak_bytes)} beyond them."
