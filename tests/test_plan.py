@@ -210,7 +210,7 @@ def test_the_report_has_every_field(plan, tmp_path):
     assert all(fields <= set(row) for row in report["simulated"])
     assert set(report["paste"]) == {"Python", "fullshard train"}
     text = page(plan)
-    assert plan.question.subject.name in text and len(text) < 2e6  # drawn as `tests/test_page.py` says
+    assert "Plan: the trainer" in text and len(text) < 2e6  # drawn as `tests/test_page.py` says
 
 
 # ------------------------------------------------------------------------------------------------- lines to paste
