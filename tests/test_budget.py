@@ -12,6 +12,7 @@ from shared_ranks import run_ranks
 from small_models import batch, loss_of, my_part, small_gpt, trained, wholes
 from test_offload_to_disk import on_the_disk, states_of
 
+import fullshard
 from fullshard import ConfigError, Offload, fully_shard
 from fullshard.checkpoint import load, save
 from fullshard.engine import activations, away
@@ -19,6 +20,7 @@ from fullshard.engine.registry import units_in
 from fullshard.plan.explain import explain
 from fullshard.plan.ledger import peak_during, storage_bytes
 from fullshard.policy.tiers import Tier, least_that_fits
+from fullshard.report.reading import read_run
 from fullshard.state import on_disk
 from fullshard.state.on_disk import states_on_disk
 from fullshard.testing import assert_same
@@ -136,6 +138,30 @@ def learn_more(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> li
 
 def test_states_that_were_loaded_before_the_first_step_are_where_the_budget_has_them(tmp_path):
     run_ranks(2, resume, tmp_path)
+
+
+def record(folder: Path) -> None:
+    on_disk.PORTION_NBYTES = 4096
+    model = build(Offload(optimizer={"disk": 1.0}, folder=folder / "scratch"))
+    optimizer = adamw(trained(model))
+    with fullshard.report(model, folder / "run"):
+        for step in range(12):
+            loss_of(model, my_part(batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        facts = read_run(folder / "run").facts
+        assert "100% of the optimizer's state rests on a disk" in facts["offload"]
+        said = facts[f"disk {folder / 'scratch'}"]
+        held, read, written = map(float, re.findall(r"([\d.e-]+) GB", said))
+        states = 2 * sum(param.numel() * param.element_size() for param in trained(model)) / 1e9
+        for moved in (read, written):  # in whole blocks, over as many steps, but for the last one
+            assert 0.85 * states < moved < 1.4 * states, (said, states)
+        assert held >= states, said
+
+
+def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
+    run_ranks(2, record, tmp_path)
 
 
 def test_a_budget_and_fractions_contradict_one_another():

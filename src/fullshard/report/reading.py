@@ -139,8 +139,8 @@ def _elsewhere(ranks: Sequence[_Rank]) -> dict[str, str]:
         held, read, written = (sum(column) / 1e9 for column in columns[:3])
         busy_s, waited_s = map(max, columns[3:])
         found[f"disk {folder}"] = (
-            f"{held:.3g} GB of files on all ranks; a step reads {read:.3g} GB and writes {written:.3g} GB, for which it "
-            f"is busy {busy_s:.3g} s, of which a rank waits {waited_s:.3g} s at most"
+            f"{held:.3g} GB of files on all ranks; a step reads {read:.3g} GB and writes {written:.3g} GB, for which "
+            f"it is busy {busy_s:.3g} s, of which a rank waits {waited_s:.3g} s at most"
         )
     return {name: said for name, said in found.items() if said}
 
