@@ -18,12 +18,17 @@ from fullshard.checkpoint import load, save
 from fullshard.engine import activations, away
 from fullshard.engine.registry import units_in
 from fullshard.plan.explain import explain
+from fullshard.plan.hardware import hardware
 from fullshard.plan.ledger import peak_during, storage_bytes
 from fullshard.policy.tiers import Tier, least_that_fits
 from fullshard.report.reading import read_run
 from fullshard.state import on_disk
 from fullshard.state.on_disk import states_on_disk
 from fullshard.testing import assert_same
+from fullshard.train.options import parse_settings
+from fullshard.train.predicting import Machine, predicted
+
+MACHINE = Machine(device_type="cpu", device_name="", memory_bytes=8 << 30, world=4, local_world=4, machines=1)
 
 STATES = Tier(what="optimizer", where="disk", steps=[(0.25, -5), (0.5, 20), (1.0, 60)])
 KEPT = Tier(what="activations", where="disk", steps=[(0.5, 10), (1.0, 30)])
@@ -162,6 +167,23 @@ def record(folder: Path) -> None:
 
 def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
     run_ranks(2, record, tmp_path)
+
+
+def test_a_forecast_goes_by_the_budget(tmp_path):
+    """A run dry decides as the run will: so much less is needed, of what a budget asks for."""
+
+    def told(*options: str) -> int:
+        argv = ["--size", "nano", "--seq", "64", "--batch", "4", "--dtype", "float32", *options]
+        return predicted(parse_settings(argv), MACHINE, hardware("h100-80")).peak.nbytes
+
+    whole = told()
+    away = told("--offload-optimizer", "1", "--offload-folder", str(tmp_path))
+    assert told("--offload-budget", "80GB", "--offload-folder", str(tmp_path)) <= whole
+    with pytest.raises(ConfigError, match="a rank needs") as refused:
+        told("--offload-budget", "1KB", "--offload-folder", str(tmp_path))
+    least = re.search(r"needs (\d+) bytes", str(refused.value))
+    assert least is not None
+    assert told("--offload-budget", least[1], "--offload-folder", str(tmp_path)) <= min(away, int(least[1]))
 
 
 def test_a_budget_and_fractions_contradict_one_another():

@@ -23,7 +23,7 @@ from fullshard.planner.readings import LIMITS, held_of, region_peaks, times_of
 from fullshard.planner.shorten import BlockList, block_lists
 from fullshard.planner.steps import MakeOptimizer, take_steps
 from fullshard.planner.subject import Subject
-from fullshard.planner.tapes import Tapes
+from fullshard.planner.tapes import Tapes, with_one_more_row
 from fullshard.state.on_disk import BUFFERS, PORTION_NBYTES
 from fullshard.tape.tape import Entry, Operation, Tape
 
