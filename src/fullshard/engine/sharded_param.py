@@ -17,6 +17,7 @@ from fullshard._compat import (
     dtensor_like,
     has_values,
     holds_tensors,
+    inner_names,
     inner_tensors,
     make_dtensor,
     marks_of,
@@ -90,6 +91,9 @@ class ShardedParam:
         self.owners = list(source.owners)
         self.layout = param_layout
         self.view = source.view
+        whole = source.local
+        names = inner_names(whole) if holds_tensors(whole) else []
+        self.inner_shapes = {name: tuple(getattr(whole, name).shape) for name in names}  # of what it wraps
         requires_grad = source.param.requires_grad
         at_rest = self.view.make_sharded(at_start(local), plan.axes, param_layout.spec, sharded=plan.shards_optimizer)
         self.sharded = nn.Parameter(at_rest, requires_grad=requires_grad)
