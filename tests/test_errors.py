@@ -166,6 +166,16 @@ def half_of_the_hooks_for_payloads() -> Steps:
     fully_shard(model)
 
 
+@mistake(ConfigError, r"0.weight is a plain tensor .* axes tp \(2\) is annotated", "spmd_backend partial_", ranks=4)
+def a_place_that_is_annotated() -> Steps:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weight = nn.Parameter(torch.ones(6, 8))
+    weight._local_type = {"tp": "R"}  # type: ignore[attr-defined]  # as spmd_types does
+    model = linear_with(weight)
+    yield
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp"))
+
+
 class Params4bit(nn.Parameter):
     """As that of bitsandbytes, if it were there."""
 
