@@ -1,11 +1,13 @@
-"""`check_parity` on meshes of several axes: stages, parts of the sequence, experts and matrices beside sharding."""
+"""`check_parity` on meshes of several axes: stages, parts of the sequence, experts and matrices beside sharding.
+
+More of them, under every strategy, in `test_composition.py`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import experts
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -105,21 +107,6 @@ def test_stages_parts_of_sequences_and_experts_have_the_bits_of_the_same_ranks_u
     report = compared(1, ["zero3"], pp=2, cp=2, ep=2)
     assert report.is_equal, str(report)
     assert [(row.strategy, row.is_bit_for_bit) for row in report.rows] == [("none", False), ("zero3", True)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "strategies", "axes"),
-    [
-        (2, ["zero1", "zero2", "hsdp"], {"pp": 2, "tp": 2}),
-        (4, ["zero3", "hsdp"], {"ep": 2}),
-        (2, ["zero3", "ddp", "hsdp"], {"cp": 2, "ep": 2, "tp": 2}),
-    ],
-)
-def test_strategies_have_the_bits_of_the_same_ranks_unsharded(ranks, strategies, axes):
-    report = compared(ranks, strategies, **axes)
-    assert report.is_equal, str(report)
-    assert all(row.is_bit_for_bit for row in report.rows if row.strategy != "none"), str(report)
 
 
 def test_a_model_that_counts_positions_on_each_part_anew_is_told():
