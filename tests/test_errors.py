@@ -399,6 +399,27 @@ def a_disk_without_a_folder() -> Steps:
     Offload(optimizer={"disk": 0.5})
 
 
+@mistake(ConfigError, r"Offload\(budget=1000, optimizer=\{'disk': 0.5\}", "Leave either out")
+def a_budget_and_fractions() -> Steps:
+    yield
+    Offload(budget=1000, optimizer={"disk": 0.5}, folder="nowhere")
+
+
+@mistake(ConfigError, r"Offload\(budget\)='a lot' is no size of memory", "such as '500MB'")
+def a_budget_in_other_words() -> Steps:
+    yield
+    Offload(budget="a lot")
+
+
+@mistake(ConfigError, r"Offload\(budget=10\): a rank needs \d+ bytes with all away", r"Give budget=\d+", sends=True)
+def a_budget_that_nothing_fits_in() -> Steps:
+    model = fully_shard(linear(), offload_policy=Offload(budget=10))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    yield
+    optimizer.step()
+
+
 @mistake(ConfigError, "Whole is to have states on a disk, as Offload says", "step_shards", sends=True)
 def states_on_a_disk_of_an_optimizer_that_is_not_known() -> Steps:
     class Whole(torch.optim.SGD):
@@ -2255,6 +2276,7 @@ SOURCE = Path(fullshard.__file__).parent
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
     *("testing/ranks.py", "testing/same.py", "disk", "engine/away.py", "engine/activations.py"),
+    "engine/findings.py",
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),

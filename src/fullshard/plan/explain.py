@@ -74,6 +74,8 @@ def _offloaded(units: Sequence[Unit]) -> Iterator[str]:
     for policy in policies:
         count = sum(unit.options.offload == policy for unit in units)
         which = "" if len(policies) == 1 and count == len(units) else f" of {count} units"
+        if policy.budget is not None:
+            yield f"a budget of {policy.budget}{which}: all is away that can be until the first step of an optimizer"
         if policy.disk_fraction:
             yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
         computes = ", where the CPU computes," if units[0].device.type == "cpu" else ""

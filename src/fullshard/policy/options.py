@@ -95,7 +95,7 @@ class ShardOptions:
     @property
     def activations(self) -> Mapping[str, float]:
         """How much of what forward keeps for backward is away between the two, by where it is."""
-        return self.offload.activations if isinstance(self.offload, Offload) else {}
+        return self.offload.activations_away if isinstance(self.offload, Offload) else {}
 
     @property
     def keeps_unsharded(self) -> bool:
