@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import fake_tensors, storage_watch
+from fullshard._compat import fake_tensors, inner_tensors, storage_watch
 from fullshard.comm.codec import codec_named
 from fullshard.comm.encoded import error_feedback_numel
 from fullshard.comm.mesh import resolve_groups
@@ -277,8 +277,9 @@ def storage_bytes(tensors: Iterable[Tensor], storages: Iterable[torch.UntypedSto
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if isinstance(local, OnDisk):
             continue
-        storage = local.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+        for inner in inner_tensors(local):  # of a wrapper, which has no memory itself
+            storage = inner.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
 
