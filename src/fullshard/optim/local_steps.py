@@ -377,8 +377,7 @@ def _drawing_alike(
         by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
     counts = [state["step"] for state in optimizer.state.values() if "step" in state]
     for number, (mesh, its) in enumerate(by_mesh.items()):
-        placed = its[0]
-        place = list(mesh.get_coordinate()) if mesh is not None and isinstance(placed, DTensor) else []
+        place = [] if mesh is None else mesh.get_coordinate()
         cut = {axis for it in its if isinstance(it, DTensor) for axis, p in enumerate(it.placements) if p.is_shard()}
         part = [coordinate for axis, coordinate in enumerate(place) if axis in cut]
         seed = crc32(repr((max(map(int, counts), default=0), portion, number, part)).encode())
