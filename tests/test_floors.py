@@ -64,6 +64,7 @@ ROOMS: dict[str, list[str] | None] = {
         "finite",
         "comparison",
         "slot_sharing",
+        "homes",
         "call",
         "away",
         "activations",

@@ -388,7 +388,12 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
-    """Let `tensor` hold `local`, of the same shape and dtype, in place of the shard it holds."""
+    """Let `tensor` hold `local`, of the same shape and dtype, in place of the shard it holds.
+
+    It has the device of what it holds, by which torch refuses gradients of another.
+    """
+    if tensor.device != local.device:
+        tensor.data = dtensor_like(local, tensor)
     tensor._local_tensor = local
 
 

@@ -112,6 +112,11 @@ class GroupPlan:
         return self.options.keeps_unsharded and not self.casts and not self.memory.offloaded
 
     @cached_property
+    def keeps_copy(self) -> bool:
+        """True if the device has a copy of shards that are in the host's memory: there are several gathers a step."""
+        return self.memory.copied and self.shards_optimizer and not self.options.keeps_unsharded
+
+    @cached_property
     def gathers_in_two_levels(self) -> bool:
         """True if groups of neighbouring ranks keep parameters together at some time, each rank its secondary shard."""
         placements = self.options.placements

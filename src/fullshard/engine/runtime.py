@@ -44,6 +44,7 @@ from fullshard.engine.activations import Activations
 from fullshard.engine.call import ForwardCall, OpenForward
 from fullshard.engine.comparison import are_alike, check_ranks_agree
 from fullshard.engine.finite import Tally, raise_on_every_rank, tally
+from fullshard.engine.homes import homes_of
 from fullshard.engine.nested import map_tensors, tensors_in
 from fullshard.engine.order import OrderTracker
 from fullshard.engine.reduction import UnitReduction
@@ -116,6 +117,8 @@ class Runtime:
         watch()
         check_ranks_agree(units)
         data_ranks = units[0].axes.ranks
+        for unit, home in homes_of(units).items():
+            unit.rest(home)
         for number, unit in enumerate(units):
             unit.state.number, unit.state.runtime = number, self
             unit.state.is_root = root in unit.modules
@@ -268,7 +271,7 @@ class Runtime:
             self.outside = []
 
     def _end_forward(self, top: Unit) -> None:
-        if any(unit.options.offloads for unit in self.units):  # the user may write to shards next
+        if any(unit.is_on_cpu for unit in self.units):  # the user may write to shards next
             self._lanes.host.wait(self._lanes.gather.mark())
         if not self._open[-1].left:  # none of it was to be differentiated
             self._open.pop()
@@ -444,7 +447,7 @@ class Runtime:
         return any(unit is left or unit in left.borrowed for forward in self._open for left in forward.left)
 
     def _end_backward(self) -> None:
-        if any(unit.options.offloads for unit in self.units):  # the optimizer reads their gradients next
+        if any(unit.is_on_cpu for unit in self.units):  # the optimizer reads their gradients next
             self._lanes.host.wait(self._lanes.offload.mark())
         accelerator_for(self._device).end_pass()
         self.phase = Phase.IDLE

@@ -31,6 +31,7 @@ from fullshard.engine.sharded_param import ShardedParam, Source
 from fullshard.engine.unit_state import UnitState
 from fullshard.errors import ConfigError, StateError
 from fullshard.layout.offsets import align
+from fullshard.policy.offload import Home
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import DtypeContract
 from fullshard.policy.strategy import Placement
@@ -77,6 +78,7 @@ class Unit:
         self.options = options
         self.axes = axes
         self.device = device
+        self.home = options.offload.in_full.home_of_all  # until the root knows all of its units
         self.state = UnitState(options.reshard_after_forward)
         self.form = Form.SHARDED
         self.keeps_unsharded = options.keeps_unsharded  # between steps
@@ -151,10 +153,28 @@ class Unit:
 
     @property
     def _memory(self) -> MemoryKind:
-        if self.options.offloads:
-            offloaded = accelerator_for(self.device).has_lanes
-            return MemoryKind(torch.device("cpu"), offloaded, pinned=offloaded and self.options.pins_memory)
-        return MemoryKind(self.device)
+        if not self.is_on_cpu:
+            return MemoryKind(self.device)
+        if not accelerator_for(self.device).has_lanes:
+            return MemoryKind(torch.device("cpu"))
+        pinned, copied = self.options.offload.in_full.pin_memory, self.home is Home.STEPPED_ON_CPU
+        return MemoryKind(torch.device("cpu"), offloaded=True, pinned=pinned, copied=copied)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """True if shards and gradients are on the CPU, and the optimizer steps them there, wherever compute runs."""
+        return self.home is not Home.DEVICE
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of its parameters as they are stored, on all ranks together."""
+        return sum(param.sharded.numel() * param.sharded.dtype.itemsize for param in self.params)
+
+    @property
+    def trained_nbytes(self) -> int:
+        """Of these, the bytes of parameters that are trained."""
+        trained = (param.sharded for param in self.params if param.sharded.requires_grad)
+        return sum(param.numel() * param.dtype.itemsize for param in trained)
 
     @property
     def description(self) -> str:
@@ -429,7 +449,18 @@ class Unit:
             return
         if len({param.local.is_meta for param in self.params}) > 1:
             return  # some have been given values; this is called again when others are
-        plans = [self._plan_as_found(param_group) for param_group in self.param_groups]
+        self._lie_as([self._plan_as_found(param_group) for param_group in self.param_groups])
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def rest(self, home: Home) -> None:
+        """Have the shards at `home` from now on, with their gradients and the optimizer's state."""
+        self.home = home
+        if not self.is_meta and any(param_group.plan.memory != self._memory for param_group in self.param_groups):
+            self._lie_as([it.plan.changed(it.plan.contract, self.device, self._memory) for it in self.param_groups])
+
+    def _lie_as(self, plans: Sequence[GroupPlan]) -> None:
+        """Move the parameter groups to memory as `plans` have it, with the values that the shards have now."""
         collectives = self.collectives
         if plans and plans[0].memory.device.type != "meta":
             self.device = plans[0].device
@@ -456,7 +487,7 @@ class Unit:
         contract = _contract(self.options, param_group.params[0].view, shard.dtype)
         if shard.is_meta:
             return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
-        if self.options.offloads:
+        if self.is_on_cpu:
             return param_group.plan.changed(contract, self.device, self._memory)
         return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
 
