@@ -140,7 +140,7 @@ def counts_microbatches() -> None:
     backward(model)
     model.abandon_step()
     backward(model)
-    assert runtime_of(model)._microbatch == 1
+    assert runtime_of(model).microbatches.number == 1
 
 
 def test_the_step_after_it_begins_with_its_first_microbatch():

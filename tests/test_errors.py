@@ -365,7 +365,7 @@ def a_report_of_nothing() -> Steps:
     read_run(Path("nowhere"))
 
 
-@mistake(ConfigError, r"Offload\(optimizer=\{'tape': 1\}\): 'tape' is no tier of optimizer", "Name one of 'disk'")
+@mistake(ConfigError, r"optimizer=\{'tape': 1\}\): 'tape' is no tier of optimizer", "Name one of 'cpu', 'disk'")
 def a_tier_that_does_not_exist() -> Steps:
     yield
     Offload(optimizer={"tape": 1}, folder="nowhere")
@@ -375,6 +375,12 @@ def a_tier_that_does_not_exist() -> Steps:
 def more_than_all_on_a_disk() -> Steps:
     yield
     Offload(optimizer={"disk": 1.5}, folder="nowhere")
+
+
+@mistake(ConfigError, "is on the CPU wherever parameters are, so 0.75 of it is", "no more than 0.25 can be on a disk")
+def one_state_on_the_cpu_and_on_a_disk() -> Steps:
+    yield
+    Offload(optimizer={"cpu": 0.5, "disk": 0.5}, parameters={"cpu": 0.75}, folder="nowhere")
 
 
 @mistake(ConfigError, "has no folder for what is to rest on a disk", 'folder="/nvme/run"')

@@ -37,8 +37,8 @@ from fullshard.comm.neighbours import ADDRESS_NBYTES, CannotShareError, Neighbou
 from fullshard.comm.routes import collectives_for
 from fullshard.comm.shared_memory import SharedMemoryCollectives
 from fullshard.device.memory import Slot
+from fullshard.engine.reduction_queue import ReductionQueue
 from fullshard.engine.registry import units_in
-from fullshard.engine.runtime import Runtime
 from fullshard.liveness.watchdog import PeerGoneError
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing import assert_same, run_ranks
@@ -360,11 +360,11 @@ def complete_before_the_next() -> list[list[bool]]:
     """By step and unit: whether its reduction was complete when that of the next began. No rank is late."""
     model = chain(fully_shard)
     seen: list[list[bool]] = []
-    finish = Runtime._finish_reductions
+    finish = ReductionQueue.finish
 
-    def finish_and_note(runtime: Runtime, **options: Any) -> None:
-        seen[-1] += [reduction.is_complete for reduction in runtime._reductions.values()]
-        finish(runtime, **options)
+    def finish_and_note(queue: ReductionQueue, **options: Any) -> None:
+        seen[-1] += [reduction.is_complete for reduction in queue._under_way.values()]
+        finish(queue, **options)
 
     def meet_in_backward(module: nn.Module, args: Any, output: Tensor) -> None:
         output.register_hook(lambda grad: dist.barrier())
@@ -372,7 +372,7 @@ def complete_before_the_next() -> list[list[bool]]:
     for layer in model.layers:
         layer.register_forward_hook(meet_in_backward)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runtime, "_finish_reductions", finish_and_note)
+        patch.setattr(ReductionQueue, "finish", finish_and_note)
         for number in range(3):
             seen.append([])
             steps(model, [number])

@@ -268,7 +268,7 @@ class FSDPModule:
             async_op: only start the gather, and return a handle to wait for it.
         """
         unit = unit_of(_module(self))
-        runtime_of(_module(self)).start_unshard(unit, Phase.IDLE)
+        runtime_of(_module(self)).residency.start_unshard(unit, Phase.IDLE)
         unit.state.is_unsharded_by_hand = True
         handle = UnshardHandle([unit])
         if async_op:
@@ -451,7 +451,7 @@ class FSDPModule:
 
         A CPU has no streams: there the step is over when it returns, and nothing waits.
         """
-        runtime_of(_module(self)).after_optimizer = event
+        runtime_of(_module(self)).residency.after_optimizer = event
 
     def reset_iter_state(self) -> None:
         """Clear up after a failed forward or backward: all units are sharded, and none is in use.

@@ -7,7 +7,7 @@ Accelerator            a CPU: one order of work, in the host's memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -72,6 +72,10 @@ class Accelerator:
     def beside(self, tensor: Tensor, other: Tensor) -> Tensor:
         """`tensor`, or a copy of it in the memory that `other` is in."""
         return tensor.to(other.device)
+
+    def memory_of(self, tensor: Tensor) -> Hashable:
+        """Whose memory `tensor` is in: the same value for all that one kernel can take."""
+        return tensor.device
 
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """A new 1-D buffer in the host's memory; `pinned`, if copies to and from it are not to hold the host up."""

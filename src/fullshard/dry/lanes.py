@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -104,6 +104,9 @@ class DryAccelerator(Accelerator):
         if to_host == self.storages.is_host(tensor):
             return tensor
         return self._copied(tensor, HOST if to_host else self.lane)
+
+    def memory_of(self, tensor: Tensor) -> Hashable:
+        return HOST if self.storages.is_host(tensor) else self.lane
 
     def _copied(self, tensor: Tensor, lane: str) -> Tensor:
         with self.on_lane(lane):

@@ -17,7 +17,8 @@ from fullshard._compat import (
 )
 from fullshard.engine.own_hooks import is_own_hook, own_hook
 from fullshard.engine.registry import register, register_as, unit_of, units_in, unregister
-from fullshard.engine.runtime import Runtime, cast_outputs, check_not_summoned, runtime_or_none
+from fullshard.engine.residency import check_not_summoned
+from fullshard.engine.runtime import Runtime, cast_outputs, runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError

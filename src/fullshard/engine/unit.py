@@ -166,6 +166,11 @@ class Unit:
         return self.home is not Home.DEVICE
 
     @property
+    def is_offloaded(self) -> bool:
+        """True if that CPU is beside the device that computes."""
+        return self._memory.offloaded
+
+    @property
     def stored_nbytes(self) -> int:
         """Bytes of its parameters as they are stored, on all ranks together."""
         return sum(param.sharded.numel() * param.sharded.dtype.itemsize for param in self.params)

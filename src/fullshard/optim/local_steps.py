@@ -177,8 +177,10 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
         point_to_shards(optimizer)
-        with _having_shards(optimizer):
-            return inner(optimizer)
+        for params in _in_turn(optimizer):
+            with _having_shards(optimizer, params):
+                inner(optimizer)
+        return None
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return step_of(owner(), *args, **kwargs)  # type: ignore[arg-type]  # the caller keeps the optimizer alive
@@ -188,6 +190,28 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     setattr(step, _MARK, True)
     step.__func__ = step_of  # type: ignore[attr-defined]  # schedulers of torch's take methods apart
     return step
+
+
+def _in_turn(
+    optimizer: Optimizer, params: Sequence[nn.Parameter] | None = None
+) -> Iterator[Sequence[nn.Parameter] | None]:
+    """`params`, those of `optimizer` that are stepped, in parts for one step each; None for all that there are.
+
+    First what the device steps by itself. Then, while it does, those whose shards are on the CPU, unit by unit as their
+    gradients came.
+    """
+    given = [param for group in optimizer.param_groups for param in group["params"]] if params is None else params
+    units: dict[Any, list[nn.Parameter]] = {}
+    for param in given:
+        managed = managed_by(param)
+        if managed is not None and managed.unit.is_offloaded:
+            units.setdefault(managed.unit, []).append(param)
+    if not units:
+        yield params
+        return
+    on_cpu = {id(param) for its in units.values() for param in its}
+    yield [param for param in given if id(param) not in on_cpu]
+    yield from reversed(units.values())
 
 
 @contextmanager
@@ -318,10 +342,11 @@ def _step_in_portions(
         point_to_shards(optimizer)
         having = _having if type(optimizer) in _BY_PARAMETER else _having_shards
 
-        def run(params: Sequence[Tensor]) -> None:
-            with having(optimizer, params):
-                inner(optimizer, *([None, *others] if others else []), **options)
-            _note_step()  # whose hooks have noted the end of it
+        def run(params: Sequence[nn.Parameter]) -> None:
+            for part in _in_turn(optimizer, params):
+                with having(optimizer, part):
+                    inner(optimizer, *([None, *others] if others else []), **options)
+                _note_step()  # whose hooks have noted the end of it
 
         _note_step()
         disk.step(optimizer, run)

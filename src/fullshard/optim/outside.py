@@ -25,7 +25,7 @@ def note_outside(optimizer: Optimizer) -> None:
     managed = next(filter(None, map(managed_by, params)), None)
     runtime = None if managed is None else runtime_or_none(managed.unit)
     if runtime is not None:
-        runtime.outside += [it for it in params if it.requires_grad and not _is_looked_after(it)]
+        runtime.microbatches.outside += [it for it in params if it.requires_grad and not _is_looked_after(it)]
 
 
 def _is_looked_after(param: nn.Parameter) -> bool:

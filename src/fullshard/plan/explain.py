@@ -120,10 +120,10 @@ def _padding(param_group: ParamGroup) -> float:
 def _order(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> Iterator[str]:
     runtime = runtime_or_none(units[0])
     yield ""
-    if runtime is None or not runtime.forward_order:
+    if runtime is None or not runtime.expected.forward_order:
         yield "order: not known before the first forward, which gathers nothing ahead"
         return
-    for name, order in (("forward", runtime.forward_order), ("backward", runtime.backward_order)):
+    for name, order in (("forward", runtime.expected.forward_order), ("backward", runtime.expected.backward_order)):
         known = [names.get(runtime.units[n].module, runtime.units[n].name) for n in order]
         yield f"order of {name}: {' > '.join(known) or 'not known yet'}"
     ahead = sorted({unit.options.prefetch_depth for unit in units})

@@ -30,11 +30,12 @@ from torch.optim import Optimizer
 from fullshard._compat import dtensor_like, local_tensor, set_local_tensor
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
 from fullshard.disk.tensors import Extent, OnDisk, Scratch, no_buffer
+from fullshard.engine.homes import homes_of
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
-from fullshard.policy.offload import Offload
+from fullshard.policy.offload import Home, Offload
 
 __all__ = [
     "BUFFERS",
@@ -364,9 +365,10 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
             by_policy.append((policy, known))
         known.setdefault(managed.unit, []).append(param)
     for policy, units in by_policy:
+        homes = homes_of(list(units))
         nbytes = {unit: sum(param.numel() * param.dtype.itemsize for param in its) for unit, its in units.items()}
         wanted, taken = policy.disk_fraction * sum(nbytes.values()), 0
         for unit in reversed(units):
-            if taken < wanted:
+            if taken < wanted and homes[unit] is Home.DEVICE:
                 taken += nbytes[unit]
                 yield policy.disk_folder, units[unit]

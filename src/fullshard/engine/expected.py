@@ -1,0 +1,96 @@
+"""What is expected next: backwards of forwards that wait for one, and units in the order of an earlier microbatch.
+
+[Note: forwards that wait for their backward]
+A loss that is taken in chunks calls the head many times outside of the model's forward, each time with a backward of
+its own; the backward of the model comes last. So a backward that comes to some outermost forwards ends nothing of the
+others: what they keep for it stays, and what is expected next is what they left. A forward stops waiting when a
+backward comes to any part of it; or when that was passed by: when, after another backward, the root's forward or one
+of the same unit begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fullshard.engine.call import OpenForward
+from fullshard.engine.order import OrderTracker
+from fullshard.engine.unit import Unit
+
+__all__ = ["Expected"]
+
+_MOST_OPEN = 256  # forwards that a backward may still come to: enough for any loss in chunks
+_MOST_ORDERS = 16  # of backwards that are remembered
+
+
+class Expected:
+    """The forwards of a root that wait for their backward, and the order in which units are needed.
+
+    Args:
+        units: the root's, by number.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self.open: list[OpenForward] = []  # oldest first
+        self.forward = OrderTracker()
+        self.backward = OrderTracker()
+        self.forward_order: Sequence[int] = ()  # the numbers of units, as the last forward came to them
+        self.backward_order: tuple[int, ...] = ()
+        self._orders: dict[int, tuple[int, ...]] = {}  # the forward order by the number of the outermost unit
+        self._backward_orders: dict[tuple[int, ...], tuple[int, ...]] = {}  # by what open forwards had left
+        self._left: tuple[int, ...] = ()  # what open forwards had left before the backward that is executing
+
+    def close_passed_by(self, top: Unit, serial: int) -> None:
+        """Expect no backward any more of forwards that one has passed by, now that `top` begins another.
+
+        `serial` is the number of the last backward.
+        """
+        self.open = [it for it in self.open if it.serial == serial or not (top.state.is_root or top is it.top)]
+
+    def begin_forward(self, top: Unit, serial: int) -> None:
+        """Note that the outermost forward of `top` begins, after the backward of that number."""
+        self.forward = OrderTracker(self._orders.get(top.state.number, ()))
+        self.open = [*self.open[1 - _MOST_OPEN :], OpenForward(top, serial)]
+
+    def end_forward(self, top: Unit) -> None:
+        """Note that it is over."""
+        if not self.open[-1].left:  # none of it was to be differentiated
+            self.open.pop()
+        self.forward_order = tuple(self.forward.seen)
+        self._orders[top.state.number] = self.forward_order
+
+    def begin_backward(self) -> None:
+        """Note that a backward begins."""
+        self._left = tuple(unit.state.number for forward in self.open for unit in forward.left)
+        self.backward = OrderTracker(self._backward_orders.get(self._left, self._left[::-1]))
+
+    def end_backward(self) -> None:
+        """Note that it is over."""
+        self.backward_order = tuple(self.backward.seen)
+        if self._left not in self._backward_orders and len(self._backward_orders) == _MOST_ORDERS:
+            del self._backward_orders[next(iter(self._backward_orders))]
+        self._backward_orders[self._left] = self.backward_order
+
+    def come_to(self, forward: OpenForward | None) -> None:
+        """Note that the backward that is executing has come to a part of `forward`."""
+        if forward in self.open:
+            self.open.remove(forward)
+
+    def awaits_backward_of(self, unit: Unit) -> bool:
+        """True if a backward has still to come that needs `unit`."""
+        return any(unit is left or unit in left.borrowed for forward in self.open for left in forward.left)
+
+    def ahead_in_forward(self, unit: Unit) -> list[Unit]:
+        """What to gather ahead, now that forward comes to `unit`."""
+        return self._ahead(unit, self.forward, unit.state.next_forward)
+
+    def ahead_in_backward(self, unit: Unit) -> list[Unit]:
+        """What to gather ahead, now that backward comes to `unit`."""
+        ahead = self._ahead(unit, self.backward, unit.state.next_backward)
+        return [it for it in ahead if it.state.unshards_in_backward]
+
+    def _ahead(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
+        order.record(unit.state.number)
+        if chosen is not None:
+            return chosen
+        return [self._units[number] for number in order.following(unit.options.prefetch_depth)]

@@ -1,0 +1,103 @@
+"""The microbatches of a step: their count, and what ranks compare or tell one another before each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.comm.mesh import broadcast_from_first
+from fullshard.device.accelerator import is_capturing
+from fullshard.engine.comparison import are_alike
+from fullshard.engine.registry import buffers_of
+from fullshard.engine.unit import Unit
+from fullshard.liveness.whereabouts import here
+from fullshard.tape.recorder import Phase
+
+__all__ = ["Microbatches"]
+
+_log = logging.getLogger(__name__)
+
+_LAST_COMPARISON = 64  # the step after which what no unit has is taken for looked after
+
+
+class Microbatches:
+    """The microbatches of a root's steps.
+
+    Args:
+        units: the root's.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self.outside: list[nn.Parameter] = []  # trained beside the units', and not compared between ranks yet
+        self.number = 0  # of the step, from 1 on
+        self._step = 0
+        self._buffers_differ = True  # between ranks: each has seen other data since they were broadcast
+
+    def begin(self, *, counts: bool) -> None:
+        """Note that a microbatch begins, with shards as the optimizer has left them; and count it, if it `counts`."""
+        for unit in self._units:
+            unit.notice_step()
+        if counts:
+            self._count()
+        if self._buffers_differ:
+            self._buffers_differ = False
+            for unit in self._units:
+                if unit.options.broadcasts_buffers and unit.axes.world > 1:
+                    _broadcast_buffers(unit)
+
+    def count_next(self) -> None:
+        """Count one more of the step."""
+        self._set_number(self.number + 1)
+
+    def note_end(self) -> None:
+        """Note that a backward is over: what comes next may need other ranks' buffers."""
+        self._buffers_differ = self._buffers_differ or any(unit.state.syncs_gradients for unit in self._units)
+
+    def begin_anew(self) -> None:
+        """Be as before a step."""
+        self.number = 0
+        self._buffers_differ = True
+
+    def _count(self) -> None:
+        """A microbatch is a step's first one unless gradients of an earlier one still wait for the optimizer."""
+        self._set_number(self.number + 1 if any(unit.has_grads_waiting for unit in self._units) else 1)
+        self._step += self.number == 1
+        here.step = self._step
+        is_due = self.number == 1 and self._step.bit_count() == 1  # again, since rates may start at 0
+        if self.outside and is_due and not is_capturing(self._units[0].device):
+            self._compare_outside()
+
+    def _set_number(self, number: int) -> None:
+        self.number = number
+        for unit in self._units:
+            unit.microbatch = number
+
+    def _compare_outside(self) -> None:
+        unit, params = self._units[0], self.outside
+        if not are_alike(params, unit):
+            self.outside = []
+            if unit.axes.shard_rank == 0:
+                _log.warning(
+                    "%d parameters that no unit has, the first of shape %s, are trained by each rank for itself: after "
+                    "%d steps ranks have different values. Call fully_shard on the outermost module too, which takes "
+                    "what is left; or average their gradients yourself, and list them in ignored_params.",
+                    *(len(params), tuple(params[0].shape), self._step - 1),
+                )
+        elif self._step >= _LAST_COMPARISON:
+            self.outside = []
+
+
+def _broadcast_buffers(unit: Unit) -> None:
+    """Let every rank have the first one's buffers: one message for those of a dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in buffers_of(unit.modules):
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    flats = [torch.cat([buffer.detach().reshape(-1) for buffer in same]) for same in by_dtype.values()]
+    broadcast_from_first(flats, unit.axes, Phase.FORWARD)
+    for flat, same in zip(flats, by_dtype.values(), strict=True):
+        for buffer, values in zip(same, flat.split([buffer.numel() for buffer in same]), strict=True):
+            buffer.detach().copy_(values.view(buffer.shape))

@@ -1,0 +1,148 @@
+"""Which units of a root are unsharded: when each is gathered and freed, and what its gather waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from fullshard.device.lanes import Lanes, Mark
+from fullshard.engine.order import OrderTracker
+from fullshard.engine.reduction_queue import ReductionQueue
+from fullshard.engine.slot_sharing import SlotSharing
+from fullshard.engine.unit import Form, Unit
+from fullshard.errors import StateError
+from fullshard.tape.recorder import Phase
+
+__all__ = ["Residency", "check_not_summoned"]
+
+
+class Residency:
+    """The forms of a root's units.
+
+    Args:
+        units: the root's, by number.
+        reductions: those of the units.
+    """
+
+    def __init__(self, units: Sequence[Unit], reductions: ReductionQueue) -> None:
+        self._units = units
+        self._reductions = reductions
+        self.after_optimizer: Mark | None = None  # the next forward waits for it
+        self.slots = SlotSharing(units)
+        self._late: list[tuple[Unit, Phase]] = []  # to be freed once the next gather is under way
+        self._clock = 0
+
+    @property
+    def _lanes(self) -> Lanes:
+        return self._units[0].lanes
+
+    def tick(self) -> int:
+        """The number of the event that happens now."""
+        self._clock += 1
+        return self._clock
+
+    def hold(self, unit: Unit) -> None:
+        """Note that a forward or backward needs `unit`, and those whose parameters it borrows, until `release`."""
+        for held in (unit, *unit.borrowed):
+            held.state.users += 1
+
+    def release(self, unit: Unit) -> None:
+        """Note that one that needed `unit` is over."""
+        for held in (unit, *unit.borrowed):
+            held.state.users = max(0, held.state.users - 1)
+
+    def unshard(self, unit: Unit, phase: Phase) -> None:
+        """Have `unit`, and those whose parameters it borrows, unsharded for what compute is given next."""
+        needed = (unit, *unit.borrowed)
+        for item in needed:
+            self.start_unshard(item, phase)
+        for item in needed:
+            item.wait_unshard()
+
+    def start_unshard(self, unit: Unit, phase: Phase) -> None:
+        """Begin to gather `unit`, unless it is unsharded or on its way."""
+        if unit.form is not Form.SHARDED:
+            return
+        check_not_summoned(unit)
+        if self._reductions.has_hooks(unit):  # they may step with an earlier use's gradients before this use
+            self._reductions.finish()
+        if phase is Phase.IDLE:
+            unit.notice_step()
+        if phase is Phase.IDLE or (self._lanes.gather.is_stream and not unit.shows_its_shards):
+            self.show_compute_s_work()
+        if not unit.can_occupy_slot and not unit.keeps_unsharded:
+            self._make_room(unit)
+        unit.start_unshard(phase)
+        self.slots.note_unsharded(unit, self.tick())
+        self._free_late()
+
+    def prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
+        """Begin to gather those of `units` that can be already."""
+        for unit in units:
+            may_move = unit.can_occupy_slot or unit.keeps_unsharded
+            if unit.form is Form.SHARDED and may_move and not self._reductions.has_hooks(unit):
+                self.start_unshard(unit, phase)
+
+    def show_compute_s_work(self) -> None:
+        """Have gathers from now on come behind all that compute has been given: shards may be others since."""
+        self._lanes.compute.wait(self.after_optimizer)
+        self.after_optimizer = None
+        if self._lanes.gather.is_stream:
+            self._lanes.gather.wait(self._lanes.compute.mark())
+            for unit in self._units:
+                unit.note_shown_shards()
+
+    def reshard(self, unit: Unit, phase: Phase, *, keep: bool = False) -> None:
+        """Free `unit`; or `keep` it in memory, for what asks for it next."""
+        unit.state.is_unsharded_by_hand = unit.state.awaits_backward = False
+        unit.reshard(phase, keep=keep)
+        if not keep:
+            self.slots.note_freed(unit, self.tick())
+
+    def free(self, unit: Unit, phase: Phase, order: OrderTracker) -> None:
+        """Reshard `unit`, which nobody needs; and free it now, if the gather of the next one began before, or later.
+
+        A gather waits until compute has done with all that was freed before it. So where it is not known which unit
+        comes next in `order`, this one is freed after that one's gather has begun, which has the time that this one
+        computes.
+        """
+        is_late = self._lanes.gather.is_stream and not self._is_next_under_way(order)
+        self.reshard(unit, phase, keep=is_late)
+        if is_late:
+            self._late.append((unit, phase))
+
+    def forget_late(self) -> None:
+        """Leave the freeing of what waits for the next gather to the caller."""
+        self._late.clear()
+
+    def _is_next_under_way(self, order: OrderTracker) -> bool:
+        """True if the unit that comes next is unsharded or on its way, or there is none."""
+        coming = order.following(1)
+        return self._units[coming[0]].form is not Form.SHARDED if coming else order.is_at_end
+
+    def _free_late(self) -> None:
+        late, self._late = self._late, []
+        for unit, phase in late:
+            if unit.form is Form.SHARDED:
+                self.reshard(unit, phase)
+
+    def _make_room(self, unit: Unit) -> None:
+        """Let `unit` have memory, though the unit that it takes turns with is unsharded."""
+        other = next((other for other in self._units if other is unit.slot.occupant), None)
+        held = other is None or other.state.is_unsharded_by_hand or other.state.awaits_backward
+        if other is not None and other.state.users == 0 and not held:
+            self.reshard(other, Phase.IDLE)  # prefetched, or kept for later: it can be gathered again
+        if not unit.can_occupy_slot:
+            self.slots.give_own_memory(unit)
+
+
+def check_not_summoned(unit: Unit) -> None:
+    """Raise if the unit's parameters are in the user's hands.
+
+    Raises:
+        StateError: they are.
+    """
+    if unit.state.is_summoned:
+        raise StateError(
+            f"{unit.name or 'the root'} is needed within summon_full_params: its parameters are in the user's "
+            "hands, and changes to them are not in place yet. Leave the context first."
+        )
