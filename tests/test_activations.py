@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, StateError, dry, fully_shard
 from fullshard._compat import saved_tensor_hooks, storage_watch
-from fullshard.disk.space import Space
+from fullshard.disk.space import Scratch
 from fullshard.engine import activations
 from fullshard.engine.activations import tiers_of
 from fullshard.engine.hooks import runtime_of
@@ -267,11 +267,11 @@ def look_at_growth(folder: Path) -> None:
         model.zero_grad()
         (store,) = stores_of(model)
         store._clear_left(wait=True)
-        assert store.space.free_bytes == store.space.nbytes
+        assert store.scratch.free_bytes == store.scratch.nbytes
         assert not [ref for ref in store._leaving if ref() is not None] and store._ahead_bytes == 0
         in_use = 2 * ROWS * 192 * 4  # by the node that backward is at, and the one before
         assert store.buffer_bytes <= 2 * store.window_bytes + in_use
-        seen.append((store.space.nbytes, len(os.listdir("/proc/self/fd"))))
+        seen.append((store.scratch.nbytes, len(os.listdir("/proc/self/fd"))))
     assert len(set(seen[1:])) == 1, seen
 
 
@@ -405,7 +405,7 @@ def test_on_an_accelerator_the_bits_are_the_same_and_no_lane_touches_what_anothe
 
 @pytest.mark.parametrize("lanes", ["gpu", "cpu"])
 def test_a_dry_run_has_the_memory_of_a_real_one_and_takes_nothing_of_the_disk(tmp_path, monkeypatch, lanes):
-    monkeypatch.setattr(Space, "take", None)
+    monkeypatch.setattr(Scratch, "take", None)
 
     def peak(policy: Offload | None) -> int:
         def make() -> nn.Module:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from fullshard.disk import files, folder, speed
 from fullshard.disk.files import ALIGNMENT, DiskFile, aligned, aligned_buffer
 from fullshard.disk.folder import free_bytes, mount_of, why_unfit
 from fullshard.disk.foresight import Traffic, foresee
+from fullshard.disk.space import Scratch
 
 IN_MEMORY = Path("/dev/shm")
 
@@ -161,6 +163,35 @@ def test_nothing_has_a_name_and_closing_gives_the_room_back(tmp_path, monkeypatc
     assert work.done
     file.close()
     assert free_bytes(tmp_path) > before - (128 << 20)
+
+
+def test_what_is_dropped_is_given_out_again_once_nothing_is_written_there(tmp_path, monkeypatch):
+    """A late write would destroy what the next one has there; and one stretch is read while another is written."""
+    scratch, may_write, write = Scratch(tmp_path, "room"), threading.Event(), os.pwritev
+    first, second = scratch.take(ALIGNMENT, more=2 * ALIGNMENT), scratch.take(2 * ALIGNMENT)
+    assert scratch.nbytes == 3 * ALIGNMENT and scratch.free_bytes == 0
+    second.write(noise(ALIGNMENT, seed=2), ALIGNMENT).wait()
+
+    monkeypatch.setattr(os, "pwritev", lambda *args: may_write.wait() and write(*args))
+    first.write(noise(ALIGNMENT))
+    second.write(noise(ALIGNMENT, seed=1))
+    into = aligned_buffer(ALIGNMENT)
+    second.read(into, ALIGNMENT).wait()
+    assert torch.equal(into, noise(ALIGNMENT, seed=2))
+    del first
+    third = scratch.take(ALIGNMENT)
+    assert scratch.nbytes == 4 * ALIGNMENT, "the first one's stretch was taken under its write"
+    may_write.set()
+    assert scratch.free_bytes == ALIGNMENT
+    fourth = scratch.take(ALIGNMENT)
+    assert scratch.nbytes == 4 * ALIGNMENT and scratch.free_bytes == 0
+    del second, third
+    assert scratch.free_bytes == 3 * ALIGNMENT
+    fifth = scratch.take(3 * ALIGNMENT)
+    assert scratch.nbytes == 4 * ALIGNMENT, "neighbours are one stretch"
+    del fourth
+    sixth = scratch.take(2 * ALIGNMENT)
+    assert scratch.nbytes == 6 * ALIGNMENT and (fifth.nbytes, sixth.nbytes) == (3 * ALIGNMENT, 2 * ALIGNMENT)
 
 
 def test_a_file_that_nobody_has_any_more_is_gone_too(tmp_path):

@@ -21,7 +21,7 @@ ROOMS: dict[str, list[str] | None] = {
     "_fakes": None,
     "_compat": None,
     "device": ["lanes", "accelerator", "memory", "current"],
-    "disk": ["folder", "files", "tensors", "space", "speed", "foresight"],
+    "disk": ["folder", "files", "space", "tensors", "speed", "foresight"],
     "tape": ["recorder", "tape", "context"],
     "liveness": ["whereabouts", "store", "ring", "watchdog"],
     "comm": [
@@ -59,6 +59,7 @@ ROOMS: dict[str, list[str] | None] = {
         "at_rest",
         "other_engines",
         "unit_state",
+        "unit_plans",
         "unit",
         "registry",
         "finite",

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-import fullshard.disk.tensors
+import fullshard.disk.space
 import fullshard.state.on_disk as on_disk
 from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, Offload, clip_grad_norm_, dry, fully_shard
 from fullshard.checkpoint import async_save, load, restore_snapshot, save, snapshot
@@ -318,7 +318,7 @@ def test_the_first_step_has_no_more_in_memory_than_later_ones(tmp_path):
 
 @pytest.mark.parametrize("lanes", ["cpu", "gpu"])
 def test_a_dry_run_has_the_memory_of_the_formula_and_makes_no_file(tmp_path, monkeypatch, lanes):
-    monkeypatch.setattr(fullshard.disk.tensors, "DiskFile", None)
+    monkeypatch.setattr(fullshard.disk.space, "DiskFile", None)
     peaks, costs = {}, {}
     for fraction in (0.0, 0.5, 1.0):
 

@@ -11,7 +11,8 @@ from fullshard._compat import dtensor_like
 from fullshard.checkpoint.contents import Contents
 from fullshard.checkpoint.plain import Path
 from fullshard.device.current import finish_copies
-from fullshard.disk.tensors import OnDisk, Scratch
+from fullshard.disk.space import Scratch
+from fullshard.disk.tensors import OnDisk
 
 __all__ = ["HostMemory"]
 

@@ -72,6 +72,11 @@ class DiskWork:
         """True once it has ended, well or not."""
         return all(part.done() for part in self._parts)
 
+    @property
+    def is_well(self) -> bool:
+        """True once it has ended well."""
+        return all(part.done() and part.exception() is None for part in self._parts)
+
     def settle(self) -> None:
         """Wait until it has ended, well or not: what it was for is of no use any more."""
         wait(self._parts)

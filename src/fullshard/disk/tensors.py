@@ -8,18 +8,17 @@ somebody looks. That is slow, and meant for those who look now and then. Who ste
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fullshard._compat import FakeTensor, tensor_without_memory, tree_map
-from fullshard.disk.files import ALIGNMENT, DiskFile, DiskWork, aligned, aligned_buffer
+from fullshard._compat import tensor_without_memory, tree_map
+from fullshard.disk.files import ALIGNMENT, aligned, aligned_buffer
+from fullshard.disk.space import Extent
 
-__all__ = ["Extent", "OnDisk", "Scratch", "no_buffer"]
+__all__ = ["OnDisk", "no_buffer"]
 
 _COPY_NBYTES = 16 * 2**20  # what is copied from file to file at a time
 
@@ -27,87 +26,6 @@ _COPY_NBYTES = 16 * 2**20  # what is copied from file to file at a time
 def no_buffer() -> Tensor:
     """A buffer of no bytes."""
     return torch.empty(0, dtype=torch.uint8)
-
-
-class _NoFile:
-    """What stands for a file in a dry run, whose tensors have no values to be kept."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def read(self, offset: int, into: Tensor) -> DiskWork:
-        return DiskWork([])
-
-    def write(self, offset: int, source: Tensor) -> DiskWork:
-        return DiskWork([])
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class Extent:
-    """A stretch of a scratch file, of whole blocks of the disk. `work` is the last write to it, which may go on."""
-
-    def __init__(self, scratch: Scratch, file: DiskFile | _NoFile, offset: int, nbytes: int) -> None:
-        self._scratch = scratch  # which closes its files once nobody needs them
-        self._file = file
-        self._offset = offset
-        self.nbytes = nbytes
-        self._work = DiskWork([])
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the file."""
-        return self._scratch.folder
-
-    def read(self, into: Tensor, start: int = 0) -> DiskWork:
-        """Begin to fill the aligned buffer `into` with the bytes from `start` on, a multiple of ALIGNMENT.
-
-        Raises:
-            DiskError: what was written last is not there.
-        """
-        self._work.wait()
-        return self._file.read(self._offset + start, into)
-
-    def write(self, source: Tensor, start: int = 0) -> DiskWork:
-        """Begin to write the aligned buffer `source`; reads from now on wait for it.
-
-        Raises:
-            DiskError: what was written last is not there.
-        """
-        self._work.wait()
-        self._work = self._file.write(self._offset + start, source)
-        return self._work
-
-
-class Scratch:
-    """Room in scratch files of one folder, which are closed when the last extent of them is dropped.
-
-    Args:
-        folder: the folder.
-        name: of the files, for messages.
-    """
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder = folder
-        self._name = name
-        self._file: DiskFile | _NoFile | None = None
-        self._taken = 0
-
-    def take(self, nbytes: int, more: int = 0) -> Extent:
-        """A new extent of `nbytes`, a multiple of ALIGNMENT; about `more` bytes are going to be taken after it.
-
-        Raises:
-            DiskError: there is not so much room.
-        """
-        if self._file is None or self._taken + nbytes > self._file.nbytes:
-            room, is_dry = nbytes + aligned(more), isinstance(no_buffer(), FakeTensor)
-            file = _NoFile(room) if is_dry else DiskFile(self.folder, self._name, room)
-            weakref.finalize(self, file.close)
-            self._file, self._taken = file, 0
-        extent = Extent(self, self._file, self._taken, nbytes)
-        self._taken += nbytes
-        return extent
 
 
 class OnDisk(Tensor):

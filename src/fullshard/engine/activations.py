@@ -28,7 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fullshard._compat import FakeTensor, in_backward, saved_tensor_hooks, weak_storage
 from fullshard.device.accelerator import accelerator_for, is_capturing
-from fullshard.disk.space import Space
+from fullshard.disk.space import Scratch
 from fullshard.engine.away import WINDOW_BYTES, Away, Store, written_to
 from fullshard.engine.registry import buffers_of
 from fullshard.engine.unit import Unit
@@ -172,8 +172,8 @@ class Activations:
             policy = next(unit for unit in self._tiers if self._tiers[unit] == tier).options.offload
             assert isinstance(policy, Offload), "it names the tier"
             name = f"activations-of-rank-{dist.get_rank()}"
-            space = Space(policy.disk_folder, name) if tier == "disk" else None
-            self._stores[tier] = Store(self._device, space, WINDOW_BYTES)
+            scratch = Scratch(policy.disk_folder, name, WINDOW_BYTES) if tier == "disk" else None
+            self._stores[tier] = Store(self._device, scratch, WINDOW_BYTES)
         return self._stores[tier]
 
     def _pack(self, store: Store, tensor: Tensor) -> _Stayed | _Travelled:

@@ -26,7 +26,7 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import Mark
 from fullshard.device.memory import typed_view
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer, aligned_part
-from fullshard.disk.space import Space
+from fullshard.disk.space import Extent, Scratch
 from fullshard.errors import StateError
 
 __all__ = ["WINDOW_BYTES", "Away", "Store", "written_to"]
@@ -65,7 +65,7 @@ class Away:
     watched: tuple[Tensor, int] | None = None  # whose version tells whether the source was written to meanwhile
     is_torn: bool = False  # it was
     buffer: _Buffer | None = None  # where it is in the host's memory
-    offset: int = -1  # where it is on the disk
+    extent: Extent | None = None  # where it is on the disk
     writing: DiskWork | None = None
     reading: DiskWork | None = None
     back: Tensor | None = None  # its memory on the device again
@@ -87,7 +87,7 @@ class _Left:
     """What is left of a storage that no graph refers to any more: free once nothing is under way."""
 
     room_bytes: int
-    offset: int
+    extent: Extent | None
     buffer: _Buffer | None
     works: tuple[DiskWork, ...]
     on_device: tuple[tuple[Tensor, Mark | None], ...]  # with what must be over before its memory is free
@@ -99,12 +99,12 @@ class Store:
 
     Args:
         device: whose memory they leave.
-        space: the room on the disk; None for the host's memory.
+        scratch: the room on the disk; None for the host's memory.
         window_bytes: see [Note: bounded buffers].
     """
 
     device: torch.device
-    space: Space | None
+    scratch: Scratch | None
     window_bytes: int = WINDOW_BYTES
     put_bytes: int = 0  # in all
     read_bytes: int = 0  # from the disk, in all
@@ -160,12 +160,12 @@ class Store:
 
     def _writes(self, buffer: _Buffer) -> bool:
         """True if there is a disk, and this is no dry run of a model that nobody has memory or room for."""
-        return self.space is not None and not isinstance(buffer.data, FakeTensor)
+        return self.scratch is not None and not isinstance(buffer.data, FakeTensor)
 
     def _write(self, away: Away) -> None:
-        assert self.space is not None and away.buffer is not None
-        away.offset = self.space.take(aligned(away.nbytes))
-        away.writing = self.space.write(away.offset, away.buffer.data[: aligned(away.nbytes)])
+        assert self.scratch is not None and away.buffer is not None
+        away.extent = self.scratch.take(away.room_bytes)
+        away.writing = away.extent.write(away.buffer.data[: away.room_bytes])
 
     def _finish_leaving(self) -> None:
         """Have the oldest storage on its way out be gone: from the device, and from its buffer if there is a disk."""
@@ -178,7 +178,7 @@ class Store:
             lanes.compute.wait(away.sent)
             away.source = None
             away.is_torn, away.watched = _was_written_to(away), None
-        if self.space is not None:
+        if self.scratch is not None:
             if away.writing is None and away.sent is not None and away.buffer and self._writes(away.buffer):
                 away.sent.synchronize()
                 self._write(away)
@@ -210,13 +210,11 @@ class Store:
 
     def _begin_reading(self, away: Away) -> None:
         if away.buffer is None:
-            assert self.space is not None
-            if away.writing is not None:
-                away.writing.wait()  # it is over; if it failed, there is nothing to read
-            away.buffer = self._buffer(away.nbytes)
+            buffer = self._buffer(away.nbytes)
             self.read_bytes += away.nbytes
-            if self._writes(away.buffer):
-                away.reading = self.space.read(away.offset, away.buffer.data[: aligned(away.nbytes)])
+            if away.extent is not None:
+                away.reading = away.extent.read(buffer.data[: away.room_bytes])
+            away.buffer = buffer
 
     def _finish_reading(self, away: Away) -> Tensor:
         if away.is_ahead:
@@ -269,7 +267,7 @@ class Store:
     def _drop(self, away: Away) -> None:
         """Leave it to the graph alone, which has it now."""
         away.back = None
-        if self.space is not None and away.source is None and (away.writing is None or away.writing.done):
+        if self.scratch is not None and away.source is None and (away.writing is None or away.writing.done):
             self._leave_buffer(away)
 
     def _leave_buffer(self, away: Away) -> None:
@@ -284,7 +282,7 @@ class Store:
         """Note that no graph refers to `away` any more. It may be called at any moment, so it only takes notes."""
         works = tuple(work for work in (away.writing, away.reading) if work is not None)
         on_device = tuple((t, mark) for t, mark in ((away.source, away.sent), (away.back, away.came)) if t is not None)
-        self._left.append(_Left(away.room_bytes, away.offset, away.buffer, works, on_device))
+        self._left.append(_Left(away.room_bytes, away.extent, away.buffer, works, on_device))
         if away.is_ahead:
             self._ahead_bytes -= away.room_bytes
 
@@ -302,8 +300,6 @@ class Store:
                 lanes.compute.wait(mark)
             if left.buffer is not None:
                 self._give(left.buffer)
-            if self.space is not None and left.offset >= 0:
-                self.space.give(left.offset, left.room_bytes)
         while self._leaving and self._leaving[0]() is None:
             self._leaving.popleft()
         self._leaving_bytes = sum(away.room_bytes for away in self._alive(self._leaving))
@@ -320,10 +316,10 @@ class Store:
         """One that is free, of the right size, or a new one."""
         nbytes = aligned(nbytes)
         for buffer in self._free.get(nbytes, ()):
-            if self.space is None or buffer.is_free:  # on one lane what was read before is over
+            if self.scratch is None or buffer.is_free:  # on one lane what was read before is over
                 self._free[nbytes].remove(buffer)
                 return buffer
-        if self.space is not None:  # a few are enough, of sizes that are in use
+        if self.scratch is not None:  # a few are enough, of sizes that are in use
             self._free = {size: [it for it in given if not it.is_free] for size, given in self._free.items()}
         made = _Buffer(self._new_memory(nbytes))
         self._buffers.add(made)

@@ -93,15 +93,10 @@ class OwnShards(ShardStorage):
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`. A cast is one copy of all of it."""
         plan, shards, taken = self.plan, self.memory, None
-        if self._sent_dtype != plan.contract.stored or plan.memory.offloaded:
-            shards = taken = scratch.take(plan.layout.shard_numel, self._sent_dtype)
+        if plan.sent_dtype != plan.contract.stored or plan.memory.offloaded:
+            shards = taken = scratch.take(plan.layout.shard_numel, plan.sent_dtype)
             shards.copy_(self.memory, non_blocking=True)
         return self._parts_of(shards), taken
-
-    @property
-    def _sent_dtype(self) -> torch.dtype:
-        contract = self.plan.contract
-        return contract.stored if self.plan.encodes_gathers else contract.compute  # encoding casts, too
 
     def _parts_of(self, shards: Tensor) -> list[Tensor]:
         layout = self.plan.layout
@@ -120,7 +115,9 @@ class CopiedShards(OwnShards):
         """See `ShardStorage.to_send`."""
         if self._copy is None:
             with allocating("shards"):
-                self._copy = torch.empty(self.plan.layout.shard_numel, dtype=self._sent_dtype, device=self.plan.device)
+                self._copy = torch.empty(
+                    self.plan.layout.shard_numel, dtype=self.plan.sent_dtype, device=self.plan.device
+                )
             changed = True
         if changed:
             self._copy.copy_(self.memory, non_blocking=True)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from enum import Enum
-from itertools import accumulate, groupby
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard._compat import inner_tensors
 from fullshard.comm.mesh import Axes
 from fullshard.comm.wire import Pending
 from fullshard.device.accelerator import accelerator_for
@@ -20,26 +17,31 @@ from fullshard.device.lanes import Lanes, Mark
 from fullshard.device.memory import MemoryKind, Slot
 from fullshard.engine.at_rest import accept_calls, refuse_calls
 from fullshard.engine.group_buffers import Stretch
-from fullshard.engine.group_plan import GroupPlan, PayloadPlan
+from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_wires import AxesCollectives, GroupWires
 from fullshard.engine.managed import Managed
 from fullshard.engine.param_group import ParamGroup
-from fullshard.engine.param_view import ParamView
 from fullshard.engine.payload_group import group_type
 from fullshard.engine.reduction import UnitReduction
 from fullshard.engine.sharded_param import ShardedParam, Source
+from fullshard.engine.unit_plans import (
+    are_on_meta,
+    by_kind,
+    check_one_dtype,
+    contract_for,
+    device_of,
+    nbytes_of,
+    plan_for,
+    stretches_of,
+)
 from fullshard.engine.unit_state import UnitState
-from fullshard.errors import ConfigError, StateError
-from fullshard.layout.offsets import align
+from fullshard.errors import StateError
 from fullshard.policy.offload import Home
 from fullshard.policy.options import ShardOptions
-from fullshard.policy.precision import DtypeContract
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, noting_wait
 
 __all__ = ["Form", "Unit"]
-
-_STORAGE_STEP = 256  # bytes: a parameter group starts where its first parameter may, see MessageRule.start_step_bytes
 
 
 class Form(Enum):
@@ -89,22 +91,22 @@ class Unit:
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
         self._shown: list[int] = []  # versions of shards that gathers come behind
-        by_kind = _by_kind(sources)
-        where = _device_of(sources, device)
+        kinds = by_kind(sources)
+        where = device_of(sources, device)
         memory = MemoryKind(where) if where.type == "meta" else self._memory
-        plans = [_plan_for(kind, options, where, memory) for kind in by_kind]
+        plans = [plan_for(kind, options, where, memory) for kind in kinds]
         self.slot = Slot(where)
         self.collectives = _collectives_along([axes, *(plan.axes for plan in plans)], device)
         self._has_views = self._occupies_lastingly(self.slot)  # whether views of the slot are there
         stretches = self._occupy(self.slot, plans)
         self.param_groups = [
             group_type(plan).of(kind, plan, GroupWires.bind(plan, self.collectives[plan.axes]), stretch)
-            for kind, plan, stretch in zip(by_kind, plans, stretches, strict=True)
+            for kind, plan, stretch in zip(kinds, plans, stretches, strict=True)
         ]
         self.slot.count_references()
-        self.slot_nbytes, self.is_meta = _nbytes(plans), _on_meta(plans)
+        self.slot_nbytes, self.is_meta = nbytes_of(plans), are_on_meta(plans)
         self.params = tuple(param for param_group in self.param_groups for param in param_group.params)
-        ordered = (source for kind in by_kind for source in kind)
+        ordered = (source for kind in kinds for source in kind)
         self._managed = [
             Managed(self, param, weakref.ref(source.param)) for source, param in zip(ordered, self.params, strict=True)
         ]
@@ -153,11 +155,15 @@ class Unit:
 
     @property
     def _memory(self) -> MemoryKind:
-        if not self.is_on_cpu:
+        return self.memory_at(self.home)
+
+    def memory_at(self, home: Home) -> MemoryKind:
+        """The memory of its shards at `home`."""
+        if home is Home.DEVICE:
             return MemoryKind(self.device)
         if not accelerator_for(self.device).has_lanes:
             return MemoryKind(torch.device("cpu"))
-        pinned, copied = self.options.offload.in_full.pin_memory, self.home is Home.STEPPED_ON_CPU
+        pinned, copied = self.options.offload.in_full.pin_memory, home is Home.STEPPED_ON_CPU
         return MemoryKind(torch.device("cpu"), offloaded=True, pinned=pinned, copied=copied)
 
     @property
@@ -428,12 +434,12 @@ class Unit:
         if not self._occupies_lastingly(slot):
             return [None] * len(plans)
         occupant, slot.occupant = slot.occupant, None
-        slot.allocate(self, _nbytes(plans), self.lanes.compute)
+        slot.allocate(self, nbytes_of(plans), self.lanes.compute)
         slot.occupant = occupant if slot.shared else self
-        return _stretches(slot, plans)
+        return stretches_of(slot, plans)
 
     def _give_views(self) -> None:
-        stretches = _stretches(self.slot, [param_group.plan for param_group in self.param_groups])
+        stretches = stretches_of(self.slot, [param_group.plan for param_group in self.param_groups])
         for param_group, stretch in zip(self.param_groups, stretches, strict=True):
             param_group.lie_in(stretch)
         self._has_views = True
@@ -448,7 +454,7 @@ class Unit:
             ConfigError: parameters that shared a dtype do so no longer.
         """
         for param_group in self.param_groups:
-            _check_one_dtype(param_group)
+            check_one_dtype(param_group)
         changed = [param.adopt() for param in self.params]
         if not any(changed) and all(param_group.holds_its_shards for param_group in self.param_groups):
             return
@@ -482,14 +488,14 @@ class Unit:
             self.param_groups[i] = param_group.moved(plan, bound, stretch)
         self.slot, self._has_views = slot, self._occupies_lastingly(slot)
         slot.count_references()
-        self.slot_nbytes, self.is_meta = _nbytes(plans), _on_meta(plans)
+        self.slot_nbytes, self.is_meta = nbytes_of(plans), are_on_meta(plans)
         self._register_params()
         self._show_sharded()
 
     def _plan_as_found(self, param_group: ParamGroup) -> GroupPlan:
         """The plan of `param_group` with the dtype and device that its shards have now."""
         shard = param_group.params[0].local
-        contract = _contract(self.options, param_group.params[0].view, shard.dtype)
+        contract = contract_for(self.options, param_group.params[0].view, shard.dtype)
         if shard.is_meta:
             return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
         if self.is_on_cpu:
@@ -570,84 +576,7 @@ def _collectives_along(each: Iterable[Axes], device: torch.device) -> dict[Axes,
     return {axes: AxesCollectives.along(axes, device) for axes in each}
 
 
-def _contract(options: ShardOptions, view: ParamView, stored: torch.dtype) -> DtypeContract:
-    """The dtypes of parameters that are stored as `stored`, and seen as `view` says."""
-    if view.is_opaque:
-        return DtypeContract(stored=stored, compute=stored, reduce=stored)
-    return options.precision.contract(stored)
-
-
-def _plan_for(kind: Sequence[Source], options: ShardOptions, device: torch.device, memory: MemoryKind) -> GroupPlan:
-    """The plan of a parameter group of `kind`."""
-    contract = _contract(options, kind[0].view, kind[0].param.dtype)
-    shapes, dims = [source.local.shape for source in kind], [source.dim for source in kind]
-    if not kind[0].sends_payloads:
-        return GroupPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)
-    plan = PayloadPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)
-    if not plan.shards_optimizer and contract.compute != contract.stored:
-        raise ConfigError(
-            f"param_dtype={contract.compute}, but {kind[0].fqn}, a {type(kind[0].local).__name__}, is never gathered, "
-            f"as under strategy='ddp', so that modules see it as it was found, in {contract.stored}. Leave param_dtype "
-            "out, or choose a strategy that shards the optimizer's state, such as 'zero1'."
-        )
-    return replace(plan, inner_nbytes=sum(it.nbytes for source in kind for it in inner_tensors(source.local)))
-
-
-def _nbytes(plans: Sequence[GroupPlan]) -> int:
-    """Bytes of the storage that holds the unsharded parameters of groups."""
-    return sum(align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans)
-
-
-def _on_meta(plans: Sequence[GroupPlan]) -> bool:
-    """True if any shards are still without memory."""
-    return any(plan.memory.device.type == "meta" for plan in plans)
-
-
-def _stretches(slot: Slot, plans: Sequence[GroupPlan]) -> list[Stretch]:
-    """The unsharded buffers of groups, one after another in `slot`."""
-    sizes = [align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans]
-    return [(slot.storage, start) for start in accumulate(sizes, initial=0)][: len(plans)]
-
-
-def _device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
-    """The device of unsharded parameters: `device`, or meta while the sources are there.
-
-    Raises:
-        ConfigError: only some of them are.
-    """
-    meta = [source.fqn for source in sources if source.param.is_meta]
-    if meta and len(meta) < len(sources):
-        real = next(source.fqn for source in sources if not source.param.is_meta)
-        raise ConfigError(
-            f"{meta[0]} is on the meta device, but {real}, in the same unit, is not. Build all modules of a unit under "
-            'torch.device("meta"), or none.'
-        )
-    return torch.device("meta") if meta else device
-
-
-def _check_one_dtype(param_group: ParamGroup) -> None:
-    values = [param for param in param_group.params if not param.shown.is_meta]
-    odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]
-    if odd:
-        raise ConfigError(
-            f"{odd[0].fqn} is of {odd[0].shown.dtype} now, but {values[0].fqn} of {values[0].shown.dtype}: they "
-            "were of one dtype when their module was sharded, and lie in one buffer. Change the dtype of all of them, "
-            "or do it before sharding."
-        )
-
-
 def _leaves_beside(modules: Sequence[nn.Module], params: Sequence[ShardedParam]) -> list[nn.Module]:
     """The modules without submodules that have any of `params`, and are none of `modules`: a call of one needs them."""
     owners = dict.fromkeys(owner.module for param in params for owner in param.owners)
     return [owner for owner in owners if not owner._modules and all(owner is not module for module in modules)]
-
-
-def _by_kind(sources: Sequence[Source]) -> list[list[Source]]:
-    """The sources by mesh, dtype, whether they are trained, and what is to be done with them, as they came."""
-    meshes = list(dict.fromkeys(source.axes for source in sources))
-
-    def kind(source: Source) -> tuple[int, str, bool, bool, bool]:
-        treated = source.view.is_opaque, source.sends_payloads
-        return meshes.index(source.axes), str(source.param.dtype), source.param.requires_grad, *treated
-
-    return [list(group) for _, group in groupby(sorted(sources, key=kind), key=kind)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 
 from fullshard.errors import ConfigError
 
-__all__ = ["CPUOffload", "CPUOffloadPolicy", "Home", "Offload", "OffloadPolicy"]
+__all__ = ["CPUOffload", "CPUOffloadPolicy", "Home", "Offload", "OffloadPolicy", "policies_by_name"]
 
 
 class Home(Enum):
@@ -91,6 +92,8 @@ class Offload(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("optimizer", "parameters", "activations"):  # what says the same is the same
+            object.__setattr__(self, name, {tier: share for tier, share in getattr(self, name).items() if share})
         _check_fractions("optimizer", self.optimizer, ("cpu", "disk"))
         _check_fractions("parameters", self.parameters, ("cpu",))
         _check_fractions("activations", self.activations, ("cpu", "disk"))
@@ -142,6 +145,30 @@ def _check_fractions(name: str, fractions: Mapping[str, float], tiers: tuple[str
         raise ConfigError(f"{given}: {unknown[0]!r} is no tier of {name}. Name one of {', '.join(map(repr, tiers))}.")
     if any(not 0 <= fraction <= 1 for fraction in fractions.values()) or sum(fractions.values()) > 1:
         raise ConfigError(f"{given}: fractions are of the whole, each from 0 to 1, and no more than 1 together.")
+
+
+def policies_by_name(patterns: Mapping[str, OffloadPolicy], names: Sequence[str]) -> list[OffloadPolicy]:
+    """For each of `names`, FQNs of units, the policy of the first pattern that matches it; if none does, no offload.
+
+    Patterns are those of a shell (`layers.*`); one that ends in `.*` matches the name before that, too. The root's name
+    is empty.
+
+    Raises:
+        ConfigError: a pattern matches none of the names.
+    """
+    for pattern in patterns:
+        if not any(_matches(pattern, name) for name in names):
+            known = ", ".join(repr(name) for name in names)
+            raise ConfigError(
+                f"offload_policy: no unit's name matches {pattern!r}. The units are {known}, where '' is the module "
+                "itself. Name one of them, or a pattern such as 'layers.*'."
+            )
+    first = (next((pattern for pattern in patterns if _matches(pattern, name)), None) for name in names)
+    return [OffloadPolicy() if pattern is None else patterns[pattern] for pattern in first]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or pattern == f"{name}.*"
 
 
 @dataclass(frozen=True)

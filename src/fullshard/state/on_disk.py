@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 
 from fullshard._compat import dtensor_like, local_tensor, set_local_tensor
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
-from fullshard.disk.tensors import Extent, OnDisk, Scratch, no_buffer
+from fullshard.disk.space import Extent, Scratch
+from fullshard.disk.tensors import OnDisk, no_buffer
 from fullshard.engine.homes import homes_of
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit

@@ -104,15 +104,26 @@ def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> No
 
 
 def _check_offload(settings: MemorySettings) -> None:
-    fractions = {
+    on_disk = {
         "offload-optimizer": settings.offload_optimizer,
         "offload-activations": settings.offload_activations,
     }
-    for name, fraction in fractions.items():
+    on_cpu = {
+        "offload-optimizer-cpu": settings.offload_optimizer_cpu,
+        "offload-parameters-cpu": settings.offload_parameters_cpu,
+    }
+    for name, fraction in (on_disk | on_cpu).items():
         if not 0 <= fraction <= 1:
             raise ConfigError(f"--{name} {fraction:g}: is a part of the whole, from 0 to 1.")
-        if fraction and settings.offload_folder is None:
+        if name in on_disk and fraction and settings.offload_folder is None:
             raise ConfigError(f"--{name} {fraction:g} needs --offload-folder: a folder on a disk of this machine.")
+    most = max(on_cpu.values())
+    if most + settings.offload_optimizer > 1:
+        raise ConfigError(
+            f"--offload-optimizer {settings.offload_optimizer:g} puts on a disk what --offload-optimizer-cpu or "
+            f"--offload-parameters-cpu has on the CPU already: {most:g} of the optimizer's state. Together they are no "
+            "more than 1."
+        )
 
 
 def _check_checkpoints(settings: CheckpointSettings) -> None:

@@ -56,9 +56,10 @@ def precision_of(settings: MemorySettings, device: torch.device) -> MixedPrecisi
 
 
 def offload_of(settings: MemorySettings) -> Offload:
-    """What is on a disk, and how much of it."""
+    """What is on the CPU or on a disk, and how much of it."""
     return Offload(
-        optimizer={"disk": settings.offload_optimizer},
+        optimizer={"cpu": settings.offload_optimizer_cpu, "disk": settings.offload_optimizer},
+        parameters={"cpu": settings.offload_parameters_cpu},
         activations={"disk": settings.offload_activations},
         folder=settings.offload_folder,
     )

@@ -1,0 +1,116 @@
+"""The parameter groups of a unit, before they are made: which parameters go together, and where they will lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby
+
+import torch
+
+from fullshard._compat import inner_tensors
+from fullshard.device.memory import MemoryKind, Slot
+from fullshard.engine.group_buffers import Stretch
+from fullshard.engine.group_plan import GroupPlan, PayloadPlan
+from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.param_view import ParamView
+from fullshard.engine.sharded_param import Source
+from fullshard.errors import ConfigError
+from fullshard.layout.offsets import align
+from fullshard.policy.options import ShardOptions
+from fullshard.policy.precision import DtypeContract
+
+__all__ = [
+    "are_on_meta",
+    "by_kind",
+    "check_one_dtype",
+    "contract_for",
+    "device_of",
+    "nbytes_of",
+    "plan_for",
+    "stretches_of",
+]
+
+_STORAGE_STEP = 256  # bytes: a parameter group starts where its first parameter may, see MessageRule.start_step_bytes
+
+
+def by_kind(sources: Sequence[Source]) -> list[list[Source]]:
+    """The sources by mesh, dtype, whether they are trained, and what is to be done with them, as they came."""
+    meshes = list(dict.fromkeys(source.axes for source in sources))
+
+    def kind(source: Source) -> tuple[int, str, bool, bool, bool]:
+        treated = source.view.is_opaque, source.sends_payloads
+        return meshes.index(source.axes), str(source.param.dtype), source.param.requires_grad, *treated
+
+    return [list(group) for _, group in groupby(sorted(sources, key=kind), key=kind)]
+
+
+def contract_for(options: ShardOptions, view: ParamView, stored: torch.dtype) -> DtypeContract:
+    """The dtypes of parameters that are stored as `stored`, and seen as `view` says."""
+    if view.is_opaque:
+        return DtypeContract(stored=stored, compute=stored, reduce=stored)
+    return options.precision.contract(stored)
+
+
+def plan_for(kind: Sequence[Source], options: ShardOptions, device: torch.device, memory: MemoryKind) -> GroupPlan:
+    """The plan of a parameter group of `kind`."""
+    contract = contract_for(options, kind[0].view, kind[0].param.dtype)
+    shapes, dims = [source.local.shape for source in kind], [source.dim for source in kind]
+    if not kind[0].sends_payloads:
+        return GroupPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)
+    plan = PayloadPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)
+    if not plan.shards_optimizer and contract.compute != contract.stored:
+        raise ConfigError(
+            f"param_dtype={contract.compute}, but {kind[0].fqn}, a {type(kind[0].local).__name__}, is never gathered, "
+            f"as under strategy='ddp', so that modules see it as it was found, in {contract.stored}. Leave param_dtype "
+            "out, or choose a strategy that shards the optimizer's state, such as 'zero1'."
+        )
+    return replace(plan, inner_nbytes=sum(it.nbytes for source in kind for it in inner_tensors(source.local)))
+
+
+def nbytes_of(plans: Sequence[GroupPlan]) -> int:
+    """Bytes of the storage that holds the unsharded parameters of groups."""
+    return sum(align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans)
+
+
+def are_on_meta(plans: Sequence[GroupPlan]) -> bool:
+    """True if any shards are still without memory."""
+    return any(plan.memory.device.type == "meta" for plan in plans)
+
+
+def stretches_of(slot: Slot, plans: Sequence[GroupPlan]) -> list[Stretch]:
+    """The unsharded buffers of groups, one after another in `slot`."""
+    sizes = [align(plan.unsharded_nbytes, _STORAGE_STEP) for plan in plans]
+    return [(slot.storage, start) for start in accumulate(sizes, initial=0)][: len(plans)]
+
+
+def device_of(sources: Sequence[Source], device: torch.device) -> torch.device:
+    """The device of unsharded parameters: `device`, or meta while the sources are there.
+
+    Raises:
+        ConfigError: only some of them are.
+    """
+    meta = [source.fqn for source in sources if source.param.is_meta]
+    if meta and len(meta) < len(sources):
+        real = next(source.fqn for source in sources if not source.param.is_meta)
+        raise ConfigError(
+            f"{meta[0]} is on the meta device, but {real}, in the same unit, is not. Build all modules of a unit under "
+            'torch.device("meta"), or none.'
+        )
+    return torch.device("meta") if meta else device
+
+
+def check_one_dtype(param_group: ParamGroup) -> None:
+    """Raise if the modules show parameters of several dtypes, of those that lie in one buffer.
+
+    Raises:
+        ConfigError: they do.
+    """
+    values = [param for param in param_group.params if not param.shown.is_meta]
+    odd = [param for param in values if param.shown.dtype != values[0].shown.dtype]
+    if odd:
+        raise ConfigError(
+            f"{odd[0].fqn} is of {odd[0].shown.dtype} now, but {values[0].fqn} of {values[0].shown.dtype}: they "
+            "were of one dtype when their module was sharded, and lie in one buffer. Change the dtype of all of them, "
+            "or do it before sharding."
+        )
