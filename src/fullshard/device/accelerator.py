@@ -8,7 +8,7 @@ Accelerator            a CPU: one order of work, in the host's memory
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 
 import torch
@@ -76,6 +76,10 @@ class Accelerator:
     def memory_of(self, tensor: Tensor) -> Hashable:
         """Whose memory `tensor` is in: the same value for all that one kernel can take."""
         return tensor.device
+
+    def on_host(self) -> AbstractContextManager[object]:
+        """A context in which the host works on its own memory: there, it makes no tensor for the device."""
+        return nullcontext()
 
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """A new 1-D buffer in the host's memory; `pinned`, if copies to and from it are not to hold the host up."""

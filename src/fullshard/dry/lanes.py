@@ -117,6 +117,9 @@ class DryAccelerator(Accelerator):
         with self.on_lane(HOST):
             return torch.zeros(numel, dtype=dtype)
 
+    def on_host(self) -> AbstractContextManager[object]:
+        return self.on_lane(HOST)
+
     @contextmanager
     def on_lane(self, name: str) -> Iterator[None]:
         """A context in which work is queued on the lane of that name."""

@@ -9,7 +9,7 @@ same memory, and so the same bits. Before and after, its groups and its state ar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, update_wrapper
 from typing import Any, TypeVar
@@ -29,8 +29,10 @@ from fullshard._compat import (
     outside_of_graphs,
     without_step_hooks,
 )
+from fullshard.device.accelerator import accelerator_for
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.managed import managed_by
+from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
 from fullshard.optim.rebinding import point_to_shards
@@ -72,7 +74,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_steps_shards(optimizer)
         note_outside(optimizer)
         _step_shards(optimizer)
-        _step_what_is_on_disk(optimizer, args, kwargs)
+        _step_apart(optimizer, args, kwargs)
     _note_step()
 
 
@@ -170,17 +172,15 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     owner = weakref.ref(optimizer)
 
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        disk = states_on_disk(optimizer)
-        if disk is not None:
-            return _step_in_portions(optimizer, disk, inner, args, kwargs)
+        disk, on_cpu = states_on_disk(optimizer), _on_cpu(_params(optimizer))
+        if disk is not None or on_cpu:
+            return _step_in_parts(optimizer, disk, inner, args, kwargs)
         # A closure, or a hook of the user's, is to see the parameters that the user knows.
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
         point_to_shards(optimizer)
-        for params in _in_turn(optimizer):
-            with _having_shards(optimizer, params):
-                inner(optimizer)
-        return None
+        with _having_shards(optimizer):
+            return inner(optimizer)
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return step_of(owner(), *args, **kwargs)  # type: ignore[arg-type]  # the caller keeps the optimizer alive
@@ -190,28 +190,6 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     setattr(step, _MARK, True)
     step.__func__ = step_of  # type: ignore[attr-defined]  # schedulers of torch's take methods apart
     return step
-
-
-def _in_turn(
-    optimizer: Optimizer, params: Sequence[nn.Parameter] | None = None
-) -> Iterator[Sequence[nn.Parameter] | None]:
-    """`params`, those of `optimizer` that are stepped, in parts for one step each; None for all that there are.
-
-    First what the device steps by itself. Then, while it does, those whose shards are on the CPU, unit by unit as their
-    gradients came.
-    """
-    given = [param for group in optimizer.param_groups for param in group["params"]] if params is None else params
-    units: dict[Any, list[nn.Parameter]] = {}
-    for param in given:
-        managed = managed_by(param)
-        if managed is not None and managed.unit.is_offloaded:
-            units.setdefault(managed.unit, []).append(param)
-    if not units:
-        yield params
-        return
-    on_cpu = {id(param) for its in units.values() for param in its}
-    yield [param for param in given if id(param) not in on_cpu]
-    yield from reversed(units.values())
 
 
 @contextmanager
@@ -315,20 +293,35 @@ def _placed_as(param: DTensor, value: Any) -> Any:
     return make_dtensor(value, param.device_mesh, tuple(param.placements), tuple(param.shape))
 
 
-# -- states on a disk -------------------------------------------------------------------------------------------------
+# -- in parts: states on a disk, shards on the CPU --------------------------------------------------------------------
 
 _BY_PARAMETER = frozenset({torch.optim.Adafactor})  # besides the elementwise ones; whole parameters, one by one
 _given: weakref.WeakKeyDictionary[Optimizer, list[list[Tensor]]] = weakref.WeakKeyDictionary()
 """The parameters by group of those that have stepped them already, when their own step begins."""
 
 
-@outside_of_graphs
-def _step_in_portions(
-    optimizer: Optimizer, disk: StatesOnDisk, inner: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """The step `inner` of `optimizer`, a portion at a time. The result of the closure, if one is given.
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
-    It is called once, before anything is stepped, and so are hooks of the user's before and after all portions.
+
+def _on_cpu(params: Iterable[nn.Parameter]) -> dict[Unit, list[nn.Parameter]]:
+    """Those of `params` whose shards are on the CPU beside the device that computes, by their units."""
+    units: dict[Unit, list[nn.Parameter]] = {}
+    for param in params:
+        managed = managed_by(param)
+        if managed is not None and managed.unit.is_offloaded:
+            units.setdefault(managed.unit, []).append(param)
+    return units
+
+
+@outside_of_graphs
+def _step_in_parts(
+    optimizer: Optimizer, disk: StatesOnDisk | None, inner: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    """The step `inner` of `optimizer`, a part at a time. The result of the closure, if one is given.
+
+    The device is given its parts first. While it steps them, the CPU steps its own, unit by unit as their gradients
+    came. The closure is called once, before anything is stepped, and so are hooks of the user's before and after all.
     """
     with without_step_hooks(optimizer) as (before, after):
         for hook in before:
@@ -342,30 +335,40 @@ def _step_in_portions(
         point_to_shards(optimizer)
         having = _having if type(optimizer) in _BY_PARAMETER else _having_shards
 
-        def run(params: Sequence[nn.Parameter]) -> None:
-            for part in _in_turn(optimizer, params):
-                with having(optimizer, part):
-                    inner(optimizer, *([None, *others] if others else []), **options)
-                _note_step()  # whose hooks have noted the end of it
+        def run(params: Iterable[Tensor]) -> None:
+            with having(optimizer, params):
+                inner(optimizer, *([None, *others] if others else []), **options)
+            _note_step()  # whose hooks have noted the end of it
 
         _note_step()
-        disk.step(optimizer, run)
+        on_cpu = _on_cpu(_params(optimizer))
+        there = {id(param) for params in on_cpu.values() for param in params}
+        if disk is None:
+            run([param for param in _params(optimizer) if id(param) not in there])
+        else:
+            disk.step(optimizer, run, there)
+        for unit, params in reversed(on_cpu.items()):
+            with accelerator_for(unit.device).on_host():
+                run(params)
         _note_end_of_step()
         for hook in after:
             hook(optimizer, args, kwargs)
     return loss
 
 
-def _step_what_is_on_disk(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Step `optimizer`, whose own step begins, a portion at a time, and leave it without parameters until that is over.
+def _step_apart(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Step `optimizer`, whose own step begins, in parts if it has any, and leave it without parameters until that is
+    over.
 
     With hooks of the user's, which are to come first, or with a closure, it takes its step by itself: its states are
     all in memory then, and go to the disk afterwards.
     """
     disk = None if isinstance(optimizer, StepsInPortions) else states_on_disk(optimizer)
-    if disk is None:
+    if disk is None and not _on_cpu(_params(optimizer)):
         return
     if type(optimizer) not in _BY_PARAMETER and not hasattr(optimizer.step, _MARK):
+        if disk is None:
+            return
         raise ConfigError(
             f"{type(optimizer).__name__} is to have states on a disk, as Offload says, but may need all parameters at "
             "once. Use an optimizer of torch.optim that is known to step each by itself, such as AdamW, or Muon of "
@@ -373,7 +376,7 @@ def _step_what_is_on_disk(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     _given[optimizer] = [group["params"] for group in optimizer.param_groups]
     if len(args) == 1 and not kwargs and not has_step_hooks(optimizer):  # the optimizer is one
-        _step_in_portions(optimizer, disk, type(optimizer).step, (), {})
+        _step_in_parts(optimizer, disk, type(optimizer).step, (), {})
         for group in optimizer.param_groups:
             group["params"] = []
 

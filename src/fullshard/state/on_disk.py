@@ -15,7 +15,7 @@ first step or after `load_state_dict`, is stepped with those that it has, and ge
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -132,8 +132,11 @@ class StatesOnDisk:
         """True if the states of `param` rest on the disk."""
         return id(param) in self._portion_of
 
-    def step(self, optimizer: Optimizer, run: Callable[[Sequence[nn.Parameter]], None]) -> None:
-        """Step all parameters of `optimizer`, which gives some of them to `run` at a time.
+    def step(
+        self, optimizer: Optimizer, run: Callable[[Sequence[nn.Parameter]], None], without: Collection[int] = ()
+    ) -> None:
+        """Step all parameters of `optimizer`, which gives some of them to `run` at a time; but for those of which ids
+        are in `without`.
 
         Raises:
             DiskError: states cannot be read or written. What has been stepped by then stays so.
@@ -142,7 +145,8 @@ class StatesOnDisk:
             optimizer.state[param]  # in the order of a step that is taken at once
         todo = [portion for portion in self._portions if portion.has_grads]
         self._begin_to_read(todo, 0)
-        rest = [it for group in optimizer.param_groups for it in group["params"] if not self.holds(it)]
+        params = (it for group in optimizer.param_groups for it in group["params"])
+        rest = [it for it in params if not self.holds(it) and id(it) not in without]
         bring_to_memory(optimizer, rest)
         run(rest)
         for number, portion in enumerate(todo):
