@@ -1,9 +1,11 @@
 """States and parameters on the CPU beside a pretended accelerator: the bits of none, and what travels when."""
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from fullshard import CPUOffloadPolicy, Offload, OffloadPolicy, dry, fully_shard
 from fullshard._compat import make_dtensor, set_local_tensor
 from fullshard.engine.homes import homes_of
 from fullshard.engine.registry import units_in
+from fullshard.optim import local_steps
 from fullshard.plan.explain import explain
 from fullshard.plan.ledger import predict_ledger, predict_on_cpu
 from fullshard.plan.memory import State, memory_peak
@@ -137,8 +140,121 @@ def test_the_cpu_steps_what_is_there_and_the_device_the_rest():
     nbytes = shard_nbytes()
     of_lane = {lane: [it for it in steps if it.lane == lane] for lane in ("compute", HOST)}
     assert len(of_lane["compute"]) == STEPS
-    assert len(of_lane[HOST]) == 2 * STEPS  # unit by unit
+    assert len(of_lane[HOST]) == 2 * (STEPS - 1)  # unit by unit; the last step is put off still
     assert all(2 * 3.5 * nbytes <= it.nbytes <= 2 * 4.5 * nbytes for it in of_lane[HOST])  # values, gradients, states
+
+
+def test_the_cpu_steps_a_unit_when_the_device_computes_those_before_it():
+    tape = tape_of(Offload(optimizer={"cpu": 0.45}), max_norm=1.0)
+    told = []
+    for it in tape.of(Operation):
+        unit, phase = it.origin.unit, it.origin.phase
+        if it.name == "aten._fused_adamw_":
+            told.append(f"{it.lane} steps")
+        elif it.crosses and it.lane == "gather":
+            told.append(f"{unit} comes up")
+        elif it.flops and phase is Phase.FORWARD and f"{unit} computes" not in told[-1:]:
+            told.append(f"{unit} computes")
+    layer = "layers.{} computes".format
+    last = [
+        layer(0),
+        "host steps",
+        "layers.2 comes up",
+        layer(1),
+        "host steps",
+        "layers.3 comes up",
+        layer(2),
+        layer(3),
+    ]
+    assert told[-len(last) - 2 :] == [*last, " computes", "compute steps"]
+
+
+# -- nobody can tell --------------------------------------------------------------------------------------------------
+
+
+def look_at_params(model: Any, optimizer: Any, left: list[Any]) -> None:
+    left += [param.to_local().clone() for param in model.parameters()]
+
+
+def look_without_gradients(model: Any, optimizer: Any, left: list[Any]) -> None:
+    with torch.no_grad():
+        left += [param.to_local().sum() for param in model.parameters()]
+
+
+def look_at_states(model: Any, optimizer: Any, left: list[Any]) -> None:
+    states = [state for param in reversed(list(model.parameters())) for state in optimizer.state[param].values()]
+    left += [(state.to_local() if isinstance(state, DTensor) else state).clone() for state in states]
+
+
+def save(model: Any, optimizer: Any, left: list[Any]) -> None:
+    left += [copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])]
+
+
+def write_to_params(model: Any, optimizer: Any, left: list[Any]) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def write_to_gradients(model: Any, optimizer: Any, left: list[Any]) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def write_to_states(model: Any, optimizer: Any, left: list[Any]) -> None:
+    for param in model.parameters():
+        optimizer.state[param]["exp_avg"].zero_()
+
+
+def change_the_rate(model: Any, optimizer: Any, left: list[Any]) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.3
+
+
+def load_states(model: Any, optimizer: Any, left: list[Any]) -> None:
+    state = optimizer.state_dict()
+    state["state"] = {number: {**its, "exp_avg": its["exp_avg"] * 2} for number, its in state["state"].items()}
+    optimizer.load_state_dict(state)
+
+
+def do_nothing(model: Any, optimizer: Any, left: list[Any]) -> None:
+    """The step is taken in the next forward, or by the next step."""
+
+
+ACTS = [look_at_params, look_without_gradients, look_at_states, save, write_to_params, write_to_gradients]
+ACTS += [write_to_states, change_the_rate, load_states, do_nothing]
+
+
+def acted_between(act: Any, policy: OffloadPolicy | None) -> list[Any]:
+    model = chain(partial(fully_shard, offload_policy=policy))
+    with torch.no_grad():
+        model(inputs())  # from where on fractions are known
+    held = [param.to_local() for param in model.layers[3].parameters()]  # of one layer: it is stepped at once
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    left: list[Any] = []
+    for step in range(3):
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        act(model, optimizer, left)
+        left.append([local.clone() for local in held])
+        optimizer.zero_grad()
+    left.append([param.full_tensor() for param in model.parameters()])
+    return left
+
+
+def compare_acts() -> None:
+    put_off = mock.Mock(side_effect=local_steps.put_off)
+    for act in ACTS:
+        expected = acted_between(act, None)
+        with dry.taped(values=True) as tape, mock.patch.object(local_steps, "put_off", put_off):
+            assert_same(acted_between(act, Offload(optimizer={"cpu": 0.45})), expected, name=act.__name__)
+            assert put_off.call_count > 0
+            assert all(call.args[1].name != "layers.3" for call in put_off.call_args_list)
+        assert not dry.races(tape), act.__name__
+        put_off.reset_mock()
+
+
+def test_nobody_can_tell_that_a_step_is_put_off():
+    run_ranks(1, compare_acts)
 
 
 def test_memory_of_the_device_is_less_by_the_formula():

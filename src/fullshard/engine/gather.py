@@ -42,6 +42,11 @@ class Gather:
         return sum([param.sharded._version for param in self._params])
 
     @property
+    def has_shards_alone(self) -> bool:
+        """See `ShardStorage.is_alone`."""
+        return self._storage.is_alone
+
+    @property
     def is_current(self) -> bool:
         """True if the unsharded buffer was kept, and still has every rank's present values."""
         return self._gathered_version >= 0 and self._gathered_version == self.version

@@ -18,6 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fullshard._compat import held_twice, storage_references
 from fullshard.device.memory import Pool, typed_view
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.pack import Pack
@@ -69,6 +70,18 @@ class ShardStorage(ABC):
         self.plan = plan
         with allocating("shards"):
             self.memory = plan.memory.zeros(plan.rest_numel, plan.contract.stored)
+        self._references = -1
+
+    def note_references(self) -> None:
+        """Take those who refer to the memory now for its own. Call it when there are shards."""
+        self._references = storage_references(self.memory.untyped_storage())
+
+    @property
+    def is_alone(self) -> bool:
+        """True if nobody has a reference to the shards but this storage and the parameters that hold them, or to their
+        memory. False if that is not known.
+        """
+        return storage_references(self.memory.untyped_storage()) == self._references and held_twice(self.shards)
 
     @abstractmethod
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
@@ -89,6 +102,7 @@ class OwnShards(ShardStorage):
             self.memory[it.shard_offset :][: it.spec.shard_numel(plan.rank)].view(it.spec.shard_shape(plan.rank))
             for it in plan.layout.params
         ]
+        self.note_references()
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`. A cast is one copy of all of it."""
@@ -150,6 +164,7 @@ class WholeCopy(ShardStorage):
         self.shards = [
             self.memory[it.unsharded_offset :][: it.spec.numel].view(it.spec.shape) for it in plan.layout.params
         ]
+        self.note_references()
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`: nothing, since no rank lacks anything."""

@@ -194,6 +194,8 @@ class Runtime:
         self.microbatches.begin(counts=torch.is_grad_enabled() and not self.expected.open)
 
     def _end_forward(self, top: Unit) -> None:
+        for unit in self.units:
+            unit.settle()  # that no forward came to
         if any(unit.is_on_cpu for unit in self.units):  # the user may write to shards next
             self._lanes.host.wait(self._lanes.gather.mark())
         self.expected.end_forward(top)

@@ -90,6 +90,7 @@ class Unit:
         self._pending: list[Pending] = []
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
+        self._put_off: list[Callable[[], None]] = []
         self._shown: list[int] = []  # versions of shards that gathers come behind
         kinds = by_kind(sources)
         where = device_of(sources, device)
@@ -263,6 +264,19 @@ class Unit:
     def shows_its_shards(self) -> bool:
         """True if nobody is known to have written to shards since. (Fused optimizers do, unnoticed, between steps.)"""
         return self._shown == self._versions
+
+    def put_off(self, step: Callable[[], None]) -> None:
+        """Have `step`, which changes shards, taken when they are needed next."""
+        self._put_off.append(step)
+
+    def settle(self) -> None:
+        """Have all steps taken that were put off."""
+        if not self._put_off:
+            return
+        steps, self._put_off = self._put_off, []
+        for step in steps:
+            step()
+        self.note_shown_shards()  # the CPU's own work comes before whatever it queues
 
     @property
     def lanes(self) -> Lanes:

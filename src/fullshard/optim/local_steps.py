@@ -9,7 +9,7 @@ same memory, and so the same bits. Before and after, its groups and its state ar
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, update_wrapper
 from typing import Any, TypeVar
@@ -35,10 +35,11 @@ from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
+from fullshard.optim.put_off import can_put_off, put_off
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
 from fullshard.state.optim_state import OWN
-from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
+from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
 
 __all__ = ["step_shards", "watch_optimizers"]
 
@@ -173,6 +174,8 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
 
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         disk, on_cpu = states_on_disk(optimizer), _on_cpu(_params(optimizer))
+        for unit in on_cpu:
+            unit.settle()
         if disk is not None or on_cpu:
             return _step_in_parts(optimizer, disk, inner, args, kwargs)
         # A closure, or a hook of the user's, is to see the parameters that the user knows.
@@ -347,9 +350,18 @@ def _step_in_parts(
             run([param for param in _params(optimizer) if id(param) not in there])
         else:
             disk.step(optimizer, run, there)
+        is_plain = not (args or kwargs or before or after) and type(optimizer) in _ELEMENTWISE
         for unit, params in reversed(on_cpu.items()):
-            with accelerator_for(unit.device).on_host():
-                run(params)
+            stepped = [param for param in params if param.grad is not None]
+
+            def step_there(unit: Unit = unit, params: Sequence[nn.Parameter] = params) -> None:
+                with acting_for(_STEP), accelerator_for(unit.device).on_host():
+                    run(params)
+
+            if is_plain and can_put_off(optimizer, unit, stepped):
+                put_off(optimizer, unit, stepped, step_there)
+            else:
+                step_there()
         _note_end_of_step()
         for hook in after:
             hook(optimizer, args, kwargs)
