@@ -81,6 +81,7 @@ from fullshard.plan.costs import costs_of
 from fullshard.plan.ledger import predict_ledger
 from fullshard.report.elsewhere import HOMES, check_home
 from fullshard.report.reading import read_run
+from fullshard.state.block_states import BlockStates
 from fullshard.state.optim_state import OWN, full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
 from fullshard.testing.parity.command import run as run_parity
@@ -383,6 +384,21 @@ def one_state_on_the_cpu_and_on_a_disk() -> Steps:
     Offload(optimizer={"cpu": 0.5, "disk": 0.5}, parameters={"cpu": 0.75}, folder="nowhere")
 
 
+@mistake(ConfigError, "no unit's name matches 'blocks", "The units are '0', '1', '', where '' is the module itself")
+def a_pattern_that_matches_no_unit() -> Steps:
+    yield
+    model = nn.Sequential(linear(), linear())
+    policies = {"blocks.*": Offload(optimizer={"cpu": 1})}
+    fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), offload_policy=policies)
+
+
+@mistake(ConfigError, r"offload_policy names units \(0, 1\)", "give each call of fully_shard the policy of its unit")
+def policies_by_name_for_one_unit() -> Steps:
+    yield
+    policy = Offload(optimizer={"cpu": 1})
+    fully_shard(nn.Sequential(linear(), linear()), offload_policy={"0": policy, "1": policy})
+
+
 @mistake(ConfigError, "has no folder for what is to rest on a disk", 'folder="/nvme/run"')
 def a_disk_without_a_folder() -> Steps:
     yield
@@ -603,6 +619,49 @@ def step_with_operations_that_dtensor_lacks() -> Steps:
     _, optimizer = stepped_by(torch.optim.Rprop)
     yield
     optimizer.step()
+
+
+class Blocks(BlockStates):
+    """Of an optimizer that encodes all states."""
+
+    def encodes(self, param: nn.Parameter) -> bool:
+        return True
+
+    def _describe(self) -> str:
+        return "in blocks"
+
+
+@mistake(
+    ConfigError, r"SGD encodes states in blocks of 1000 elements, but shards of .* on 2 ranks", "shard_alignment=1000"
+)
+def shards_that_are_no_whole_blocks() -> Steps:
+    _, optimizer = stepped_by(torch.optim.SGD)
+    with mock.patch("fullshard.optim.local_steps.block_states", lambda it: Blocks(it, 1000)):
+        yield
+        step_shards(optimizer)
+
+
+@mistake(ConfigError, r"has the states of .* \(plain in it, in blocks in the optimizer\)", "that encodes states alike")
+def a_state_dict_of_states_that_are_encoded_otherwise() -> Steps:
+    model, optimizer = stepped_by(partial(torch.optim.SGD, momentum=0.9))
+    optimizer.step()
+    states = full_optim_state_dict(model, optimizer, rank0_only=False)
+    with mock.patch("fullshard.state.optim_state.block_states", lambda it: Blocks(it, 1000)):
+        yield
+        optim_state_dict_to_load(model, optimizer, states)
+
+
+@mistake(ConfigError, "shard_alignment=0: a number of elements from 1 on is needed", "such as 256")
+def blocks_of_nothing() -> Steps:
+    yield
+    sharded(shard_alignment=0)
+
+
+@mistake(ConfigError, r"weight of shape \(65, 65\), cut along dim 1 for 2 ranks, .* no whole blocks", "Choose")
+def blocks_along_another_dim() -> Steps:
+    model = nn.Linear(65, 65, bias=False)
+    yield
+    fully_shard(model, shard_alignment=256, shard_placement_fn=lambda _: Cut(1))
 
 
 @mistake(

@@ -8,11 +8,13 @@ same memory, and so the same bits. Before and after, its groups and its state ar
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, update_wrapper
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial, update_wrapper
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,6 @@ from fullshard._compat import (
     address,
     dtensor_like,
     has_step_hooks,
-    holds_tensors,
     make_dtensor,
     outside_of_graphs,
     without_step_hooks,
@@ -37,6 +38,7 @@ from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
 from fullshard.optim.put_off import can_put_off, put_off
 from fullshard.optim.rebinding import point_to_shards
+from fullshard.state.block_states import block_states
 from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
@@ -75,7 +77,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _check_steps_shards(optimizer)
         note_outside(optimizer)
         _step_shards(optimizer)
-        _step_apart(optimizer, args, kwargs)
+        _step_in_place_of(optimizer, args, kwargs)
     _note_step()
 
 
@@ -108,15 +110,19 @@ def step_shards(optimizer: OptimizerT) -> OptimizerT:
     """Have `optimizer`, which is returned, step this rank's plain shards in place of the sharded parameters.
 
     Right for optimizers that treat each element by itself, or each block of some: those of other libraries, too, whose
-    kernels take plain memory. Blocks begin with each rank's shard, so that numbers may depend on the number of ranks
-    there. States that are no tensors of the parameter's shape, such as the scales of blocks, are this rank's own, and
-    are not saved. Optimizers of torch's that are known to be elementwise need no such call.
+    kernels take plain memory. Of bitsandbytes' and torchao's, which encode states in blocks, shards must be whole
+    blocks. States of other optimizers that are no tensors of the parameter's shape are this rank's own, and are not
+    saved. Optimizers of torch's that are known to be elementwise need no such call.
 
     Raises:
-        ConfigError: it needs whole parameters.
+        ConfigError: it needs whole parameters, or shards of whole blocks, which `shard_alignment` of `fully_shard`
+            gives.
     """
     if type(optimizer).__name__ in _NEEDS_WHOLES:
         raise _refused(optimizer)
+    blocks = block_states(optimizer)
+    if blocks is not None:
+        blocks.check(_cut_params(optimizer))
     if not hasattr(optimizer.step, _MARK):
         _replace_step(optimizer)
     return optimizer
@@ -136,7 +142,9 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: `optimizer` needs whole parameters, or has kernels of its own.
     """
-    kind, sharded = type(optimizer), _cut_params(optimizer)
+    kind, sharded, blocks = type(optimizer), _cut_params(optimizer), block_states(optimizer)
+    if blocks is not None and blocks.draws:  # replicas are to draw alike, too
+        sharded = [it for group in optimizer.param_groups for it in group["params"] if isinstance(it, DTensor)]
     if not sharded or hasattr(optimizer.step, _MARK):
         return
     if kind is torch.optim.Adafactor:  # the others' sums are taken by operations on DTensors
@@ -173,11 +181,15 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     owner = weakref.ref(optimizer)
 
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        disk, on_cpu = states_on_disk(optimizer), _on_cpu(_params(optimizer))
+        disk, on_cpu = states_on_disk(optimizer), _on_cpu(optimizer)
         for unit in on_cpu:
             unit.settle()
         if disk is not None or on_cpu:
-            return _step_in_parts(optimizer, disk, inner, args, kwargs)
+            may_wait = not (args or kwargs or has_step_hooks(optimizer)) and type(optimizer) in _ELEMENTWISE
+            step_all = partial(_step_apart, optimizer, disk, on_cpu, may_wait=may_wait)
+            return _step_outside_of_graphs(optimizer, step_all, inner, args, kwargs)
+        if block_states(optimizer) is not None and not torch.compiler.is_compiling():  # their kernels take no DTensors
+            return _step_in_portions(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
         # A closure, or a hook of the user's, is to see the parameters that the user knows.
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
@@ -210,8 +222,11 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
             known = state.get(param)
             if known is not None:
                 state[shard] = {name: _local(value) for name, value in known.items()}
+        blocks = block_states(optimizer)
+        deciding = None if blocks is None else blocks.deciding_by_wholes({id(it): param for param, it in swapped})
         try:
-            yield
+            with deciding or nullcontext():
+                yield
         finally:
             for param, shard in swapped:
                 shard.grad = None
@@ -289,42 +304,30 @@ def _placed_as(param: DTensor, value: Any) -> Any:
         value = value.view(())
     elif not isinstance(value, Tensor) or not param.ndim or value.shape != param._local_tensor.shape:
         return _marked(value)
-    if holds_tensors(value):
-        return _marked(value)
     if value.dtype == param.dtype:
         return dtensor_like(value, param)
     return make_dtensor(value, param.device_mesh, tuple(param.placements), tuple(param.shape))
 
 
-# -- in parts: states on a disk, shards on the CPU --------------------------------------------------------------------
+# -- a portion at a time ----------------------------------------------------------------------------------------------
 
 _BY_PARAMETER = frozenset({torch.optim.Adafactor})  # besides the elementwise ones; whole parameters, one by one
 _given: weakref.WeakKeyDictionary[Optimizer, list[list[Tensor]]] = weakref.WeakKeyDictionary()
 """The parameters by group of those that have stepped them already, when their own step begins."""
 
 
-def _params(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+Run = Callable[[Sequence[Tensor]], None]
 
 
-def _on_cpu(params: Iterable[nn.Parameter]) -> dict[Unit, list[nn.Parameter]]:
-    """Those of `params` whose shards are on the CPU beside the device that computes, by their units."""
-    units: dict[Unit, list[nn.Parameter]] = {}
-    for param in params:
-        managed = managed_by(param)
-        if managed is not None and managed.unit.is_offloaded:
-            units.setdefault(managed.unit, []).append(param)
-    return units
-
-
-@outside_of_graphs
-def _step_in_parts(
-    optimizer: Optimizer, disk: StatesOnDisk | None, inner: Callable[..., Any], args: Any, kwargs: Any
+def _step_in_portions(
+    optimizer: Optimizer, step_all: Callable[[Run], None], inner: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
-    """The step `inner` of `optimizer`, a part at a time. The result of the closure, if one is given.
+    """The step `inner` of `optimizer`, a portion at a time. The result of the closure, if one is given.
 
-    The device is given its parts first. While it steps them, the CPU steps its own, unit by unit as their gradients
-    came. The closure is called once, before anything is stepped, and so are hooks of the user's before and after all.
+    It is called once, before anything is stepped, and so are hooks of the user's before and after all portions.
+
+    Args:
+        step_all: calls what it is given with the parameters of each portion.
     """
     with without_step_hooks(optimizer) as (before, after):
         for hook in before:
@@ -337,38 +340,113 @@ def _step_in_parts(
                 loss = closure()
         point_to_shards(optimizer)
         having = _having if type(optimizer) in _BY_PARAMETER else _having_shards
+        portions = itertools.count()
 
-        def run(params: Iterable[Tensor]) -> None:
-            with having(optimizer, params):
-                inner(optimizer, *([None, *others] if others else []), **options)
-            _note_step()  # whose hooks have noted the end of it
+        def run(params: Sequence[Tensor]) -> None:
+            for its, drawing in _drawing_alike(optimizer, params, next(portions)):
+                with having(optimizer, its), drawing:
+                    inner(optimizer, *([None, *others] if others else []), **options)
+                _note_step()  # whose hooks have noted the end of it
 
         _note_step()
-        on_cpu = _on_cpu(_params(optimizer))
-        there = {id(param) for params in on_cpu.values() for param in params}
-        if disk is None:
-            run([param for param in _params(optimizer) if id(param) not in there])
-        else:
-            disk.step(optimizer, run, there)
-        is_plain = not (args or kwargs or before or after) and type(optimizer) in _ELEMENTWISE
-        for unit, params in reversed(on_cpu.items()):
-            stepped = [param for param in params if param.grad is not None]
-
-            def step_there(unit: Unit = unit, params: Sequence[nn.Parameter] = params) -> None:
-                with acting_for(_STEP), accelerator_for(unit.device).on_host():
-                    run(params)
-
-            if is_plain and can_put_off(optimizer, unit, stepped):
-                put_off(optimizer, unit, stepped, step_there)
-            else:
-                step_there()
+        step_all(run)
         _note_end_of_step()
         for hook in after:
             hook(optimizer, args, kwargs)
     return loss
 
 
-def _step_apart(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+_step_outside_of_graphs = outside_of_graphs(_step_in_portions)
+
+
+def _step_all(optimizer: Optimizer, run: Run) -> None:
+    run(_params(optimizer))
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _on_cpu(optimizer: Optimizer) -> dict[Unit, list[nn.Parameter]]:
+    """The parameters whose shards are on the CPU beside the device that computes, by their units."""
+    units: dict[Unit, list[nn.Parameter]] = {}
+    for param in _params(optimizer):
+        managed = managed_by(param)
+        if managed is not None and managed.unit.is_offloaded:
+            units.setdefault(managed.unit, []).append(param)
+    return units
+
+
+def _step_apart(
+    optimizer: Optimizer,
+    disk: StatesOnDisk | None,
+    on_cpu: Mapping[Unit, Sequence[nn.Parameter]],
+    run: Run,
+    *,
+    may_wait: bool,
+) -> None:
+    """Give the device what it steps, portion by portion where states are on a disk. Have the CPU step what is `on_cpu`,
+    unit by unit as their gradients came: while the device is at it, or later if that `may_wait`.
+    """
+    there = {id(param) for params in on_cpu.values() for param in params}
+    if disk is None:
+        run([param for param in _params(optimizer) if id(param) not in there])
+    else:
+        disk.step(optimizer, run, there)
+    for unit, params in reversed(list(on_cpu.items())):
+        step = partial(_step_on_cpu, run, unit, params)
+        if may_wait and can_put_off(optimizer, unit, params):
+            put_off(optimizer, unit, params, step)
+        else:
+            step()
+
+
+def _step_on_cpu(run: Run, unit: Unit, params: Sequence[nn.Parameter]) -> None:
+    with acting_for(_STEP), accelerator_for(unit.device).on_host():
+        run(params)
+
+
+def _drawing_alike(
+    optimizer: Optimizer, params: Sequence[Tensor], portion: int
+) -> Iterator[tuple[Sequence[Tensor], AbstractContextManager[Any]]]:
+    """`params`, those of which ranks have the same parts together; and a context to step each lot of them in.
+
+    There random numbers follow from the step, the portion and the part alone: an optimizer that rounds at random does
+    so alike wherever parts are the same.
+    """
+    blocks = block_states(optimizer)
+    if blocks is None or not blocks.draws:
+        yield params, nullcontext()
+        return
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for param in params:
+        by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+    for number, (mesh, its) in enumerate(by_mesh.items()):
+        placed = its[0]
+        place = list(mesh.get_coordinate()) if mesh is not None and isinstance(placed, DTensor) else []
+        cut = {axis for it in its if isinstance(it, DTensor) for axis, p in enumerate(it.placements) if p.is_shard()}
+        part = [coordinate for axis, coordinate in enumerate(place) if axis in cut]
+        seed = crc32(repr((max(map(int, counts), default=0), portion, number, part)).encode())
+        yield its, _seeded(seed, its[0].device)
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """A context in which the generator of `device` begins anew, and goes on as it was afterwards."""
+    module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+    state = module.get_rng_state()
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)  # and no other device's
+    else:
+        module.manual_seed(seed)
+    try:
+        yield
+    finally:
+        module.set_rng_state(state)
+
+
+def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Step `optimizer`, whose own step begins, in parts if it has any, and leave it without parameters until that is
     over.
 
@@ -376,7 +454,8 @@ def _step_apart(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     all in memory then, and go to the disk afterwards.
     """
     disk = None if isinstance(optimizer, StepsInPortions) else states_on_disk(optimizer)
-    if disk is None and not _on_cpu(_params(optimizer)):
+    on_cpu = _on_cpu(optimizer)
+    if disk is None and not on_cpu:
         return
     if type(optimizer) not in _BY_PARAMETER and not hasattr(optimizer.step, _MARK):
         if disk is None:
@@ -388,7 +467,8 @@ def _step_apart(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     _given[optimizer] = [group["params"] for group in optimizer.param_groups]
     if len(args) == 1 and not kwargs and not has_step_hooks(optimizer):  # the optimizer is one
-        _step_in_parts(optimizer, disk, type(optimizer).step, (), {})
+        step_all = partial(_step_apart, optimizer, disk, on_cpu, may_wait=False)
+        _step_outside_of_graphs(optimizer, step_all, type(optimizer).step, (), {})
         for group in optimizer.param_groups:
             group["params"] = []
 

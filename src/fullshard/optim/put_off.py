@@ -30,7 +30,9 @@ __all__ = ["can_put_off", "put_off"]
 
 
 def can_put_off(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) -> bool:
-    """True if a step of `params`, which are the unit's and all have gradients, can be taken later unseen."""
+    """True if a step of `params`, which are the unit's, can be taken later, and nobody can tell."""
+    if any(param.grad is None for param in params):
+        return False
     if in_backward() or not all(param_group.has_shards_alone for param_group in unit.param_groups):
         return False
     if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard._compat import dtensor_like, local_tensor, set_local_tensor
+from fullshard._compat import dtensor_like, holds_tensors, local_tensor, set_local_tensor
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
 from fullshard.disk.space import Extent, Scratch
 from fullshard.disk.tensors import OnDisk, no_buffer
@@ -92,7 +92,7 @@ class _Portion:
             for number, param in enumerate(self.params)
             if param.ndim and param in optimizer.state
             for name, value in optimizer.state[param].items()
-            if isinstance(value, DTensor) and value.shape == param.shape
+            if isinstance(value, DTensor) and value.shape == param.shape and not holds_tensors(value._local_tensor)
         }
 
 
