@@ -384,7 +384,7 @@ def one_state_on_the_cpu_and_on_a_disk() -> Steps:
     Offload(optimizer={"cpu": 0.5, "disk": 0.5}, parameters={"cpu": 0.75}, folder="nowhere")
 
 
-@mistake(ConfigError, "no unit's name matches 'blocks", "The units are '0', '1', '', where '' is the module itself")
+@mistake(ConfigError, "no unit's name matches 'blocks", "The units are '', '0', '1', where '' is the module itself")
 def a_pattern_that_matches_no_unit() -> Steps:
     yield
     model = nn.Sequential(linear(), linear())
@@ -403,6 +403,27 @@ def policies_by_name_for_one_unit() -> Steps:
 def a_disk_without_a_folder() -> Steps:
     yield
     Offload(optimizer={"disk": 0.5})
+
+
+@mistake(ConfigError, r"Offload\(budget=1000, optimizer=\{'disk': 0.5\}", "Leave either out")
+def a_budget_and_fractions() -> Steps:
+    yield
+    Offload(budget=1000, optimizer={"disk": 0.5}, folder="nowhere")
+
+
+@mistake(ConfigError, r"Offload\(budget\)='a lot' is no size of memory", "such as '500MB'")
+def a_budget_in_other_words() -> Steps:
+    yield
+    Offload(budget="a lot")
+
+
+@mistake(ConfigError, r"Offload\(budget=10\): a rank needs \d+ bytes with all away", r"Give budget=\d+", sends=True)
+def a_budget_that_nothing_fits_in() -> Steps:
+    model = fully_shard(linear(), offload_policy=Offload(budget=10))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    yield
+    optimizer.step()
 
 
 @mistake(ConfigError, "Whole is to have states on a disk, as Offload says", "step_shards", sends=True)
@@ -2143,6 +2164,7 @@ SOURCE = Path(fullshard.__file__).parent
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
     *("testing/ranks.py", "testing/same.py", "disk", "engine/away.py", "engine/activations.py"),
+    "engine/findings.py",
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),

@@ -39,6 +39,7 @@ from fullshard.optim.outside import note_outside
 from fullshard.optim.put_off import can_put_off, put_off
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.state.block_states import block_states
+from fullshard.state.budget import choose_for_budget
 from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
@@ -76,6 +77,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         point_to_shards(optimizer)
         _check_steps_shards(optimizer)
         note_outside(optimizer)
+        choose_for_budget(optimizer)
         _step_shards(optimizer)
         _step_in_place_of(optimizer, args, kwargs)
     _note_step()

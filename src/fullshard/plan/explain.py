@@ -82,6 +82,8 @@ def _offloaded(units: Sequence[Unit]) -> Iterator[str]:
         for what, fraction in on_cpu.items():
             if fraction:
                 yield f"{fraction:.0%} of the {what}{which} is on the CPU{'' if is_beside else ', as all is here'}"
+        if policy.budget is not None:
+            yield f"a budget of {policy.budget}{which}: all is away that can be until the first step of an optimizer"
         if policy.disk_fraction:
             yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
         computes = "" if is_beside else ", where the CPU computes,"

@@ -85,7 +85,7 @@ class ShardOptions:
     @property
     def activations(self) -> Mapping[str, float]:
         """How much of what forward keeps for backward is away between the two, by where it is."""
-        return self.offload.in_full.activations
+        return self.offload.in_full.activations_away
 
     @property
     def keeps_unsharded(self) -> bool:

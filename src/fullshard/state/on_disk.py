@@ -11,6 +11,9 @@ is written.
 The states are the same `DTensor`s all the time. What they hold is a view of a buffer while their portion is stepped,
 and an `OnDisk` tensor otherwise. A portion that has no states yet, or other ones than the file has room for, as in a
 first step or after `load_state_dict`, is stepped with those that it has, and gets an extent afterwards.
+
+What the disk could not do is told on all ranks at the end of the step, and after the first portion that gets an extent,
+since that takes the room of all others too. See [Note: a disk that fails on one rank] in `engine/findings.py`.
 """
 
 from __future__ import annotations
@@ -31,8 +34,10 @@ from fullshard._compat import dtensor_like, holds_tensors, local_tensor, set_loc
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
 from fullshard.disk.space import Extent, Scratch
 from fullshard.disk.tensors import OnDisk, no_buffer
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.homes import homes_of
 from fullshard.engine.managed import managed_by
+from fullshard.engine.registry import process_groups_along
 from fullshard.engine.unit import Unit
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
@@ -44,6 +49,7 @@ __all__ = [
     "StatesOnDisk",
     "StepsInPortions",
     "bring_to_memory",
+    "choose_portions_anew",
     "portions_on_disk",
     "states_on_disk",
 ]
@@ -112,6 +118,7 @@ class StatesOnDisk:
         self._portion_of = {id(param): portion for portion in self._portions for param in portion.params}
         self._buffers = [no_buffer() for _ in range(BUFFERS)]
         self._writes = [DiskWork([]) for _ in range(BUFFERS)]
+        self._failures = DiskFailures()
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +146,7 @@ class StatesOnDisk:
         are in `without`.
 
         Raises:
-            DiskError: states cannot be read or written. What has been stepped by then stays so.
+            DiskError: states cannot be read or written on some rank. What has been stepped by then stays so.
         """
         for param in (it for group in optimizer.param_groups for it in group["params"] if it.grad is not None):
             optimizer.state[param]  # in the order of a step that is taken at once
@@ -149,21 +156,36 @@ class StatesOnDisk:
         rest = [it for it in params if not self.holds(it) and id(it) not in without]
         bring_to_memory(optimizer, rest)
         run(rest)
+        takes_room = next((portion for portion in todo if portion.extent is None), None)
         for number, portion in enumerate(todo):
             self._begin_to_read(todo, number + 1)
             self._fill(portion, optimizer)
             try:
-                run(portion.params)
+                if not self._failures or isinstance(optimizer, StepsInPortions):  # which sends messages as it steps
+                    run(portion.params)
             except BaseException:
                 self._empty(portion, optimizer)
                 raise
             self._begin_to_write(portion, optimizer, number)
+            if portion is takes_room:
+                self._raise_failures()
+        self._raise_failures()
 
     def write_all(self, optimizer: Optimizer) -> None:
-        """Bring all states to the disk that are not there, such as those of a step that was not taken in portions."""
-        for number, portion in enumerate(self._portions):
-            if any(value._local_tensor is not portion.rests.get(key) for key, value in _items(portion, optimizer)):
-                self._begin_to_write(portion, optimizer, number)
+        """Bring all states to the disk that are not there, such as those of a step that was not taken in portions.
+
+        Raises:
+            DiskError: some rank cannot.
+        """
+        lacking = [
+            (number, portion)
+            for number, portion in enumerate(self._portions)
+            if any(value._local_tensor is not portion.rests.get(key) for key, value in _items(portion, optimizer))
+        ]
+        for number, portion in lacking:
+            self._begin_to_write(portion, optimizer, number)
+        if lacking:
+            self._raise_failures()
 
     def expect(self, dtypes: Mapping[tuple[int, str], torch.dtype]) -> None:
         """Make room for states that are going to be loaded: their dtypes by id of the parameter and name.
@@ -189,27 +211,39 @@ class StatesOnDisk:
         number = next(number for number, known in enumerate(portion.params) if known is param)
         return portion.rests.get((number, name))
 
+    def _raise_failures(self) -> None:
+        """Tell all ranks that have these parameters if the disk of one of them has failed."""
+        managed = filter(None, (managed_by(param) for portion in self._portions for param in portion.params))
+        units = list(dict.fromkeys(it.unit for it in managed))
+        self._failures.raise_on_every_rank(process_groups_along(units), units[0].device)
+
     def _begin_to_read(self, todo: Sequence[_Portion], number: int) -> None:
         extent = todo[number].extent if number < len(todo) else None
         if extent is not None:
             portion = todo[number]
             portion.buffer = self._take_buffer(number, extent.nbytes)
-            portion.reading = extent.read(portion.buffer)
+            portion.reading = DiskWork([])
+            with self._failures.noted():
+                portion.reading = extent.read(portion.buffer)
 
     def _take_buffer(self, number: int, nbytes: int) -> Tensor:
         """The first `nbytes` of the buffer whose turn it is with the portion `number`, once it is free."""
         turn = number % BUFFERS
-        self._writes[turn].wait()
+        writing, self._writes[turn] = self._writes[turn], DiskWork([])
+        with self._failures.noted():
+            writing.wait()
         if self._buffers[turn].numel() < nbytes:
             self._buffers[turn] = no_buffer()  # before there is another
             self._buffers[turn] = aligned_buffer(nbytes)
         return self._buffers[turn][:nbytes]
 
     def _fill(self, portion: _Portion, optimizer: Optimizer) -> None:
-        """Give the states of `portion` memory, with their values."""
+        """Give the states of `portion` memory, with their values; with any, if these cannot be read."""
         if portion.reading is None:
+            bring_to_memory(optimizer, portion.params)
             return
-        portion.reading.wait()
+        with self._failures.noted():
+            portion.reading.wait()
         portion.reading = None
         portion.block = portion.buffer.to(_device(portion.rests))
         portion.views = {key: rest.over(portion.block) for key, rest in portion.rests.items()}
@@ -226,7 +260,22 @@ class StatesOnDisk:
         portion.buffer, portion.block, portion.views = no_buffer(), no_buffer(), {}
 
     def _begin_to_write(self, portion: _Portion, optimizer: Optimizer, number: int) -> None:
-        """Begin to write the states of `portion`, which hold no memory afterwards."""
+        """Begin to write the states of `portion`, which hold no memory afterwards.
+
+        After a failure nothing more is written: what the file has of others is true still.
+        """
+        if not self._failures:
+            with self._failures.noted():
+                self._write(portion, optimizer, number)
+        if self._failures:
+            self._empty(portion, optimizer)
+
+    def _write(self, portion: _Portion, optimizer: Optimizer, number: int) -> None:
+        """As `_begin_to_write`.
+
+        Raises:
+            DiskError: there is no room, or what was written last is not there.
+        """
         states = portion.states(optimizer)
         if not states:
             return
@@ -349,6 +398,13 @@ def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
         states = StatesOnDisk(portions, f"states-{type(optimizer).__name__}".lower()) if portions else None
         known = _made[optimizer] = ids, states
     return known[1]
+
+
+def choose_portions_anew(units: Iterable[Unit]) -> None:
+    """Have the states of the parameters of `units` rest where their policies say now, from the next step on."""
+    changed = {id(param.sharded) for unit in units for param in unit.params}
+    for optimizer in [it for it, (ids, _) in _made.items() if changed.intersection(ids)]:
+        del _made[optimizer]
 
 
 def portions_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:
