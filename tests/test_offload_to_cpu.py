@@ -216,12 +216,16 @@ def load_states(model: Any, optimizer: Any, left: list[Any]) -> None:
     optimizer.load_state_dict(state)
 
 
+def step_again(model: Any, optimizer: Any, left: list[Any]) -> None:
+    optimizer.step()
+
+
 def do_nothing(model: Any, optimizer: Any, left: list[Any]) -> None:
     """The step is taken in the next forward, or by the next step."""
 
 
 ACTS = [look_at_params, look_without_gradients, look_at_states, save, write_to_params, write_to_gradients]
-ACTS += [write_to_states, change_the_rate, load_states, do_nothing]
+ACTS += [write_to_states, change_the_rate, load_states, step_again, do_nothing]
 
 
 def acted_between(act: Any, policy: OffloadPolicy | None) -> list[Any]:
