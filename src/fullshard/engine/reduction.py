@@ -222,7 +222,7 @@ class ShardReduction(Reduction):
         self._has_pack = layout.pack_numel > 0 and len(self._in_place) < len(of.grads)
         self._pack = of.pack
         direct = (
-            plan.contract.reduce == plan.contract.stored
+            plan.contract.reduce == plan.contract.delivered
             and not plan.memory.offloaded
             and self._finishes
             and not self._accumulates
@@ -264,13 +264,13 @@ class ShardReduction(Reduction):
     def land(self) -> None:
         plan, sums = self._plan, self._shards
         if self._accumulates:
-            self._shards = plan.memory.zeros(plan.layout.shard_numel, plan.contract.stored)
+            self._shards = plan.memory.zeros(plan.layout.shard_numel, plan.contract.delivered)
         else:
             self._shards = self._gradients.new_shards()
         self._shards.copy_(sums, non_blocking=True)
 
     def _deliver(self) -> None:
-        gradients, stored, shards = self._gradients, self._plan.contract.stored, self._shards
+        gradients, delivered, shards = self._gradients, self._plan.contract.delivered, self._shards
         is_fresh = [not gradients.params[i].has_grad for i in self._summed]
         if shards is not gradients.flat and all(is_fresh):
             shards = gradients.new_shards()
@@ -283,7 +283,7 @@ class ShardReduction(Reduction):
         for i, fresh in zip(self._summed, is_fresh, strict=True):
             param, shard = gradients.params[i], gradients.shard_in(i, shards)
             if is_scratch:
-                shard = shard.to(stored, copy=fresh)
+                shard = shard.to(delivered, copy=fresh)
             if fresh:
                 param.grad = shard
             else:
@@ -390,16 +390,16 @@ class WholeReduction(Reduction):
         return self._wholes
 
     def land(self) -> None:
-        memory, stored = self._plan.memory, self._plan.contract.stored
+        memory, delivered = self._plan.memory, self._plan.contract.delivered
         for i, grad in self._grads.items():
-            self._grads[i] = memory.zeros(grad.numel(), stored)
+            self._grads[i] = memory.zeros(grad.numel(), delivered)
             self._grads[i].copy_(grad.view(-1), non_blocking=True)
             self._kept.append(grad)
 
     def _deliver(self) -> None:
         for i, grad in self._grads.items():
             param = self._gradients.params[i]
-            _add_grad(param, grad.view(param.layout.spec.shape).to(self._plan.contract.stored))
+            _add_grad(param, grad.view(param.layout.spec.shape).to(self._plan.contract.delivered))
 
 
 class UnitReduction:

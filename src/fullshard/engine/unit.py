@@ -514,7 +514,7 @@ class Unit:
     def _plan_as_found(self, param_group: ParamGroup) -> GroupPlan:
         """The plan of `param_group` with the dtype and device that its shards have now."""
         shard = param_group.params[0].local
-        contract = contract_for(self.options, param_group.params[0].view, shard.dtype)
+        contract = contract_for(self.options, param_group.params[0].view, shard.dtype, param_group.plan.contract.grad)
         if shard.is_meta:
             return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
         if self.is_on_cpu:
