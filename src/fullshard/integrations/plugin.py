@@ -51,6 +51,7 @@ class ShardingPlugin:
         offload_optimizer_cpu: how much of it is on the CPU, which steps it, from 0 to 1.
         offload_parameters_cpu: how much of the parameters rests on the CPU, from 0 to 1.
         offload_activations: how much of what forward keeps for backward is on a disk meanwhile, from 0 to 1.
+        offload_budget: instead of both, the memory that a rank's tensors may take, such as "20GB".
         offload_folder: the folder on that disk.
         forward_prefetch: whether the next unit's gather starts before this one's forward.
         backward_prefetch: `"BACKWARD_PRE"`, `"BACKWARD_POST"` or `"NO_PREFETCH"`.
@@ -82,6 +83,7 @@ class ShardingPlugin:
     offload_optimizer_cpu: float = 0.0
     offload_parameters_cpu: float = 0.0
     offload_activations: float = 0.0
+    offload_budget: int | str | None = None
     offload_folder: str | None = None
     forward_prefetch: bool | None = None
     backward_prefetch: str | None = None
@@ -137,9 +139,10 @@ class ShardingPlugin:
         """The policy of all units that this asks for."""
         if self.cpu_offload:
             return CPUOffloadPolicy()
-        if not any(self._fractions.values()):
+        if not any(self._fractions.values()) and self.offload_budget is None:
             return OffloadPolicy()
         return Offload(
+            budget=self.offload_budget,
             optimizer={"cpu": self.offload_optimizer_cpu, "disk": self.offload_optimizer},
             parameters={"cpu": self.offload_parameters_cpu},
             activations={"disk": self.offload_activations},
@@ -403,6 +406,7 @@ HONOURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "limit_all_gathers": _flag,
     "min_num_params": _number,
     "offload_activations": _fraction,
+    "offload_budget": _as_is,
     "offload_folder": _as_is,
     "offload_optimizer": _fraction,
     "offload_optimizer_cpu": _fraction,

@@ -12,6 +12,7 @@ from pathlib import Path
 from fullshard.command_line import near_matches
 from fullshard.errors import ConfigError
 from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES
+from fullshard.policy.sizes import parse_size
 from fullshard.policy.strategy import ShardingStrategy
 from fullshard.report.elsewhere import check_home
 from fullshard.train.model import shape_of
@@ -124,6 +125,14 @@ def _check_offload(settings: MemorySettings) -> None:
             f"--offload-parameters-cpu has on the CPU already: {most:g} of the optimizer's state. Together they are no "
             "more than 1."
         )
+    if settings.offload_budget is not None:
+        parse_size(settings.offload_budget, "--offload-budget", "memory")
+        if any((on_disk | on_cpu).values()):
+            said = " ".join(f"--{name} {fraction:g}" for name, fraction in (on_disk | on_cpu).items() if fraction)
+            raise ConfigError(
+                f"--offload-budget {settings.offload_budget} with {said}: a budget chooses the fractions. Leave either "
+                "out."
+            )
 
 
 def _check_checkpoints(settings: CheckpointSettings) -> None:
