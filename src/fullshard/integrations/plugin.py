@@ -126,8 +126,9 @@ class ShardingPlugin:
             )
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing_offload needs activation_checkpointing. Set both.")
-        if self.cpu_offload and any(self._fractions.values()):
+        if self.cpu_offload and (any(self._fractions.values()) or self.offload_budget is not None):
             said = ", ".join(f"{name}={fraction:g}" for name, fraction in self._fractions.items() if fraction)
+            said = said or f"offload_budget={self.offload_budget}"
             raise ConfigError(
                 f"cpu_offload with {said}: all shards are on the CPU, or a part of what is said. Leave out the one or "
                 "the other; cpu_offload is offload_parameters_cpu=1."
