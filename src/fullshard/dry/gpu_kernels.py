@@ -125,18 +125,9 @@ _KERNELS: dict[str, Callable[..., Any]] = {
 
 _FLOAT32_UNDER_AUTOCAST = (
     *("layer_norm", "native_layer_norm", "group_norm", "softmax.int", "log_softmax.int", "nll_loss", "nll_loss2d"),
-    *(
-        "exp",
-        "log",
-        "rsqrt",
-        "reciprocal",
-        "pow.Tensor_Scalar",
-        "pow.Tensor_Tensor",
-        "softplus",
-        "sum",
-        "sum.dim_IntList",
-    ),
-    *("cumsum", "logsumexp", "linalg_vector_norm", "cosine_similarity", "binary_cross_entropy_with_logits"),
+    *("exp", "log", "rsqrt", "reciprocal", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "softplus", "sum"),
+    *("sum.dim_IntList", "cumsum", "logsumexp", "linalg_vector_norm", "cosine_similarity"),
+    "binary_cross_entropy_with_logits",
 )
 """Those of torch's list for CUDA that models have, and that its list for CPUs does not."""
 

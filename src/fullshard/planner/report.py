@@ -183,7 +183,10 @@ def what_ifs(plan: Plan) -> list[WhatIf]:
         asked = ask(program)  # beside what follows, where there is a core for it
         figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
         found = [WhatIf(change, figures, _gain(best.figures, figures, 1))]
-        figures = _fastest([(ask.sketch(asked), twice)])
+        try:
+            figures = _fastest([(ask.sketch(asked), twice)])
+        except ConfigError as error:
+            return [*found, WhatIf(f"Twice the hosts ({error})", None, 0.0)]
     found.append(WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2)))
     return found
 

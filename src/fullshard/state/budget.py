@@ -85,6 +85,7 @@ class _Needs:
     gathered: int
     whole_gradients: int
     largest: int  # working memory of a step
+    largest_states: int  # of one parameter
     adds_up: int  # 1 if a step has several microbatches
     kept_by_unit: tuple[int, ...]  # by forward for backward
 
@@ -163,6 +164,7 @@ def _needs(runtime: Runtime, optimizer: Optimizer) -> _Needs:
         gathered=0 if keeps_whole else gathered_peak(units, size, placements),
         whole_gradients=sum(whole if runtime.activations.held_whole else whole[:2]),
         largest=2 * (sum(each) if has_lanes else max(each, default=0)),  # of all at once on an accelerator
+        largest_states=on_disk.STATES * max(each, default=0),
         adds_up=int(runtime.activations.backwards > 1),
         kept_by_unit=tuple(runtime.activations.most_kept[unit] for unit in units),
     )
@@ -187,7 +189,7 @@ def _states_tiers(policy: Offload, units: Sequence[Unit], needs: _Needs) -> list
     if policy.folder is None:
         return []
     sizes = [sum(it.sharded.numel() for it in unit.params if it.sharded.requires_grad) for unit in reversed(units)]
-    portion = max(on_disk.PORTION_NBYTES, needs.largest)
+    portion = max(on_disk.PORTION_NBYTES, needs.largest_states)
     steps, taken = [], 0
     for size in filter(None, sizes):
         taken += size
