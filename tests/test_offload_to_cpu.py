@@ -11,7 +11,7 @@ import pytest
 import torch
 from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Chain, Layer, chain, inputs, small_gpt
-from test_offload_to_disk import LOOPS, adamw, few_bytes_a_portion, learn, momentum, muon
+from test_offload_to_disk import LOOPS, adamw, few_bytes_a_portion, learn, momentum
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -68,7 +68,7 @@ def test_every_fraction_gives_the_bits_of_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [adamw, momentum, muon], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("make", [adamw, momentum], ids=lambda it: it.__name__)  # no lanes are pretended for Muon
 def test_every_fraction_gives_the_bits_of_none_in_every_case(make):
     cases = [(strategy, number, make, it) for strategy, number, it in product(ONE_AXIS, range(3), POLICIES)]
     run_ranks(2, compare, cases, timeout=500)

@@ -362,6 +362,7 @@ def waits_in_source() -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_wait_is_needed_by_some_loop_of_all():
     assert not needless(scenarios())
 
