@@ -13,6 +13,10 @@ late lanes      `tests/test_late_lanes.py`: whichever lane is late, on one rank 
 prediction      memory and launches of a steady step, beside those that the engine run dry has written down
 several GPUs    `tests/test_gpu_ranks.py`: the laws of the first tests between two ranks and more, where there are GPUs
 time            `one_gpu.py`: steps beside FSDP2, DDP and plain PyTorch, in turn; ranks as threads
+
+By name only (`make gpu-check ARGS="--parts offload"`), and not run on any GPU so far:
+
+offload         `offload_to_cpu.py`: the optimizer's state on the CPU, with clipping, by fraction
 """
 
 from __future__ import annotations
@@ -81,6 +85,13 @@ def parts(*, dry: bool) -> list[Part]:
         by_pytest("several GPUs", several, "tests/test_gpu_ranks.py", 100),
         Part("time", "no step takes 5 % longer than FSDP2's", (*one, "steps", "1" if dry else "2"), 250),
     ]
+
+
+def optional_parts() -> list[Part]:
+    """Those that are run only by name, since ten minutes have no room for them."""
+    script = str(ROOT / "benchmarks" / "offload_to_cpu.py")
+    claim = "with all states on the CPU, and clipping, a step takes 1.2 of one without at most"
+    return [Part("offload", claim, (script, "--part", "gpu"), 300)]
 
 
 def run_part(part: Part, limit_s: float) -> Result:
@@ -392,7 +403,7 @@ def main() -> int:
     path: Path = args.json or (dry_path if args.dry and not args.name else results_path(args.name))
     chosen = parts(dry=args.dry)
     if args.parts:
-        chosen = [part for part in chosen if part.name in args.parts.split(",")]
+        chosen = [part for part in [*chosen, *optional_parts()] if part.name in args.parts.split(",")]
     results = check(chosen, path, lambda line: print(line, flush=True))
     print(f"all of it: {path}")
     return int(any(result["verdict"] in (FAILS, HANGS) for result in results.values()))

@@ -488,7 +488,7 @@ PLAIN = {"train_batch_size": 4}
             {"zero_optimization": {"offload_param": {"device": "nvme"}}},
             "offload_param.device='nvme' has no counterpart",
         ),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.3}}}, "offload_optimizer.ratio=0.3"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.3}}}, "each from 0 to 1"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "Set bf16.enabled: gathers move bfloat16"),
         ({"gradient_clipping": "auto"}, "which a trainer around DeepSpeed fills in"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params has the value 'auto'"),
@@ -552,7 +552,10 @@ def test_honoured_keys_are_read():
     assert (found.strategy, found.dtype, found.communication) == ("zero3", torch.bfloat16, torch.float32)
     assert (found.clips_to, found.together, found.steps_per_print) == (0.0, 2, 10)
     assert not found.skips_overflows
-    assert found.offload.pin_memory is False
+    assert found.offload == Offload(parameters={"cpu": 1}, pin_memory=False)
+    twin_flow = {"device": "cpu", "ratio": 0.3}
+    found = read({**PLAIN, "zero_optimization": {"stage": 2, "offload_optimizer": twin_flow}}, world=2)
+    assert found.offload == Offload(optimizer={"cpu": 0.3})
     on_disk = {"device": "nvme", "nvme_path": "/nvme", "ratio": 0.3, "pipeline_read": True}
     found = read({**PLAIN, "zero_optimization": {"stage": 2, "offload_optimizer": on_disk}}, world=2)
     assert found.offload == Offload(optimizer={"disk": 0.3}, folder="/nvme")

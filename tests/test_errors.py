@@ -381,7 +381,7 @@ def a_report_of_nothing() -> Steps:
     read_run(Path("nowhere"))
 
 
-@mistake(ConfigError, r"Offload\(optimizer=\{'tape': 1\}\): 'tape' is no tier of optimizer", "Name one of 'disk'")
+@mistake(ConfigError, r"optimizer=\{'tape': 1\}\): 'tape' is no tier of optimizer", "Name one of 'cpu', 'disk'")
 def a_tier_that_does_not_exist() -> Steps:
     yield
     Offload(optimizer={"tape": 1}, folder="nowhere")
@@ -391,6 +391,27 @@ def a_tier_that_does_not_exist() -> Steps:
 def more_than_all_on_a_disk() -> Steps:
     yield
     Offload(optimizer={"disk": 1.5}, folder="nowhere")
+
+
+@mistake(ConfigError, "is on the CPU wherever parameters are, so 0.75 of it is", "no more than 0.25 can be on a disk")
+def one_state_on_the_cpu_and_on_a_disk() -> Steps:
+    yield
+    Offload(optimizer={"cpu": 0.5, "disk": 0.5}, parameters={"cpu": 0.75}, folder="nowhere")
+
+
+@mistake(ConfigError, "no unit's name matches 'blocks", "The units are '', '0', '1', where '' is the module itself")
+def a_pattern_that_matches_no_unit() -> Steps:
+    yield
+    model = nn.Sequential(linear(), linear())
+    policies = {"blocks.*": Offload(optimizer={"cpu": 1})}
+    fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), offload_policy=policies)
+
+
+@mistake(ConfigError, r"offload_policy names units \(0, 1\)", "give each call of fully_shard the policy of its unit")
+def policies_by_name_for_one_unit() -> Steps:
+    yield
+    policy = Offload(optimizer={"cpu": 1})
+    fully_shard(nn.Sequential(linear(), linear()), offload_policy={"0": policy, "1": policy})
 
 
 @mistake(ConfigError, "has no folder for what is to rest on a disk", 'folder="/nvme/run"')

@@ -7,7 +7,9 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from fullshard.checkpoint import async_save, load, restore_snapshot, save, snaps
 from fullshard.comm.mesh import own_part
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.optim import step_shards
+from fullshard.plan.ledger import measure_ledger, predict_ledger, storage_bytes
 from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load, sharded_optim_state_dict
 from fullshard.testing import assert_same
 
@@ -572,3 +575,35 @@ def test_states_in_blocks_and_plain_ones_are_not_taken_for_one_another(tmp_path)
         assert "encoded otherwise: the states of rows (bitsandbytes in 8 bits, blocks of 256 in it, plain" in into_plain
         assert "the states of rows (plain in it, bitsandbytes in 8 bits, blocks of 256 in the optimizer)" in into_blocks
         assert "has the states of rows (bitsandbytes in 8 bits" in of_state_dict
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def count_bytes() -> None:
+    made = {"float8": float8_model, "int8": partial(adapted, int8), "NF4": partial(adapted, NF4)}
+    for name, make in made.items():
+        model = shard_each(make(), fully_shard)
+        optimizer = torch.optim.AdamW([it for it in model.parameters() if it.requires_grad])
+        learn(model, optimizer)
+        measured = measure_ledger(model, optimizer, lambda model=model: model(inputs(0)).float().square().mean())
+        predicted = predict_ledger(model, activations=measured.activations)
+        if name == "NF4":  # a table of 16 values and a mean are whole on every rank; half of them are counted
+            predicted = replace(predicted, parameters=predicted.parameters + 2 * (64 + 4) // 2)
+        assert measured == predicted, name
+
+    model, optimizer = fresh("torchao", "AdamW8bit")
+    with torch.compiler.set_stance("force_eager"):
+        take_steps(model, optimizer, range(1))
+    expected = 0
+    for name, param in model.named_parameters():
+        numel = param.to_local().numel()
+        is_encoded = prod(SHAPES[name]) >= 4096 and prod(SHAPES[name]) % 256 == 0
+        state = numel + 4 * numel // 256 + 4 * 256 if is_encoded else 4 * numel  # codes, scales, a table
+        expected += 2 * state + 4
+    assert storage_bytes(value for state in optimizer.state.values() for value in state.values()) == expected
+
+
+@needs("torchao")
+def test_bytes_are_counted_as_they_are():
+    run_ranks(2, count_bytes)

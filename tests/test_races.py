@@ -32,6 +32,7 @@ GROUPED = {
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
 ENCODED = MixedPrecisionPolicy(gather_wire="int8", reduce_wire="int8")
+ALL = Offload(optimizer={"cpu": 1}, parameters={"cpu": 0.3})
 
 
 class Checkpointed(Layer):
@@ -261,12 +262,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "encoded": {"mp_policy": ENCODED},
     "offload": {"offload_policy": CPUOffloadPolicy()},
     "offload bf16": {"mp_policy": BF16, "offload_policy": CPUOffloadPolicy()},
+    "states offloaded": {"offload_policy": Offload(optimizer={"cpu": 0.6})},
+    "all offloaded bf16": {"mp_policy": BF16, "offload_policy": ALL},
     "activations": {"offload_policy": Offload(activations={"cpu": 1.0})},
 }
 # Of what is away, all of it, and little at once: a storage of the layers here has 1 to 5 KB.
 AWAY = {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 12_000}
 COMMON_LOOPS = ("steps", "accumulation", "replicas withheld", "failing backward")
-COMMON_OPTIONS = ("", "bf16", "offload")
+COMMON_OPTIONS = ("", "bf16", "offload", "states offloaded")
 
 
 def scenarios() -> Iterator[tuple[str, str, str]]:

@@ -219,6 +219,23 @@ def storage_holders(tensor: Tensor) -> tuple[int, int]:
     return storage_references(storage), sys.getrefcount(storage)
 
 
+def held_twice(tensors: list[Tensor]) -> bool:
+    """True if nobody has a reference to any of `tensors` but that list, and one other holder of each."""
+    own = _own_references()
+    return all(count <= own for count in _references(tensors))
+
+
+@cache
+def _own_references() -> int:
+    sample = [torch.empty(0)]
+    holder = [*sample]
+    return _references(sample)[0] if holder else 0
+
+
+def _references(tensors: list[Tensor]) -> list[int]:
+    return [sys.getrefcount(tensor) for tensor in tensors]
+
+
 def shares_memory(tensor: Tensor) -> bool:
     """True if another tensor shares the storage of `tensor`."""
     return storage_references(tensor.untyped_storage()) > 2  # the tensor's own, and that of the handle just made
@@ -400,7 +417,12 @@ def has_values(tensor: Tensor) -> bool:
 
 
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
-    """Let `tensor` hold `local`, of the same shape and dtype, in place of the shard it holds."""
+    """Let `tensor` hold `local`, of the same shape and dtype, in place of the shard it holds.
+
+    It has the device of what it holds, by which torch refuses gradients of another.
+    """
+    if tensor.device != local.device:
+        tensor.data = dtensor_like(local, tensor)
     tensor._local_tensor = local
 
 

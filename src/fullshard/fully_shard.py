@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -22,11 +22,11 @@ from fullshard.engine.hooks import (
     without_sync,
     zero_shard_grads,
 )
-from fullshard.engine.registry import is_unit, unit_of, units_in
+from fullshard.engine.registry import clean_fqn, is_unit, unit_of, units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 from fullshard.policy.meshes import DataParallelMeshDims
-from fullshard.policy.offload import OffloadPolicy
+from fullshard.policy.offload import OffloadPolicy, policies_by_name
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.policy.strategy import Placements as StrategyPlacements
@@ -61,7 +61,7 @@ def fully_shard(
     strategy: Strategy = "zero3",
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
+    offload_policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     auto_wrap_policy: AutoWrapPolicy | None = None,
@@ -86,7 +86,10 @@ def fully_shard(
             says, if None (a root keeps them, since its backward follows at once). A number is a size of groups of
             neighbouring ranks, which keep secondary shards meanwhile: backward gathers within a group only.
         mp_policy: the dtypes of compute, of the reduction and of outputs.
-        offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, their gradients and the optimizer step on the CPU; `Offload`
+            says how much of what is away, of all units that have the same one. With `auto_wrap_policy`, also a mapping
+            from patterns (`{"lm_head": ..., "layers.*": ...}`) to policies: for each unit, the first that matches its
+            FQN from `module` on, which itself is `""`.
         ignored_params: parameters to leave as they are, whole and unsynchronised.
         dp_mesh_dims: which axes of `mesh`, by name, to shard and to replicate over; several are flattened to one. The
             others are those of other parallelisms. Parameters may be `DTensor`s on all axes of `mesh` (`Replicate()`
@@ -125,7 +128,6 @@ def fully_shard(
             "strategy": strategy,
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": mp_policy,
-            "offload_policy": offload_policy,
             "ignored_params": ignored_params,
             "dp_mesh_dims": dp_mesh_dims,
             "shard_placement_fn": shard_placement_fn,
@@ -134,8 +136,16 @@ def fully_shard(
         }
         for root in modules:
             sharded = [child for child in root.modules() if is_unit(child)]
-            for child, overrides in wrapped_modules(root, auto_wrap_policy, ignored_modules=sharded).items():
-                fully_shard(child, **{**options, **overrides})
+            chosen = wrapped_modules(root, auto_wrap_policy, ignored_modules=sharded)
+            policies = _policies(root, chosen, offload_policy)
+            for child, overrides in chosen.items():
+                fully_shard(child, **{**options, "offload_policy": policies[child], **overrides})
+        offload_policy = policies[root]
+    elif isinstance(offload_policy, Mapping):
+        raise ConfigError(
+            f"offload_policy names units ({', '.join(offload_policy)}), which auto_wrap_policy is to make. Pass one; "
+            "or give each call of fully_shard the policy of its unit."
+        )
     shard_in_place(
         modules,
         ShardOptions.of(
@@ -151,6 +161,17 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
     )
     return module
+
+
+def _policies(
+    root: nn.Module, units: Iterable[nn.Module], policy: OffloadPolicy | Mapping[str, OffloadPolicy] | None
+) -> dict[nn.Module, OffloadPolicy | None]:
+    """What `policy` says of `root` and of each of `units`, modules in it."""
+    modules = [root, *units]
+    if not isinstance(policy, Mapping):
+        return dict.fromkeys(modules, policy)
+    names = {module: clean_fqn(name) for name, module in root.named_modules()}
+    return dict(zip(modules, policies_by_name(policy, [names[module] for module in modules]), strict=True))
 
 
 def shard_in_place(

@@ -118,10 +118,10 @@ def _place(
     They are those of its unit, unless `choose`, a user's `shard_placement_fn`, or an alignment says otherwise.
     """
     axes, dim = _chosen_place(axes, choose, fqn, param)
-    is_aligned = options.shard_alignment == 1 or options.placements.optimizer is not Placement.SHARDED
-    if is_aligned or not param.requires_grad or param.numel() < ALIGNED_FROM_NUMEL:
-        return axes, dim
-    return _aligned_place(axes, dim, options.shard_alignment, fqn, param)
+    aligns = options.shard_alignment > 1 and options.placements.optimizer is Placement.SHARDED
+    if aligns and param.requires_grad and param.numel() >= _ALIGNED_FROM_NUMEL:
+        return _aligned_place(axes, dim, options.shard_alignment, fqn, param)
+    return axes, dim
 
 
 def _chosen_place(
@@ -145,7 +145,7 @@ def _chosen_place(
     return axes, placement.dim % len(shape)
 
 
-ALIGNED_FROM_NUMEL = 4096
+_ALIGNED_FROM_NUMEL = 4096
 """Parameters of so many elements are aligned: optimizers encode no smaller ones."""
 
 

@@ -36,14 +36,13 @@ def parts_of(param: nn.Parameter, value: Tensor) -> dict[str, Tensor] | None:
     if managed is None or managed.param.view.is_cut or any(map(holds_tensors, parts.values())):
         return None
     mesh, placements, shapes = value.device_mesh, tuple(value.placements), managed.param.inner_shapes
+    one_row = value.shape[0] == 1  # which one rank has, and others not
+    whole = {name for name, part in parts.items() if tuple(part.shape) == shapes[name]}
+    cut = {name for name in parts if name not in whole or (one_row and shapes[name][:1] == (1,))}
     return {
-        name: part if _is_whole(part, shapes[name]) else make_dtensor(part, mesh, placements, shapes[name])
+        name: make_dtensor(part, mesh, placements, shapes[name]) if name in cut else part
         for name, part in parts.items()
     }
-
-
-def _is_whole(part: Tensor, shape: tuple[int, ...]) -> bool:
-    return tuple(part.shape) == shape
 
 
 def names_beside(model: nn.Module) -> tuple[str, ...]:

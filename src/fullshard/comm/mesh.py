@@ -222,7 +222,7 @@ def axes_chosen(info: Any, fqn: str) -> Axes:
     return Axes(mesh, spmd_mesh=whole, spmd_names=frozenset((*dims.shard_names, *dims.replicate_names)))
 
 
-_whole: Kept[DeviceMesh, DeviceMesh] = Kept("meshes of replicas alone")
+_of_replicas: Kept[DeviceMesh, DeviceMesh] = Kept("meshes of replicas alone")
 
 
 def axes_of_replicas(axes: Axes) -> Axes:
@@ -237,7 +237,7 @@ def axes_of_replicas(axes: Axes) -> Axes:
                 groups, axes.mesh.device_type, ranks.view(-1, 1), mesh_dim_names=("replicate", "shard")
             )
 
-    return Axes(_whole.get_or_make(axes.mesh, make))
+    return Axes(_of_replicas.get_or_make(axes.mesh, make))
 
 
 def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements]:

@@ -7,8 +7,8 @@ Accelerator            a CPU: one order of work, in the host's memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 
 import torch
@@ -72,6 +72,14 @@ class Accelerator:
     def beside(self, tensor: Tensor, other: Tensor) -> Tensor:
         """`tensor`, or a copy of it in the memory that `other` is in."""
         return tensor.to(other.device)
+
+    def memory_of(self, tensor: Tensor) -> Hashable:
+        """Whose memory `tensor` is in: the same value for all that one kernel can take."""
+        return tensor.device
+
+    def on_host(self) -> AbstractContextManager[object]:
+        """A context in which the host works on its own memory: there, it makes no tensor for the device."""
+        return nullcontext()
 
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """A new 1-D buffer in the host's memory; `pinned`, if copies to and from it are not to hold the host up."""

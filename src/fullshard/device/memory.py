@@ -56,11 +56,14 @@ def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 
 @dataclass(frozen=True)
 class MemoryKind:
-    """A device's memory; or, `offloaded`, the host's beside an accelerator: page-locked, if `pinned`."""
+    """A device's memory; or, `offloaded`, the host's beside an accelerator: page-locked, if `pinned`; and, if `copied`,
+    the accelerator has a copy of what is sent from there.
+    """
 
     device: torch.device
     offloaded: bool = False
     pinned: bool = False
+    copied: bool = False
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A new 1-D buffer. Zeros, so that padding is never noise."""

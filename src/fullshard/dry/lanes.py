@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -105,6 +105,9 @@ class DryAccelerator(Accelerator):
             return tensor
         return self._copied(tensor, HOST if to_host else self.lane)
 
+    def memory_of(self, tensor: Tensor) -> Hashable:
+        return HOST if self.storages.is_host(tensor) else self.lane
+
     def _copied(self, tensor: Tensor, lane: str) -> Tensor:
         with self.on_lane(lane):
             copied = torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -113,6 +116,9 @@ class DryAccelerator(Accelerator):
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         with self.on_lane(HOST):
             return torch.zeros(numel, dtype=dtype)
+
+    def on_host(self) -> AbstractContextManager[object]:
+        return self.on_lane(HOST)
 
     @contextmanager
     def on_lane(self, name: str) -> Iterator[None]:

@@ -28,6 +28,7 @@ from fullshard._compat import (
     skipped_flops_of,
 )
 from fullshard._fakes import ASKS_DEVICE
+from fullshard.device.awaited import Awaited
 from fullshard.dry.lanes import DryAccelerator
 from fullshard.errors import ConfigError
 from fullshard.tape.tape import HOST, Collective, Operation
@@ -81,7 +82,7 @@ class Watch(TorchDispatchMode):
         """Run the operation, or pretend to, and write it down. Of wrappers such as `DTensor`, what they wrap."""
         if func is ASKS_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device
-        if any(map(is_wrapper_type, types)):
+        if Awaited in types or any(map(is_wrapper_type, types)):
             return NotImplemented
         kwargs = kwargs or {}
         kind = _kind(func)

@@ -34,11 +34,17 @@ class Gather:
         self._scratch = scratch
         self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they travel
         self._gathered_version = -1
+        self._sent_version = -1
 
     @property
     def version(self) -> int:
         """A number that grows whenever anybody writes to one of the shards in place."""
         return sum([param.sharded._version for param in self._params])
+
+    @property
+    def has_shards_alone(self) -> bool:
+        """See `ShardStorage.is_alone`."""
+        return self._storage.is_alone
 
     @property
     def is_current(self) -> bool:
@@ -52,6 +58,7 @@ class Gather:
     def note_changed_shards(self) -> None:
         """Gather anew when unsharded parameters are needed next: a rank's shards are others, whatever versions say."""
         self.invalidate()
+        self._sent_version = -1
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
         """Begin to fill the unsharded buffer. The groups of a unit gather side by side.
@@ -76,7 +83,9 @@ class Gather:
         self._gathered_version = self.version
 
     def _to_send(self) -> list[Tensor]:
-        parts, self._sent = self._storage.to_send(self._scratch)
+        version = self.version
+        parts, self._sent = self._storage.to_send(self._scratch, changed=self._sent_version != version)
+        self._sent_version = version
         return parts
 
     @property

@@ -3,6 +3,7 @@
 Where values rest follows from the placements and the dtypes:
 
     parameters sharded, or cast for compute    a buffer of this rank's shards            OwnShards
+    the same, on the CPU for the optimizer     that, and a copy of it on the device      CopiedShards
     whole between steps, optimizer sharded     this rank's rows of the unsharded buffer  RowsOfUnsharded
     optimizer whole, compute cast              a whole buffer of its own                 WholeCopy
     optimizer whole                            the unsharded buffer                      UnshardedItself
@@ -17,6 +18,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from fullshard._compat import held_twice, storage_references
 from fullshard.device.memory import Pool, typed_view
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.pack import Pack
@@ -68,10 +70,27 @@ class ShardStorage(ABC):
         self.plan = plan
         with allocating("shards"):
             self.memory = plan.memory.zeros(plan.rest_numel, plan.contract.stored)
+        self._references = -1
+
+    def note_references(self) -> None:
+        """Take those who refer to the memory now for its own. Call it when there are shards."""
+        self._references = storage_references(self.memory.untyped_storage())
+
+    @property
+    def is_alone(self) -> bool:
+        """True if nobody has a reference to the shards but this storage and the parameters that hold them, or to their
+        memory. False if that is not known.
+        """
+        return storage_references(self.memory.untyped_storage()) == self._references and held_twice(self.shards)
 
     @abstractmethod
-    def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
-        """This rank's send buffers for a gather, and the scratch memory that they lie in, if any."""
+    def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
+        """This rank's send buffers for a gather, and the scratch memory that they lie in, if any.
+
+        Args:
+            scratch: where that is from.
+            changed: whether shards may be others than at the last call.
+        """
 
 
 class OwnShards(ShardStorage):
@@ -83,16 +102,40 @@ class OwnShards(ShardStorage):
             self.memory[it.shard_offset :][: it.spec.shard_numel(plan.rank)].view(it.spec.shard_shape(plan.rank))
             for it in plan.layout.params
         ]
+        self.note_references()
 
-    def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
+    def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`. A cast is one copy of all of it."""
-        plan, layout, shards, taken = self.plan, self.plan.layout, self.memory, None
-        sent = plan.contract.stored if plan.encodes_gathers else plan.contract.compute  # encoding casts, too
-        if sent != plan.contract.stored or plan.memory.offloaded:
-            shards = taken = scratch.take(layout.shard_numel, sent)
+        plan, shards, taken = self.plan, self.memory, None
+        if plan.sent_dtype != plan.contract.stored or plan.memory.offloaded:
+            shards = taken = scratch.take(plan.layout.shard_numel, plan.sent_dtype)
             shards.copy_(self.memory, non_blocking=True)
+        return self._parts_of(shards), taken
+
+    def _parts_of(self, shards: Tensor) -> list[Tensor]:
+        layout = self.plan.layout
         parts = [shards[it.part] for it in layout.in_place]
-        return [*parts, shards[layout.pack]] if layout.pack_numel else parts, taken
+        return [*parts, shards[layout.pack]] if layout.pack_numel else parts
+
+
+class CopiedShards(OwnShards):
+    """Shards in the host's memory, and a copy on the device as they are sent, made once in each step."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        super().__init__(plan)
+        self._copy: Tensor | None = None  # of the lane that gathers
+
+    def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
+        """See `ShardStorage.to_send`."""
+        if self._copy is None:
+            with allocating("shards"):
+                self._copy = torch.empty(
+                    self.plan.layout.shard_numel, dtype=self.plan.sent_dtype, device=self.plan.device
+                )
+            changed = True
+        if changed:
+            self._copy.copy_(self.memory, non_blocking=True)
+        return self._parts_of(self._copy), None
 
 
 class RowsOfUnsharded(ShardStorage):
@@ -109,7 +152,7 @@ class RowsOfUnsharded(ShardStorage):
             flat = next(rows) if it.in_place else self.memory[it.shard_offset - layout.pack_offset :]
             self.shards.append(flat[: prod(shape)].view(shape))
 
-    def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
+    def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         return [*self._rows, self.memory] if self.plan.layout.pack_numel else self._rows, None
 
 
@@ -121,8 +164,9 @@ class WholeCopy(ShardStorage):
         self.shards = [
             self.memory[it.unsharded_offset :][: it.spec.numel].view(it.spec.shape) for it in plan.layout.params
         ]
+        self.note_references()
 
-    def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
+    def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`: nothing, since no rank lacks anything."""
         return [], None
 
@@ -144,6 +188,8 @@ def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> Sha
         plan: the group's.
         unsharded: its unsharded buffer, which must be there if parameters live in it.
     """
+    if plan.keeps_copy:
+        return CopiedShards(plan)
     if not plan.lives_in_unsharded:
         return OwnShards(plan) if plan.shards_optimizer else WholeCopy(plan)
     assert unsharded is not None, "what lives in the unsharded buffer needs it"

@@ -112,6 +112,21 @@ class GroupPlan:
         return self.options.keeps_unsharded and not self.casts and not self.memory.offloaded
 
     @cached_property
+    def keeps_copy(self) -> bool:
+        """True if the device has a copy of shards that are in the host's memory: there are several gathers a step."""
+        return self.memory.copied and self.shards_optimizer and not self.options.keeps_unsharded
+
+    @property
+    def sent_dtype(self) -> torch.dtype:
+        """The dtype of shards as a gather takes them: encoding casts, too."""
+        return self.contract.stored if self.encodes_gathers else self.contract.compute
+
+    @property
+    def copy_nbytes(self) -> int:
+        """Bytes of that copy."""
+        return self.layout.shard_numel * self.sent_dtype.itemsize if self.keeps_copy else 0
+
+    @cached_property
     def gathers_in_two_levels(self) -> bool:
         """True if groups of neighbouring ranks keep parameters together at some time, each rank its secondary shard."""
         placements = self.options.placements
@@ -189,6 +204,10 @@ class PayloadPlan(GroupPlan):
     @cached_property
     def casts(self) -> bool:
         return True
+
+    @cached_property
+    def keeps_copy(self) -> bool:
+        return False
 
     @cached_property
     def lives_in_unsharded(self) -> bool:

@@ -128,6 +128,11 @@ class ParamGroup:
         return [locate(param.local) for param in self.params] == self._addresses
 
     @property
+    def has_shards_alone(self) -> bool:
+        """True if nobody else has a reference to any shard as a plain tensor, or to its memory."""
+        return self.gather.has_shards_alone
+
+    @property
     def is_trained(self) -> bool:
         """True if its parameters are trained. Users may thaw and freeze single ones later."""
         return self.params[0].sharded.requires_grad

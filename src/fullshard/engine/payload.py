@@ -258,7 +258,7 @@ class PayloadStorage(ShardStorage):
         self.buffer.allocate()
         return self.buffer
 
-    def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
+    def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`. Payloads travel from where they are, and small ones by the pack."""
         assert self.buffer is not None, "prepared before it is sent"
         payloads, layout, taken = self._payloads, self.buffer.layout, None

@@ -99,7 +99,7 @@ class WholeShards(ShardStorage):
         super().__init__(plan)
         self.shards = shards
 
-    def to_send(self, scratch: object) -> tuple[list[Tensor], Tensor | None]:
+    def to_send(self, scratch: object, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`: nothing, since no rank lacks anything."""
         return [], None
 

@@ -63,6 +63,7 @@ class Residency:
         if unit.form is not Form.SHARDED:
             return
         check_not_summoned(unit)
+        unit.settle()
         if self._reductions.has_hooks(unit):  # they may step with an earlier use's gradients before this use
             self._reductions.finish()
         if phase is Phase.IDLE:

@@ -35,6 +35,7 @@ from fullshard.engine.activations import Activations
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import check_ranks_agree
 from fullshard.engine.expected import Expected
+from fullshard.engine.homes import homes_of
 from fullshard.engine.microbatches import Microbatches
 from fullshard.engine.nested import map_tensors, tensors_in
 from fullshard.engine.reduction_queue import ReductionQueue
@@ -61,6 +62,8 @@ class Runtime:
 
     def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
         self.units = list(units)
+        for unit, home in homes_of(units).items():
+            unit.rest(home)
         self.phase = Phase.IDLE
         self.serial = 0  # of the last backward
         self.finalizes_by_hand = False  # see [Note: steps that are finalized by hand]
@@ -191,7 +194,9 @@ class Runtime:
         self.microbatches.begin(counts=torch.is_grad_enabled() and not self.expected.open)
 
     def _end_forward(self, top: Unit) -> None:
-        if any(unit.options.offloads for unit in self.units):  # the user may write to shards next
+        for unit in self.units:
+            unit.settle()  # that no forward came to
+        if any(unit.is_on_cpu for unit in self.units):  # the user may write to shards next
             self._lanes.host.wait(self._lanes.gather.mark())
         self.expected.end_forward(top)
         self.residency.forget_late()
@@ -348,7 +353,7 @@ class Runtime:
         return not unit.reshards_after_forward and self.expected.awaits_backward_of(unit)
 
     def _end_backward(self) -> None:
-        if any(unit.options.offloads for unit in self.units):  # the optimizer reads their gradients next
+        if any(unit.is_on_cpu for unit in self.units):  # the optimizer reads their gradients next
             self._lanes.host.wait(self._lanes.offload.mark())
         accelerator_for(self._device).end_pass()
         self.phase = Phase.IDLE

@@ -25,6 +25,7 @@ from fullshard._compat import (
     set_local_tensor,
 )
 from fullshard.comm.mesh import Axes, own_part
+from fullshard.device.awaited import settled
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_view import ParamView, sends_payloads
 from fullshard.errors import StateError
@@ -123,7 +124,8 @@ class ShardedParam:
     @property
     def local(self) -> Tensor:
         """This rank's shard, as the sharded parameter holds it now."""
-        return self.dtensor._local_tensor
+        local: Tensor = settled(self.dtensor._local_tensor)
+        return local
 
     @local.setter
     def local(self, shard: Tensor) -> None:
@@ -157,7 +159,7 @@ class ShardedParam:
     @property
     def grad(self) -> Tensor | None:
         """This rank's shard of the gradient that the optimizer will see."""
-        return None if self.sharded.grad is None else _dtensor(self.sharded.grad)._local_tensor
+        return None if self.sharded.grad is None else settled(_dtensor(self.sharded.grad)._local_tensor)
 
     @grad.setter
     def grad(self, shard: Tensor) -> None:

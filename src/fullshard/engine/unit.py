@@ -37,7 +37,7 @@ from fullshard.engine.unit_plans import (
 )
 from fullshard.engine.unit_state import UnitState
 from fullshard.errors import StateError
-from fullshard.policy.offload import OffloadPolicy
+from fullshard.policy.offload import Home, OffloadPolicy
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, noting_wait
@@ -81,6 +81,7 @@ class Unit:
         self.options = options
         self.axes = axes
         self.device = device
+        self.home = options.offload.in_full.home_of_all  # until the root knows all of its units
         self.state = UnitState(options.reshard_after_forward)
         self.form = Form.SHARDED
         self.keeps_unsharded = options.keeps_unsharded  # between steps
@@ -90,6 +91,7 @@ class Unit:
         self._pending: list[Pending] = []
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
+        self._put_off: list[Callable[[], None]] = []
         self._shown: list[int] = []  # versions of shards that gathers come behind
         kinds = by_kind(sources)
         where = device_of(sources, device)
@@ -159,10 +161,37 @@ class Unit:
 
     @property
     def _memory(self) -> MemoryKind:
-        if self.options.offloads:
-            offloaded = accelerator_for(self.device).has_lanes
-            return MemoryKind(torch.device("cpu"), offloaded, pinned=offloaded and self.options.pins_memory)
-        return MemoryKind(self.device)
+        return self.memory_at(self.home)
+
+    def memory_at(self, home: Home) -> MemoryKind:
+        """The memory of its shards at `home`."""
+        if home is Home.DEVICE:
+            return MemoryKind(self.device)
+        if not accelerator_for(self.device).has_lanes:
+            return MemoryKind(torch.device("cpu"))
+        pinned, copied = self.options.offload.in_full.pin_memory, home is Home.STEPPED_ON_CPU
+        return MemoryKind(torch.device("cpu"), offloaded=True, pinned=pinned, copied=copied)
+
+    @property
+    def is_on_cpu(self) -> bool:
+        """True if shards and gradients are on the CPU, and the optimizer steps them there, wherever compute runs."""
+        return self.home is not Home.DEVICE
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True if that CPU is beside the device that computes."""
+        return self._memory.offloaded
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of its parameters as they are stored, on all ranks together."""
+        return sum(param.sharded.numel() * param.sharded.dtype.itemsize for param in self.params)
+
+    @property
+    def trained_nbytes(self) -> int:
+        """Of these, the bytes of parameters that are trained."""
+        trained = (param.sharded for param in self.params if param.sharded.requires_grad)
+        return sum(param.numel() * param.dtype.itemsize for param in trained)
 
     @property
     def description(self) -> str:
@@ -240,6 +269,19 @@ class Unit:
     def shows_its_shards(self) -> bool:
         """True if nobody is known to have written to shards since. (Fused optimizers do, unnoticed, between steps.)"""
         return self._shown == self._versions
+
+    def put_off(self, step: Callable[[], None]) -> None:
+        """Have `step`, which changes shards, taken when they are needed next."""
+        self._put_off.append(step)
+
+    def settle(self) -> None:
+        """Have all steps taken that were put off."""
+        if not self._put_off:
+            return
+        steps, self._put_off = self._put_off, []
+        for step in steps:
+            step()
+        self.note_shown_shards()  # the CPU's own work comes before whatever it queues
 
     @property
     def lanes(self) -> Lanes:
@@ -437,7 +479,18 @@ class Unit:
             return
         if len({param.local.is_meta for param in self.params}) > 1:
             return  # some have been given values; this is called again when others are
-        plans = [self._plan_as_found(param_group) for param_group in self.param_groups]
+        self._lie_as([self._plan_as_found(param_group) for param_group in self.param_groups])
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def rest(self, home: Home) -> None:
+        """Have the shards at `home` from now on, with their gradients and the optimizer's state."""
+        self.home = home
+        if not self.is_meta and any(param_group.plan.memory != self._memory for param_group in self.param_groups):
+            self._lie_as([it.plan.changed(it.plan.contract, self.device, self._memory) for it in self.param_groups])
+
+    def _lie_as(self, plans: Sequence[GroupPlan]) -> None:
+        """Move the parameter groups to memory as `plans` have it, with the values that the shards have now."""
         collectives = self.collectives
         if plans and plans[0].memory.device.type != "meta":
             self.device = plans[0].device
@@ -464,7 +517,7 @@ class Unit:
         contract = contract_for(self.options, param_group.params[0].view, shard.dtype, param_group.plan.contract.grad)
         if shard.is_meta:
             return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
-        if self.options.offloads:
+        if self.is_on_cpu:
             return param_group.plan.changed(contract, self.device, self._memory)
         return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
 

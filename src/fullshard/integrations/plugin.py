@@ -48,6 +48,8 @@ class ShardingPlugin:
         ignored_modules: modules to leave as they are, or a regular expression that matches their whole names.
         cpu_offload: whether shards, their gradients and the optimizer step stay on the CPU.
         offload_optimizer: how much of the optimizer's state rests on a disk, from 0 to 1, as `Offload` has it.
+        offload_optimizer_cpu: how much of it is on the CPU, which steps it, from 0 to 1.
+        offload_parameters_cpu: how much of the parameters rests on the CPU, from 0 to 1.
         offload_activations: how much of what forward keeps for backward is on a disk meanwhile, from 0 to 1.
         offload_budget: instead of both, the memory that a rank's tensors may take, such as "20GB".
         offload_folder: the folder on that disk.
@@ -78,6 +80,8 @@ class ShardingPlugin:
     ignored_modules: str | tuple[nn.Module, ...] | None = None
     cpu_offload: bool = False
     offload_optimizer: float = 0.0
+    offload_optimizer_cpu: float = 0.0
+    offload_parameters_cpu: float = 0.0
     offload_activations: float = 0.0
     offload_budget: int | str | None = None
     offload_folder: str | None = None
@@ -122,11 +126,12 @@ class ShardingPlugin:
             )
         if self.activation_checkpointing_offload and not self.activation_checkpointing:
             raise ConfigError("activation_checkpointing_offload needs activation_checkpointing. Set both.")
-        if self.cpu_offload and (self.offload_optimizer or self.offload_activations):
+        if self.cpu_offload and (any(self._fractions.values()) or self.offload_budget is not None):
+            said = ", ".join(f"{name}={fraction:g}" for name, fraction in self._fractions.items() if fraction)
+            said = said or f"offload_budget={self.offload_budget}"
             raise ConfigError(
-                f"cpu_offload with offload_optimizer={self.offload_optimizer:g} and offload_activations="
-                f"{self.offload_activations:g}: a unit's shards are on the CPU, or part of what belongs to it is on a "
-                "disk. Leave out the one or the other."
+                f"cpu_offload with {said}: all shards are on the CPU, or a part of what is said. Leave out the one or "
+                "the other; cpu_offload is offload_parameters_cpu=1."
             )
         self.offload_policy  # noqa: B018  # checks fractions and folder
 
@@ -135,14 +140,20 @@ class ShardingPlugin:
         """The policy of all units that this asks for."""
         if self.cpu_offload:
             return CPUOffloadPolicy()
-        if not (self.offload_optimizer or self.offload_activations or self.offload_budget is not None):
+        if not any(self._fractions.values()) and self.offload_budget is None:
             return OffloadPolicy()
         return Offload(
             budget=self.offload_budget,
-            optimizer={"disk": self.offload_optimizer},
+            optimizer={"cpu": self.offload_optimizer_cpu, "disk": self.offload_optimizer},
+            parameters={"cpu": self.offload_parameters_cpu},
             activations={"disk": self.offload_activations},
             folder=self.offload_folder,
         )
+
+    @property
+    def _fractions(self) -> dict[str, float]:
+        names = ("offload_optimizer", "offload_optimizer_cpu", "offload_parameters_cpu", "offload_activations")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **defaults: Any) -> ShardingPlugin:
@@ -399,6 +410,8 @@ HONOURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "offload_budget": _as_is,
     "offload_folder": _as_is,
     "offload_optimizer": _fraction,
+    "offload_optimizer_cpu": _fraction,
+    "offload_parameters_cpu": _fraction,
     "output_dtype": _dtype,
     "param_dtype": _dtype,
     "reduce_dtype": _dtype,

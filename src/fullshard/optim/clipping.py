@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -61,9 +61,8 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so nothing was clipped"
         )
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    accelerator = accelerator_for(norm.device)
-    for local in _by_device([_local(grad) for grad in grads]).values():
-        torch._foreach_mul_(local, accelerator.beside(coefficient, local[0]))
+    for local in _by_memory([_local(grad) for grad in grads]).values():
+        torch._foreach_mul_(local, accelerator_for(norm.device).beside(coefficient, local[0]))
     return norm
 
 
@@ -82,7 +81,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         else:
             norms[i] = _norm(grad, norm_type)
     for (mesh, axes), indices in spread.items():
-        combined = torch.stack([norms[i] for i in indices])
+        combined = _stacked([norms[i] for i in indices], torch.device(mesh.device_type))
         for axis in axes:
             combined = _combined(combined, mesh, axis, norm_type)
         for i, norm in zip(indices, combined, strict=True):
@@ -128,6 +127,18 @@ def part_of_rank(whole: Tensor, world: int, rank: int) -> Tensor:
     ).contiguous()  # as the shard is: a norm's bits follow the strides
 
 
+def _stacked(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """`norms` in one tensor: in the memory of `device`, if they are not all in another one."""
+    places = _by_memory(norms)
+    if len(places) == 1:
+        return torch.stack(list(norms))
+    brought: dict[int, Tensor] = {}
+    for same in places.values():  # one copy for all
+        moved = accelerator_for(device).to_device(torch.stack(same), device)
+        brought.update(zip(map(id, same), moved, strict=True))
+    return torch.stack([brought[id(norm)] for norm in norms])
+
+
 def _combined(own: Tensor, mesh: DeviceMesh, axis: int, norm_type: float) -> Tensor:
     """The norm over an axis of `mesh` of each of the norms in `own`: 1-D in, 1-D out, one element a gradient."""
     device = torch.device(mesh.device_type)
@@ -142,10 +153,11 @@ def _local(grad: Tensor) -> Tensor:
     return grad._local_tensor if isinstance(grad, DTensor) else grad
 
 
-def _by_device(tensors: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
-    found: dict[torch.device, list[Tensor]] = {}
+def _by_memory(tensors: Iterable[Tensor]) -> dict[Hashable, list[Tensor]]:
+    """`tensors` by whose memory they are in."""
+    found: dict[Hashable, list[Tensor]] = {}
     for tensor in tensors:
-        found.setdefault(tensor.device, []).append(tensor)
+        found.setdefault(accelerator_for(tensor.device).memory_of(tensor), []).append(tensor)
     return found
 
 
@@ -174,10 +186,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> Any:
         point_to_shards(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        found = {}
-        for device, local in _by_device([_local(grad) for grad in grads]).items():
-            found[device] = found_inf.to(device, copy=True)
-            torch._amp_foreach_non_finite_check_and_unscale_(local, found[device], inv_scale.to(device))
+        found: dict[torch.device, Tensor] = {}
+        for local in _by_memory([_local(grad) for grad in grads]).values():
+            device = local[0].device
+            flag = found.setdefault(device, found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(local, flag, inv_scale.to(device))
         worst = max([flag.to(found_inf.device) for flag in found.values()], default=found_inf)
         worst = worst.clone()
         group = self._group or dist.distributed_c10d._get_default_group()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial, update_wrapper
 from typing import Any, TypeVar
@@ -30,16 +30,19 @@ from fullshard._compat import (
     outside_of_graphs,
     without_step_hooks,
 )
+from fullshard.device.accelerator import accelerator_for
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.managed import managed_by
+from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
+from fullshard.optim.put_off import can_put_off, put_off
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.state.block_states import block_states
 from fullshard.state.budget import choose_for_budget
-from fullshard.state.on_disk import StepsInPortions, states_on_disk
+from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
 from fullshard.state.optim_state import OWN
-from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
+from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
 
 __all__ = ["step_shards", "watch_optimizers"]
 
@@ -76,7 +79,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         note_outside(optimizer)
         choose_for_budget(optimizer)
         _step_shards(optimizer)
-        _step_what_is_on_disk(optimizer, args, kwargs)
+        _step_in_place_of(optimizer, args, kwargs)
     _note_step()
 
 
@@ -180,9 +183,13 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     owner = weakref.ref(optimizer)
 
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        disk = states_on_disk(optimizer)
-        if disk is not None:
-            return _step_from_disk(optimizer, partial(disk.step, optimizer), inner, args, kwargs)
+        disk, on_cpu = states_on_disk(optimizer), _on_cpu(optimizer)
+        for unit in on_cpu:
+            unit.settle()
+        if disk is not None or on_cpu:
+            may_wait = not (args or kwargs or has_step_hooks(optimizer)) and type(optimizer) in _ELEMENTWISE
+            step_all = partial(_step_apart, optimizer, disk, on_cpu, may_wait=may_wait)
+            return _step_outside_of_graphs(optimizer, step_all, inner, args, kwargs)
         if block_states(optimizer) is not None and not torch.compiler.is_compiling():  # their kernels take no DTensors
             return _step_in_portions(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
         # A closure, or a hook of the user's, is to see the parameters that the user knows.
@@ -353,11 +360,54 @@ def _step_in_portions(
     return loss
 
 
-_step_from_disk = outside_of_graphs(_step_in_portions)
+_step_outside_of_graphs = outside_of_graphs(_step_in_portions)
 
 
 def _step_all(optimizer: Optimizer, run: Run) -> None:
-    run([param for group in optimizer.param_groups for param in group["params"]])
+    run(_params(optimizer))
+
+
+def _params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _on_cpu(optimizer: Optimizer) -> dict[Unit, list[nn.Parameter]]:
+    """The parameters whose shards are on the CPU beside the device that computes, by their units."""
+    units: dict[Unit, list[nn.Parameter]] = {}
+    for param in _params(optimizer):
+        managed = managed_by(param)
+        if managed is not None and managed.unit.is_offloaded:
+            units.setdefault(managed.unit, []).append(param)
+    return units
+
+
+def _step_apart(
+    optimizer: Optimizer,
+    disk: StatesOnDisk | None,
+    on_cpu: Mapping[Unit, Sequence[nn.Parameter]],
+    run: Run,
+    *,
+    may_wait: bool,
+) -> None:
+    """Give the device what it steps, portion by portion where states are on a disk. Have the CPU step what is `on_cpu`,
+    unit by unit as their gradients came: while the device is at it, or later if that `may_wait`.
+    """
+    there = {id(param) for params in on_cpu.values() for param in params}
+    if disk is None:
+        run([param for param in _params(optimizer) if id(param) not in there])
+    else:
+        disk.step(optimizer, run, there)
+    for unit, params in reversed(list(on_cpu.items())):
+        step = partial(_step_on_cpu, run, unit, params)
+        if may_wait and can_put_off(optimizer, unit, params):
+            put_off(optimizer, unit, params, step)
+        else:
+            step()
+
+
+def _step_on_cpu(run: Run, unit: Unit, params: Sequence[nn.Parameter]) -> None:
+    with acting_for(_STEP), accelerator_for(unit.device).on_host():
+        run(params)
 
 
 def _drawing_alike(
@@ -377,8 +427,7 @@ def _drawing_alike(
         by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
     counts = [state["step"] for state in optimizer.state.values() if "step" in state]
     for number, (mesh, its) in enumerate(by_mesh.items()):
-        placed = its[0]
-        place = list(mesh.get_coordinate()) if mesh is not None and isinstance(placed, DTensor) else []
+        place = [] if mesh is None else mesh.get_coordinate()
         cut = {axis for it in its if isinstance(it, DTensor) for axis, p in enumerate(it.placements) if p.is_shard()}
         part = [coordinate for axis, coordinate in enumerate(place) if axis in cut]
         seed = crc32(repr((max(map(int, counts), default=0), portion, number, part)).encode())
@@ -400,16 +449,20 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         module.set_rng_state(state)
 
 
-def _step_what_is_on_disk(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Step `optimizer`, whose own step begins, a portion at a time, and leave it without parameters until that is over.
+def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Step `optimizer`, whose own step begins, in parts if it has any, and leave it without parameters until that is
+    over.
 
     With hooks of the user's, which are to come first, or with a closure, it takes its step by itself: its states are
     all in memory then, and go to the disk afterwards.
     """
     disk = None if isinstance(optimizer, StepsInPortions) else states_on_disk(optimizer)
-    if disk is None:
+    on_cpu = _on_cpu(optimizer)
+    if disk is None and not on_cpu:
         return
     if type(optimizer) not in _BY_PARAMETER and not hasattr(optimizer.step, _MARK):
+        if disk is None:
+            return
         raise ConfigError(
             f"{type(optimizer).__name__} is to have states on a disk, as Offload says, but may need all parameters at "
             "once. Use an optimizer of torch.optim that is known to step each by itself, such as AdamW, or Muon of "
@@ -417,7 +470,8 @@ def _step_what_is_on_disk(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     _given[optimizer] = [group["params"] for group in optimizer.param_groups]
     if len(args) == 1 and not kwargs and not has_step_hooks(optimizer):  # the optimizer is one
-        _step_from_disk(optimizer, partial(disk.step, optimizer), type(optimizer).step, (), {})
+        step_all = partial(_step_apart, optimizer, disk, on_cpu, may_wait=False)
+        _step_outside_of_graphs(optimizer, step_all, type(optimizer).step, (), {})
         for group in optimizer.param_groups:
             group["params"] = []
 

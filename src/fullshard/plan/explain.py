@@ -6,14 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
+from fullshard.device.accelerator import accelerator_for
+from fullshard.engine.homes import homes_of
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.runtime import runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.plan.ledger import predict_error_feedback, predict_ledger, predict_on_disk
-from fullshard.policy.offload import Offload
+from fullshard.plan.ledger import predict_error_feedback, predict_ledger, predict_on_cpu, predict_on_disk
+from fullshard.policy.offload import Home, Offload
 
 __all__ = ["explain", "offload_lines"]
 
@@ -37,7 +39,8 @@ def explain(model: nn.Module) -> str:
             f"{type(model).__name__} has no units, so there is nothing to explain. Call fully_shard first."
         )
     names = {module: clean_fqn(name) or "the root" for name, module in model.named_modules()}
-    each = (line for unit in units for line in _unit(unit, names))
+    homes = homes_of(units)
+    each = (line for unit in units for line in _unit(unit, homes[unit], names))
     return "\n".join(
         [*_head(units), *offload_lines(units), *_advice(units), *each, *_order(units, names), *_bytes(model)]
     )
@@ -70,28 +73,35 @@ def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
     """Where optimizer states rest, if not beside the shards; and where what forward keeps is until backward."""
     policies: list[Offload] = []
     for unit in units:
-        policy = unit.options.offload
-        if isinstance(policy, Offload) and policy not in policies:
+        policy = unit.options.offload.in_full
+        if policy not in policies:
             policies.append(policy)
     for policy in policies:
-        count = sum(unit.options.offload == policy for unit in units)
+        count = sum(unit.options.offload.in_full == policy for unit in units)
         which = "" if len(policies) == 1 and count == len(units) else f" of {count} units"
+        is_beside = accelerator_for(units[0].device).has_lanes
+        on_cpu = {"optimizer's state": policy.cpu_fraction, "parameters": policy.parameters.get("cpu", 0.0)}
+        for what, fraction in on_cpu.items():
+            if fraction:
+                yield f"{fraction:.0%} of the {what}{which} is on the CPU{'' if is_beside else ', as all is here'}"
         if policy.budget is not None:
             yield f"a budget of {policy.budget}{which}: all is away that can be until the first step of an optimizer"
         if policy.disk_fraction:
             yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
-        computes = ", where the CPU computes," if units[0].device.type == "cpu" else ""
+        computes = "" if is_beside else ", where the CPU computes,"
         for tier, place in (("disk", f"in {policy.folder}"), ("cpu", f"in the host's memory{computes}")):
             if policy.activations.get(tier):
                 share = f"{policy.activations[tier]:.0%} of {which.removeprefix(' of ') or 'all units'}"
                 yield f"what forward keeps of {share} is {place} until backward"
 
 
-def _unit(unit: Unit, names: Mapping[nn.Module, str]) -> Iterator[str]:
+def _unit(unit: Unit, home: Home, names: Mapping[nn.Module, str]) -> Iterator[str]:
     numel = sum(param.sharded.numel() for param in unit.params)
     yield ""
     kind, whole = type(unit.module).__name__, _size(unit.unsharded_nbytes)
     yield f"{names[unit.module]}: {kind}, {numel:,} parameters, {whole} whole"
+    if home is not Home.DEVICE:
+        yield f"  its shards, their gradients and the optimizer's state are {home.value}"
     for other in unit.borrowed:
         lender = names.get(other.module, other.name)
         yield f"  is whole together with {lender}, which has weights tied to some of its own"
@@ -138,7 +148,7 @@ def _order(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> Iterator[st
 def _bytes(model: nn.Module) -> Iterator[str]:
     ledger = predict_ledger(model)
     error_feedback = predict_error_feedback(model)
-    on_disk = predict_on_disk(model)
+    on_disk, on_cpu = predict_on_disk(model), predict_on_cpu(model)
     yield ""
     yield "bytes on this rank, by formula, with AdamW and without activations:"
     for state in ("parameters", "gradients", "optimizer_state", "gathered_peak", "total"):
@@ -147,6 +157,8 @@ def _bytes(model: nn.Module) -> Iterator[str]:
             yield f"    of these    {_size(error_feedback):>16} is quantisation error feedback"
         if state == "optimizer_state" and on_disk.nbytes:
             yield f"    of these    {_size(on_disk.buffer_nbytes):>16} are buffers for what is on the disk"
+    if on_cpu:
+        yield f"  {'on the CPU':16}{_size(on_cpu):>12}, shards, gradients and optimizer state"
     if on_disk.nbytes:
         yield f"  {'on the disk':16}{_size(on_disk.nbytes):>12}, optimizer state; read and written in each step"
 

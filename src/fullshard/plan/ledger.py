@@ -2,7 +2,8 @@
 
 By formula, for the units of a model, with N ranks on the shard axis and the layouts of `layout/group_layout.py`:
 
-    parameters        memory between steps: shards, or the unsharded buffers that are kept
+    parameters        memory between steps: shards, or the unsharded buffers that are kept; of units on the CPU beside
+                      the device that computes, at most a copy of the shards in the dtype that computes
     gradients         those that the optimizer sees: shards, or whole ones where the optimizer is whole; and the error
                       feedback of encoded ones
     optimizer state   as many values as the optimizer keeps for each one it updates; without those on a disk, but with
@@ -17,21 +18,22 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import fake_tensors, storage_watch
+from fullshard._compat import fake_tensors, inner_tensors, storage_watch
 from fullshard.comm.codec import codec_named
 from fullshard.comm.encoded import error_feedback_numel
 from fullshard.comm.mesh import resolve_groups
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan
-from fullshard.engine.param_group import ParamGroup
+from fullshard.engine.homes import homes_of
+from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
@@ -50,6 +52,7 @@ __all__ = [
     "predict_activations",
     "predict_error_feedback",
     "predict_ledger",
+    "predict_on_cpu",
     "predict_on_disk",
 ]
 
@@ -101,12 +104,15 @@ def predict_ledger(
     """
     units, size, placements = _under(model, strategy)
     cost = optimizer or OptimizerCost()
-    every = [_GroupBytes.under(it, size, placements) for unit in units for it in unit.param_groups]
+    every = _groups(units, size, placements)
+    here = [it for it in every if not it.plan.memory.offloaded]
     on_disk = predict_on_disk(model, strategy=strategy, optimizer=cost)
     return Ledger(
-        parameters=sum(it.plan.rest_nbytes for it in every) + kept_between_steps(units, size, placements),
-        gradients=sum(it.gradients for it in every),
-        optimizer_state=sum(it.optimizer(cost) for it in every) - on_disk.nbytes + on_disk.buffer_nbytes,
+        parameters=sum(it.plan.rest_nbytes for it in here)
+        + sum(it.plan.copy_nbytes for it in every)
+        + kept_between_steps(units, size, placements),
+        gradients=sum(it.gradients for it in here) + sum(it.error_feedback for it in every),
+        optimizer_state=sum(it.optimizer(cost) for it in here) - on_disk.nbytes + on_disk.buffer_nbytes,
         gathered_peak=gathered_peak(units, size, placements),
         activations=activations,
     )
@@ -145,16 +151,33 @@ def predict_on_disk(
     return OnDiskCost(nbytes=sum(portions), buffer_nbytes=sum(buffers))
 
 
+def predict_on_cpu(
+    model: nn.Module,
+    *,
+    strategy: str | ShardingStrategy | StrategyPlacements | None = None,
+    optimizer: OptimizerCost | None = None,
+) -> int:
+    """Bytes of shards, gradients and optimizer state on the CPU, beside the device that computes: 0 if that is the CPU.
+
+    Arguments as of `predict_ledger`.
+
+    Raises:
+        ConfigError: the model has no units.
+    """
+    units, size, placements = _under(model, strategy)
+    cost = optimizer or OptimizerCost()
+    there = [it for it in _groups(units, size, placements) if it.plan.memory.offloaded]
+    return sum(it.plan.rest_nbytes + it.gradients + it.optimizer(cost) for it in there)
+
+
 def predict_error_feedback(model: nn.Module) -> int:
     """Bytes of quantisation error feedback, included in the gradients of this rank's ledger.
 
     Raises:
         ConfigError: the model has no units.
     """
-    groups = ((unit, param_group) for unit in _units(model) for param_group in unit.param_groups)
-    return sum(
-        _GroupBytes.under(it, unit.axes.group_size, unit.options.placements).error_feedback for unit, it in groups
-    )
+    units, size, placements = _under(model, None)
+    return sum(it.error_feedback for it in _groups(units, size, placements))
 
 
 @dataclass(frozen=True)
@@ -164,18 +187,14 @@ class _GroupBytes:
     plan: GroupPlan
     is_trained: bool
 
-    @classmethod
-    def under(cls, param_group: ParamGroup, group_size: int | None, placements: StrategyPlacements) -> _GroupBytes:
-        return cls(param_group.plan.under(group_size, placements), param_group.is_trained)
-
     @property
     def gradients(self) -> int:
-        """Bytes of the gradients that the optimizer sees, error feedback included."""
+        """Bytes of the gradients that the optimizer sees."""
         if not self.is_trained:
             return 0
         plan, layout = self.plan, self.plan.layout
         numel = layout.shard_numel if plan.shards_optimizer else sum(it.spec.numel for it in layout.params)
-        return numel * plan.contract.delivered.itemsize + self.error_feedback
+        return numel * plan.contract.delivered.itemsize
 
     @property
     def error_feedback(self) -> int:
@@ -207,6 +226,17 @@ class _GroupBytes:
         return cost.values * numel * plan.contract.stored.itemsize + cost.extra_bytes * len(specs)
 
 
+def _groups(units: Sequence[Unit], group_size: int | None, placements: StrategyPlacements) -> list[_GroupBytes]:
+    """The parameter groups of `units`, which are all of a root's, under `placements`."""
+    return [
+        _GroupBytes(
+            replace(param_group.plan.under(group_size, placements), memory=unit.memory_at(home)), param_group.is_trained
+        )
+        for unit, home in homes_of(units).items()
+        for param_group in unit.param_groups
+    ]
+
+
 def _feedback_of_wholes(numels: Sequence[int], world: int) -> int:
     """Elements of error feedback of tensors of `numels` elements, whose sums all of `world` ranks have whole."""
     parts = [len(owned(numel, world, 0)) for numel in numels]
@@ -228,14 +258,16 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
     with recording() as record:
         loss, activations = live_after(forward)
         loss.backward()
-    gradients = storage_bytes(param.grad for param in model.parameters() if param.grad is not None)
+    params = [param for param in model.parameters() if not _is_offloaded(param)]
+    gradients = storage_bytes(param.grad for param in params if param.grad is not None)
     gradients += sum(param_group.error_feedback_nbytes for unit in units for param_group in unit.param_groups)
     optimizer.zero_grad()
     kept = [unit for unit in units if unit.keeps_unsharded]
     groups = sum(unit.secondary_nbytes for unit in units)
+    copies = sum(param_group.plan.copy_nbytes for unit in units for param_group in unit.param_groups)
     on_disk = states_on_disk(optimizer)
     return Ledger(
-        parameters=storage_bytes(model.parameters(), (unit.slot.storage for unit in kept)) + groups,
+        parameters=storage_bytes(params, (unit.slot.storage for unit in kept)) + copies + groups,
         gradients=gradients,
         optimizer_state=storage_bytes(_state_tensors(optimizer)) + (0 if on_disk is None else on_disk.buffer_nbytes),
         gathered_peak=record.gathered_peak_bytes(),
@@ -277,13 +309,20 @@ def storage_bytes(tensors: Iterable[Tensor], storages: Iterable[torch.UntypedSto
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if isinstance(local, OnDisk):
             continue
-        storage = local.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+        for inner in inner_tensors(local):  # of a wrapper, which has no memory itself
+            storage = inner.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
 
+def _is_offloaded(param: Any) -> bool:
+    """True if the shard of `param` is on the CPU, beside the device that computes."""
+    managed = managed_by(param)
+    return managed is not None and managed.unit.is_offloaded
+
+
 def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for state in optimizer.state.values():
+    for state in (state for param, state in optimizer.state.items() if not _is_offloaded(param)):
         yield from (value for value in state.values() if isinstance(value, Tensor))
 
 

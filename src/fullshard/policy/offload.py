@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from fnmatch import fnmatchcase
 from os import PathLike
 from pathlib import Path
 
 from fullshard.errors import ConfigError
 from fullshard.policy.sizes import parse_size
 
-__all__ = ["CPUOffload", "CPUOffloadPolicy", "Offload", "OffloadPolicy"]
+__all__ = ["CPUOffload", "CPUOffloadPolicy", "Home", "Offload", "OffloadPolicy", "policies_by_name"]
+
+
+class Home(Enum):
+    """Where the shards of a unit are, with their gradients and the optimizer's state."""
+
+    DEVICE = "on the device"
+    STEPPED_ON_CPU = "on the CPU, with a copy of the shards on the device"
+    CPU = "on the CPU"
 
 
 @dataclass(frozen=True)
 class OffloadPolicy:
     """Everything stays on the device that computes."""
 
+    @property
+    def in_full(self) -> Offload:
+        """The same, said as `Offload` says it."""
+        return Offload()
+
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards and their gradients live in CPU memory, and the optimizer steps there.
+    """Shards and their gradients live in CPU memory, and the optimizer steps there: of the units that have this policy.
 
-    A unit's shards are copied to the device before its gather, and its reduced gradients back. On a machine that
-    computes on the CPU this is valid and changes nothing.
+    It is `Offload(parameters={"cpu": 1})` for each. On a machine that computes on the CPU it is valid and changes
+    nothing.
 
     Args:
         pin_memory: whether the CPU memory is page-locked, so that copies run beside compute.
@@ -31,23 +46,36 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     pin_memory: bool = True
 
+    @property
+    def in_full(self) -> Offload:
+        """See `OffloadPolicy.in_full`."""
+        return Offload(optimizer={"cpu": 1.0}, parameters={"cpu": 1.0}, pin_memory=self.pin_memory)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(OffloadPolicy):
-    """Part of the optimizer's state rests in a file between steps, and part of what forward keeps for backward is away
-    meanwhile: as much as is said, of whole units.
+    """Part of what training needs is away from the device that computes, on the CPU or on a disk: as much as is said,
+    of whole units. Values are those of a run without offload, bit for bit.
 
-    In a step it is read, stepped and written a portion at a time, in three buffers of one portion each: 64 MiB, or the
-    state of one parameter where that is more. Values are those of a run without offload, bit for bit. The file has no
-    name, is of this run alone, and ends with the process; a run goes on from its checkpoints.
+    On the CPU, shards are stepped where they are, and copied to the device for their gathers. On a machine that
+    computes on the CPU, `"cpu"` changes nothing. On a disk, states rest in a file between steps. In a step they are
+    read, stepped and written a portion at a time, in three buffers of one portion each: 64 MiB, or the state of one
+    parameter where that is more. The file has no name, is of this run alone, and ends with the process; a run goes on
+    from its checkpoints.
 
     Args:
-        optimizer: how much of each optimizer's state rests where: `{"disk": fraction}`, by bytes. Units are taken from
-            the last one that the optimizer has on, until they have at least that much.
+        optimizer: how much of the optimizer's state rests where: `{"cpu": 0.5, "disk": 0.25}`, by bytes. Units are
+            taken from the last one on, until they have at least that much: first those for the CPU, whose gradients
+            are there too, and which the optimizer steps there, while the device keeps a copy of their shards; then
+            those for the disk, for each optimizer by itself.
+        parameters: how much of the parameters rests where: `{"cpu": fraction}`. From the last unit on, too, and
+            without a copy on the device: shards travel for each gather. Their optimizer's state is on the CPU as well,
+            as part of what `optimizer` asks for.
         activations: how much of what forward keeps for backward is away between the two, and where: in the host's
             memory (`"cpu"`: nothing changes where that is what computes) or on a disk. `{"cpu": 0.5, "disk": 0.25}` is
             half of the units and a quarter, the earliest on the disk. With checkpoints it is their inputs that travel.
         folder: where the file is made: on a disk of this machine. Every rank has one of its own.
+        pin_memory: whether CPU memory for shards is page-locked, so that copies run beside compute.
         budget: instead of fractions, the memory that a rank's tensors may take on the device that computes: bytes, or
             words such as "20GB". Until the first step of an optimizer, all is away that can be; from then on the least
             that fits, chosen by `state/budget.py`, the same on all ranks.
@@ -63,25 +91,54 @@ class Offload(OffloadPolicy):
     """
 
     optimizer: Mapping[str, float] = field(default_factory=dict, hash=False)
+    parameters: Mapping[str, float] = field(default_factory=dict, hash=False)
     activations: Mapping[str, float] = field(default_factory=dict, hash=False)
     folder: str | PathLike[str] | None = None
+    pin_memory: bool = True
     budget: int | str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("optimizer", "parameters", "activations"):  # what says the same is the same
+            object.__setattr__(self, name, {tier: share for tier, share in getattr(self, name).items() if share})
         if self.budget is not None:
             parse_size(self.budget, "Offload(budget)", "memory")
-            if any(self.optimizer.values()) or any(self.activations.values()):
+            if self.optimizer or self.parameters or self.activations:
                 raise ConfigError(
-                    f"Offload(budget={self.budget!r}, optimizer={dict(self.optimizer)}, activations="
-                    f"{dict(self.activations)}): a budget chooses the fractions. Leave either out."
+                    f"Offload(budget={self.budget!r}, optimizer={dict(self.optimizer)}, parameters="
+                    f"{dict(self.parameters)}, activations={dict(self.activations)}): a budget chooses the fractions. "
+                    "Leave either out."
                 )
-        _check_fractions("optimizer", self.optimizer, ("disk",))
+        _check_fractions("optimizer", self.optimizer, ("cpu", "disk"))
+        _check_fractions("parameters", self.parameters, ("cpu",))
         _check_fractions("activations", self.activations, ("cpu", "disk"))
+        if self.cpu_fraction + self.disk_fraction > 1:
+            raise ConfigError(
+                f"Offload(optimizer={dict(self.optimizer)}, parameters={dict(self.parameters)}): the optimizer's state "
+                f"is on the CPU wherever parameters are, so {self.cpu_fraction:g} of it is, and no more than "
+                f"{1 - self.cpu_fraction:g} can be on a disk."
+            )
         if (self.disk_fraction or self.activations.get("disk")) and self.folder is None:
             raise ConfigError(
                 f"Offload(optimizer={dict(self.optimizer)}, activations={dict(self.activations)}) has no folder for "
                 'what is to rest on a disk. Name one on a disk of this machine: folder="/nvme/run".'
             )
+
+    @property
+    def in_full(self) -> Offload:
+        """See `OffloadPolicy.in_full`."""
+        return self
+
+    @property
+    def home_of_all(self) -> Home:
+        """The home that all units have; the device, as long as it is not known which of them have another."""
+        if self.parameters.get("cpu", 0.0) == 1:
+            return Home.CPU
+        return Home.STEPPED_ON_CPU if self.cpu_fraction == 1 else Home.DEVICE
+
+    @property
+    def cpu_fraction(self) -> float:
+        """How much of the optimizer's state is on the CPU: wherever parameters are, at least."""
+        return max(self.optimizer.get("cpu", 0.0), self.parameters.get("cpu", 0.0))
 
     @property
     def disk_fraction(self) -> float:
@@ -114,12 +171,33 @@ def _check_fractions(name: str, fractions: Mapping[str, float], tiers: tuple[str
     given = f"Offload({name}={dict(fractions)})"
     unknown = [tier for tier in fractions if tier not in tiers]
     if unknown:
-        remedy = f"Name one of {', '.join(map(repr, tiers))}"
-        if unknown[0] == "cpu":
-            remedy += "; or give CPUOffloadPolicy() to as many units as are to have theirs on the CPU"
-        raise ConfigError(f"{given}: {unknown[0]!r} is no tier of {name}. {remedy}.")
+        raise ConfigError(f"{given}: {unknown[0]!r} is no tier of {name}. Name one of {', '.join(map(repr, tiers))}.")
     if any(not 0 <= fraction <= 1 for fraction in fractions.values()) or sum(fractions.values()) > 1:
         raise ConfigError(f"{given}: fractions are of the whole, each from 0 to 1, and no more than 1 together.")
+
+
+def policies_by_name(patterns: Mapping[str, OffloadPolicy], names: Sequence[str]) -> list[OffloadPolicy]:
+    """For each of `names`, FQNs of units, the policy of the first pattern that matches it; if none does, no offload.
+
+    Patterns are those of a shell (`layers.*`); one that ends in `.*` matches the name before that, too. The root's name
+    is empty.
+
+    Raises:
+        ConfigError: a pattern matches none of the names.
+    """
+    for pattern in patterns:
+        if not any(_matches(pattern, name) for name in names):
+            known = ", ".join(repr(name) for name in names)
+            raise ConfigError(
+                f"offload_policy: no unit's name matches {pattern!r}. The units are {known}, where '' is the module "
+                "itself. Name one of them, or a pattern such as 'layers.*'."
+            )
+    first = (next((pattern for pattern in patterns if _matches(pattern, name)), None) for name in names)
+    return [OffloadPolicy() if pattern is None else patterns[pattern] for pattern in first]
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, pattern) or pattern == f"{name}.*"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fullshard.errors import ConfigError
-from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
+from fullshard.policy.offload import OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy, check_wires
 from fullshard.policy.strategy import Placement, Placements, ShardingStrategy, resolve_placements
 
@@ -83,19 +83,9 @@ class ShardOptions:
         )
 
     @property
-    def offloads(self) -> bool:
-        """True if shards live on the CPU, wherever compute runs."""
-        return isinstance(self.offload, CPUOffloadPolicy)
-
-    @property
-    def pins_memory(self) -> bool:
-        """True if shards live in page-locked CPU memory, from where copies to a device are faster."""
-        return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
-
-    @property
     def activations(self) -> Mapping[str, float]:
         """How much of what forward keeps for backward is away between the two, by where it is."""
-        return self.offload.activations_away if isinstance(self.offload, Offload) else {}
+        return self.offload.in_full.activations_away
 
     @property
     def keeps_unsharded(self) -> bool:

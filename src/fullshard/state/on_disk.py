@@ -18,7 +18,7 @@ since that takes the room of all others too. See [Note: a disk that fails on one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -36,12 +36,13 @@ from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Extent, Scratch
 from fullshard.disk.tensors import OnDisk, no_buffer
 from fullshard.engine.findings import DiskFailures
+from fullshard.engine.homes import homes_of
 from fullshard.engine.managed import managed_by
 from fullshard.engine.registry import process_groups_along
 from fullshard.engine.unit import Unit
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
-from fullshard.policy.offload import Offload
+from fullshard.policy.offload import Home, Offload
 
 __all__ = [
     "BUFFERS",
@@ -139,8 +140,11 @@ class StatesOnDisk:
         """True if the states of `param` rest on the disk."""
         return id(param) in self._portion_of
 
-    def step(self, optimizer: Optimizer, run: Callable[[Sequence[nn.Parameter]], None]) -> None:
-        """Step all parameters of `optimizer`, which gives some of them to `run` at a time.
+    def step(
+        self, optimizer: Optimizer, run: Callable[[Sequence[nn.Parameter]], None], without: Collection[int] = ()
+    ) -> None:
+        """Step all parameters of `optimizer`, which gives some of them to `run` at a time; but for those of which ids
+        are in `without`.
 
         Raises:
             DiskError: states cannot be read or written on some rank. What has been stepped by then stays so.
@@ -149,7 +153,8 @@ class StatesOnDisk:
             optimizer.state[param]  # in the order of a step that is taken at once
         todo = [portion for portion in self._portions if portion.has_grads]
         self._begin_to_read(todo, 0)
-        rest = [it for group in optimizer.param_groups for it in group["params"] if not self.holds(it)]
+        params = (it for group in optimizer.param_groups for it in group["params"])
+        rest = [it for it in params if not self.holds(it) and id(it) not in without]
         bring_to_memory(optimizer, rest)
         run(rest)
         takes_room = next((portion for portion in todo if portion.extent is None), None)
@@ -424,9 +429,10 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
             by_policy.append((policy, known))
         known.setdefault(managed.unit, []).append(param)
     for policy, units in by_policy:
+        homes = homes_of(list(units))
         nbytes = {unit: sum(param.numel() * param.dtype.itemsize for param in its) for unit, its in units.items()}
         wanted, taken = policy.disk_fraction * sum(nbytes.values()), 0
         for unit in reversed(units):
-            if taken < wanted:
+            if taken < wanted and homes[unit] is Home.DEVICE:
                 taken += nbytes[unit]
                 yield policy.disk_folder, units[unit]

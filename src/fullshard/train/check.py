@@ -105,19 +105,30 @@ def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> No
 
 
 def _check_offload(settings: MemorySettings) -> None:
-    fractions = {
+    on_disk = {
         "offload-optimizer": settings.offload_optimizer,
         "offload-activations": settings.offload_activations,
     }
-    for name, fraction in fractions.items():
+    on_cpu = {
+        "offload-optimizer-cpu": settings.offload_optimizer_cpu,
+        "offload-parameters-cpu": settings.offload_parameters_cpu,
+    }
+    for name, fraction in (on_disk | on_cpu).items():
         if not 0 <= fraction <= 1:
             raise ConfigError(f"--{name} {fraction:g}: is a part of the whole, from 0 to 1.")
-        if fraction and settings.offload_folder is None:
+        if name in on_disk and fraction and settings.offload_folder is None:
             raise ConfigError(f"--{name} {fraction:g} needs --offload-folder: a folder on a disk of this machine.")
+    most = max(on_cpu.values())
+    if most + settings.offload_optimizer > 1:
+        raise ConfigError(
+            f"--offload-optimizer {settings.offload_optimizer:g} puts on a disk what --offload-optimizer-cpu or "
+            f"--offload-parameters-cpu has on the CPU already: {most:g} of the optimizer's state. Together they are no "
+            "more than 1."
+        )
     if settings.offload_budget is not None:
         parse_size(settings.offload_budget, "--offload-budget", "memory")
-        if any(fractions.values()):
-            said = " ".join(f"--{name} {fraction:g}" for name, fraction in fractions.items() if fraction)
+        if any((on_disk | on_cpu).values()):
+            said = " ".join(f"--{name} {fraction:g}" for name, fraction in (on_disk | on_cpu).items() if fraction)
             raise ConfigError(
                 f"--offload-budget {settings.offload_budget} with {said}: a budget chooses the fractions. Leave either "
                 "out."

@@ -100,6 +100,11 @@ class MemorySettings:
     offload_optimizer: float = 0.0
     """Part of the optimizer's state that rests on a disk between steps, from 0 to 1. fullshard disk says what that
     costs."""
+    offload_optimizer_cpu: float = 0.0
+    """Part of the optimizer's state, from 0 to 1, that is on the CPU, which steps it. On a machine that computes on the
+    CPU this changes nothing."""
+    offload_parameters_cpu: float = 0.0
+    """Part of the parameters, from 0 to 1, that rests on the CPU, with their optimizer's state."""
     offload_activations: float = 0.0
     """Part of the blocks, from 0 to 1, whose activations are on a disk between forward and backward."""
     offload_budget: MaybeStr = None

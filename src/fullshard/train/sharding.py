@@ -60,7 +60,8 @@ def offload_of(settings: MemorySettings) -> Offload:
     if settings.offload_budget is not None:
         return Offload(budget=settings.offload_budget, folder=settings.offload_folder)
     return Offload(
-        optimizer={"disk": settings.offload_optimizer},
+        optimizer={"cpu": settings.offload_optimizer_cpu, "disk": settings.offload_optimizer},
+        parameters={"cpu": settings.offload_parameters_cpu},
         activations={"disk": settings.offload_activations},
         folder=settings.offload_folder,
     )

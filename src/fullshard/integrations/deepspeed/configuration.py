@@ -14,7 +14,7 @@ import torch
 from fullshard.errors import ConfigError
 from fullshard.integrations.deepspeed.keys import KEYS, check, leaves, settings_of
 from fullshard.integrations.deepspeed.loss_scale import LossScale
-from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
+from fullshard.policy.offload import Offload, OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy
 
 __all__ = ["BatchSizes", "Configuration", "Part", "explain_config", "read"]
@@ -268,12 +268,11 @@ def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
                 "device (offload_param.device=none)."
             )
         return Offload(optimizer={"disk": 1.0 if ratio is None else float(ratio)}, folder=folder)
-    if ratio not in (None, 1):
-        raise ConfigError(
-            f"{zero}offload_optimizer.ratio={ratio!r} with device={devices['offload_optimizer']!r}: on the CPU it is "
-            "all or nothing. Write 1, or device=nvme for a part of the optimizer's state on a disk."
-        )
-    return CPUOffloadPolicy(pin_memory=bool(pins)) if "cpu" in devices.values() else OffloadPolicy()
+    if "cpu" not in devices.values():
+        return OffloadPolicy()
+    share = 0.0 if devices["offload_optimizer"] == "none" else 1.0 if ratio is None else float(ratio)
+    parameters = 1.0 if devices["offload_param"] == "cpu" else 0.0
+    return Offload(optimizer={"cpu": share}, parameters={"cpu": parameters}, pin_memory=bool(pins))
 
 
 def _part(found: Mapping[str, Any], section: str) -> Part | None:

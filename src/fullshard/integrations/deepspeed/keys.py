@@ -148,19 +148,20 @@ _ALL = (
     _honoured(_ZERO + "stage", "0: strategy ddp. 1: zero1. 2: zero2. 3: zero3."),
     _honoured(
         _ZERO + "offload_optimizer.device",
-        "cpu: shards, their gradients and the optimizer step live on the CPU. none: on the device. nvme: the "
+        "cpu: the shards that the optimizer steps, gradients and the optimizer's state are on the CPU, which steps "
+        "them, and the device has a copy of the shards in the dtype that computes. none: on the device. nvme: the "
         "optimizer's state rests on a disk, in nvme_path, and is stepped on the device in portions.",
     ),
     _honoured(
         _ZERO + "offload_param.device",
-        "As offload_optimizer.device: parameters rest where optimizers step. nvme is refused.",
+        "cpu: shards rest on the CPU and nowhere else, and so do gradients and the optimizer's state. nvme is refused.",
     ),
     _honoured(
         _ZERO + "offload_optimizer.nvme_path", "The folder on that disk; each rank has a scratch file of its own."
     ),
     _honoured(
         _ZERO + "offload_optimizer.ratio",
-        "With nvme, how much of the state rests on the disk: all if left out. With cpu anything but 1 is refused.",
+        "How much of the optimizer's state is there, on the CPU (as Twin-Flow) or on the disk: all if left out.",
     ),
     _honoured(_ZERO + "offload_optimizer.pin_memory", "Whether that CPU memory is page-locked."),
     _honoured(_ZERO + "offload_param.pin_memory", "Whether that CPU memory is page-locked."),

@@ -1,0 +1,48 @@
+"""Tensors whose values are not there yet: whoever does anything with one has them made first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from fullshard._compat import tensor_without_memory, tree_map
+
+__all__ = ["Awaited", "settled"]
+
+
+class Awaited(Tensor):
+    """What stands for `tensor` until `settle()` has given it its values, and has put it in its place again."""
+
+    tensor: Tensor
+    settle: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, settle: Callable[[], None]) -> Awaited:
+        made: Awaited = tensor_without_memory(cls, tensor.shape, tensor.dtype, tensor.device)
+        made.tensor, made.settle = tensor, settle
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares its own as disabled
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*tree_map(settled, args), **tree_map(settled, kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # nothing is made
+        return f"Awaited({tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return settled(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return settled(self).__reduce_ex__(protocol)
+
+
+def settled(value: Any) -> Any:
+    """`value`, or what it stands for, with its values."""
+    if not isinstance(value, Awaited):
+        return value
+    value.settle()
+    return value.tensor

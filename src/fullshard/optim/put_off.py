@@ -1,0 +1,121 @@
+"""Steps of the CPU that are put off until their result is needed.
+
+[Note: a step that is put off]
+The shards of some units are on the CPU, beside a device that has work queued while the CPU steps them. After
+`optimizer.step()` the next forward needs the first unit at once and the last one late. So a unit that is on the CPU is
+stepped when its gather is to start, which is while the device computes those before it: the more of them, the less is
+seen of the CPU's step. Whatever the step takes is noted when it is put off: gradients, states, the options of the
+groups. Until it is taken, the parameters, their gradients and their states hold `Awaited` tensors: whoever looks at one
+or writes to it has the step taken first. So nobody can tell, but by the time. It is taken at once where somebody might:
+where shards or states are referred to by others, who would see old values; in the first step, which makes the states;
+with a closure, hooks, or a scaler's own part in the step; within a backward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard._compat import held_twice, in_backward, local_tensor, set_local_tensor
+from fullshard.device.awaited import Awaited
+from fullshard.engine.unit import Unit
+
+__all__ = ["can_put_off", "put_off"]
+
+
+def can_put_off(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter]) -> bool:
+    """True if a step of `params`, which are the unit's, can be taken later, and nobody can tell."""
+    if any(param.grad is None for param in params):
+        return False
+    if in_backward() or not all(param_group.has_shards_alone for param_group in unit.param_groups):
+        return False
+    if any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf")):
+        return False
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return False
+    states = [optimizer.state.get(param, {}) for param in params]
+    if not all(states):
+        return False
+    if not all(isinstance(value, Tensor) for state in states for value in state.values()):
+        return False
+    return held_twice([local_tensor(value) for state in states for value in state.values()])
+
+
+class _PutOff:
+    """A step that is to come, see the note above. Once made, it stands in for what it will change."""
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
+        self._optimizer = optimizer
+        self._run = run
+        ids = set(map(id, params))
+        self._groups = [
+            {
+                **{name: _own(value) for name, value in group.items() if name != "params"},
+                "params": [param for param in group["params"] if id(param) in ids],
+            }
+            for group in optimizer.param_groups
+        ]
+        self._states: dict[Tensor, Any] = {param: optimizer.state[param] for param in params}
+        self._grads = {param: param.grad for param in params}
+        self._awaited: list[tuple[DTensor, Awaited]] = []
+        self._counts: list[tuple[dict[str, Any], str, Awaited]] = []
+        self._is_taken = False
+        for param in params:
+            self._stand_in(param)
+            self._stand_in(param.grad)
+        for state in self._states.values():
+            for name, value in state.items():
+                if isinstance(value, DTensor):
+                    self._stand_in(value)
+                else:
+                    state[name] = Awaited(value, self.take)
+                    self._counts.append((state, name, state[name]))
+
+    def _stand_in(self, tensor: Any) -> None:
+        awaited = Awaited(tensor._local_tensor, self.take)
+        set_local_tensor(tensor, awaited)
+        self._awaited.append((tensor, awaited))
+
+    @torch.inference_mode(False)
+    def take(self) -> None:
+        """Take the step, unless that was done; and have everything as it would be had it been taken at once."""
+        if self._is_taken:
+            return
+        self._is_taken = True
+        for tensor, awaited in self._awaited:
+            if tensor._local_tensor is awaited:
+                set_local_tensor(tensor, awaited.tensor)
+        for state, name, awaited in self._counts:
+            if state.get(name) is awaited:
+                state[name] = awaited.tensor
+        optimizer = self._optimizer
+        groups, states = optimizer.param_groups, optimizer.state
+        grads = {param: param.grad for param in self._grads}
+        optimizer.param_groups, optimizer.state = self._groups, defaultdict(dict, self._states)
+        try:
+            for param, grad in self._grads.items():
+                param.grad = grad
+            self._run()
+        finally:
+            optimizer.param_groups, optimizer.state = groups, states
+            for param, present in grads.items():
+                param.grad = present
+        self._groups, self._states, self._grads = [], {}, {}
+        self._awaited, self._counts = [], []
+
+
+def put_off(optimizer: Optimizer, unit: Unit, params: Sequence[nn.Parameter], run: Callable[[], None]) -> None:
+    """Have `run` step `params` of `optimizer`, which has no others meanwhile, when `unit` is needed next or one of
+    them is looked at.
+    """
+    unit.put_off(_PutOff(optimizer, params, run).take)
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

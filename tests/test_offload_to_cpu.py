@@ -1,0 +1,340 @@
+"""States and parameters on the CPU beside a pretended accelerator: the bits of none, and what travels when."""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from shared_ranks import run_ranks
+from small_models import ONE_AXIS, Chain, Layer, chain, inputs, small_gpt
+from test_offload_to_disk import LOOPS, adamw, few_bytes_a_portion, learn, momentum, muon
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from fullshard import CPUOffloadPolicy, Offload, OffloadPolicy, dry, fully_shard
+from fullshard._compat import make_dtensor, set_local_tensor
+from fullshard.engine.homes import homes_of
+from fullshard.engine.registry import units_in
+from fullshard.optim import local_steps
+from fullshard.plan.explain import explain
+from fullshard.plan.ledger import predict_ledger, predict_on_cpu
+from fullshard.plan.memory import State, memory_peak
+from fullshard.policy.offload import Home
+from fullshard.tape.recorder import Phase
+from fullshard.tape.tape import HOST, Operation
+from fullshard.testing import assert_same
+from fullshard.wrap import ModuleWrapPolicy
+
+# -- the bits of none -------------------------------------------------------------------------------------------------
+
+SOME = Offload(optimizer={"cpu": 0.6}, parameters={"cpu": 0.3})
+POLICIES = (Offload(optimizer={"cpu": 0.4}), SOME, Offload(optimizer={"cpu": 1.0}), CPUOffloadPolicy())
+FEW = [
+    ("zero3", 0, adamw, SOME),
+    ("zero3", 2, adamw, POLICIES[0]),
+    ("ddp", 1, adamw, SOME),
+    ("zero2", 1, momentum, SOME),
+]
+Case = tuple[str, int, Any, OffloadPolicy]
+
+
+def trained_under(strategy: str, loop: dict[str, Any], make: Any, policy: OffloadPolicy | None) -> list[Any]:
+    model, options = small_gpt(), {"strategy": strategy, "offload_policy": policy}
+    for block in model.blocks:
+        fully_shard(block, mp_policy=loop.get("mp_policy"), **options)
+    fully_shard(model, **options)
+    return learn(model, make(model), **{name: value for name, value in loop.items() if name != "mp_policy"})
+
+
+def compare(cases: Sequence[Case]) -> None:
+    expected: dict[Any, list[Any]] = {}
+    for strategy, number, make, policy in cases:
+        key = number, make.__name__
+        if key not in expected:
+            expected[key] = trained_under("zero3", LOOPS[number], make, None)
+        with dry.taped(values=True) as tape:
+            found = trained_under(strategy, LOOPS[number], make, policy)
+        assert_same(found, expected[key], name=f"{strategy}, {key}, {policy}")
+        assert not dry.races(tape)
+        assert any(it.lane == HOST and it.origin.phase is Phase.STEP for it in tape.of(Operation))
+
+
+def test_every_fraction_gives_the_bits_of_none():
+    run_ranks(2, compare, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [adamw, momentum, muon], ids=lambda it: it.__name__)
+def test_every_fraction_gives_the_bits_of_none_in_every_case(make):
+    cases = [(strategy, number, make, it) for strategy, number, it in product(ONE_AXIS, range(3), POLICIES)]
+    run_ranks(2, compare, cases, timeout=500)
+
+
+def compare_with_disk(folder: str) -> None:
+    with few_bytes_a_portion():
+        policy = Offload(optimizer={"cpu": 0.3, "disk": 0.5}, folder=folder)
+        expected = trained_under("zero3", LOOPS[1], adamw, None)
+        assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)  # where the CPU computes
+        with dry.taped(values=True):
+            assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)
+
+
+def test_a_part_on_the_cpu_and_a_part_on_a_disk(tmp_path):
+    run_ranks(2, compare_with_disk, str(tmp_path))
+
+
+# -- what travels, and when -------------------------------------------------------------------------------------------
+
+STEPS, LAYERS = 3, 4
+
+
+def tape_of(policy: OffloadPolicy | None, **loop: Any) -> dry.Tape:
+    return dry.run(partial(chain, partial(fully_shard, offload_policy=policy)), inputs, world=2, steps=STEPS, **loop)
+
+
+def crossings(tape: dry.Tape, lane: str) -> list[Operation]:
+    """The copies between the host and the device on a lane."""
+    return [it for it in tape.of(Operation) if it.crosses and it.lane == lane]
+
+
+def names(operations: Sequence[Operation]) -> list[str]:
+    return [it.origin.unit for it in operations]
+
+
+def shard_nbytes() -> int:
+    """Of a layer on one of two ranks, with padding."""
+    with dry.world(2), dry.taped():
+        unit = units_in(fully_shard(Layer()))[0]
+        return sum(group.plan.rest_nbytes for group in unit.param_groups)
+
+
+def test_shards_come_up_once_a_step_where_the_device_has_a_copy_and_for_each_gather_where_not():
+    last = ["layers.2", "layers.3"]
+    tape = tape_of(Offload(optimizer={"cpu": 0.45}), microbatches=2)
+    assert names(crossings(tape, "gather")) == last * STEPS
+    assert {it.nbytes for it in crossings(tape, "gather")} == {2 * shard_nbytes()}  # read and written
+    tape = tape_of(Offload(optimizer={"cpu": 0.45}, parameters={"cpu": 0.2}), microbatches=2)
+    up = names(crossings(tape, "gather"))
+    assert up.count("layers.2") == STEPS
+    assert up.count("layers.3") == 2 * 2 * STEPS
+    assert not crossings(tape_of(None), "gather")
+
+
+def test_gradients_go_down_unit_by_unit_while_backward_goes_on():
+    tape = tape_of(Offload(optimizer={"cpu": 0.45}))
+    down = crossings(tape, "offload")
+    assert names(down) == ["layers.3", "layers.2"] * STEPS
+    entries = [it for it in tape.of(Operation) if it.lane == "compute" and it.origin.phase is Phase.BACKWARD]
+    order = {id(it): number for number, it in enumerate(tape.entries)}
+    first = min(order[id(it)] for it in down)
+    assert sum(order[id(it)] > first for it in entries if it.flops) > len(entries) / 10  # products of earlier layers
+
+
+def test_the_cpu_steps_what_is_there_and_the_device_the_rest():
+    tape = tape_of(Offload(optimizer={"cpu": 0.45}), max_norm=1.0)
+    steps = [it for it in tape.of(Operation) if it.name == "aten._fused_adamw_"]
+    nbytes = shard_nbytes()
+    of_lane = {lane: [it for it in steps if it.lane == lane] for lane in ("compute", HOST)}
+    assert len(of_lane["compute"]) == STEPS
+    assert len(of_lane[HOST]) == 2 * (STEPS - 1)  # unit by unit; the last step is put off still
+    assert all(2 * 3.5 * nbytes <= it.nbytes <= 2 * 4.5 * nbytes for it in of_lane[HOST])  # values, gradients, states
+
+
+def test_the_cpu_steps_a_unit_when_the_device_computes_those_before_it():
+    tape = tape_of(Offload(optimizer={"cpu": 0.45}), max_norm=1.0)
+    told = []
+    for it in tape.of(Operation):
+        unit, phase = it.origin.unit, it.origin.phase
+        if it.name == "aten._fused_adamw_":
+            told.append(f"{it.lane} steps")
+        elif it.crosses and it.lane == "gather":
+            told.append(f"{unit} comes up")
+        elif it.flops and phase is Phase.FORWARD and f"{unit} computes" not in told[-1:]:
+            told.append(f"{unit} computes")
+    layer = "layers.{} computes".format
+    last = [
+        layer(0),
+        "host steps",
+        "layers.2 comes up",
+        layer(1),
+        "host steps",
+        "layers.3 comes up",
+        layer(2),
+        layer(3),
+    ]
+    assert told[-len(last) - 2 :] == [*last, " computes", "compute steps"]
+
+
+# -- nobody can tell --------------------------------------------------------------------------------------------------
+
+
+def look_at_params(model: Any, optimizer: Any, left: list[Any]) -> None:
+    left += [param.to_local().clone() for param in model.parameters()]
+
+
+def look_without_gradients(model: Any, optimizer: Any, left: list[Any]) -> None:
+    with torch.no_grad():
+        left += [param.to_local().sum() for param in model.parameters()]
+
+
+def look_at_states(model: Any, optimizer: Any, left: list[Any]) -> None:
+    states = [state for param in reversed(list(model.parameters())) for state in optimizer.state[param].values()]
+    left += [(state.to_local() if isinstance(state, DTensor) else state).clone() for state in states]
+
+
+def save(model: Any, optimizer: Any, left: list[Any]) -> None:
+    left += [copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict()["state"])]
+
+
+def write_to_params(model: Any, optimizer: Any, left: list[Any]) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def write_to_gradients(model: Any, optimizer: Any, left: list[Any]) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def write_to_states(model: Any, optimizer: Any, left: list[Any]) -> None:
+    for param in model.parameters():
+        optimizer.state[param]["exp_avg"].zero_()
+
+
+def change_the_rate(model: Any, optimizer: Any, left: list[Any]) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.3
+
+
+def load_states(model: Any, optimizer: Any, left: list[Any]) -> None:
+    state = optimizer.state_dict()
+    state["state"] = {number: {**its, "exp_avg": its["exp_avg"] * 2} for number, its in state["state"].items()}
+    optimizer.load_state_dict(state)
+
+
+def step_again(model: Any, optimizer: Any, left: list[Any]) -> None:
+    optimizer.step()
+
+
+def do_nothing(model: Any, optimizer: Any, left: list[Any]) -> None:
+    """The step is taken in the next forward, or by the next step."""
+
+
+ACTS = [look_at_params, look_without_gradients, look_at_states, save, write_to_params, write_to_gradients]
+ACTS += [write_to_states, change_the_rate, load_states, step_again, do_nothing]
+
+
+def acted_between(act: Any, policy: OffloadPolicy | None) -> list[Any]:
+    model = chain(partial(fully_shard, offload_policy=policy))
+    with torch.no_grad():
+        model(inputs())  # from where on fractions are known
+    held = [param.to_local() for param in model.layers[3].parameters()]  # of one layer: it is stepped at once
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    left: list[Any] = []
+    for step in range(3):
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+        act(model, optimizer, left)
+        left.append([local.clone() for local in held])
+        optimizer.zero_grad()
+    left.append([param.full_tensor() for param in model.parameters()])
+    return left
+
+
+def compare_acts() -> None:
+    put_off = mock.Mock(side_effect=local_steps.put_off)
+    for act in ACTS:
+        expected = acted_between(act, None)
+        with dry.taped(values=True) as tape, mock.patch.object(local_steps, "put_off", put_off):
+            assert_same(acted_between(act, Offload(optimizer={"cpu": 0.45})), expected, name=act.__name__)
+            assert put_off.call_count > 0
+            assert all(call.args[1].name != "layers.3" for call in put_off.call_args_list)
+        assert not dry.races(tape), act.__name__
+        put_off.reset_mock()
+
+
+def test_nobody_can_tell_that_a_step_is_put_off():
+    run_ranks(1, compare_acts)
+
+
+def test_memory_of_the_device_is_less_by_the_formula():
+    plain, tape = tape_of(None), tape_of(Offload(optimizer={"cpu": 0.45}))
+    before, after = (memory_peak(it).by_state for it in (plain, tape))
+    away = 2 * shard_nbytes()
+    assert before[State.PARAMETERS] == after[State.PARAMETERS]  # a copy is as large as the shards
+    assert abs(before[State.OPTIMIZER] - after[State.OPTIMIZER] - 2 * away) < 100  # counts of steps, and no padding
+    assert after[State.SHARDED_GRADIENTS] < 1000  # what is on its way down counts as messages
+    assert tape.peak_bytes() < plain.peak_bytes()
+    assert 4 * away <= tape.peak_bytes(of_host=True) <= 4.2 * away
+
+
+def test_the_ledger_and_explain_know_what_is_on_the_cpu():
+    with dry.world(2), dry.taped():
+        policy = Offload(optimizer={"cpu": 0.45}, parameters={"cpu": 0.2})
+        model = chain(partial(fully_shard, offload_policy=policy))
+        predicted, on_cpu, text = predict_ledger(model), predict_on_cpu(model), explain(model)
+        model(inputs())
+        assert predict_ledger(model) == predicted
+        assert predict_on_cpu(model) == on_cpu
+        plain = predict_ledger(chain(fully_shard))
+    nbytes = shard_nbytes()
+    assert plain.parameters - predicted.parameters == nbytes
+    assert 4 * 2 * nbytes <= on_cpu <= 4.2 * 2 * nbytes
+    assert plain.total - predicted.total + nbytes == on_cpu
+    assert "45% of the optimizer's state is on the CPU\n20% of the parameters is on the CPU\n" in text
+    assert text.count("optimizer's state are on the CPU, with a copy of the shards on the device\n") == 1
+
+
+# -- which units ------------------------------------------------------------------------------------------------------
+
+
+def homes(policy: Any, **options: Any) -> list[Home]:
+    with dry.world(2), dry.taped():
+        model = chain(lambda module: module if isinstance(module, Layer) else None) or Chain()
+        fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Layer}), offload_policy=policy, **options)
+        return list(homes_of(units_in(model)).values())
+
+
+def test_the_last_units_are_on_the_cpu_until_there_are_as_many_as_was_asked_for():
+    device, stepped, on_cpu = Home.DEVICE, Home.STEPPED_ON_CPU, Home.CPU
+    assert homes(Offload(optimizer={"cpu": 0.3})) == [device] * 3 + [stepped] * 2
+    assert homes(Offload(optimizer={"cpu": 0.5}, parameters={"cpu": 0.1})) == [device] * 2 + [stepped] * 2 + [on_cpu]
+    assert homes(Offload(parameters={"cpu": 1})) == homes(CPUOffloadPolicy()) == [on_cpu] * 5
+    assert homes(Offload(optimizer={"cpu": 1})) == [stepped] * 5
+
+
+def test_names_choose_policies():
+    device, stepped, on_cpu = Home.DEVICE, Home.STEPPED_ON_CPU, Home.CPU
+    chosen = {"layers.3.*": CPUOffloadPolicy(), "layers.*": Offload(optimizer={"cpu": 0.3}), "": OffloadPolicy()}
+    assert homes(chosen) == [device, device, device, stepped, on_cpu]
+    assert homes({"layers.1": Offload(optimizer={"cpu": 1})}) == [device, device, stepped, device, device]
+
+
+def test_a_tensor_has_the_device_of_what_it_holds():
+    """Whatever the machine: here a device that this one need not have."""
+
+    class Elsewhere(Tensor):
+        @staticmethod
+        def __new__(cls, device: str) -> "Elsewhere":
+            return Tensor._make_wrapper_subclass(cls, (4, 4), dtype=torch.float32, device=device)
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            assert func is torch.ops.aten.detach.default
+            return cls(str(args[0].device))
+
+    with dry.world(2):
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        param = nn.Parameter(make_dtensor(Elsewhere("cuda:0"), mesh, (Shard(0),), (8, 4)))
+        assert param.device.type == "cuda"
+        local = torch.zeros(4, 4)
+        set_local_tensor(param, local)
+        assert isinstance(param, DTensor)
+        assert param.device.type == "cpu"
+        assert param.to_local().data_ptr() == local.data_ptr()
+        param.grad = make_dtensor(torch.ones(4, 4), mesh, (Shard(0),), (8, 4))  # which torch would refuse
+        assert (param.requires_grad, param.is_leaf) == (True, True)
