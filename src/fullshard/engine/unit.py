@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard._compat import holds_tensors
 from fullshard.comm.mesh import Axes
 from fullshard.comm.wire import Pending
 from fullshard.device.accelerator import accelerator_for
@@ -35,7 +37,8 @@ from fullshard.engine.unit_plans import (
     stretches_of,
 )
 from fullshard.engine.unit_state import UnitState
-from fullshard.errors import StateError
+from fullshard.errors import ConfigError, StateError
+from fullshard.policy.offload import Offload
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, noting_wait
@@ -89,9 +92,10 @@ class Unit:
         self._gathered: Mark | None = None
         self._stale: list[ParamGroup] = []
         self._shown: list[int] = []  # versions of shards that gathers come behind
+        self.rests_on_disk = _goes_to_disk(options, sources)  # between uses
         kinds = by_kind(sources)
         where = device_of(sources, device)
-        memory = MemoryKind(where) if where.type == "meta" else self._memory
+        memory = self._memory_at(where)
         plans = [plan_for(kind, options, where, memory) for kind in kinds]
         self.slot = Slot(where)
         self.collectives = _collectives_along([axes, *(plan.axes for plan in plans)], device)
@@ -111,6 +115,7 @@ class Unit:
         self._register_params()
         self._leaves = _leaves_beside(self.modules, self.params)
         self._show_sharded()
+        _made.add(self)
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.params)} parameters, {self.form.value})"
@@ -125,6 +130,11 @@ class Unit:
     def unsharded_nbytes(self) -> int:
         """Bytes of its unsharded parameters; of tensor subclasses' payloads, once these have been gathered."""
         return self.slot_nbytes + sum(param_group.apart_nbytes for param_group in self.param_groups)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of its parameters as they are stored, on all ranks of the shard axis together."""
+        return sum(param.layout.spec.numel * param.sharded.itemsize for param in self.params)
 
     @property
     def _present_apart_nbytes(self) -> int:
@@ -153,10 +163,22 @@ class Unit:
 
     @property
     def _memory(self) -> MemoryKind:
-        if self.options.offloads:
+        if self.options.offloads or self.rests_on_disk:
             offloaded = accelerator_for(self.device).has_lanes
-            return MemoryKind(torch.device("cpu"), offloaded, pinned=offloaded and self.options.pins_memory)
+            pinned = offloaded and (self.options.pins_memory or self.rests_on_disk)
+            return MemoryKind(torch.device("cpu"), offloaded, pinned, self._folder)
         return MemoryKind(self.device)
+
+    def _memory_at(self, device: torch.device) -> MemoryKind:
+        """Where shards live that are found on `device`, or were made of what was there."""
+        if device.type == "meta":
+            return MemoryKind(device, folder=self._folder)
+        return self._memory if self.options.offloads or self.rests_on_disk else MemoryKind(device)
+
+    @property
+    def _folder(self) -> Path | None:
+        policy = self.options.offload
+        return policy.disk_folder if self.rests_on_disk and isinstance(policy, Offload) else None
 
     @property
     def description(self) -> str:
@@ -167,7 +189,8 @@ class Unit:
             for param_group in self.param_groups
             for param in param_group.params
         )
-        return f"{self.name or 'the root'} ({'; '.join(params)})"
+        where = ", on a disk" if self.rests_on_disk else ""
+        return f"{self.name or 'the root'}{where} ({'; '.join(params)})"
 
     def digests(self, axes: Axes) -> list[int | None]:
         """Of the values that each parameter was made of on this rank; None where they are not known, or others now, or
@@ -307,6 +330,18 @@ class Unit:
             self._note("free", phase, nbytes)
         if phase is not Phase.FORWARD:
             self.release_secondary(phase)
+
+    def read_ahead(self) -> None:
+        """Begin to read shards that rest on a disk: a gather is to start soon."""
+        if self.rests_on_disk and self.form is Form.SHARDED and not self.is_meta:
+            for param_group in self.param_groups:
+                param_group.gather.read_ahead()
+
+    def forget_ahead(self) -> None:
+        """Give back what was read for a gather that did not start."""
+        if self.rests_on_disk and self.form is Form.SHARDED:
+            for param_group in self.param_groups:
+                param_group.gather.forget_ahead()
 
     def forget_gather(self) -> None:
         """Be sharded without the gather that is under way, for which other ranks did not come."""
@@ -456,11 +491,9 @@ class Unit:
         """The plan of `param_group` with the dtype and device that its shards have now."""
         shard = param_group.params[0].local
         contract = contract_for(self.options, param_group.params[0].view, shard.dtype)
-        if shard.is_meta:
-            return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
-        if self.options.offloads:
-            return param_group.plan.changed(contract, self.device, self._memory)
-        return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
+        stays = not shard.is_meta and (self.options.offloads or self.rests_on_disk)
+        device = self.device if stays else shard.device
+        return param_group.plan.changed(contract, device, self._memory_at(shard.device))
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -530,6 +563,33 @@ class Unit:
                     )
         with acting_for(origin, "messages"):
             return UnitReduction(reductions, read, lanes, origin)
+
+
+def _goes_to_disk(options: ShardOptions, sources: Sequence[Source]) -> bool:
+    """True if the shards of a new unit are to rest on a disk, so that of all units the policy's fraction does.
+
+    Of all that have the same policy and were not in a step yet: those of the model that is being made.
+
+    Raises:
+        ConfigError: their class has values in several tensors.
+    """
+    fraction = options.parameters_on_disk
+    if not fraction:
+        return False
+    wrapped = [source for source in sources if source.sends_payloads or holds_tensors(source.local)]
+    if wrapped:
+        raise ConfigError(
+            f"Offload(parameters={{'disk': {fraction}}}): {wrapped[0].fqn} is a {type(wrapped[0].local).__name__}, "
+            "whose values are in tensors of its own, which cannot rest on a disk. Give its unit a policy without "
+            "parameters."
+        )
+    beside = [unit for unit in _made if unit.state.runtime is None and unit.options.offload == options.offload]
+    there = sum(unit.whole_nbytes for unit in beside if unit.rests_on_disk)
+    nbytes = sum(source.local.numel() * source.local.itemsize for source in sources)
+    return there < fraction * (nbytes + sum(unit.whole_nbytes for unit in beside))
+
+
+_made: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def _collectives_along(each: Iterable[Axes], device: torch.device) -> dict[Axes, AxesCollectives]:

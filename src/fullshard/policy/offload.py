@@ -33,8 +33,8 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(OffloadPolicy):
-    """Part of the optimizer's state rests in a file between steps, and part of what forward keeps for backward is away
-    meanwhile: as much as is said, of whole units.
+    """Part of the optimizer's state and of the parameters rests in a file between uses, and part of what forward keeps
+    for backward is away meanwhile: as much as is said, of whole units.
 
     In a step it is read, stepped and written a portion at a time, in three buffers of one portion each: 64 MiB, or the
     state of one parameter where that is more. Values are those of a run without offload, bit for bit. The file has no
@@ -43,6 +43,9 @@ class Offload(OffloadPolicy):
     Args:
         optimizer: how much of each optimizer's state rests where: `{"disk": fraction}`, by bytes. Units are taken from
             the last one that the optimizer has on, until they have at least that much.
+        parameters: how much of the shards rests where: `{"disk": fraction}`. They are read for each gather. Their
+            gradients are written there as they are reduced, and their optimizer's states rest there, too, on top of
+            what `optimizer` says. Not for strategies that keep parameters whole. Units are chosen as they are made.
         activations: how much of what forward keeps for backward is away between the two, and where: in the host's
             memory (`"cpu"`: nothing changes where that is what computes) or on a disk. `{"cpu": 0.5, "disk": 0.25}` is
             half of the units and a quarter, the earliest on the disk. With checkpoints it is their inputs that travel.
@@ -58,16 +61,20 @@ class Offload(OffloadPolicy):
     """
 
     optimizer: Mapping[str, float] = field(default_factory=dict, hash=False)
+    parameters: Mapping[str, float] = field(default_factory=dict, hash=False)
     activations: Mapping[str, float] = field(default_factory=dict, hash=False)
     folder: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         _check_fractions("optimizer", self.optimizer, ("disk",))
+        _check_fractions("parameters", self.parameters, ("disk",))
         _check_fractions("activations", self.activations, ("cpu", "disk"))
-        if (self.disk_fraction or self.activations.get("disk")) and self.folder is None:
+        named = {name: dict(getattr(self, name)) for name in ("optimizer", "parameters", "activations")}
+        if any(fractions.get("disk") for fractions in named.values()) and self.folder is None:
+            given = ", ".join(f"{name}={fractions}" for name, fractions in named.items() if fractions)
             raise ConfigError(
-                f"Offload(optimizer={dict(self.optimizer)}, activations={dict(self.activations)}) has no folder for "
-                'what is to rest on a disk. Name one on a disk of this machine: folder="/nvme/run".'
+                f"Offload({given}) has no folder for what is to rest on a disk. Name one on a disk of this machine: "
+                'folder="/nvme/run".'
             )
 
     @property

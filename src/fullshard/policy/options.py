@@ -45,6 +45,21 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         check_wires(self.precision, self.placements)
+        if self.parameters_on_disk:
+            self._check_parameters_on_disk()
+
+    def _check_parameters_on_disk(self) -> None:
+        given = f"Offload(parameters={{'disk': {self.parameters_on_disk}}})"
+        if self.placements.parameters is Placement.WHOLE:
+            raise ConfigError(
+                f"{given}: this strategy keeps whole parameters in memory between steps, so there are no shards to "
+                "rest on a disk. Choose one that shards them, such as 'zero3' or 'hsdp'."
+            )
+        if self.precision.reduce_wire is not None:
+            raise ConfigError(
+                f"{given} with reduce_wire={self.precision.reduce_wire!r}: gradients that rest on a disk are laid out "
+                "in its blocks, so that encoded ones would be others than without it. Leave reduce_wire out."
+            )
 
     @classmethod
     def of(
@@ -82,6 +97,11 @@ class ShardOptions:
     def pins_memory(self) -> bool:
         """True if shards live in page-locked CPU memory, from where copies to a device are faster."""
         return isinstance(self.offload, CPUOffloadPolicy) and self.offload.pin_memory
+
+    @property
+    def parameters_on_disk(self) -> float:
+        """How much of the shards of units with this policy rests on a disk."""
+        return self.offload.parameters.get("disk", 0.0) if isinstance(self.offload, Offload) else 0.0
 
     @property
     def activations(self) -> Mapping[str, float]:
