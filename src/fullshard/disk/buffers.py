@@ -73,6 +73,7 @@ class Buffers:
             whole = self._new(nbytes)
         else:
             self._given.remove(found)
+            found.settle()  # at once; but those who look for races see no more than waits
             whole = found.whole
         return Buffer(whole[:nbytes], whole)
 
