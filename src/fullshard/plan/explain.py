@@ -74,6 +74,12 @@ def _offloaded(units: Sequence[Unit]) -> Iterator[str]:
     for policy in policies:
         count = sum(unit.options.offload == policy for unit in units)
         which = "" if len(policies) == 1 and count == len(units) else f" of {count} units"
+        there = sum(unit.rests_on_disk for unit in units if unit.options.offload == policy)
+        if there:
+            yield (
+                f"{there} of {count} units rest on a disk between uses, in {policy.disk_folder}: their shards, "
+                "gradients and optimizer's state"
+            )
         if policy.disk_fraction:
             yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
         computes = ", where the CPU computes," if units[0].device.type == "cpu" else ""
