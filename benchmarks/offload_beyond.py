@@ -30,7 +30,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -219,7 +219,16 @@ def run_under(limit: int, arguments: list[str]) -> dict[str, Any]:
         found["group_peak_nbytes"] = int((group / "memory.max_usage_in_bytes").read_text())
         return found
     finally:
-        group.rmdir()
+        _remove(group)
+
+
+def _remove(group: Path) -> None:
+    """Remove a control group as soon as the kernel has taken leave of its processes."""
+    for _ in range(100):
+        with suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.1)
 
 
 # -- what it would take at least --------------------------------------------------------------------------------------

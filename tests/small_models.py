@@ -28,6 +28,11 @@ under_strategies = pytest.mark.parametrize(
 )
 
 
+def torch_before(version: tuple[int, int], why: str) -> pytest.MarkDecorator:
+    """Skip a test with an older torch, for what is wrong there."""
+    return pytest.mark.skipif(tuple(map(int, torch.__version__.split(".")[:2])) < version, reason=why)
+
+
 class Block(nn.Module):
     """Attention and a perceptron. `up` and `down` are large enough to travel in place at 1 to 4 ranks; 97 divides by
     none of 2, 3 and 4. `base` is frozen, as in LoRA.

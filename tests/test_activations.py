@@ -6,13 +6,16 @@ import errno
 import gc
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from shared_ranks import run_ranks
 from small_models import (
     ONE_AXIS,
@@ -340,6 +343,24 @@ def meet_a_bad_disk(folder: Path) -> None:
 
 def test_a_bad_disk_is_an_error_and_not_a_wrong_number(tmp_path):
     run_ranks(1, meet_a_bad_disk, tmp_path)
+
+
+def meet_a_bad_disk_on_one_rank(folder: Path) -> None:
+    """By each call of the system, once the file is there and when it is to be made."""
+    all_travel(window=50_000)
+    full, broken = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EIO))
+    for steps, call, error in ((0, "posix_fallocate", full), (1, "pwritev", broken), (1, "preadv", broken)):
+        model = gpt(to_disk(folder))
+        learn(model, steps=steps)
+        here = mock.patch(f"os.{call}", side_effect=error) if dist.get_rank() == 1 else nullcontext()
+        with here, pytest.raises(DiskError, match=f"^rank 1: .*errno {error.errno}") as raised:
+            learn(model)
+        assert "rank 0" not in str(raised.value), call
+        dist.barrier()
+
+
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_the_backward(tmp_path):
+    run_ranks(2, meet_a_bad_disk_on_one_rank, tmp_path)
 
 
 @pytest.mark.parametrize(

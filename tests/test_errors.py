@@ -81,6 +81,7 @@ from fullshard.plan.costs import costs_of
 from fullshard.plan.ledger import predict_ledger
 from fullshard.report.elsewhere import HOMES, check_home
 from fullshard.report.reading import read_run
+from fullshard.state.block_states import BlockStates
 from fullshard.state.optim_state import OWN, full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
 from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
 from fullshard.testing.parity.command import run as run_parity
@@ -383,6 +384,48 @@ def a_disk_without_a_folder() -> Steps:
     Offload(optimizer={"disk": 0.5})
 
 
+@mistake(ConfigError, r"Offload\(budget=1000, optimizer=\{'disk': 0.5\}", "Leave either out")
+def a_budget_and_fractions() -> Steps:
+    yield
+    Offload(budget=1000, optimizer={"disk": 0.5}, folder="nowhere")
+
+
+@mistake(ConfigError, r"Offload\(budget\)='a lot' is no size of memory", "such as '500MB'")
+def a_budget_in_other_words() -> Steps:
+    yield
+    Offload(budget="a lot")
+
+
+@mistake(ConfigError, r"Offload\(budget=10\): a rank needs \d+ bytes with all away", r"Give budget=\d+", sends=True)
+def a_budget_that_nothing_fits_in() -> Steps:
+    model = fully_shard(linear(), offload_policy=Offload(budget=10))
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    yield
+    optimizer.step()
+
+
+@mistake(ConfigError, "this strategy keeps whole parameters in memory between steps", "'zero3' or 'hsdp'")
+def parameters_on_a_disk_that_stay_whole() -> Steps:
+    yield
+    policy = Offload(parameters={"disk": 1}, folder=tempfile.gettempdir())
+    fully_shard(linear(), strategy="zero1", offload_policy=policy)
+
+
+@mistake(ConfigError, "with reduce_wire='int8': gradients that rest on a disk", "Leave reduce_wire out")
+def encoded_gradients_on_a_disk() -> Steps:
+    yield
+    policy = Offload(parameters={"disk": 1}, folder=tempfile.gettempdir())
+    fully_shard(linear(), mp_policy=MixedPrecisionPolicy(reduce_wire="int8"), offload_policy=policy)
+
+
+@mistake(ConfigError, "weight is a Weight, whose values are in tensors of its own", "a policy without parameters")
+def wrapped_parameters_on_a_disk() -> Steps:
+    model = linear_with(Weight(torch.ones(6, 8)))
+    yield
+    fully_shard(model, offload_policy=Offload(parameters={"disk": 1}, folder=tempfile.gettempdir()))
+
+
 @mistake(ConfigError, "Whole is to have states on a disk, as Offload says", "step_shards", sends=True)
 def states_on_a_disk_of_an_optimizer_that_is_not_known() -> Steps:
     class Whole(torch.optim.SGD):
@@ -597,6 +640,49 @@ def step_with_operations_that_dtensor_lacks() -> Steps:
     _, optimizer = stepped_by(torch.optim.Rprop)
     yield
     optimizer.step()
+
+
+class Blocks(BlockStates):
+    """Of an optimizer that encodes all states."""
+
+    def encodes(self, param: nn.Parameter) -> bool:
+        return True
+
+    def _describe(self) -> str:
+        return "in blocks"
+
+
+@mistake(
+    ConfigError, r"SGD encodes states in blocks of 1000 elements, but shards of .* on 2 ranks", "shard_alignment=1000"
+)
+def shards_that_are_no_whole_blocks() -> Steps:
+    _, optimizer = stepped_by(torch.optim.SGD)
+    with mock.patch("fullshard.optim.local_steps.block_states", lambda it: Blocks(it, 1000)):
+        yield
+        step_shards(optimizer)
+
+
+@mistake(ConfigError, r"has the states of .* \(plain in it, in blocks in the optimizer\)", "that encodes states alike")
+def a_state_dict_of_states_that_are_encoded_otherwise() -> Steps:
+    model, optimizer = stepped_by(partial(torch.optim.SGD, momentum=0.9))
+    optimizer.step()
+    states = full_optim_state_dict(model, optimizer, rank0_only=False)
+    with mock.patch("fullshard.state.optim_state.block_states", lambda it: Blocks(it, 1000)):
+        yield
+        optim_state_dict_to_load(model, optimizer, states)
+
+
+@mistake(ConfigError, "shard_alignment=0: a number of elements from 1 on is needed", "such as 256")
+def blocks_of_nothing() -> Steps:
+    yield
+    sharded(shard_alignment=0)
+
+
+@mistake(ConfigError, r"weight of shape \(65, 65\), cut along dim 1 for 2 ranks, .* no whole blocks", "Choose")
+def blocks_along_another_dim() -> Steps:
+    model = nn.Linear(65, 65, bias=False)
+    yield
+    fully_shard(model, shard_alignment=256, shard_placement_fn=lambda _: Cut(1))
 
 
 @mistake(
@@ -2078,6 +2164,7 @@ SOURCE = Path(fullshard.__file__).parent
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
     *("testing/ranks.py", "testing/same.py", "disk", "engine/away.py", "engine/activations.py"),
+    "engine/findings.py",
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),

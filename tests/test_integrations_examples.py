@@ -34,6 +34,14 @@ def test_the_diff_is_one_import(name):
     assert len(re.findall(r"^-[^-]", diff, re.MULTILINE)) == 1
 
 
+@pytest.mark.parametrize("name", ["ray", "torchft"])
+def test_the_diff_is_that_of_the_files(name):
+    before, after = ((EXAMPLES / name / file).read_text().splitlines(True) for file in ("before.py", "digits.py"))
+    diff = (EXAMPLES / name / "change.diff").read_text()
+    assert "".join(difflib.unified_diff(before, after, "before.py", "digits.py")) == diff
+    assert f"+from fullshard.integrations.{name} import " in diff
+
+
 def test_the_configuration_is_read():
     plugin = plugin_from_config_file(CONFIGURATION)
     assert plugin.strategy == "zero3"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard import MixedPrecisionPolicy, fully_shard, recording, summon_full_params
-from fullshard.engine.registry import units_in
+from fullshard._compat import dtensor_like
+from fullshard.checkpoint import async_save, load, restore_snapshot, save, snapshot
+from fullshard.comm.mesh import own_part
+from fullshard.errors import CheckpointError, ConfigError
 from fullshard.optim import step_shards
+from fullshard.state.optim_state import full_optim_state_dict, optim_state_dict_to_load, sharded_optim_state_dict
 from fullshard.testing import assert_same
 
 WIDTH, HIDDEN, STEPS = 128, 256, 3
@@ -231,35 +238,219 @@ def test_peft_saves_and_merges_adapters_on_4_bit_bases():
     run_ranks(2, adapt_with_peft, timeout=120)
 
 
-# -- 8-bit states -----------------------------------------------------------------------------------------------------
+# -- states in blocks -------------------------------------------------------------------------------------------------
+
+KINDS = {
+    "bitsandbytes": ["AdamW8bit", "Lion8bit"],
+    "torchao": ["AdamW8bit", "AdamW4bit", "AdamWFp8"],
+}
+SHAPES = {
+    "rows": (10, 1536),  # each whole blocks
+    "several": (15, 800),  # 8 rows are: two ranks cut so, three cannot
+    "odd": (100, 100),
+    "few": (2, 4096),  # the third rank has none
+    "one": (1, 8192),
+    "vector": (8192,),
+    "prime": (4097,),
+    "small": (7,),
+}
 
 
-def eight_bit(name: str, params: Any) -> torch.optim.Optimizer:
-    if name == "bitsandbytes":
-        import bitsandbytes
+class Values(nn.Module):
+    """Parameters of many shapes."""
 
-        return bitsandbytes.optim.AdamW8bit(params, lr=1e-2, min_8bit_size=64)
-    from torchao.optim import AdamW8bit
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        for name, shape in SHAPES.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape)))
 
-    return AdamW8bit(params, lr=1e-2)
+
+def encoding(library: str, kind: str, params: Any) -> torch.optim.Optimizer:
+    module = importlib.import_module(f"{library}.optim")
+    return getattr(module, kind)(params, lr=1e-2)
 
 
-def step_in_8_bits(name: str) -> None:
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+    """Steps whose gradients follow from their numbers."""
+    for number in numbers:
+        generator = torch.Generator().manual_seed(number)
+        for param in model.parameters():
+            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            if isinstance(param, DTensor):
+                own = own_part(grad, param.device_mesh, param.placements).contiguous()
+                grad = dtensor_like(own, param)
+            param.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+    values = {name: full_value(param.detach()) for name, param in model.named_parameters()}
+    return [values, full_optim_state_dict(model, optimizer, rank0_only=False)]
+
+
+def full_value(value: Any) -> Any:
+    return value.full_tensor().clone() if isinstance(value, DTensor) else value.clone()
+
+
+def fresh(library: str, kind: str, strategy: str | None = "zero3") -> tuple[nn.Module, torch.optim.Optimizer]:
+    model: nn.Module = Values()
+    if strategy is None:
+        return model, encoding(library, kind, model.parameters())
+    block = 128 if kind == "AdamW4bit" else 256
+    fully_shard(model, strategy=strategy, shard_alignment=block)
+    return model, step_shards(encoding(library, kind, model.parameters()))
+
+
+def alone_in_blocks(library: str, kind: str, folder: Path) -> list[Any]:
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
+        model, optimizer = fresh(library, kind, None)
+        take_steps(model, optimizer, range(3))
+        first = whole(model, optimizer)
+        save(folder / "plain", model=model, optimizer=optimizer, step=1)
+        take_steps(model, optimizer, range(3, 5))
+        return [first, whole(model, optimizer)]
+
+
+def step_in_blocks(library: str, kind: str, folder: Path, expected: list[Any], strategies: Sequence[str]) -> None:
+    with torch.compiler.set_stance("force_eager"):
+        for saved in sorted(folder.iterdir()):
+            model, optimizer = fresh(library, kind)
+            load(saved, model=model, optimizer=optimizer)
+            assert_same(whole(model, optimizer), expected[0], name=saved.name)
+            take_steps(model, optimizer, range(3, 5))
+            assert_same(whole(model, optimizer), expected[1], name=f"from {saved.name}")
+        for strategy in strategies:
+            own = folder / f"{strategy}-{dist.get_world_size()}"
+            model, optimizer = fresh(library, kind, strategy)
+            take_steps(model, optimizer, range(3))
+            assert_same(whole(model, optimizer), expected[0], name=f"{kind} {strategy}")
+            pending = async_save(own, model=model, optimizer=optimizer, step=1)
+            taken = snapshot(model=model, optimizer=optimizer)
+            sharded = copy.deepcopy(sharded_optim_state_dict(model, optimizer))
+            take_steps(model, optimizer, range(3, 5))
+            assert_same(whole(model, optimizer), expected[1], name=f"{kind} {strategy}, later")
+            pending.wait()
+            restore_snapshot(taken, model=model, optimizer=optimizer)
+            assert_same(whole(model, optimizer), expected[0])
+            take_steps(model, optimizer, range(3, 5))
+            assert_same(whole(model, optimizer), expected[1], name=f"{kind} {strategy}, from a snapshot")
+            for given in (expected[0][1], sharded):
+                model, optimizer = fresh(library, kind, strategy)
+                model.load_state_dict(expected[0][0])
+                optim_state_dict_to_load(model, optimizer, given, load_directly=True, from_first_rank=False)
+                take_steps(model, optimizer, range(3, 5))
+                assert_same(whole(model, optimizer), expected[1], name=f"{kind} {strategy}, from a state dict")
+
+
+@pytest.mark.parametrize("library", [pytest.param(it, marks=needs(it)) for it in KINDS])
+def test_states_in_blocks_are_those_of_one_process_on_any_number_of_ranks_and_are_saved(library, tmp_path):
+    for kind in KINDS[library]:
+        folder = tmp_path / kind
+        expected = alone_in_blocks(library, kind, folder)
+        first = kind == KINDS[library][0]
+        for world in (3, 2) if first else (3,):
+            strategies = ["ddp", "zero3"] if first and world == 2 else ["zero3"]
+            run_ranks(world, step_in_blocks, library, kind, folder, expected, strategies, timeout=120)
+
+
+def learn_in_blocks() -> None:
+    """With gradients of a model's own, some of which are summed over ranks and whole on all of them."""
+
     def model_of() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias=False), nn.GELU(), nn.Linear(HIDDEN, WIDTH, bias=False))
+        return nn.Sequential(nn.Linear(WIDTH, 67), nn.GELU(), nn.Linear(67, WIDTH, bias=False))
 
-    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
-        alone, model = model_of(), shard_each(model_of(), fully_shard)
-        expected = learn(alone, eight_bit(name, alone.parameters()))
-        assert units_in(model)[1].params[0].local.numel() % 256 == 0  # whole blocks, and so the same ones
-        optimizer = step_shards(eight_bit(name, model.parameters()))
-        assert_same(learn(model, optimizer), expected)
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    local = [it._local_tensor if isinstance(it, DTensor) else it for it in states]
-    assert max(it.numel() for it in local) == WIDTH * HIDDEN // dist.get_world_size()
+    alone = model_of()
+    expected = learn(alone)
+    for strategy in ("zero3", "zero2", "zero1", "ddp"):
+        model = shard_each(model_of(), partial(fully_shard, strategy=strategy, shard_alignment=256))
+        assert_same(learn(model), expected, name=strategy)
+        assert_same({name: full_value(it.detach()) for name, it in model.named_parameters()}, alone.state_dict())
+    copied = copy.deepcopy(shard_each(model_of(), partial(fully_shard, shard_alignment=256)))
+    assert_same(learn(copied), expected)
+    model = shard_each(model_of(), partial(fully_shard, shard_alignment=256))
+    learn(model)
+    with recording() as record:
+        learn(model)
+    sent = [event.sent_bytes for event in record.collectives("all_gather") if event.origin.unit == "2"]
+    assert not sum(sent)  # nobody lacks anything of it
 
 
-@pytest.mark.parametrize("name", [pytest.param(it, marks=needs(it)) for it in ("torchao", "bitsandbytes")])
-def test_8_bit_states_are_those_of_one_process_where_shards_are_whole_blocks(name):
-    run_ranks(2, step_in_8_bits, name, timeout=120)
+def test_what_cannot_be_cut_into_blocks_is_whole_on_every_rank_and_learns_the_same():
+    run_ranks(2, learn_in_blocks)
+
+
+def round_at_random(folder: Path, strategy: str) -> list[Any]:
+    from torchao.optim import AdamW8bit
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = fully_shard(Values().bfloat16(), shard_alignment=256, strategy=strategy)
+        return model, step_shards(AdamW8bit(model.parameters(), lr=1e-2, bf16_stochastic_round=True))
+
+    torch.manual_seed(dist.get_rank())
+    with torch.compiler.set_stance("force_eager"):
+        model, optimizer = made()
+        take_steps(model, optimizer, range(2))
+        save(folder / strategy, model=model, optimizer=optimizer, step=1)
+        take_steps(model, optimizer, range(2, 4))
+        expected = whole(model, optimizer)
+        model, optimizer = made()
+        load(folder / strategy, model=model, optimizer=optimizer, random_states=False)
+        take_steps(model, optimizer, range(2, 4))
+        assert_same(whole(model, optimizer), expected)
+    return expected
+
+
+@needs("torchao")
+def test_rounding_at_random_is_alike_on_all_replicas_and_goes_on_where_it_stopped(tmp_path):
+    for strategy in ("zero3", "ddp"):
+        first, *others = run_ranks(2, round_at_random, tmp_path, strategy)
+        assert_same(others, [first] * len(others))
+
+
+@needs("bitsandbytes")
+def test_what_an_optimizer_is_told_of_one_parameter_holds_for_its_shards():
+    run_ranks(2, keep_one_in_32_bits)
+
+
+def keep_one_in_32_bits() -> None:
+    from bitsandbytes.optim import GlobalOptimManager
+
+    model, optimizer = fresh("bitsandbytes", "AdamW8bit")
+    manager = GlobalOptimManager.get_instance()
+    manager.register_module_override(model, "rows", {"optim_bits": 32})
+    try:
+        take_steps(model, optimizer, range(1))
+        kinds = {name: optimizer.state[param]["state1"].dtype for name, param in model.named_parameters()}
+        assert kinds["rows"] == kinds["small"] == torch.float32
+        assert {kinds[name] for name in SHAPES if name not in ("rows", "small")} == {torch.uint8}
+    finally:
+        manager.module_weight_config_triple.clear()
+
+
+def load_otherwise(folder: Path) -> list[str]:
+    model, optimizer = fresh("bitsandbytes", "AdamW8bit")
+    take_steps(model, optimizer, range(1))
+    save(folder / "in-blocks", model=model, optimizer=optimizer, step=1)
+    states = full_optim_state_dict(model, optimizer, rank0_only=False)
+    plain = torch.optim.AdamW(model.parameters())
+    take_steps(model, plain, range(1))
+    save(folder / "plain", model=model, optimizer=plain, step=1)
+    said = []
+    for path, other in (("in-blocks", plain), ("plain", optimizer)):
+        with pytest.raises(CheckpointError) as caught:
+            load(folder / path, model=model, optimizer=other)
+        said.append(str(caught.value))
+    with pytest.raises(ConfigError) as refused:
+        optim_state_dict_to_load(model, plain, states)
+    return [*said, str(refused.value)]
+
+
+@needs("bitsandbytes")
+def test_states_in_blocks_and_plain_ones_are_not_taken_for_one_another(tmp_path):
+    for into_plain, into_blocks, of_state_dict in run_ranks(2, load_otherwise, tmp_path):
+        assert "encoded otherwise: the states of rows (bitsandbytes in 8 bits, blocks of 256 in it, plain" in into_plain
+        assert "the states of rows (plain in it, bitsandbytes in 8 bits, blocks of 256 in the optimizer)" in into_blocks
+        assert "has the states of rows (bitsandbytes in 8 bits" in of_state_dict

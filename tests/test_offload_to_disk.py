@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -505,6 +506,27 @@ def fail(folder: Path) -> None:
 
 def test_a_disk_that_fails_is_told_with_numbers_and_the_checkpoint_goes_on(tmp_path):
     run_ranks(1, fail, tmp_path)
+
+
+@few_bytes_a_portion()
+def fail_on_one_rank(folder: Path) -> None:
+    """In the first step, which takes the room, and in later ones, by each call of the system."""
+    full, broken = (OSError(code, os.strerror(code)) for code in (errno.ENOSPC, errno.EIO))
+    fails = [(0, "posix_fallocate", full), (0, "pwritev", broken), (2, "preadv", broken), (2, "pwritev", broken)]
+    for make, (steps, call, error) in product((adamw, muon), fails):
+        model = build(1.0, folder)
+        optimizers = make(model)
+        learn(model, optimizers, range(steps))
+        here = mock.patch(f"os.{call}", side_effect=error) if dist.get_rank() == 1 else nullcontext()
+        with here, pytest.raises(DiskError, match=f"^rank 1: .*errno {error.errno}") as raised:
+            learn(model, optimizers, range(steps, steps + 2))
+        assert "rank 0" not in str(raised.value), (make, call)
+        dist.barrier()
+
+
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all(tmp_path):
+    """Nobody waits for the rank whose disk it was, with messages of the optimizer's own or without."""
+    run_ranks(2, fail_on_one_rank, tmp_path)
 
 
 def test_an_optimizer_that_may_need_all_parameters_at_once_is_refused(tmp_path):

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,31 @@ def test_a_browser_shows_all_of_it(cases: dict[str, Case], pages: dict[str, Path
                 for words in cases[name].leaves_out:
                     assert words not in seen, (where, words)
                 page.context.close()
+
+
+def test_a_plan_is_drawn_as_a_run_is(tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    argv = ["plan", "--size", "nano", "--layers", "6", "--seq", "32", "--hardware", "h100-80", "--per-host", "8"]
+    assert main([*argv, "--strategies", "zero3", "--html", str(path), "--json", str(tmp_path / "plan.json")]) == 0
+    text = path.read_text()
+    drawn = json.loads(re.findall(r'id="data">(.*?)</script>', text, re.DOTALL)[0])
+    assert {"compute", "gather", "reduce"} <= set(drawn["timeline"]["lanes"])
+    (lanes,) = drawn["timeline"]["ranks"]
+    ends = [start + took for start, took in zip(lanes["start_us"], lanes["took_us"], strict=True)]
+    for lane in set(lanes["lane"]):  # a lane does one thing after the other
+        places = [place for place, number in enumerate(lanes["lane"]) if number == lane]
+        assert all(ends[before] <= lanes["start_us"][after] + 2 for before, after in pairwise(places))
+    memory = drawn["memory"]
+    assert memory["at_s"] == sorted(memory["at_s"])
+    assert memory["at_s"][-1] <= max(ends) * 1e-6 + 1e-5
+    assert sum(memory["peak_by_state"].values()) == memory["peak_bytes"] > 0
+    with chromium() as browser:
+        complaints: list[str] = []
+        page = opened(browser, path, NARROW, "dark", complaints)
+        assert complaints == []
+        assert page.evaluate(OVERFLOWING) == []
+        assert page.evaluate(EMPTY_CHARTS) == []
+        assert page.evaluate(UNSEEN, ["plan", "step", "memory", "paste"]) == []
 
 
 def test_a_page_answers_within_a_second(pages: dict[str, Path]) -> None:

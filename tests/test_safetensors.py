@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fullshard import CheckpointError, ConfigError, FullyShardedDataParallel, fully_shard
 from fullshard.checkpoint import Merged, Unmatched, export_safetensors, load_safetensors, tensor_files
-from fullshard.checkpoint.exporting import parse_size
 from fullshard.checkpoint.tensor_files import Description, TensorFile
 from fullshard.engine.registry import units_in
 from fullshard.plan.ledger import peak_during, storage_bytes
+from fullshard.policy.sizes import parse_size
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -631,7 +631,7 @@ def test_what_cannot_be_exported_is_named(tmp_path):
 
 
 def test_sizes_are_read_from_words():
-    assert [parse_size(size) for size in (7, "7", "7kb", "1.5 MB", "5GB", "2TB")] == [
+    assert [parse_size(size, "size", "a file") for size in (7, "7", "7kb", "1.5 MB", "5GB", "2TB")] == [
         7,
         7,
         7000,
@@ -641,7 +641,7 @@ def test_sizes_are_read_from_words():
     ]
     for odd in (0, -1, "5 apples", "", "1.2.3GB", "GB", 0.5):
         with pytest.raises(ConfigError, match="is no size of a file"):
-            parse_size(odd)
+            parse_size(odd, "size", "a file")
 
 
 # -- tensors in parts -------------------------------------------------------------------------------------------------

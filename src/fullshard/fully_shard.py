@@ -67,6 +67,7 @@ def fully_shard(
     auto_wrap_policy: AutoWrapPolicy | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     broadcast_buffers: bool = False,
+    shard_alignment: int = 1,
 ) -> M:
     """`module` itself, as a unit: its parameters are now this rank's shards, unsharded only while compute needs them.
 
@@ -97,6 +98,10 @@ def fully_shard(
             over fewer than the rest of their block: all are gathered together.
         broadcast_buffers: whether the first forward after a step begins with the buffers (statistics of batch norms,
             say) of the mesh's first rank, as under DDP. Otherwise each rank keeps its own.
+        shard_alignment: have shards consist of whole blocks of so many elements, such as those that the states of
+            8-bit optimizers are encoded in: what is computed by blocks is then the same on any number of ranks. A
+            trained parameter of 4096 elements or more whose shards are no such blocks stays whole on every rank, with
+            its gradient and its states, and its gradients are all-reduced.
 
     Raises:
         ConfigError: an argument cannot be honoured, or the module is sharded already.
@@ -125,6 +130,7 @@ def fully_shard(
             "dp_mesh_dims": dp_mesh_dims,
             "shard_placement_fn": shard_placement_fn,
             "broadcast_buffers": broadcast_buffers,
+            "shard_alignment": shard_alignment,
         }
         for root in modules:
             sharded = [child for child in root.modules() if is_unit(child)]
@@ -138,6 +144,7 @@ def fully_shard(
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             broadcast_buffers=broadcast_buffers,
+            shard_alignment=shard_alignment,
         ),
         mesh=axes,
         ignored_params=ignored_params,

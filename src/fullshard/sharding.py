@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fullshard._compat import dtensor_like, holds_tensors, marks_of
-from fullshard.comm.mesh import Axes, axes_chosen, broadcast_from_first, resolve_axes, resolve_groups
+from fullshard.comm.mesh import (
+    Axes,
+    axes_chosen,
+    axes_of_replicas,
+    broadcast_from_first,
+    resolve_axes,
+    resolve_groups,
+)
 from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.at_rest import explain_mixtures
 from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install
@@ -25,6 +32,7 @@ from fullshard.engine.registry import buffers_of, is_unit, own_modules, units_in
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
+from fullshard.layout.shard_spec import ShardSpec, choose_spec
 from fullshard.optim.local_steps import watch_optimizers
 from fullshard.policy.meshes import ShardPlacementResult
 from fullshard.policy.options import ShardOptions
@@ -74,7 +82,7 @@ def shard_unit(
     mark_ignored(ignored)
     if materialize:
         initialise(modules, device, ignored, param_init_fn)
-    found = find_parameters(modules, ignored, partial(_place, axes, shard_placement_fn))
+    found = find_parameters(modules, ignored, partial(_place, axes, options, shard_placement_fn))
     move_buffers(modules, device, buffer_dtype)
     if sync_module_states:
         for over in dict.fromkeys([axes, *(source.axes for source in found.sources)]):
@@ -102,11 +110,23 @@ def _mark(modules: Iterable[nn.Module]) -> None:
         module._is_fsdp_managed_module = module._fsdp_use_orig_params = True  # type: ignore[assignment]
 
 
-def _place(axes: Axes, choose: ShardPlacementFn | None, fqn: str, param: nn.Parameter) -> tuple[Axes, int | None]:
+def _place(
+    axes: Axes, options: ShardOptions, choose: ShardPlacementFn | None, fqn: str, param: nn.Parameter
+) -> tuple[Axes, int | None]:
     """The axes to shard a parameter over, and the dim to shard it along, None if that is left open.
 
-    They are those of its unit, unless `choose`, a user's `shard_placement_fn`, says otherwise.
+    They are those of its unit, unless `choose`, a user's `shard_placement_fn`, or an alignment says otherwise.
     """
+    axes, dim = _chosen_place(axes, choose, fqn, param)
+    is_aligned = options.shard_alignment == 1 or options.placements.optimizer is not Placement.SHARDED
+    if is_aligned or not param.requires_grad or param.numel() < ALIGNED_FROM_NUMEL:
+        return axes, dim
+    return _aligned_place(axes, dim, options.shard_alignment, fqn, param)
+
+
+def _chosen_place(
+    axes: Axes, choose: ShardPlacementFn | None, fqn: str, param: nn.Parameter
+) -> tuple[Axes, int | None]:
     chosen, shape = None if choose is None else choose(param), tuple(param.shape)
     info = getattr(chosen, "mesh_info", None)  # torch's own result has the same fields
     placement = chosen if info is None else getattr(chosen, "placement", None)
@@ -123,6 +143,36 @@ def _place(axes: Axes, choose: ShardPlacementFn | None, fqn: str, param: nn.Para
             f"{len(shape)} dims, None to leave it open, or a ShardPlacementResult of one of these and a mesh."
         )
     return axes, placement.dim % len(shape)
+
+
+ALIGNED_FROM_NUMEL = 4096
+"""Parameters of so many elements are aligned: optimizers encode no smaller ones."""
+
+
+def _aligned_place(axes: Axes, dim: int | None, block: int, fqn: str, param: nn.Parameter) -> tuple[Axes, int | None]:
+    """Where a parameter goes so that shards consist of whole blocks: along dim 0, or else to every rank, whole.
+
+    Raises:
+        ConfigError: it can be neither.
+    """
+    shape = tuple(param._local_tensor.shape if isinstance(param, DTensor) else param.shape)
+    specs = [choose_spec(shape, axes.shard_world, dim)]
+    if dim is None:
+        specs.append(ShardSpec(shape, 0, axes.shard_world))
+    aligned = next((spec for spec in specs if spec.consists_of_blocks(block)), None)
+    if aligned is not None:
+        return axes, aligned.dim
+    found = (
+        f"{fqn} of shape {shape}, cut along dim {specs[0].dim} for {axes.shard_world} ranks, has shards of "
+        f"{specs[0].part_numel} elements, which are no whole blocks of shard_alignment={block}"
+    )
+    if isinstance(param, DTensor) or axes.group_size is not None or dim not in (None, 0):
+        raise ConfigError(
+            f"{found}; nor can it stay whole on every rank, as it is to be cut in another way, too: by tensor "
+            "parallelism, by groups of ranks or by shard_placement_fn. Choose a number of ranks or rows by which its "
+            "shards are whole blocks, or shard it without shard_alignment."
+        )
+    return axes_of_replicas(axes), None
 
 
 def _check_together(fqn: str, axes: Axes, others: Axes) -> None:

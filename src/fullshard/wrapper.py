@@ -76,7 +76,7 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: must be True: parameters are never flattened.
         ignored_states: parameters, or modules, to leave as they are; instead of `ignored_modules`.
         device_mesh: the mesh to shard over, instead of `process_group`.
-        broadcast_buffers: see `fullshard.fully_shard`; torch's has no such argument.
+        broadcast_buffers, shard_alignment: see `fullshard.fully_shard`; torch's has no such arguments.
 
     Raises:
         ConfigError: an argument, or a combination of arguments, cannot be honoured.
@@ -102,6 +102,7 @@ class FullyShardedDataParallel(nn.Module):
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: DeviceMesh | None = None,
         broadcast_buffers: bool = False,
+        shard_alignment: int = 1,
     ) -> None:
         super().__init__()
         _check(module, process_group, device_mesh, ignored_modules, ignored_states, use_orig_params)
@@ -123,6 +124,7 @@ class FullyShardedDataParallel(nn.Module):
             "ignored_states": params,
             "device_mesh": mesh,
             "broadcast_buffers": broadcast_buffers,
+            "shard_alignment": shard_alignment,
         }
         if auto_wrap_policy is not None:
             apart: dict[type[nn.Module], Mapping[str, Any]] = {}
@@ -141,6 +143,7 @@ class FullyShardedDataParallel(nn.Module):
                 prefetch_depth=1 if limit_all_gathers else 2,
                 casts_inputs_at_root=mixed_precision is not None and mixed_precision.cast_root_forward_inputs,
                 broadcasts_buffers=broadcast_buffers,
+                shard_alignment=shard_alignment,
             ),
             mesh=mesh,
             ignored_params=params,

@@ -6,7 +6,6 @@ One tensor after another is gathered, and written by the first rank. No rank hol
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -36,10 +35,9 @@ from fullshard.checkpoint.together import Ranks, default_ranks
 from fullshard.engine.registry import unwrapped
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.policy.sizes import parse_size
 
-__all__ = ["export_safetensors", "export_stored", "parse_size", "write_safetensors"]
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+__all__ = ["export_safetensors", "export_stored", "write_safetensors"]
 
 
 def export_safetensors(
@@ -72,7 +70,7 @@ def export_safetensors(
             first rank cannot write; the same error on every rank.
         ConfigError: an argument cannot be honoured.
     """
-    export = _Export(Path(folder), parse_size(max_shard_size), dtype, dict(metadata or {}))
+    export = _Export(Path(folder), parse_size(max_shard_size, "max_shard_size", "a file"), dtype, dict(metadata or {}))
     ranks = default_ranks()
     state, ties = ranks.do(export.doing, lambda: _weights(model))
 
@@ -131,7 +129,7 @@ def export_stored(
             read or written.
         ConfigError: an argument cannot be honoured.
     """
-    export = _Export(folder, parse_size(max_shard_size), dtype, {})
+    export = _Export(folder, parse_size(max_shard_size, "max_shard_size", "a file"), dtype, {})
     if stored.values:
         raise CheckpointError(_no_tensors(stored.path, stored.values))
     if not stored.weights:
@@ -179,24 +177,6 @@ def _configs(model: nn.Module, written: Mapping[str, Description]) -> dict[str, 
         names = [it.dtype_name for it in written.values() if it.dtype.is_floating_point]
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = next(iter(names), None)
     return found
-
-
-def parse_size(size: int | str) -> int:
-    """Bytes, of a number or of words such as "5GB".
-
-    Raises:
-        ConfigError: it is neither, or below 1.
-    """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]B)?\s*", str(size), re.IGNORECASE)
-    try:
-        nbytes = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
-    except ValueError:
-        nbytes = 0
-    if nbytes < 1:
-        raise ConfigError(
-            f"max_shard_size={size!r} is no size of a file. Pass bytes, or words such as '500MB' or '5GB'."
-        )
-    return nbytes
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fullshard.checkpoint.opening import Opened
 from fullshard.checkpoint.saved import Saved
 from fullshard.errors import CheckpointError
+from fullshard.state.block_states import FORM
 from fullshard.state.optim_state import StateTemplate
 
 __all__ = ["Misfit", "fit_model", "fit_optimizer"]
@@ -29,6 +30,7 @@ class Misfit:
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
     untied: list[str] = field(default_factory=list)
+    encoded: list[str] = field(default_factory=list)
 
     def __add__(self, other: Misfit) -> Misfit:
         return Misfit(*(getattr(self, it.name) + getattr(other, it.name) for it in fields(self)))
@@ -45,6 +47,7 @@ class Misfit:
             "unexpected in it:": self.unexpected,
             "of another shape:": self.misshapen,
             "tied in the model, but not in it:": self.untied,
+            "encoded otherwise:": self.encoded,
         }
         misfits = [f"{kind} {_listed(names)}" for kind, names in kinds.items() if names]
         if misfits:
@@ -106,10 +109,16 @@ def fit_optimizer(saved: Saved, opened: Opened, template: StateTemplate) -> Misf
                     f"{name!r} of {fqn} in the optimizer ({tuple(sizes[key])} in it, {tuple(present.shape)} in the "
                     "optimizer)"
                 )
+    forms = [
+        template.misfit_of_form(fqn, names, names[FORM][1] if FORM in names else None)
+        for fqn, names in ((fqn, dict(states)) for fqn, (_, states) in saved.states.items())
+        if fqn in template.fqns
+    ]
     return Misfit(
         missing=[f"{fqn} in the optimizer" for fqn in template.fqns if fqn not in stepped],
         unexpected=[
             f"{fqn} in the optimizer" for fqn in dict.fromkeys([*stepped, *saved.states]) if fqn not in template.fqns
         ],
         misshapen=misshapen,
+        encoded=[misfit for misfit in forms if misfit is not None],
     )

@@ -36,6 +36,7 @@ __all__ = [
     "Axes",
     "axes_by_name",
     "axes_chosen",
+    "axes_of_replicas",
     "broadcast_from_first",
     "default_mesh",
     "join",
@@ -219,6 +220,24 @@ def axes_chosen(info: Any, fqn: str) -> Axes:
     if dims is None or whole is None:
         return Axes(mesh)
     return Axes(mesh, spmd_mesh=whole, spmd_names=frozenset((*dims.shard_names, *dims.replicate_names)))
+
+
+_whole: Kept[DeviceMesh, DeviceMesh] = Kept("meshes of replicas alone")
+
+
+def axes_of_replicas(axes: Axes) -> Axes:
+    """Axes over the same ranks that keep everything whole: all of them replicate, and each shards over itself."""
+
+    def make() -> DeviceMesh:
+        ranks = axes.mesh.mesh.flatten()
+        everyone = axes.shard_group if axes.mesh.ndim == 1 else subgroup(sorted(axes.ranks))
+        groups = [everyone, subgroup([dist.get_rank()])]
+        with outside_of_modes():
+            return DeviceMesh.from_group(
+                groups, axes.mesh.device_type, ranks.view(-1, 1), mesh_dim_names=("replicate", "shard")
+            )
+
+    return Axes(_whole.get_or_make(axes.mesh, make))
 
 
 def resolve_groups(axes: Axes, placements: Placements) -> tuple[Axes, Placements]:

@@ -30,7 +30,8 @@ from fullshard._compat import FakeTensor, in_backward, saved_tensor_hooks, weak_
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.disk.space import Scratch
 from fullshard.engine.away import WINDOW_BYTES, Away, Store, written_to
-from fullshard.engine.registry import buffers_of
+from fullshard.engine.findings import DiskFailures
+from fullshard.engine.registry import buffers_of, process_groups_along
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Offload
 
@@ -105,10 +106,16 @@ class Activations:
         self._tiers = tiers_of(units)
         self._device = units[0].device
         self._stores: dict[str, Store] = {}
+        self._failures = DiskFailures()
         self._entered: list[tuple[Unit, saved_tensors_hooks | None]] = []
         self._resident: set[int] = set()  # storages that stay
         self._known: dict[tuple[int, int], tuple[Any, weakref.ref[Away]]] = {}  # by storage and version
         self._order: list[weakref.ref[Away]] = []  # all that this forward has put away
+        self._counted: dict[int, Any] = {}  # storages of this forward, where a budget wants to know of them
+        self._kept = dict.fromkeys(units, 0)  # their bytes, by unit
+        self.most_kept = dict.fromkeys(units, 0)  # of the forward with the most
+        self.backwards = 0  # that have ended
+        self.held_whole = False  # gradients were not reduced at the end of one of them
 
     @property
     def stores(self) -> Sequence[Store]:
@@ -122,6 +129,8 @@ class Activations:
         self._device = self._units[0].device
         self._known.clear()
         self._order = []
+        self._counted.clear()
+        self._kept = dict.fromkeys(self._units, 0)
         self._resident = {
             buffer.untyped_storage()._cdata for unit in self._units for buffer in buffers_of(unit.modules)
         }
@@ -147,6 +156,22 @@ class Activations:
             if entered is unit:
                 return
 
+    def choose_anew(self) -> None:
+        """Go by what the policies of the units say now, from the next forward on."""
+        self._tiers = tiers_of(self._units)
+        self._stores.clear()
+
+    def end_backward(self) -> None:
+        """Tell all ranks, each of which has ended the same backward, if the disk of one of them has failed.
+
+        Raises:
+            DiskError: one has.
+        """
+        self.backwards += 1
+        self.held_whole = self.held_whole or not all(unit.state.syncs_gradients for unit in self._units)
+        if "disk" in self._tiers.values():
+            self._failures.raise_on_every_rank(process_groups_along(self._units), self._device)
+
     def recover(self) -> None:
         """Take all hooks back, after an exception."""
         while self._entered:
@@ -159,10 +184,10 @@ class Activations:
         if top is not None and top[1] is not _unpack:
             return None
         store = self._store(self._tiers.get(unit))
-        if store is None and top is None:
+        if store is None and top is None and not self._counts(unit):
             return None
         pack: Callable[[Tensor], _Stayed | _Travelled] = _stay if store is None else partial(self._pack, store)
-        return saved_tensors_hooks(pack, _unpack)
+        return saved_tensors_hooks(partial(self._count, unit, pack) if self._counts(unit) else pack, _unpack)
 
     def _store(self, tier: str | None) -> Store | None:
         """Where a tier's storages go; None where they stay: in the host's memory they are already, on a CPU."""
@@ -173,8 +198,25 @@ class Activations:
             assert isinstance(policy, Offload), "it names the tier"
             name = f"activations-of-rank-{dist.get_rank()}"
             scratch = Scratch(policy.disk_folder, name, WINDOW_BYTES) if tier == "disk" else None
-            self._stores[tier] = Store(self._device, scratch, WINDOW_BYTES)
+            self._stores[tier] = Store(self._device, scratch, WINDOW_BYTES, self._failures)
         return self._stores[tier]
+
+    @staticmethod
+    def _counts(unit: Unit) -> bool:
+        """True if a budget has to know what forward keeps of `unit`."""
+        return isinstance(unit.options.offload, Offload) and unit.options.offload.budget is not None
+
+    def _count(
+        self, unit: Unit, pack: Callable[[Tensor], _Stayed | _Travelled], tensor: Tensor
+    ) -> _Stayed | _Travelled:
+        """Count the storage of `tensor` once, and pack it."""
+        storage = tensor.untyped_storage()
+        if self._travels(tensor) and storage._cdata not in self._counted:
+            self._counted[storage._cdata] = weak_storage(storage)
+            self._kept[unit] += storage.nbytes()
+            if sum(self._kept.values()) > sum(self.most_kept.values()):
+                self.most_kept = dict(self._kept)
+        return pack(tensor)
 
     def _pack(self, store: Store, tensor: Tensor) -> _Stayed | _Travelled:
         if not self._travels(tensor):

@@ -8,7 +8,9 @@ were put away before it are begun to be read, as far as the window allows. What 
 
 [Note: bounded buffers]
 A window of bytes bounds each of: what is copied and not yet written, or still held on the device by the copy; and what
-is read ahead. More than the window is under way only if a single storage is larger.
+is read ahead. More than the window is under way only if a single storage is larger, or if the disk has failed: what it
+does not take stays in its buffer, and what it does not give back is zeros, until all ranks are told at the end of the
+backward. See [Note: a disk that fails on one rank] in `findings.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from fullshard.device.lanes import Mark
 from fullshard.device.memory import typed_view
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer, aligned_part
 from fullshard.disk.space import Extent, Scratch
+from fullshard.engine.findings import DiskFailures
 from fullshard.errors import StateError
 
 __all__ = ["WINDOW_BYTES", "Away", "Store", "written_to"]
@@ -66,6 +69,7 @@ class Away:
     is_torn: bool = False  # it was
     buffer: _Buffer | None = None  # where it is in the host's memory
     extent: Extent | None = None  # where it is on the disk
+    stays: bool = False  # in its buffer, since the disk has not taken it
     writing: DiskWork | None = None
     reading: DiskWork | None = None
     back: Tensor | None = None  # its memory on the device again
@@ -101,11 +105,13 @@ class Store:
         device: whose memory they leave.
         scratch: the room on the disk; None for the host's memory.
         window_bytes: see [Note: bounded buffers].
+        failures: what the disk could not do.
     """
 
     device: torch.device
     scratch: Scratch | None
     window_bytes: int = WINDOW_BYTES
+    failures: DiskFailures = field(default_factory=DiskFailures)
     put_bytes: int = 0  # in all
     read_bytes: int = 0  # from the disk, in all
     _buffers: weakref.WeakSet[_Buffer] = field(default_factory=weakref.WeakSet)
@@ -118,11 +124,7 @@ class Store:
     # -- out ----------------------------------------------------------------------------------------------------------
 
     def put(self, tensor: Tensor, order: list[weakref.ref[Away]]) -> Away:
-        """Have the contents of the storage of `tensor` away, as the next of `order`.
-
-        Raises:
-            DiskError: the disk has no room, or an earlier write has failed.
-        """
+        """Have the contents of the storage of `tensor` away, as the next of `order`."""
         storage = tensor.untyped_storage()
         nbytes, room = storage.nbytes(), aligned(storage.nbytes())
         self._clear_left()
@@ -155,7 +157,7 @@ class Store:
     def _write_those_sent(self, newest: Away) -> None:
         """Begin to write what has come to the host's memory."""
         for away in (*self._alive(self._leaving), newest):
-            if away.writing is None and (away.sent is None or away.sent.query()):
+            if away.writing is None and not away.stays and (away.sent is None or away.sent.query()):
                 self._write(away)
 
     def _writes(self, buffer: _Buffer) -> bool:
@@ -164,8 +166,11 @@ class Store:
 
     def _write(self, away: Away) -> None:
         assert self.scratch is not None and away.buffer is not None
-        away.extent = self.scratch.take(away.room_bytes)
-        away.writing = away.extent.write(away.buffer.data[: away.room_bytes])
+        away.stays = True
+        with self.failures.noted():
+            away.extent = self.scratch.take(away.room_bytes)
+            away.writing = away.extent.write(away.buffer.data[: away.room_bytes])
+            away.stays = False
 
     def _finish_leaving(self) -> None:
         """Have the oldest storage on its way out be gone: from the device, and from its buffer if there is a disk."""
@@ -179,11 +184,11 @@ class Store:
             away.source = None
             away.is_torn, away.watched = _was_written_to(away), None
         if self.scratch is not None:
-            if away.writing is None and away.sent is not None and away.buffer and self._writes(away.buffer):
+            is_waiting = away.writing is None and not away.stays and away.sent is not None
+            if is_waiting and away.buffer and self._writes(away.buffer):
+                assert away.sent is not None
                 away.sent.synchronize()
                 self._write(away)
-            if away.writing is not None:
-                away.writing.wait()
             self._leave_buffer(away)
 
     # -- back ---------------------------------------------------------------------------------------------------------
@@ -192,7 +197,6 @@ class Store:
         """The bytes of `away` on the device, 1-D; valid on the compute lane. Begins to read those put away before it.
 
         Raises:
-            DiskError: it could not be written, or not be read.
             StateError: the user has written to it since it was saved.
         """
         self._clear_left()
@@ -232,10 +236,15 @@ class Store:
     def _bring_back(self, away: Away) -> None:
         """Have it on the device, as soon as the lanes get there."""
         assert away.buffer is not None
-        if away.reading is not None:
-            away.reading.wait()
-            away.reading = None
         held = away.buffer.data[: away.nbytes]
+        if away.reading is not None:
+            failed = True
+            with self.failures.noted():
+                away.reading.wait()
+                failed = False
+            if failed:
+                held.zero_()
+            away.reading = None
         accelerator = accelerator_for(self.device)
         lanes = accelerator.lanes
         if not accelerator.has_lanes:
@@ -272,7 +281,12 @@ class Store:
 
     def _leave_buffer(self, away: Away) -> None:
         """What is on the disk needs no buffer any more, unless it was asked for meanwhile."""
-        if away.buffer is not None and away.back is None:
+        if away.writing is not None:
+            away.stays = True
+            with self.failures.noted():
+                away.writing.wait()
+                away.stays = False
+        if away.buffer is not None and away.back is None and not away.stays:
             self._give(away.buffer)
             away.buffer = None
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard.comm.routes import collectives_for
+from fullshard.engine.findings import findings_of_all
 from fullshard.engine.unit import Unit
 from fullshard.errors import NonFiniteError, named_ranks
 from fullshard.tape.recorder import Origin, Phase
@@ -21,6 +20,7 @@ _ORIGIN = Origin("finite check", Phase.BACKWARD)
 
 Tally = tuple[str, str, Tensor]
 """FQN of the parameter, name of its unit, and how many values of its gradient are NaN and how many infinite."""
+_Finding = tuple[int, str, str, int, int, int]  # the number of a tally, its names, the rank, and its counts
 
 
 def tally(unit: Unit) -> list[Tally]:
@@ -44,23 +44,19 @@ def raise_on_every_rank(tallies: Sequence[Tally], groups: Sequence[dist.ProcessG
     """
     counts_here = torch.stack([counts for _, _, counts in tallies]) if tallies else torch.zeros(1, 2, device=device)
     anywhere = counts_here.sum().to(torch.float32).reshape(1)
-    for group in groups:
-        collectives_for(group, device).combine(anywhere, dist.ReduceOp.SUM, origin=_ORIGIN)
-    if not anywhere.item():
-        return
     rank = dist.get_rank()
-    findings: list[Any] = [
-        (number, fqn, unit, rank, *counts.tolist())
-        for number, (fqn, unit, counts) in enumerate(tallies)
-        if counts.any()
-    ]
-    for group in groups:
-        parts = collectives_for(group, device).gather_objects(findings, origin=_ORIGIN)
-        findings = [finding for part in parts for finding in part]
-    raise NonFiniteError(_account(sorted(set(findings))))
+
+    def findings() -> list[_Finding]:
+        found = [(number, fqn, unit, counts.tolist()) for number, (fqn, unit, counts) in enumerate(tallies)]
+        return [(number, fqn, unit, rank, *counts) for number, fqn, unit, counts in found if any(counts)]
+
+    found = findings_of_all(findings, anywhere, groups, _ORIGIN)
+    if found is None:
+        return
+    raise NonFiniteError(_account(sorted(set(found))))
 
 
-def _account(findings: Iterable[tuple[int, str, str, int, int, int]]) -> str:
+def _account(findings: Iterable[_Finding]) -> str:
     """The findings, the same ones of several ranks together; parameters in the order in which their units reduced."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for _, fqn, unit, rank, nans, infinities in findings:

@@ -334,6 +334,7 @@ class Runtime:
             self.residency.slots.end_microbatch(is_typical=self.expected.backward.agrees)
         tallies = self.reductions.take_tallies()
         self._check_whole()
+        self.activations.end_backward()
         self.reductions.check_finite(tallies)
 
     def _reshard_after_backward(self, unit: Unit) -> None:
@@ -514,6 +515,7 @@ class Runtime:
             self._reshard_after_backward(unit)
         self._end_backward()
         self._is_open = self._has_forward = False
+        self.activations.end_backward()
         self.reductions.check_finite(self.reductions.take_tallies())
 
     def _prefetch_forward(self, unit: Unit) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 
@@ -38,7 +39,7 @@ from fullshard.engine.unit_plans import (
 )
 from fullshard.engine.unit_state import UnitState
 from fullshard.errors import ConfigError, StateError
-from fullshard.policy.offload import Offload
+from fullshard.policy.offload import Offload, OffloadPolicy
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, noting_wait
@@ -160,6 +161,10 @@ class Unit:
     def shard_device(self) -> torch.device:
         """The device on which shards live, or will once they have memory."""
         return self._memory.device
+
+    def offload_as(self, policy: OffloadPolicy) -> None:
+        """Have states and activations away as `policy` says, from the next step and forward on."""
+        self.options = replace(self.options, offload=policy)
 
     @property
     def _memory(self) -> MemoryKind:

@@ -133,10 +133,13 @@ class ShardingPlugin:
         """The policy of all units that this asks for."""
         if self.cpu_offload:
             return CPUOffloadPolicy()
-        disk = {"optimizer": self.offload_optimizer, "activations": self.offload_activations}
-        if not any(disk.values()):
+        if not (self.offload_optimizer or self.offload_activations):
             return OffloadPolicy()
-        return Offload(**{name: {"disk": fraction} for name, fraction in disk.items()}, folder=self.offload_folder)
+        return Offload(
+            optimizer={"disk": self.offload_optimizer},
+            activations={"disk": self.offload_activations},
+            folder=self.offload_folder,
+        )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], **defaults: Any) -> ShardingPlugin:

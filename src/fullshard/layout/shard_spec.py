@@ -68,6 +68,12 @@ class ShardSpec:
         """Elements that equal parts would hold beyond the tensor's own."""
         return 0 if self.dim is None else self.world * self.part_numel - self.numel
 
+    def consists_of_blocks(self, block: int) -> bool:
+        """True if every shard starts where a block of `block` elements does, counted through the tensor in memory."""
+        if self.dim is None or self.part_numel == self.numel:
+            return True
+        return prod(self.shape[: self.dim]) == 1 and self.part_numel % block == 0
+
 
 def choose_spec(shape: Sequence[int], world: int, dim: int | None = None) -> ShardSpec:
     """The spec along `dim`. If None, along dim 0, as `DTensor` users expect, unless it has fewer rows than ranks and

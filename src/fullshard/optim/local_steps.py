@@ -8,11 +8,13 @@ same memory, and so the same bits. Before and after, its groups and its state ar
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cache, update_wrapper
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, partial, update_wrapper
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,6 @@ from fullshard._compat import (
     address,
     dtensor_like,
     has_step_hooks,
-    holds_tensors,
     make_dtensor,
     outside_of_graphs,
     without_step_hooks,
@@ -34,7 +35,9 @@ from fullshard.engine.managed import managed_by
 from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
 from fullshard.optim.rebinding import point_to_shards
-from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
+from fullshard.state.block_states import block_states
+from fullshard.state.budget import choose_for_budget
+from fullshard.state.on_disk import StepsInPortions, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
 
@@ -71,6 +74,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         point_to_shards(optimizer)
         _check_steps_shards(optimizer)
         note_outside(optimizer)
+        choose_for_budget(optimizer)
         _step_shards(optimizer)
         _step_what_is_on_disk(optimizer, args, kwargs)
     _note_step()
@@ -105,15 +109,19 @@ def step_shards(optimizer: OptimizerT) -> OptimizerT:
     """Have `optimizer`, which is returned, step this rank's plain shards in place of the sharded parameters.
 
     Right for optimizers that treat each element by itself, or each block of some: those of other libraries, too, whose
-    kernels take plain memory. Blocks begin with each rank's shard, so that numbers may depend on the number of ranks
-    there. States that are no tensors of the parameter's shape, such as the scales of blocks, are this rank's own, and
-    are not saved. Optimizers of torch's that are known to be elementwise need no such call.
+    kernels take plain memory. Of bitsandbytes' and torchao's, which encode states in blocks, shards must be whole
+    blocks. States of other optimizers that are no tensors of the parameter's shape are this rank's own, and are not
+    saved. Optimizers of torch's that are known to be elementwise need no such call.
 
     Raises:
-        ConfigError: it needs whole parameters.
+        ConfigError: it needs whole parameters, or shards of whole blocks, which `shard_alignment` of `fully_shard`
+            gives.
     """
     if type(optimizer).__name__ in _NEEDS_WHOLES:
         raise _refused(optimizer)
+    blocks = block_states(optimizer)
+    if blocks is not None:
+        blocks.check(_cut_params(optimizer))
     if not hasattr(optimizer.step, _MARK):
         _replace_step(optimizer)
     return optimizer
@@ -133,7 +141,9 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: `optimizer` needs whole parameters, or has kernels of its own.
     """
-    kind, sharded = type(optimizer), _cut_params(optimizer)
+    kind, sharded, blocks = type(optimizer), _cut_params(optimizer), block_states(optimizer)
+    if blocks is not None and blocks.draws:  # replicas are to draw alike, too
+        sharded = [it for group in optimizer.param_groups for it in group["params"] if isinstance(it, DTensor)]
     if not sharded or hasattr(optimizer.step, _MARK):
         return
     if kind is torch.optim.Adafactor:  # the others' sums are taken by operations on DTensors
@@ -172,7 +182,9 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         disk = states_on_disk(optimizer)
         if disk is not None:
-            return _step_in_portions(optimizer, disk, inner, args, kwargs)
+            return _step_from_disk(optimizer, partial(disk.step, optimizer), inner, args, kwargs)
+        if block_states(optimizer) is not None and not torch.compiler.is_compiling():  # their kernels take no DTensors
+            return _step_in_portions(optimizer, partial(_step_all, optimizer), inner, args, kwargs)
         # A closure, or a hook of the user's, is to see the parameters that the user knows.
         if args or kwargs or has_step_hooks(optimizer) or torch.compiler.is_compiling():
             return inner(optimizer, *args, **kwargs)
@@ -205,8 +217,11 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
             known = state.get(param)
             if known is not None:
                 state[shard] = {name: _local(value) for name, value in known.items()}
+        blocks = block_states(optimizer)
+        deciding = None if blocks is None else blocks.deciding_by_wholes({id(it): param for param, it in swapped})
         try:
-            yield
+            with deciding or nullcontext():
+                yield
         finally:
             for param, shard in swapped:
                 shard.grad = None
@@ -284,27 +299,30 @@ def _placed_as(param: DTensor, value: Any) -> Any:
         value = value.view(())
     elif not isinstance(value, Tensor) or not param.ndim or value.shape != param._local_tensor.shape:
         return _marked(value)
-    if holds_tensors(value):
-        return _marked(value)
     if value.dtype == param.dtype:
         return dtensor_like(value, param)
     return make_dtensor(value, param.device_mesh, tuple(param.placements), tuple(param.shape))
 
 
-# -- states on a disk -------------------------------------------------------------------------------------------------
+# -- a portion at a time ----------------------------------------------------------------------------------------------
 
 _BY_PARAMETER = frozenset({torch.optim.Adafactor})  # besides the elementwise ones; whole parameters, one by one
 _given: weakref.WeakKeyDictionary[Optimizer, list[list[Tensor]]] = weakref.WeakKeyDictionary()
 """The parameters by group of those that have stepped them already, when their own step begins."""
 
 
-@outside_of_graphs
+Run = Callable[[Sequence[Tensor]], None]
+
+
 def _step_in_portions(
-    optimizer: Optimizer, disk: StatesOnDisk, inner: Callable[..., Any], args: Any, kwargs: Any
+    optimizer: Optimizer, step_all: Callable[[Run], None], inner: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     """The step `inner` of `optimizer`, a portion at a time. The result of the closure, if one is given.
 
     It is called once, before anything is stepped, and so are hooks of the user's before and after all portions.
+
+    Args:
+        step_all: calls what it is given with the parameters of each portion.
     """
     with without_step_hooks(optimizer) as (before, after):
         for hook in before:
@@ -317,18 +335,67 @@ def _step_in_portions(
                 loss = closure()
         point_to_shards(optimizer)
         having = _having if type(optimizer) in _BY_PARAMETER else _having_shards
+        portions = itertools.count()
 
         def run(params: Sequence[Tensor]) -> None:
-            with having(optimizer, params):
-                inner(optimizer, *([None, *others] if others else []), **options)
-            _note_step()  # whose hooks have noted the end of it
+            for its, drawing in _drawing_alike(optimizer, params, next(portions)):
+                with having(optimizer, its), drawing:
+                    inner(optimizer, *([None, *others] if others else []), **options)
+                _note_step()  # whose hooks have noted the end of it
 
         _note_step()
-        disk.step(optimizer, run)
+        step_all(run)
         _note_end_of_step()
         for hook in after:
             hook(optimizer, args, kwargs)
     return loss
+
+
+_step_from_disk = outside_of_graphs(_step_in_portions)
+
+
+def _step_all(optimizer: Optimizer, run: Run) -> None:
+    run([param for group in optimizer.param_groups for param in group["params"]])
+
+
+def _drawing_alike(
+    optimizer: Optimizer, params: Sequence[Tensor], portion: int
+) -> Iterator[tuple[Sequence[Tensor], AbstractContextManager[Any]]]:
+    """`params`, those of which ranks have the same parts together; and a context to step each lot of them in.
+
+    There random numbers follow from the step, the portion and the part alone: an optimizer that rounds at random does
+    so alike wherever parts are the same.
+    """
+    blocks = block_states(optimizer)
+    if blocks is None or not blocks.draws:
+        yield params, nullcontext()
+        return
+    by_mesh: dict[Any, list[Tensor]] = {}
+    for param in params:
+        by_mesh.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+    for number, (mesh, its) in enumerate(by_mesh.items()):
+        placed = its[0]
+        place = list(mesh.get_coordinate()) if mesh is not None and isinstance(placed, DTensor) else []
+        cut = {axis for it in its if isinstance(it, DTensor) for axis, p in enumerate(it.placements) if p.is_shard()}
+        part = [coordinate for axis, coordinate in enumerate(place) if axis in cut]
+        seed = crc32(repr((max(map(int, counts), default=0), portion, number, part)).encode())
+        yield its, _seeded(seed, its[0].device)
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """A context in which the generator of `device` begins anew, and goes on as it was afterwards."""
+    module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
+    state = module.get_rng_state()
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)  # and no other device's
+    else:
+        module.manual_seed(seed)
+    try:
+        yield
+    finally:
+        module.set_rng_state(state)
 
 
 def _step_what_is_on_disk(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -348,7 +415,7 @@ def _step_what_is_on_disk(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         )
     _given[optimizer] = [group["params"] for group in optimizer.param_groups]
     if len(args) == 1 and not kwargs and not has_step_hooks(optimizer):  # the optimizer is one
-        _step_in_portions(optimizer, disk, type(optimizer).step, (), {})
+        _step_from_disk(optimizer, partial(disk.step, optimizer), type(optimizer).step, (), {})
         for group in optimizer.param_groups:
             group["params"] = []
 

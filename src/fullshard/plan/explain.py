@@ -80,6 +80,8 @@ def _offloaded(units: Sequence[Unit]) -> Iterator[str]:
                 f"{there} of {count} units rest on a disk between uses, in {policy.disk_folder}: their shards, "
                 "gradients and optimizer's state"
             )
+        if policy.budget is not None:
+            yield f"a budget of {policy.budget}{which}: all is away that can be until the first step of an optimizer"
         if policy.disk_fraction:
             yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
         computes = ", where the CPU computes," if units[0].device.type == "cpu" else ""

@@ -18,7 +18,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,14 +30,15 @@ from fullshard.comm.encoded import error_feedback_numel
 from fullshard.comm.mesh import resolve_groups
 from fullshard.disk.buffers import MOST_WRITING, buffers_of
 from fullshard.disk.tensors import OnDisk
+from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.registry import units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import owned
-from fullshard.policy.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.policy.strategy import Placements as StrategyPlacements
+from fullshard.policy.strategy import ShardingStrategy, resolve_placements
 from fullshard.state.on_disk import BUFFERS, portions_on_disk, states_on_disk
 from fullshard.tape.recorder import recording
 
@@ -105,10 +105,10 @@ def predict_ledger(
     every = [_GroupBytes.under(it, size, placements) for unit in units for it in unit.param_groups]
     on_disk = predict_on_disk(model, strategy=strategy, optimizer=cost)
     return Ledger(
-        parameters=sum(it.plan.rest_nbytes for it in every) + _kept_between_steps(units, size, placements),
+        parameters=sum(it.plan.rest_nbytes for it in every) + kept_between_steps(units, size, placements),
         gradients=sum(it.gradients for it in every),
         optimizer_state=sum(it.optimizer(cost) for it in every) - on_disk.nbytes + on_disk.buffer_nbytes,
-        gathered_peak=_gathered_peak(units, size, placements),
+        gathered_peak=gathered_peak(units, size, placements),
         activations=activations,
     )
 
@@ -216,34 +216,6 @@ def _feedback_of_wholes(numels: Sequence[int], world: int) -> int:
     """Elements of error feedback of tensors of `numels` elements, whose sums all of `world` ranks have whole."""
     parts = [len(owned(numel, world, 0)) for numel in numels]
     return error_feedback_numel(parts, world, whole=True) if world > 1 else 0
-
-
-def _kept_between_steps(units: Sequence[Unit], group_size: int | None, placements: StrategyPlacements) -> int:
-    if placements.parameters is Placement.SHARDED:
-        return 0
-    if placements.parameters is Placement.WHOLE:
-        return sum(unit.unsharded_nbytes for unit in units)
-    return sum(_secondary_nbytes(unit, group_size, placements) for unit in units)
-
-
-def _secondary_nbytes(unit: Unit, group_size: int | None, placements: StrategyPlacements) -> int:
-    """Bytes of this rank's secondary shards of a unit."""
-    plans = (param_group.plan.under(group_size, placements) for param_group in unit.param_groups)
-    return sum(plan.secondary_numel * plan.contract.compute.itemsize for plan in plans)
-
-
-def _gathered_peak(units: Sequence[Unit], group_size: int | None, placements: StrategyPlacements) -> int:
-    if placements.parameters is Placement.WHOLE:
-        return 0
-    nbytes = [unit.unsharded_nbytes for unit in units]
-    if placements.parameters_in_step is Placement.WHOLE:
-        return sum(nbytes)
-    kept = [0] * len(units)
-    if placements.parameters is Placement.SHARDED and placements.parameters_in_step is Placement.GROUPED:
-        kept = [_secondary_nbytes(unit, group_size, placements) for unit in units]
-    root, inner = nbytes[0], nbytes[1:]
-    pairs = (sum(pair) + sum(kept[: last + 1]) for last, pair in enumerate(pairwise(inner), 2))
-    return root + max(pairs, default=sum(inner) + sum(kept))
 
 
 def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) -> Ledger:

@@ -1,78 +1,62 @@
-"""A page about a plan that needs nothing else: its lanes over time and its memory, drawn as SVG within it."""
+"""The page of a plan: what fits, the lanes of a step and its memory, drawn as the report of a run draws them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from itertools import accumulate
 
-from jinja2 import Environment
+import numpy as np
 
 from fullshard.plan.memory import State, memory_curve
 from fullshard.plan.timeline import Placed, lay_out
 from fullshard.planner.report import WhatIf, columns, head, paste, row, said
 from fullshard.planner.search import Found, Plan
+from fullshard.report import shown
+from fullshard.report.frame import framed, stamped
+from fullshard.report.run import Memory, Span
 from fullshard.tape.recorder import Phase
-from fullshard.tape.tape import HOST
+from fullshard.tape.tape import Tape
 
 __all__ = ["page"]
 
-_WIDTH, _LANE, _HEIGHT = 1100.0, 26.0, 260.0
-_MOST_POINTS = 700
-_COLOURS = {
-    Phase.FORWARD: "#4c86c6",
-    Phase.PRE_BACKWARD: "#b9783f",
-    Phase.BACKWARD: "#d39a3c",
-    Phase.POST_BACKWARD: "#b0563f",
-    Phase.STEP: "#5fa06a",
-    Phase.IDLE: "#9a9a9a",
+_PARTS = {
+    Phase.FORWARD: "forward",
+    Phase.PRE_BACKWARD: "backward",
+    Phase.BACKWARD: "backward",
+    Phase.POST_BACKWARD: "backward",
+    Phase.STEP: "optimizer",
+    Phase.IDLE: "other",
 }
-_STATE_COLOURS = ("#4c6ea6", "#5fa06a", "#b0563f", "#7fb2dd", "#d3b23c", "#d9804a", "#9c7bb8", "#a0a0a0")
-
-
-@dataclass(frozen=True)
-class _Bar:
-    lane: str
-    x: float
-    width: float
-    y: float
-    colour: str
-    title: str
+_OF_LANE = {"gather": "gather", "reduce": "reduce", "replicate": "reduce", "offload": "other"}
+_GAP = 2e-3  # of a step: what follows on a lane within it, of the same unit and part, is one span
 
 
 def page(plan: Plan, changes: Sequence[WhatIf] = ()) -> str:
-    """The page of a plan in which something fits.
+    """The page of a plan in which something fits: one HTML file that needs nothing else.
 
     It shows the step of the longest model that was run: one of few blocks, where there are lists of like ones.
     """
     best = plan.best
     assert best is not None
-    rows = best.figures.candidate.rows
-    tape, step = best.sketch.entries(rows)
+    tape, step = best.sketch.entries(best.figures.candidate.rows)
     laid = lay_out(step, plan.question.cluster.costs(best.sketch.dtype))
-    lanes = list(dict.fromkeys(["compute", *(it.entry.lane for it in laid.placed)]))
-    bars = list(_bars(laid.placed, lanes, laid.end))
-    begun = len(tape.entries) - len(step)
-    curve = [(place, held) for place, held in memory_curve(tape) if place >= begun]
-    told = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(_PAGE)
-    return told.render(
-        title=f"Plan: {plan.question.subject.name}",
-        head=head(plan.question),
-        rows=list(_rows(plan)),
-        said=[*said(plan), *map(str, changes)],
-        paste=paste(plan),
-        lanes=[(name, 14 + number * _LANE) for number, name in enumerate(lanes)],
-        bars=bars,
-        height=len(lanes) * _LANE + 24,
-        step_ms=f"{laid.end * 1e3:,.2f}",
-        shown=_shown(best),
-        areas=list(_areas(curve)),
-        states=[(state.value, _STATE_COLOURS[place]) for place, state in enumerate(State)],
-        most=f"{max((sum(held.values()) for _, held in curve), default=0) / 1e9:,.2f}",
-        curve_height=_HEIGHT,
-        width=_WIDTH,
-        phases=[(phase.value, colour) for phase, colour in _COLOURS.items()],
-    )
+    memory = _memory(tape, laid.placed, len(tape.entries) - len(step))
+    drawn = {
+        "timeline": shown.timeline([(0, "", list(_spans(laid.placed, laid.end)))]),
+        "memory": shown.plain(shown.memory_curve(memory)),
+    }
+    known = {
+        "name": f"Plan: {plan.question.subject.name}",
+        "head": head(plan.question),
+        "columns": columns(plan),
+        "rows": [row(plan, found) for found in plan.fitting],
+        "said": [*said(plan), *map(str, changes)],
+        "paste": paste(plan),
+        "step_s": laid.end,
+        "shown": _shown(best),
+    }
+    return framed("plan.html", {**known, **drawn, **stamped()}, drawn)
 
 
 def _shown(best: Found) -> str:
@@ -85,98 +69,55 @@ def _shown(best: Found) -> str:
     return f"Shown is the model shortened to a few blocks ({'; '.join(parts)}): all others are like them."
 
 
-def _bars(placed: Sequence[Placed], lanes: Sequence[str], end: float) -> Iterator[_Bar]:
-    """A bar for each thing on a lane; what follows without a gap, of the same unit and phase, is one."""
-    joined: dict[str, list[Any]] = {lane: [] for lane in lanes}
+def _spans(placed: Sequence[Placed], end: float) -> Iterator[Span]:
+    """What the lanes do, by parts of a step; what follows without a gap, of the same unit and part, is one."""
+    last: dict[str, Span] = {}
     for it in placed:
-        before = joined[it.entry.lane]
-        same = before and (before[-1][2].unit, before[-1][2].phase) == (it.entry.origin.unit, it.entry.origin.phase)
-        if same and it.start - before[-1][1] < 2e-3 * end and it.entry.lane in ("compute", HOST):
-            before[-1][1] = it.end
-        else:
-            before.append([it.start, it.end, it.entry.origin, it.entry.name])
-    for number, lane in enumerate(lanes):
-        for start, stop, origin, name in joined[lane]:
-            width = (stop - start) / end * _WIDTH
-            if width < 0.15:
-                continue
-            title = f"{origin.unit or 'the root'}, {origin.phase.value}: {(stop - start) * 1e3:.3f} ms"
-            title += "" if lane == "compute" else f", {name}"
-            yield _Bar(lane, start / end * _WIDTH, width, number * _LANE, _COLOURS[origin.phase], title)
+        lane, origin = it.entry.lane, it.entry.origin
+        part = _OF_LANE.get(lane, _PARTS[origin.phase])
+        span = Span(lane=lane, name=part, unit=origin.unit, start_s=it.start, end_s=it.end)
+        before = last.get(lane)
+        if before is not None:
+            if (before.name, before.unit) == (part, origin.unit) and it.start - before.end_s < _GAP * end:
+                span = replace(span, start_s=before.start_s)
+            else:
+                yield before
+        last[lane] = span
+    yield from last.values()
 
 
-def _areas(curve: Sequence[tuple[int, Mapping[State, int]]]) -> Iterator[tuple[str, str, str]]:
-    """The states as areas on top of one another: points, colour and name of each."""
-    if not curve:
-        return
-    every = max(1, len(curve) // _MOST_POINTS)
-    most = max(sum(held.values()) for _, held in curve)
-    chosen = [max(curve[at : at + every], key=lambda it: sum(it[1].values()))[1] for at in range(0, len(curve), every)]
-    below = [0.0] * len(chosen)
-    for place, state in enumerate(State):
-        above = [low + held.get(state, 0) for low, held in zip(below, chosen, strict=True)]
-        xs = [at * _WIDTH / max(1, len(chosen) - 1) for at in range(len(chosen))]
-        upper = [f"{x:.1f},{_HEIGHT * (1 - y / most):.1f}" for x, y in zip(xs, above, strict=True)]
-        lower = [f"{x:.1f},{_HEIGHT * (1 - y / most):.1f}" for x, y in zip(xs, below, strict=True)]
-        yield " ".join([*upper, *reversed(lower)]), _STATE_COLOURS[place], state.value
-        below = above
+def _memory(tape: Tape, placed: Sequence[Placed], begun: int) -> Memory:
+    """Bytes by state from the place `begun` of the tape on."""
+    curve = [(place, held) for place, held in memory_curve(tape) if place >= begun]
+    total = [sum(held.values()) for _, held in curve]
+    return Memory(
+        rank=0,
+        at_s=np.array(_moments(tape, placed, [place for place, _ in curve], begun)),
+        labels=tuple(_label(tape, place) for place, _ in curve),
+        by_state={state.value: _bytes_of(state, curve) for state in State},
+        peak=int(np.argmax(total)) if total else 0,
+        largest=(),
+        predicted=None,
+        held=0,
+        limit=None,
+    )
 
 
-def _rows(plan: Plan) -> Iterator[list[str]]:
-    yield columns(plan)
-    yield from (row(plan, found) for found in plan.fitting)
+def _bytes_of(state: State, curve: Sequence[tuple[int, Mapping[State, int]]]) -> np.typing.NDArray[np.int64]:
+    return np.array([held.get(state, 0) for _, held in curve], dtype=np.int64)
 
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{{ title }}</title>
-<style>
-:root { color-scheme: light dark; --text: #1c1c1c; --back: #fff; --line: #ccc; --soft: #f4f4f4; }
-@media (prefers-color-scheme: dark) { :root { --text: #e4e4e4; --back: #16181b; --line: #444; --soft: #202327; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1140px;
-  margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; }
-td, th { padding: .2em .8em; border-bottom: 1px solid var(--line); text-align: right; }
-td:nth-child(-n+2), th:nth-child(-n+2) { text-align: left; }
-pre { background: var(--soft); padding: 1em; overflow-x: auto; } svg { width: 100%; height: auto; }
-svg text { fill: var(--text); font: 11px system-ui, sans-serif; }
-.key i { display: inline-block; width: .9em;
-  height: .9em; margin-right: .3em; } .key span { white-space: nowrap;
-  margin-right: 1em; }
-</style>
-<h1>{{ title }}</h1>
-{% for line in head %}<p>{{ line }}</p>
-{% endfor %}
-<table>
-{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>
-{% endfor %}</tr>
-{% endfor %}
-</table>
-{% for line in said %}<p>{{ line }}</p>
-{% endfor %}
-<h2>Lanes of a step</h2>
-<p>{{ shown }} {{ step_ms }} ms from left to right.</p>
-<p class="key">{% for name, colour in phases %}<span><i style="background:{{ colour }}"></i>{{ name }}</span>
-{% endfor %}</p>
-<svg viewBox="-70 0 {{ width + 72 }} {{ height }}" role="img" aria-label="what each lane does over time">
-{% for name, y in lanes %}<text x="-68" y="{{ y }}">{{ name }}</text>
-{% endfor %}
-{% for bar in bars %}<rect x="{{ '%.2f' % bar.x }}" y="{{ bar.y }}" width="{{ '%.2f' % bar.width }}" height="20"
- fill="{{ bar.colour }}"><title>{{ bar.title }}</title></rect>
-{% endfor %}
-</svg>
-<h2>Memory of a step</h2>
-<p>{{ most }} GB of tensors at the peak of what is shown; in the order in which the host asks for it.</p>
-<p class="key">{% for name, colour in states %}<span><i style="background:{{ colour }}"></i>{{ name }}</span>
-{% endfor %}</p>
-<svg viewBox="0 0 {{ width }} {{ curve_height }}" role="img" aria-label="bytes by state over a step">
-{% for points, colour, name in areas %}
-<polygon points="{{ points }}" fill="{{ colour }}"><title>{{ name }}</title></polygon>
-{% endfor %}
-</svg>
-<h2>Lines to paste</h2>
-{% for where, text in paste.items() %}<h3>{{ where }}</h3>
-<pre>{{ text }}</pre>
-{% endfor %}
-</html>
-"""
+def _label(tape: Tape, place: int) -> str:
+    origin = tape.entries[place].origin
+    return f"{origin.unit or 'the root'}, {origin.phase.value}"
+
+
+def _moments(tape: Tape, placed: Sequence[Placed], places: Sequence[int], begun: int) -> list[float]:
+    """When the lanes come to what follows each of `places`, at the earliest when they came to what was before."""
+    starts = {id(it.entry): it.start for it in placed}
+    after = 0.0
+    coming: dict[int, float] = {}
+    for place in range(len(tape.entries) - 1, begun - 1, -1):
+        after = starts.get(id(tape.entries[place]), after)
+        coming[place] = after
+    return list(accumulate((coming[place] for place in places), max))

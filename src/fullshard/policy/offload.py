@@ -8,6 +8,7 @@ from os import PathLike
 from pathlib import Path
 
 from fullshard.errors import ConfigError
+from fullshard.policy.sizes import parse_size
 
 __all__ = ["CPUOffload", "CPUOffloadPolicy", "Offload", "OffloadPolicy"]
 
@@ -50,9 +51,13 @@ class Offload(OffloadPolicy):
             memory (`"cpu"`: nothing changes where that is what computes) or on a disk. `{"cpu": 0.5, "disk": 0.25}` is
             half of the units and a quarter, the earliest on the disk. With checkpoints it is their inputs that travel.
         folder: where the file is made: on a disk of this machine. Every rank has one of its own.
+        budget: instead of fractions, the memory that a rank's tensors may take on the device that computes: bytes, or
+            words such as "20GB". Until the first step of an optimizer, all is away that can be; from then on the least
+            that fits, chosen by `state/budget.py`, the same on all ranks.
 
     Raises:
-        ConfigError: a fraction is not within 0 and 1, a tier is unknown, or `folder` is missing.
+        ConfigError: a fraction is not within 0 and 1, a tier is unknown, `folder` is missing, or both a budget and
+            fractions are given.
 
     Example:
         ```python
@@ -64,8 +69,16 @@ class Offload(OffloadPolicy):
     parameters: Mapping[str, float] = field(default_factory=dict, hash=False)
     activations: Mapping[str, float] = field(default_factory=dict, hash=False)
     folder: str | PathLike[str] | None = None
+    budget: int | str | None = None
 
     def __post_init__(self) -> None:
+        if self.budget is not None:
+            parse_size(self.budget, "Offload(budget)", "memory")
+            if self.optimizer or self.activations:
+                raise ConfigError(
+                    f"Offload(budget={self.budget!r}, optimizer={dict(self.optimizer)}, activations="
+                    f"{dict(self.activations)}): a budget chooses the fractions. Leave either out."
+                )
         _check_fractions("optimizer", self.optimizer, ("disk",))
         _check_fractions("parameters", self.parameters, ("disk",))
         _check_fractions("activations", self.activations, ("cpu", "disk"))
@@ -80,7 +93,22 @@ class Offload(OffloadPolicy):
     @property
     def disk_fraction(self) -> float:
         """How much of the optimizer's state rests on the disk."""
-        return self.optimizer.get("disk", 0.0)
+        return self.optimizer.get("disk", 0.0) if self.budget is None else float(self.folder is not None)
+
+    @property
+    def activations_away(self) -> Mapping[str, float]:
+        """How much of what forward keeps is away until backward, by where it is."""
+        return self.activations if self.budget is None else {self.activations_tier: 1.0}
+
+    @property
+    def activations_tier(self) -> str:
+        """Where a budget has activations: on a disk if there is one."""
+        return "cpu" if self.folder is None else "disk"
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes, as long as fractions have not been chosen for it."""
+        return None if self.budget is None else parse_size(self.budget, "Offload(budget)", "memory")
 
     @property
     def disk_folder(self) -> Path:

@@ -28,9 +28,10 @@ class ShardOptions:
         prefetch_depth: how many units ahead.
         casts_inputs_at_root: whether a root casts its inputs to the param dtype, though other units do not.
         broadcasts_buffers: whether ranks have the first one's buffers after a step, from the next forward on.
+        shard_alignment: shards of large parameters consist of whole blocks of so many elements.
 
     Raises:
-        ConfigError: an encoding is asked for, but parameters are never gathered.
+        ConfigError: an encoding is asked for, but parameters are never gathered; or blocks of no elements.
     """
 
     placements: Placements
@@ -42,11 +43,17 @@ class ShardOptions:
     prefetch_depth: int = 1
     casts_inputs_at_root: bool = False
     broadcasts_buffers: bool = False
+    shard_alignment: int = 1
 
     def __post_init__(self) -> None:
         check_wires(self.precision, self.placements)
         if self.parameters_on_disk:
             self._check_parameters_on_disk()
+        if type(self.shard_alignment) is not int or self.shard_alignment < 1:
+            raise ConfigError(
+                f"shard_alignment={self.shard_alignment!r}: a number of elements from 1 on is needed. Pass the block "
+                "size of the optimizer's states, such as 256."
+            )
 
     def _check_parameters_on_disk(self) -> None:
         given = f"Offload(parameters={{'disk': {self.parameters_on_disk}}})"
@@ -70,6 +77,7 @@ class ShardOptions:
         mp_policy: MixedPrecisionPolicy | None = None,
         offload_policy: OffloadPolicy | None = None,
         broadcast_buffers: bool = False,
+        shard_alignment: int = 1,
     ) -> ShardOptions:
         """The options that the arguments of `fully_shard` stand for.
 
@@ -86,6 +94,7 @@ class ShardOptions:
             offload=offload_policy or OffloadPolicy(),
             reshard_after_forward=reshard_after_forward,
             broadcasts_buffers=broadcast_buffers,
+            shard_alignment=shard_alignment,
         )
 
     @property
@@ -106,7 +115,7 @@ class ShardOptions:
     @property
     def activations(self) -> Mapping[str, float]:
         """How much of what forward keeps for backward is away between the two, by where it is."""
-        return self.offload.activations if isinstance(self.offload, Offload) else {}
+        return self.offload.activations_away if isinstance(self.offload, Offload) else {}
 
     @property
     def keeps_unsharded(self) -> bool:

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-from jinja2.utils import htmlsafe_json_dumps
-from markupsafe import Markup, escape
-
 from fullshard.report.causes import verdict
+from fullshard.report.frame import framed, stamped
 from fullshard.report.run import Finding, Run
 from fullshard.report.shown import shown
 from fullshard.report.trace import write_trace
-from fullshard.versions import versions
 
 __all__ = ["DATA", "PAGE", "TRACE", "write"]
 
@@ -42,8 +36,7 @@ def write(run: Run, findings: Sequence[Finding], folder: Path, *, against: Run |
     folder.mkdir(parents=True, exist_ok=True)
     known = shown(run, findings, against)
     known["verdict"] = verdict(run, tuple(findings))
-    known["written"] = datetime.now().astimezone().isoformat(timespec="seconds")
-    known["fullshard"] = versions()["fullshard"]
+    known.update(stamped())
     known["trace"] = TRACE if any(run.spans.values()) else None
     if known["trace"]:
         write_trace(run, folder / TRACE)
@@ -60,38 +53,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _page(known: Mapping[str, Any]) -> str:
-    told = Environment(
-        autoescape=True,
-        loader=FunctionLoader(_asset),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
-    told.filters.update(coded=_coded, time=_time, size=_size, percent=_percent, rate=_rate, number=_number, many=_many)
-    return told.get_template("page.html").render(
-        known,
-        data=htmlsafe_json_dumps(_drawn(known), dumps=_compact),
-        style=_asset("page.css"),
-        theme=_asset("theme.js"),
-        script=_asset("page.js"),
-        charts=_asset("echarts.min.js"),
-        listed_units=_LISTED_UNITS,
-        listed_ranks=_LISTED_RANKS,
-    )
-
-
-def _asset(name: str) -> str:
-    return files("fullshard.report").joinpath("assets", name).read_text(encoding="utf-8")
-
-
-def _coded(text: str) -> Markup:
-    """The text, with what is between backticks as code."""
-    pieces = escape(text).split("`")
-    return Markup("").join(Markup("<code>{}</code>").format(it) if at % 2 else it for at, it in enumerate(pieces))
-
-
-def _compact(value: Any, **_: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    listed = {"listed_units": _LISTED_UNITS, "listed_ranks": _LISTED_RANKS}
+    return framed("page.html", {**known, **listed}, _drawn(known))
 
 
 def _drawn(known: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +68,6 @@ def _drawn(known: Mapping[str, Any]) -> dict[str, Any]:
     return drawn
 
 
-_NONE = "\u2013"  # what was not measured, in a table
 _CHARTED = (
     "step",
     "over_steps",
@@ -119,45 +81,3 @@ _CHARTED = (
     "against",
     "name",
 )
-
-
-def _time(seconds: float | None) -> str:
-    """Seconds for people: three digits and a unit, such as 41.2 ms."""
-    if seconds is None:
-        return _NONE
-    size = abs(seconds)
-    if size == 0:
-        return "0"
-    if size >= 120:
-        return f"{seconds / 60:,.1f} min"
-    if size >= 0.9995:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if size >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
-
-
-def _size(nbytes: float | None) -> str:
-    """Bytes for people: three digits and a decimal unit, such as 21.3 MB."""
-    if nbytes is None:
-        return _NONE
-    if abs(nbytes) < 1000:
-        return f"{nbytes:.0f} B"
-    power = next(power for power in (1, 2, 3, 4) if abs(nbytes) < 999.5 * 1000**power or power == 4)
-    return f"{nbytes / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
-
-
-def _percent(share: float | None) -> str:
-    if share is None:
-        return _NONE
-    return "< 1\u00a0%" if 0 < share < 0.005 else f"{share * 100:.0f}\u00a0%"
-
-
-def _rate(gb_s: float | None) -> str:
-    return _NONE if gb_s is None else f"{_size(gb_s * 1e9)}/s"
-
-
-def _number(value: float | None) -> str:
-    return _NONE if value is None else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-
-
-def _many(count: int, name: str) -> str:
-    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from fullshard.device.lanes import LANES
 from fullshard.report.run import PARTS, Finding, Memory, OutOfMemory, Run, Shard, Span, TensorHeld, UnitTimes
 
-__all__ = ["in_order", "shown"]
+__all__ = ["in_order", "memory_curve", "plain", "shown", "timeline"]
 
 _POINTS = 400  # of a curve over steps, or over one step
 _ROWS = 64  # of the map of ranks and steps
@@ -53,7 +53,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         "host_waits": [asdict(it) for it in sorted(run.host_waits, key=lambda it: -it.waited_s)],
         "timeline": _timeline(run),
         "units": _units(run),
-        "memory": _memory(run.memory),
+        "memory": memory_curve(run.memory),
         "held": _held(run),
         "ranks": _ranks(run),
         "shards": _shards(run.shards),
@@ -63,22 +63,22 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         "facts": dict(run.facts),
         "against": None if against is None else _beside(run, against),
     }
-    plain: dict[str, Any] = _plain(told)
-    return plain
+    found: dict[str, Any] = plain(told)
+    return found
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """The value with arrays as lists, and None for what is not a number."""
     if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
+        return plain(value.tolist())
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): _plain(it) for key, it in value.items()}
+        return {str(key): plain(it) for key, it in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(it) for it in value]
+        return [plain(it) for it in value]
     return value
 
 
@@ -164,30 +164,37 @@ def _each(steps: Numbers, most: int = _POINTS) -> int:
 
 
 def _timeline(run: Run) -> dict[str, Any] | None:
-    """Spans by rank, in columns: names and units by their place in lists, starts and lengths in microseconds."""
     if not any(run.spans.values()):
         return None
+    return {"step": run.shown_step, **timeline([(rank, why, run.spans[rank]) for rank, why in _worth_seeing(run)])}
+
+
+def timeline(ranks: Sequence[tuple[int, str, Sequence[Span]]]) -> dict[str, Any]:
+    """Spans by rank, in columns: names and units by their place in lists, starts and lengths in microseconds.
+
+    Args:
+        ranks: the number, a word on why it is shown, and what its lanes do, of each that has any, those that say most
+            first.
+    """
     names: dict[str, int] = {}
     units: dict[str, int] = {}
-    lanes = in_order({span.lane for spans in run.spans.values() for span in spans}, LANES)
+    lanes = in_order({span.lane for _, _, spans in ranks for span in spans}, LANES)
     place = {lane: number for number, lane in enumerate(lanes)}
-    ranks: list[dict[str, Any]] = []
+    seen: list[dict[str, Any]] = []
     left, cut = _SPANS, 0
-    for rank, why in _worth_seeing(run):
-        spans = run.spans[rank]
-        if ranks and len(spans) > left:
+    for rank, why, spans in ranks:
+        if seen and len(spans) > left:
             continue
         kept = sorted(spans, key=lambda it: it.start_s - it.end_s)[:_SPANS]
         cut = max(cut, len(spans) - len(kept))
         left -= len(kept)
-        ranks.append({"rank": rank, "why": why, **_columns(kept, place, names, units)})
+        seen.append({"rank": rank, "why": why, **_columns(kept, place, names, units)})
     return {
-        "step": run.shown_step,
         "lanes": lanes,
         "names": list(names),
         "units": list(units),
-        "ranks": sorted(ranks, key=lambda it: it["rank"]),
-        "of_ranks": sum(1 for spans in run.spans.values() if spans),
+        "ranks": sorted(seen, key=lambda it: it["rank"]),
+        "of_ranks": len(ranks),
         "cut": cut,
     }
 
@@ -270,7 +277,7 @@ def _rate(nbytes: float, seconds: float) -> float | None:
     return nbytes / seconds / 1e9 if seconds > 0 else None
 
 
-def _memory(memory: Memory | None) -> dict[str, Any] | None:
+def memory_curve(memory: Memory | None) -> dict[str, Any] | None:
     """The curve at moments that keep its peaks: of each bucket the moment in which most is held."""
     if memory is None or not len(memory.at_s):
         return None

@@ -13,6 +13,9 @@ Shards and gradients of units whose parameters rest there, too, are read with th
 The states are the same `DTensor`s all the time. What they hold is a view of a buffer while their portion is stepped,
 and an `OnDisk` tensor otherwise. A portion that has no states yet, or other ones than the file has room for, as in a
 first step or after `load_state_dict`, is stepped with those that it has, and gets an extent afterwards.
+
+What the disk could not do is told on all ranks at the end of the step, and after the first portion that gets an extent,
+since that takes the room of all others too. See [Note: a disk that fails on one rank] in `engine/findings.py`.
 """
 
 from __future__ import annotations
@@ -29,12 +32,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard._compat import dtensor_like, local_tensor, set_local_tensor
+from fullshard._compat import dtensor_like, holds_tensors, local_tensor, set_local_tensor
 from fullshard.disk.buffers import buffers_of
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
 from fullshard.disk.space import Extent, Scratch
 from fullshard.disk.tensors import OnDisk, no_buffer
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.managed import managed_by
+from fullshard.engine.registry import process_groups_along
 from fullshard.engine.unit import Unit
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
@@ -46,6 +51,7 @@ __all__ = [
     "StatesOnDisk",
     "StepsInPortions",
     "bring_to_memory",
+    "choose_portions_anew",
     "portions_on_disk",
     "states_on_disk",
 ]
@@ -95,7 +101,7 @@ class _Portion:
             for number, param in enumerate(self.params)
             if param.ndim and param in optimizer.state
             for name, value in optimizer.state[param].items()
-            if isinstance(value, DTensor) and value.shape == param.shape
+            if isinstance(value, DTensor) and value.shape == param.shape and not holds_tensors(value._local_tensor)
         }
 
 
@@ -115,6 +121,7 @@ class StatesOnDisk:
         self._portion_of = {id(param): portion for portion in self._portions for param in portion.params}
         self._buffers = [no_buffer() for _ in range(BUFFERS)]
         self._writes = [DiskWork([]) for _ in range(BUFFERS)]
+        self._failures = DiskFailures()
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +146,7 @@ class StatesOnDisk:
         """Step all parameters of `optimizer`, which gives some of them to `run` at a time.
 
         Raises:
-            DiskError: states cannot be read or written. What has been stepped by then stays so.
+            DiskError: states cannot be read or written on some rank. What has been stepped by then stays so.
         """
         for param in (it for group in optimizer.param_groups for it in group["params"] if it.grad is not None):
             optimizer.state[param]  # in the order of a step that is taken at once
@@ -148,24 +155,40 @@ class StatesOnDisk:
         rest = [it for group in optimizer.param_groups for it in group["params"] if not self.holds(it)]
         bring_to_memory(optimizer, rest)
         run(rest)
+        takes_room = next((portion for portion in todo if portion.extent is None), None)
         for number, portion in enumerate(todo):
             self._begin_to_read(todo, number + 1)
             self._fill(portion, optimizer)
             try:
-                run(portion.params)
+                if not self._failures or isinstance(optimizer, StepsInPortions):  # which sends messages as it steps
+                    run(portion.params)
             except BaseException:
                 self._empty(portion, optimizer)
                 raise
             self._begin_to_write(portion, optimizer, number)
             if portion.shards is not None:
-                portion.shards.begin_to_write()
+                with self._failures.noted():
+                    portion.shards.end(writes=not self._failures)
                 portion.shards = None
+            if portion is takes_room:
+                self._raise_failures()
+        self._raise_failures()
 
     def write_all(self, optimizer: Optimizer) -> None:
-        """Bring all states to the disk that are not there, such as those of a step that was not taken in portions."""
-        for number, portion in enumerate(self._portions):
-            if any(value._local_tensor is not portion.rests.get(key) for key, value in _items(portion, optimizer)):
-                self._begin_to_write(portion, optimizer, number)
+        """Bring all states to the disk that are not there, such as those of a step that was not taken in portions.
+
+        Raises:
+            DiskError: some rank cannot.
+        """
+        lacking = [
+            (number, portion)
+            for number, portion in enumerate(self._portions)
+            if any(value._local_tensor is not portion.rests.get(key) for key, value in _items(portion, optimizer))
+        ]
+        for number, portion in lacking:
+            self._begin_to_write(portion, optimizer, number)
+        if lacking:
+            self._raise_failures()
 
     def expect(self, dtypes: Mapping[tuple[int, str], torch.dtype]) -> None:
         """Make room for states that are going to be loaded: their dtypes by id of the parameter and name.
@@ -191,32 +214,46 @@ class StatesOnDisk:
         number = next(number for number, known in enumerate(portion.params) if known is param)
         return portion.rests.get((number, name))
 
+    def _raise_failures(self) -> None:
+        """Tell all ranks that have these parameters if the disk of one of them has failed."""
+        managed = filter(None, (managed_by(param) for portion in self._portions for param in portion.params))
+        units = list(dict.fromkeys(it.unit for it in managed))
+        self._failures.raise_on_every_rank(process_groups_along(units), units[0].device)
+
     def _begin_to_read(self, todo: Sequence[_Portion], number: int) -> None:
         if number >= len(todo):
             return
         portion = todo[number]
-        portion.shards = ShardsInMemory.of(portion.params)
+        with self._failures.noted():
+            portion.shards = ShardsInMemory.of(portion.params)
         extent = portion.extent
         if extent is not None:
             portion.buffer = self._take_buffer(number, extent.nbytes)
-            portion.reading = extent.read(portion.buffer)
+            portion.reading = DiskWork([])
+            with self._failures.noted():
+                portion.reading = extent.read(portion.buffer)
 
     def _take_buffer(self, number: int, nbytes: int) -> Tensor:
         """The first `nbytes` of the buffer whose turn it is with the portion `number`, once it is free."""
         turn = number % BUFFERS
-        self._writes[turn].wait()
+        writing, self._writes[turn] = self._writes[turn], DiskWork([])
+        with self._failures.noted():
+            writing.wait()
         if self._buffers[turn].numel() < nbytes:
             self._buffers[turn] = no_buffer()  # before there is another
             self._buffers[turn] = aligned_buffer(nbytes)
         return self._buffers[turn][:nbytes]
 
     def _fill(self, portion: _Portion, optimizer: Optimizer) -> None:
-        """Give what of `portion` rests on the disk memory, with its values."""
+        """Give what of `portion` rests on the disk memory, with its values; with any, if these cannot be read."""
         if portion.shards is not None:
-            portion.shards.fill()
+            with self._failures.noted():
+                portion.shards.fill()
         if portion.reading is None:
+            bring_to_memory(optimizer, portion.params)
             return
-        portion.reading.wait()
+        with self._failures.noted():
+            portion.reading.wait()
         portion.reading = None
         portion.block = portion.buffer.to(_device(portion.rests))
         portion.views = {key: rest.over(portion.block) for key, rest in portion.rests.items()}
@@ -228,7 +265,7 @@ class StatesOnDisk:
     def _empty(self, portion: _Portion, optimizer: Optimizer) -> None:
         """Take the memory away again: what the file has is true."""
         if portion.shards is not None:
-            portion.shards.empty()
+            portion.shards.end(writes=False)
             portion.shards = None
         for key, value in _items(portion, optimizer):
             if key in portion.views and value._local_tensor is portion.views[key]:
@@ -236,7 +273,22 @@ class StatesOnDisk:
         portion.buffer, portion.block, portion.views = no_buffer(), no_buffer(), {}
 
     def _begin_to_write(self, portion: _Portion, optimizer: Optimizer, number: int) -> None:
-        """Begin to write the states of `portion`, which hold no memory afterwards."""
+        """Begin to write the states of `portion`, which hold no memory afterwards.
+
+        After a failure nothing more is written: what the file has of others is true still.
+        """
+        if not self._failures:
+            with self._failures.noted():
+                self._write(portion, optimizer, number)
+        if self._failures:
+            self._empty(portion, optimizer)
+
+    def _write(self, portion: _Portion, optimizer: Optimizer, number: int) -> None:
+        """As `_begin_to_write`.
+
+        Raises:
+            DiskError: there is no room, or what was written last is not there.
+        """
         states = portion.states(optimizer)
         if not states:
             return
@@ -403,24 +455,27 @@ class ShardsInMemory:
         return self._buffer.data[stretch.offset :][: stretch.end - stretch.start]
 
     def fill(self) -> None:
-        """Have them hold memory, with their values."""
-        self._reading.wait()
+        """Have them hold memory, with their values; with any, if these cannot be read.
+
+        Raises:
+            DiskError: they cannot.
+        """
         for tensor, rest in self._held:
-            inside = next(it for it in self._stretches if it.extent is rest.extent and it.start <= rest.start <= it.end)
+            around = (it for it in self._stretches if it.extent is rest.extent)
+            inside = next(it for it in around if it.start <= rest.start <= it.end)
             set_local_tensor(tensor, rest.over(self._place(inside), inside.start))
+        self._reading.wait()
 
-    def begin_to_write(self) -> None:
-        """Begin to write shards as they are now, and have nothing hold memory any more."""
+    def end(self, *, writes: bool) -> None:
+        """Have nothing hold memory any more. Begin to write shards as they are now, if that is asked for.
+
+        Raises:
+            DiskError: what was written before could not be.
+        """
         for tensor, rest in self._held:
             set_local_tensor(tensor, rest)
-        works = [it.extent.write(self._place(it), it.start) for it in self._written]
-        self._buffers.give(self._buffer, DiskWork.of_all(works))
-
-    def empty(self) -> None:
-        """Have nothing hold memory any more, and forget what it was."""
-        for tensor, rest in self._held:
-            set_local_tensor(tensor, rest)
-        self._buffers.give(self._buffer, self._reading)
+        works = [it.extent.write(self._place(it), it.start) for it in (self._written if writes else ())]
+        self._buffers.give(self._buffer, DiskWork.of_all([self._reading, *works]))
 
 
 def _blocks(rests: Iterable[OnDisk]) -> list[tuple[Extent, int, int]]:
@@ -461,6 +516,13 @@ def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
         states = StatesOnDisk(portions, f"states-{type(optimizer).__name__}".lower()) if portions else None
         known = _made[optimizer] = ids, states
     return known[1]
+
+
+def choose_portions_anew(units: Iterable[Unit]) -> None:
+    """Have the states of the parameters of `units` rest where their policies say now, from the next step on."""
+    changed = {id(param.sharded) for unit in units for param in unit.params}
+    for optimizer in [it for it, (ids, _) in _made.items() if changed.intersection(ids)]:
+        del _made[optimizer]
 
 
 def portions_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
-from fullshard._compat import make_dtensor, tree_map
+from fullshard._compat import holds_tensors, make_dtensor, tree_map
 from fullshard.comm.mesh import own_part
 from fullshard.comm.routes import collectives_for
 from fullshard.engine.comparison import meet
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError, StateError
+from fullshard.state.block_states import FORM, block_states, is_part
 from fullshard.state.on_disk import states_on_disk
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
@@ -124,6 +125,13 @@ def optim_state_dict_to_load(
     params = params_by_fqn(model, optim)
     _check_names(given, params)
     template = StateTemplate(optim, params)
+    forms = (template.misfit_of_form(fqn, values, values.get(FORM)) for fqn, values in given["state"].items())
+    misfit = next((it for it in forms if it is not None), None)
+    if misfit is not None:
+        raise ConfigError(
+            f"the optimizer state dict has {misfit}. Load it into an optimizer that encodes states alike, or build a "
+            "new one, which starts without them."
+        )
     template.note_counters(
         (fqn, name) for fqn, values in given["state"].items() for name, value in values.items() if _is_scalar(value)
     )
@@ -187,21 +195,29 @@ def rekeyed(
 
 def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> StateDict:
     """`state_dict`, which numbers parameters, with their FQNs instead."""
-    fqns = list(params_by_fqn(model, optim))
-    for key, values in state_dict["state"].items():
-        own = next((name for name, value in values.items() if hasattr(value, OWN)), None)
+    params = params_by_fqn(model, optim)
+    fqns = list(params)
+    state = {fqns[key] if isinstance(key, int) else key: dict(value) for key, value in state_dict["state"].items()}
+    blocks = block_states(optim)
+    if blocks is not None:
+        state = {fqn: blocks.apart(values, params[fqn]) for fqn, values in state.items()}
+    for fqn, values in state.items():
+        own = next((name for name, value in values.items() if _is_of_shard_alone(value)), None)
         if own is not None:
             raise StateError(
-                f"{own!r} of {fqns[key] if isinstance(key, int) else key} in the state of {type(optim).__name__} is of "
-                "this rank's shard alone, and cannot be saved with the others'. Save the model without the optimizer, "
-                "or train with an optimizer whose states have the shape of parameters."
+                f"{own!r} of {fqn} in the state of {type(optim).__name__} is of this rank's shard alone, and cannot be "
+                "saved with the others'. Save the model without the optimizer, or train with an optimizer whose states "
+                "have the shape of parameters."
             )
-    state = {fqns[key] if isinstance(key, int) else key: dict(value) for key, value in state_dict["state"].items()}
     groups = [
         {**group, "params": [fqns[key] if isinstance(key, int) else key for key in group["params"]]}
         for group in state_dict["param_groups"]
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _is_of_shard_alone(value: Any) -> bool:
+    return hasattr(value, OWN) or (isinstance(value, DTensor) and holds_tensors(value._local_tensor))
 
 
 def _mapped(named: StateDict, function: Callable[[Tensor], Any]) -> StateDict:
@@ -313,6 +329,7 @@ class StateTemplate:
         self._params = params
         self._counters = {"step"}
         self._disk = states_on_disk(optim)
+        self._blocks = block_states(optim)
 
     @property
     def fqns(self) -> Collection[str]:
@@ -334,7 +351,7 @@ class StateTemplate:
         dtypes = {
             (id(self._params[fqn]), name): dtype
             for (fqn, name), (shape, dtype) in states.items()
-            if self._params[fqn].shape == shape
+            if self._params[fqn].shape == shape and not is_part(name)
         }
         self._disk.expect(dtypes)
 
@@ -342,6 +359,17 @@ class StateTemplate:
         """The optimizer's present state, if it is a tensor."""
         found = self._optim.state.get(self._params[fqn], {}).get(name)
         return found if isinstance(found, Tensor) else None
+
+    def misfit_of_form(self, fqn: str, names: Collection[str], form: str | None) -> str | None:
+        """How states of `fqn`, of these `names`, are encoded other than the optimizer has them, in words.
+
+        Args:
+            form: how they are encoded in blocks, as they say; None if they are not.
+        """
+        own = None if self._blocks is None else self._blocks.form(self._params[fqn])
+        if form == own or not names:
+            return None
+        return f"the states of {fqn} ({form or 'plain'} in it, {own or 'plain'} in the optimizer)"
 
     def fill(self, fqn: str, name: str, value: Any) -> Any:
         """`value`, whole or sharded, as the state `name` of the parameter `fqn`, in memory of its own."""
@@ -356,7 +384,7 @@ class StateTemplate:
         like = self._like(fqn, name)
         if not isinstance(like, DTensor):
             return full_copy(value) if isinstance(value, DTensor) else value.clone()
-        return _distributed(value, like.device_mesh, _placements(like, value.shape), like.to_local().device)
+        return _distributed(value, like.device_mesh, _placements(like, name, value.shape), like.to_local().device)
 
     def destination(self, fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The tensor to load the state `name` of the parameter `fqn` into: the optimizer's own if it has one like that,
@@ -366,8 +394,8 @@ class StateTemplate:
         if not isinstance(like, DTensor):
             fits = like is self.present(fqn, name) and (like.shape, like.dtype) == (shape, dtype)
             return like if fits else torch.empty(shape, dtype=dtype, device=like.device)
-        placements = _placements(like, shape)
-        on_disk = None if self._disk is None else self._disk.place_of(self._params[fqn], name)
+        placements = _placements(like, name, shape)
+        on_disk = None if self._disk is None or is_part(name) else self._disk.place_of(self._params[fqn], name)
         if like is self.present(fqn, name) and (like.shape, like.dtype, like.placements) == (shape, dtype, placements):
             return like
         if on_disk is not None and (like.shape, on_disk.dtype) == (shape, dtype):
@@ -379,7 +407,10 @@ class StateTemplate:
     def numbered(self, named: StateDict) -> StateDict:
         """A state dict for `optim.load_state_dict`, from one with FQNs whose states are placed already."""
         numbers = {fqn: number for number, fqn in enumerate(self._params)}
-        state = {numbers[fqn]: values for fqn, values in named["state"].items()}
+        state = {
+            numbers[fqn]: values if self._blocks is None else self._blocks.together(values, self._params[fqn])
+            for fqn, values in named["state"].items()
+        }
         return {"state": state, "param_groups": _groups(self._optim, named["param_groups"], list(self._params))}
 
     def _like(self, fqn: str, name: str) -> Tensor:
@@ -390,9 +421,11 @@ class StateTemplate:
         return torch.empty(0) if name in self._counters else self._params[fqn]
 
 
-def _placements(like: DTensor, shape: tuple[int, ...]) -> tuple[Placement, ...]:
-    """The placements of a state of `shape` that belongs to `like`: the same for the same shape, else replicated."""
-    parts = like.shape == shape
+def _placements(like: DTensor, name: str, shape: tuple[int, ...]) -> tuple[Placement, ...]:
+    """The placements of a state of `shape` that belongs to `like`: the same for the same shape and for parts of what is
+    encoded in blocks, else replicated.
+    """
+    parts = like.shape == shape or is_part(name)
     return tuple(it if parts and not it.is_partial() else Replicate() for it in like.placements)
 
 

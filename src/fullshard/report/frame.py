@@ -1,0 +1,110 @@
+"""The frame of pages that need nothing else: style, theme and charts within them, and how numbers are written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup, escape
+
+from fullshard.versions import versions
+
+__all__ = ["framed", "stamped"]
+
+
+def framed(template: str, known: Mapping[str, Any], drawn: Mapping[str, Any]) -> str:
+    """The page that `template`, which extends `frame.html`, makes of what is known.
+
+    Args:
+        template: the name of a file among the assets.
+        known: what it writes out, with what `stamped` gives.
+        drawn: what the charts that it has boxes for are drawn from, by the names of `page.js`, as JSON can hold it.
+    """
+    told = Environment(
+        autoescape=True,
+        loader=FunctionLoader(_asset),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
+    told.filters.update(coded=_coded, time=_time, size=_size, percent=_percent, rate=_rate, number=_number, many=_many)
+    return told.get_template(template).render(
+        known,
+        data=htmlsafe_json_dumps(drawn, dumps=_compact),
+        style=_asset("page.css"),
+        theme=_asset("theme.js"),
+        script=_asset("page.js"),
+        charts=_asset("echarts.min.js"),
+    )
+
+
+def stamped() -> dict[str, str]:
+    """When the page is written, and by which version."""
+    return {
+        "written": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "fullshard": versions()["fullshard"],
+    }
+
+
+def _asset(name: str) -> str:
+    return files("fullshard.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _coded(text: str) -> Markup:
+    """The text, with what is between backticks as code."""
+    pieces = escape(text).split("`")
+    return Markup("").join(Markup("<code>{}</code>").format(it) if at % 2 else it for at, it in enumerate(pieces))
+
+
+def _compact(value: Any, **_: Any) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+_NONE = "\u2013"  # what was not measured, in a table
+
+
+def _time(seconds: float | None) -> str:
+    """Seconds for people: three digits and a unit, such as 41.2 ms."""
+    if seconds is None:
+        return _NONE
+    size = abs(seconds)
+    if size == 0:
+        return "0"
+    if size >= 120:
+        return f"{seconds / 60:,.1f} min"
+    if size >= 0.9995:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if size >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def _size(nbytes: float | None) -> str:
+    """Bytes for people: three digits and a decimal unit, such as 21.3 MB."""
+    if nbytes is None:
+        return _NONE
+    if abs(nbytes) < 1000:
+        return f"{nbytes:.0f} B"
+    power = next(power for power in (1, 2, 3, 4) if abs(nbytes) < 999.5 * 1000**power or power == 4)
+    return f"{nbytes / 1000**power:.3g} {('kB', 'MB', 'GB', 'TB')[power - 1]}"
+
+
+def _percent(share: float | None) -> str:
+    if share is None:
+        return _NONE
+    return "< 1\u00a0%" if 0 < share < 0.005 else f"{share * 100:.0f}\u00a0%"
+
+
+def _rate(gb_s: float | None) -> str:
+    return _NONE if gb_s is None else f"{_size(gb_s * 1e9)}/s"
+
+
+def _number(value: float | None) -> str:
+    return _NONE if value is None else f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _many(count: int, name: str) -> str:
+    return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"

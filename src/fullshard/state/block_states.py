@@ -1,0 +1,357 @@
+"""Optimizer states that are encoded in blocks of elements, as bitsandbytes' and torchao's 8-bit optimizers keep them.
+
+A block has a scale of its own, so what is encoded depends on where blocks begin: at every so many elements of a
+parameter, in the order of memory. A rank whose shard consists of whole blocks has some of the blocks that one process
+has, and no others. Whether a parameter is encoded at all goes by the size of the whole one, too.
+
+In state dicts and checkpoints such a state is two tensors, cut along the parameter's rows as the parameter is:
+
+    exp_avg.codes    of the parameter's shape; what packs several codes in a byte, as scales lie
+    exp_avg.scale    as many rows as there are stretches of rows that are whole blocks, and the scales of one in a row
+
+`blocks` beside them says how they are encoded. They are read into optimizers of the same kind only.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from math import gcd, prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard._compat import make_dtensor
+from fullshard.engine.managed import managed_by
+from fullshard.errors import ConfigError
+
+__all__ = ["FORM", "BlockStates", "block_states", "is_part"]
+
+FORM = "blocks"
+"""The name of the state that says how others are encoded."""
+
+_CODES, _SCALE = ".codes", ".scale"
+_NESTED = "__bnb_optimizer_quant_state__"  # bitsandbytes' state dicts have tensors in a dict of this name
+
+
+def block_states(optimizer: Optimizer) -> BlockStates | None:
+    """What is known of the states of `optimizer`; None if it encodes none in blocks."""
+    torchao, bitsandbytes = sys.modules.get("torchao.optim.adam"), sys.modules.get("bitsandbytes.optim.optimizer")
+    if torchao is not None and isinstance(optimizer, torchao._AdamBase) and type(optimizer.block_size) is int:
+        return _Torchao(optimizer)
+    if bitsandbytes is not None and isinstance(optimizer, bitsandbytes.Optimizer8bit):
+        return _Bitsandbytes(optimizer)
+    return None
+
+
+def is_part(name: str) -> bool:
+    """True if a state of this name is a part of one that is encoded in blocks."""
+    return name.endswith((_CODES, _SCALE))
+
+
+class BlockStates:
+    """How one optimizer encodes states.
+
+    Args:
+        optimizer: it.
+        block: elements of a block.
+    """
+
+    draws: bool = False
+    """True if steps draw random numbers."""
+
+    def __init__(self, optimizer: Any, block: int) -> None:
+        self._optimizer = optimizer
+        self.block = block
+
+    # -- what a library does ------------------------------------------------------------------------------------------
+
+    def encodes(self, param: nn.Parameter) -> bool:
+        """True if the states of the whole `param` are encoded."""
+        raise NotImplementedError
+
+    def _describe(self) -> str:
+        """The encoding, in words."""
+        raise NotImplementedError
+
+    @property
+    def _block_codes(self) -> int:
+        """Elements of the tensor that has the codes of a block."""
+        return self.block
+
+    def _take_apart(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Codes and scales of the state `name`; None if that is no state which is encoded."""
+        raise NotImplementedError
+
+    def _put_together(self, name: str, codes: Tensor, scale: Tensor, param: nn.Parameter) -> dict[str, Any]:
+        """The state `name` as the optimizer keeps it for `param`, of flat codes and scales of this rank's blocks."""
+        raise NotImplementedError
+
+    def deciding_by_wholes(self, params: Mapping[int, nn.Parameter]) -> AbstractContextManager[None]:
+        """A context in which the optimizer, which has shards in place of parameters, makes states by the whole ones.
+
+        Args:
+            params: the parameter of each shard, by its id.
+        """
+        raise NotImplementedError
+
+    # -- cuts ---------------------------------------------------------------------------------------------------------
+
+    def check(self, params: Iterable[Any]) -> None:
+        """Refuse shards that are no whole blocks.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        for param in params:
+            managed = managed_by(param)
+            if managed is None or not self.encodes(param):
+                continue
+            group = next(it for it in managed.unit.param_groups if any(known is managed.param for known in it.params))
+            spec = managed.param.layout.spec
+            if group.plan.shards_optimizer and not spec.consists_of_blocks(self.block):
+                raise ConfigError(
+                    f"{type(self._optimizer).__name__} encodes states in blocks of {self.block} elements, but shards "
+                    f"of {managed.param.fqn} {spec.shape} have {spec.part_numel} on {spec.world} ranks: blocks, and so "
+                    "values, would be others than on another number of ranks, and could not be saved. Shard the model "
+                    f"with fully_shard(..., shard_alignment={self.block}), or set the optimizer to leave parameters of "
+                    "this size as they are."
+                )
+
+    # -- the form of state dicts --------------------------------------------------------------------------------------
+
+    def form(self, param: nn.Parameter) -> str | None:
+        """How the states of `param` are encoded, in words; None if they are not."""
+        return self._describe() if self.encodes(param) else None
+
+    def apart(self, values: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
+        """The state `values` of `param`, in the form of state dicts."""
+        values = {**values, **values.get(_NESTED, {})}
+        values.pop(_NESTED, None)
+        if not self.encodes(param) or not _is_cut_once(param):
+            return values
+        cut = _Cut(param, self.block)
+        found: dict[str, Any] = {FORM: self._describe()}
+        for name, value in values.items():
+            parts = self._take_apart(name, values, _local(param))
+            if parts is not None:
+                found |= {name + _CODES: cut.codes(parts[0], self._block_codes), name + _SCALE: cut.scale(parts[1])}
+            elif not self._follows(name):
+                found[name] = value
+        return found
+
+    def _follows(self, name: str) -> bool:
+        """True if the state `name` is made anew from the others."""
+        return False
+
+    def together(self, values: Mapping[str, Any], param: nn.Parameter) -> dict[str, Any]:
+        """The inverse of `apart`: the state of `param` as the optimizer keeps it."""
+        if FORM not in values:
+            return dict(values)
+        found: dict[str, Any] = {}
+        for name, value in values.items():
+            base = name.removesuffix(_CODES)
+            if base != name:
+                codes, scale = (_local(it).reshape(-1) for it in (value, values[base + _SCALE]))
+                found |= self._put_together(base, codes, scale, param)
+            elif name != FORM and not name.endswith(_SCALE):
+                found[name] = value
+        return found
+
+
+class _Torchao(BlockStates):
+    """Those of torchao: a state is a tensor subclass around codes, scales and a table of values."""
+
+    _STATES = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _LEAST = 4096  # elements; smaller ones are left as they are
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, optimizer.block_size)
+        self.draws = optimizer.bf16_stochastic_round
+
+    @cached_property
+    def _one_block(self) -> Any:
+        return self._optimizer._subclass_zeros(torch.empty(self.block), True, self.block)
+
+    @property
+    def _block_codes(self) -> int:
+        return self._one_block.codes.numel()  # type: ignore[no-any-return]
+
+    def encodes(self, param: nn.Parameter) -> bool:
+        numel = _numel(param)
+        return numel >= self._LEAST and numel % self.block == 0
+
+    def _describe(self) -> str:
+        return f"torchao {type(self._one_block).__name__}, blocks of {self.block}"
+
+    def _take_apart(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
+        if name not in self._STATES:
+            return None
+        if not local.numel():  # of which it keeps plain zeros
+            codes, scale = self._one_block.codes[:0], self._one_block.scale[:0]
+            return codes.to(local.device), scale.to(local.device)
+        encoded = _local(values[name])
+        return encoded.codes, encoded.scale
+
+    def _put_together(self, name: str, codes: Tensor, scale: Tensor, param: nn.Parameter) -> dict[str, Any]:
+        local = _local(param)
+        if not local.numel():
+            state = torch.zeros_like(local)
+        else:
+            state = self._optimizer._subclass_zeros(local, name == self._STATES[0], self.block)
+            state.codes.view(-1).copy_(codes)
+            state.scale.copy_(scale)
+        return {name: _like(state, param)}
+
+    @contextmanager
+    def deciding_by_wholes(self, params: Mapping[int, nn.Parameter]) -> Iterator[None]:
+        optimizer = self._optimizer
+
+        def new_buffer(shard: Tensor, signed: bool) -> Tensor:
+            param = params.get(id(shard))
+            if param is None:
+                return type(optimizer)._new_buffer(optimizer, shard, signed)  # type: ignore[no-any-return]
+            if self.encodes(param) and shard.numel():
+                return optimizer._subclass_zeros(shard, signed, self.block)  # type: ignore[no-any-return]
+            return torch.zeros_like(shard)
+
+        with _replacing(optimizer, "_new_buffer", new_buffer):
+            yield
+
+
+class _Bitsandbytes(BlockStates):
+    """Those of bitsandbytes: codes and scales are states of their own, and so are the tables of values."""
+
+    _BLOCK = 256
+    _TABLES: ClassVar = {"state1": ("absmax1", "qmap1", "dynamic"), "state2": ("absmax2", "qmap2", "udynamic")}
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, self._BLOCK)
+
+    def _config(self, param: nn.Parameter) -> dict[str, Any]:
+        """What the user wants of `param`, by whichever of the library's ways."""
+        args, manager = self._optimizer.args, self._optimizer.mng
+        config = {"optim_bits": args.optim_bits, "min_8bit_size": args.min_8bit_size}
+        for module, name, override in manager.module_weight_config_triple:
+            if getattr(module, name) is param:
+                config.update(override)
+        config.update(manager.pid2config.get(id(param), {}))
+        return config
+
+    def encodes(self, param: nn.Parameter) -> bool:
+        config = self._config(param)
+        return config["optim_bits"] == 8 and _numel(param) >= config["min_8bit_size"]  # type: ignore[no-any-return]
+
+    def _describe(self) -> str:
+        return f"bitsandbytes in 8 bits, blocks of {self.block}"
+
+    def _take_apart(self, name: str, values: Mapping[str, Any], local: Tensor) -> tuple[Tensor, Tensor] | None:
+        if name not in self._TABLES:
+            return None
+        return _local(values[name]), _local(values[self._TABLES[name][0]])
+
+    def _follows(self, name: str) -> bool:
+        return any(name in (scale, table) for scale, table, _ in self._TABLES.values())
+
+    def _put_together(self, name: str, codes: Tensor, scale: Tensor, param: nn.Parameter) -> dict[str, Any]:
+        local, (absmax, table, kind) = _local(param), self._TABLES[name]
+        if kind not in self._optimizer.name2qmap:
+            self._optimizer.fill_qmap()
+        return {
+            name: _like(codes.view(local.shape), param),
+            absmax: scale[: -(-local.numel() // self.block)],
+            table: self._optimizer.name2qmap[kind].to(local.device),
+        }
+
+    @contextmanager
+    def deciding_by_wholes(self, params: Mapping[int, nn.Parameter]) -> Iterator[None]:
+        optimizer = self._optimizer
+
+        def get_config(gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            config: dict[str, Any] = type(optimizer).get_config(optimizer, gindex, pindex, group)
+            param = params.get(id(optimizer.param_groups[gindex]["params"][pindex]))
+            if param is not None:
+                config |= self._config(param)
+                config["min_8bit_size"] = 0 if self.encodes(param) else sys.maxsize
+            return config
+
+        with _replacing(optimizer, "get_config", get_config):
+            yield
+
+
+@contextmanager
+def _replacing(optimizer: Any, name: str, method: Any) -> Iterator[None]:
+    """A context in which `optimizer` has `method` in place of its class's own."""
+    vars(optimizer)[name] = method
+    try:
+        yield
+    finally:
+        del vars(optimizer)[name]
+
+
+def _numel(param: nn.Parameter) -> int:
+    """Elements of what is cut into shards: of a parameter of tensor parallelism, this rank's."""
+    managed = managed_by(param)
+    return param.numel() if managed is None else managed.param.layout.spec.numel
+
+
+def _local(tensor: Any) -> Any:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _like(local: Tensor, param: nn.Parameter) -> Tensor:
+    """`local`, placed as `param` is."""
+    if not isinstance(param, DTensor):
+        return local
+    return make_dtensor(local, param.device_mesh, tuple(param.placements), tuple(param.shape))
+
+
+def _is_cut_once(param: nn.Parameter) -> bool:
+    """True if the shards of `param` are all that there is of it, as they are not beside tensor parallelism."""
+    managed = managed_by(param)
+    return managed is None or (managed.param.layout.spec.shape == tuple(param.shape) and not managed.param.view.is_cut)
+
+
+class _Cut:
+    """The stretches of rows of a parameter that are whole blocks, and this rank's.
+
+    Of a tensor of R rows of C elements, k = block / gcd(block, C) rows are whole blocks. A shard of whole blocks is a
+    number of times k rows, the last one perhaps some less: ceil(R / k) stretches are cut between ranks just as the R
+    rows are, by `DTensor`'s own rule. (Rows are those of the first dim that has several.)
+    """
+
+    def __init__(self, param: nn.Parameter, block: int) -> None:
+        self._param = param
+        self._local = _local(param)
+        self._dim = next((dim for dim, size in enumerate(param.shape) if size != 1), 0)
+        row_numel = prod(param.shape[self._dim + 1 :])
+        self._block = block
+        self._rows = block // gcd(block, row_numel)  # of a stretch
+        self._blocks = self._rows * row_numel // block  # of a stretch
+
+    def codes(self, codes: Tensor, in_block: int) -> Tensor:
+        """This rank's `codes`, of which a block has so many elements, with those of other ranks beside them."""
+        if in_block == self._block:
+            return self._placed(codes.view(self._local.shape), tuple(self._param.shape))
+        return self._by_stretches(codes, self._blocks * in_block)
+
+    def scale(self, scale: Tensor) -> Tensor:
+        """This rank's scales, one of each block, with those of other ranks beside them."""
+        return self._by_stretches(scale, self._blocks)
+
+    def _by_stretches(self, part: Tensor, width: int) -> Tensor:
+        shape, local_shape = (
+            (*it.shape[: self._dim], -(-it.shape[self._dim] // self._rows), width) for it in (self._param, self._local)
+        )
+        lacking = prod(local_shape) - part.numel()  # of a last block that is shorter
+        return self._placed((torch.cat([part, part.new_zeros(lacking)]) if lacking else part).view(local_shape), shape)
+
+    def _placed(self, local: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if not isinstance(self._param, DTensor):
+            return local
+        return make_dtensor(local, self._param.device_mesh, tuple(self._param.placements), shape)
