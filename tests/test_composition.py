@@ -12,6 +12,7 @@ from experts import InOneProcess, Model, loss_of, model_of, place, tokens_of, wh
 from shared_ranks import run_ranks
 from test_docs import page, rows, section
 from test_meshes import batch_of, on_all_axes, perceptrons
+from test_parity_meshes import compared
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -133,6 +134,13 @@ COMBINATIONS = {
 }
 
 
+BY_PARITY: dict[str, dict[str, Any]] = {  # two ranks of data, and the sizes of other axes
+    "data, pipeline, tensor": {"pp": 2, "tp": 2},
+    "data, pipeline, context, expert": {"pp": 2, "cp": 2, "ep": 2},
+    "data, context, tensor, expert": {"cp": 2, "tp": 2, "ep": 2},
+}
+
+
 def verdict(combination: str, strategy: str) -> str:
     try:
         found, expected = COMBINATIONS[combination](strategy)
@@ -158,7 +166,7 @@ def table() -> tuple[list[str], dict[str, list[str]]]:
 
 
 def test_the_table_has_every_combination():
-    assert [name for name in table()[1] if name in COMBINATIONS] == list(COMBINATIONS)
+    assert list(table()[1]) == [*COMBINATIONS, *BY_PARITY]
 
 
 @pytest.mark.slow
@@ -166,3 +174,14 @@ def test_every_cell_is_what_comes_out():
     strategies, cells = table()
     for found in run_ranks(4, verdicts, strategies, timeout=300.0):
         assert found == {name: cells[name] for name in COMBINATIONS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combination", BY_PARITY)
+def test_every_cell_of_longer_combinations_is_what_comes_out(combination):
+    """Beside the same ranks with nothing sharded, which have one process's numbers within rounding."""
+    strategies, cells = table()
+    report = compared(2, strategies, **BY_PARITY[combination])
+    assert report.is_equal, str(report)
+    found = {row.strategy: "bits" if row.is_bit_for_bit else "close" for row in report.rows}
+    assert [found[it] for it in strategies] == cells[combination]

@@ -83,12 +83,17 @@ from fullshard.report.elsewhere import HOMES, check_home
 from fullshard.report.reading import read_run
 from fullshard.state.block_states import BlockStates
 from fullshard.state.optim_state import OWN, full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
-from fullshard.testing import ParityReport, ParityRow, check_parity, run_ranks
+from fullshard.testing import Parallelism, ParityReport, ParityRow, check_parity, run_ranks
+from fullshard.testing.parity.cases import Case
 from fullshard.testing.parity.command import run as run_parity
+from fullshard.testing.parity.context import attention_over, cut_batch
 from fullshard.testing.parity.difference import Tolerance
+from fullshard.testing.parity.parallel import Axes
 from fullshard.testing.parity.recipe import ClassNames, Recipe
 from fullshard.testing.parity.settings import ParitySettings
+from fullshard.testing.parity.stages import find_cut
 from fullshard.testing.parity.tensor import cut
+from fullshard.testing.parity.unsharded import Divided
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, transformer_auto_wrap_policy
 
 Steps = Iterator[None]
@@ -159,6 +164,16 @@ def half_of_the_hooks_for_payloads() -> Steps:
     model = linear_with(OneHook(torch.ones(6, 8)))
     yield
     fully_shard(model)
+
+
+@mistake(ConfigError, r"0.weight is a plain tensor .* axes tp \(2\) is annotated", "spmd_backend partial_", ranks=4)
+def a_place_that_is_annotated() -> Steps:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    weight = nn.Parameter(torch.ones(6, 8))
+    weight._local_type = {"tp": "R"}  # type: ignore[attr-defined]  # as spmd_types does
+    model = linear_with(weight)
+    yield
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp"))
 
 
 class Params4bit(nn.Parameter):
@@ -1680,37 +1695,155 @@ def parity(**options: str) -> None:
 @mistake(ConfigError, "tp=0: must be at least 1", ranks=0)
 def no_rank_of_tensor_parallelism() -> Steps:
     yield
-    compare(tp=0)
+    Parallelism(tp=0)
 
 
 @mistake(ConfigError, "Linear has no plan of tensor parallelism", "Pass --tp-plan", ranks=0)
 def no_plan_of_tensor_parallelism() -> Steps:
     yield
-    cut(linear(), recipe(), mock.Mock())
+    cut(linear(), None, mock.Mock())
 
 
 @mistake(ConfigError, "the plan of tensor parallelism of Linear is None. It must be a dict", ranks=0)
 def a_plan_that_is_none() -> Steps:
     yield
-    cut(linear(), recipe(tp_plan=lambda model: None), mock.Mock())
+    cut(linear(), lambda model: None, mock.Mock())
 
 
 @mistake(ConfigError, "plan of tensor parallelism of Linear has 'moe' for up", "Known are colwise, rowwise", ranks=0)
 def a_style_that_is_not_known() -> Steps:
     yield
-    cut(linear(), recipe(tp_plan=lambda model: {"up": "moe"}), mock.Mock())
+    cut(linear(), lambda model: {"up": "moe"}, mock.Mock())
 
 
-@mistake(ConfigError, "--mesh pp2,dp2: pp is not compared, since how a model is cut", "Take dp and tp", ranks=0)
-def a_mesh_with_a_pipeline() -> Steps:
+@mistake(ConfigError, "--mesh dp2,dp: dp is no axis with its size", "Write it as pp2,dp2,tp2", ranks=0)
+def an_axis_without_a_size() -> Steps:
+    yield
+    parity(mesh="dp2,dp")
+
+
+@mistake(ConfigError, "pp=2: name the list of blocks", "blocks='model.layers'", ranks=0)
+def a_mesh_with_a_pipeline_of_nothing() -> Steps:
     yield
     parity(mesh="pp2,dp2")
 
 
-@mistake(ConfigError, "--mesh dp2,dp: dp is no axis with its size", "Write it as dp2,tp2", ranks=0)
-def an_axis_without_a_size() -> Steps:
+@mistake(ConfigError, "schedule='2F2B': unknown. Take one of GPipe, 1F1B", ranks=0)
+def an_unknown_schedule() -> Steps:
     yield
-    parity(mesh="dp2,dp")
+    parity(mesh="pp2,dp2", blocks="layers", schedule="2F2B")
+
+
+@mistake(ConfigError, "a pipeline of 4 stages with accumulate=3: it takes all", "Leave these options out", ranks=0)
+def too_few_microbatches_for_the_stages() -> Steps:
+    yield
+    parity(mesh="pp4,dp2", blocks="layers", accumulate="3")
+
+
+@mistake(ConfigError, "ep=2: name a function of the model and the mesh", "--experts my_model:place", ranks=0)
+def experts_that_nobody_places() -> Steps:
+    yield
+    parity(mesh="dp2,ep2")
+
+
+@mistake(ConfigError, "ep=2: does not divide the 1 ranks .* hsdp on 2 ranks", "Take a size that does", ranks=0)
+def more_ranks_of_experts_than_of_shards() -> Steps:
+    yield
+    parity(mesh="dp2,ep2", experts="small_models:chain", strategies="hsdp")
+
+
+@mistake(ConfigError, "ep=2: .* left no parameter of Linear as a DTensor", r"distribute_tensor\(", ranks=0)
+def experts_that_stay_whole() -> Steps:
+    given = recipe(parallelism=Parallelism(ep=2, experts=lambda model, mesh: None))
+    yield
+    with mock.patch.object(Divided, "__init__", lambda self, given, case: vars(self).update(_recipe=given, case=case)):
+        divided = Divided(given, Case("zero3", 2, 1, Axes(ep=2)))
+    divided.sparse = mock.MagicMock()
+    divided.model()
+
+
+def in_two_stages(model: Callable[[], Any], blocks: str) -> None:
+    given = recipe(model, loss=lambda it, batch: it(batch).sum(), parallelism=Parallelism(pp=2, blocks=blocks))
+    find_cut(given, given.model())
+
+
+class Perceptrons(nn.Module):
+    """Two, called as `how` says."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(2))
+        self.scale = nn.Parameter(torch.ones(48))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x) * (self.scale if self.how == "scaled" else 1)
+        if self.how == "named":
+            return self.layers[1](input=x)
+        x = x if self.how == "left" else self.layers[1](x)
+        return self.layers[1](x) if self.how == "twice" else x * self.scale
+
+
+@mistake(ConfigError, "pp: layer of Perceptrons is not there. Name the nn.ModuleList or .*: layers", ranks=0)
+def stages_of_what_is_not_there() -> Steps:
+    yield
+    in_two_stages(Perceptrons, "layer")
+
+
+@mistake(ConfigError, "pp: 2 blocks in layers are too few for 4 stages", "Take fewer ranks", ranks=0)
+def more_stages_than_blocks() -> Steps:
+    yield
+    given = recipe(Perceptrons, parallelism=Parallelism(pp=4, blocks="layers"))
+    find_cut(given, given.model())
+
+
+@mistake(ConfigError, "pp: scale is needed in stages 0 and 1 of 2", "untie it", ranks=0)
+def one_parameter_in_two_stages() -> Steps:
+    yield
+    in_two_stages(partial(Perceptrons, "scaled"), "layers")
+
+
+@mistake(ConfigError, "pp: the first block of stage 1 is given nothing", "It must be the tensor", ranks=0)
+def a_block_that_is_called_by_keyword() -> Steps:
+    yield
+    in_two_stages(partial(Perceptrons, "named"), "layers")
+
+
+@mistake(ConfigError, "pp: the first block of stage 1 is called twice", "Leave pp out", ranks=0)
+def a_block_that_is_called_twice() -> Steps:
+    yield
+    in_two_stages(partial(Perceptrons, "twice"), "layers")
+
+
+@mistake(ConfigError, "pp: the first block of stage 1 was never called", "Leave pp out", ranks=0)
+def a_block_that_is_left_out() -> Steps:
+    yield
+    in_two_stages(partial(Perceptrons, "left"), "layers")
+
+
+HALVES: Any = SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0)
+
+
+@mistake(ConfigError, "cp: the model never called .*scaled_dot_product_attention", "leave cp out", ranks=0)
+def half_a_sequence_without_attention() -> Steps:
+    yield
+    with attention_over(HALVES):
+        pass
+
+
+@mistake(ConfigError, r"cp=2: a batch has a tensor of shape \(2, 5\), whose dim 1", "Take another length", ranks=0)
+def an_odd_sequence_in_halves() -> Steps:
+    yield
+    with attention_over(HALVES):
+        cut_batch(torch.ones(2, 5), None)
+
+
+@mistake(ConfigError, r"cp: attention was called with a mask of shape \(4, 4\)", "with is_causal", ranks=0)
+def half_a_mask() -> Steps:
+    query = torch.ones(1, 1, 4, 2)
+    yield
+    with attention_over(HALVES):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, attn_mask=torch.ones(4, 4))
 
 
 @mistake(ConfigError, "--model is missing", "such as --model my_training:make_model", ranks=0)
@@ -2170,7 +2303,8 @@ ELSEWHERE = {
     *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),
 }
 # What other ranks do, or what the numbers are, is no mistake of a call: tests of agreement, watchdog, finite, commit.
-NO_MISTAKES = {"RankMismatchError", "PeerGoneError", "self._lost", "NonFiniteError", "failure_of_group"}
+# Nor is the end of a stage's forward.
+NO_MISTAKES = {"RankMismatchError", "PeerGoneError", "self._lost", "NonFiniteError", "failure_of_group", "Stopped"}
 
 
 def raises(path: Path) -> Iterator[ast.Raise]:

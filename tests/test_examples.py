@@ -52,9 +52,9 @@ def assert_learns(line: str) -> None:
     assert last < 0.6 * first
 
 
-def test_the_ladder_has_seven_rungs_that_name_their_command():
+def test_the_ladder_has_eight_rungs_that_name_their_command():
     names = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert [name[0] for name in names] == list("1234567")
+    assert [name[0] for name in names] == list("12345678")
     for name in names:
         command = rf"(torchrun --nproc-per-node \d|fullshard parity --model) examples/{name}"
         assert re.search(command, (EXAMPLES / name).read_text())
@@ -153,6 +153,18 @@ def test_meta_device():
     assert_learns(learned)
     before, after = re.search(r"loss ([\d.]+), and ([\d.]+) with", loaded).groups()
     assert before == after
+
+
+@pytest.mark.slow
+def test_a_long_context_has_the_losses_of_one_process():
+    """Whose attention sees whole sequences: parts and heads are exchanged, and nothing else changes."""
+    whole, *_, alone = printed_by(1, "8_long_context.py").splitlines()
+    parts, placed, learned = printed_by(4, "8_long_context.py").splitlines()
+    assert whole == "each rank has 32 of 32 positions, of 32 of 32 sequences"
+    assert parts == "each rank has 16 of 32 positions, of 16 of 32 sequences"
+    assert placed.endswith("(Shard(dim=0),) over 4 ranks")
+    assert_learns(learned)
+    assert losses(learned) == pytest.approx(losses(alone), rel=2e-4)
 
 
 def parity(*options: str) -> int:

@@ -22,6 +22,7 @@ from experts import (
     wholes,
 )
 from shared_ranks import run_ranks
+from small_models import torch_before
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -100,7 +101,9 @@ def train_beside_one_process(kind: str, efsdp: int, ep: int, dim: int | None, st
         ("nested", 2, 2, None, "zero3"),
         ("joint", 2, 2, None, "zero3"),
         ("joint", 4, 1, 1, "zero2"),
-        ("joint", 1, 4, None, "zero1"),
+        pytest.param(
+            "joint", 1, 4, None, "zero1", marks=torch_before((2, 13), "torch 2.11 gives no whole tensor of these")
+        ),
         ("nested", 2, 2, 1, "ddp"),
     ],
 )

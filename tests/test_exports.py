@@ -110,6 +110,7 @@ DOCUMENTED = {
     "fullshard.integrations.pipelining": ["PipelineStage", "with_actions"],
     "fullshard.optim": ["Muon", "step_shards"],
     "fullshard.testing": [
+        "Parallelism",
         "ParityReport",
         "ParityRow",
         "RankFailure",

@@ -113,9 +113,9 @@ ROOMS: dict[str, list[str] | None] = {
     PUBLIC: None,
     # edges: nothing above imports these
     "command_line": None,
-    "testing": None,
-    "train": None,
     "integrations": None,
+    "testing": None,  # which tries pipelines
+    "train": None,
     "planner": [
         "shorten",
         "subject",

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import fullshard
 from fullshard.cli import main
 from fullshard.comm import pairwise, shared_memory
-from fullshard.testing import ParityReport, ParityRow, RanksFailed, assert_same, check_parity, run_ranks
+from fullshard.testing import Parallelism, ParityReport, ParityRow, RanksFailed, assert_same, check_parity, run_ranks
 from fullshard.testing.parity.cases import Case, cases_of
 from fullshard.testing.parity.difference import Compared, Difference, Finding, Kind, Tolerance
 from fullshard.testing.parity.plain import train_plain
@@ -596,7 +596,13 @@ def perceptrons() -> nn.Module:
 def test_strategies_have_the_bits_of_tensor_parallelism_alone():
     """And that has the plain process's numbers within rounding, of which the report tells."""
     report = check_parity(
-        perceptrons, inputs, square, ranks=2, tp=2, tp_plan=tp_plan, strategies=["zero3", "hsdp"], steps=2
+        perceptrons,
+        inputs,
+        square,
+        ranks=2,
+        parallelism=Parallelism(tp=2, tp_plan=tp_plan),
+        strategies=["zero3", "hsdp"],
+        steps=2,
     )
     assert [(row.strategy, row.replicas) for row in report.rows] == [
         ("none", 1),

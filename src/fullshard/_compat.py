@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -54,7 +54,9 @@ __all__ = [
     "all_reduce_each",
     "are_real",
     "at_start",
+    "autocast_of_cuda_on_cpu",
     "backward_number",
+    "below_autograd",
     "copyable_fakes",
     "data_dependent_errors",
     "default_store",
@@ -63,6 +65,7 @@ __all__ = [
     "fake_tensors",
     "finished_work",
     "flops_of",
+    "foreach_by_default",
     "grad_hooks",
     "group_made_alone",
     "group_of",
@@ -82,6 +85,7 @@ __all__ = [
     "is_wrapper_type",
     "joined_mesh",
     "keeping_versions",
+    "kernels_instead",
     "local_tensor",
     "make_dtensor",
     "marks_of",
@@ -101,6 +105,7 @@ __all__ = [
     "storage_references",
     "storage_watch",
     "store_address",
+    "taken_apart",
     "taken_for_real",
     "tensor_without_memory",
     "tree_map",
@@ -494,6 +499,64 @@ def taken_for_real() -> Iterator[None]:
         vars(module)["is_fake_tensor"] = is_fake
 
 
+@contextmanager
+def kernels_instead(kernels: Mapping[str, Callable[..., Any]], key: str) -> Iterator[None]:
+    """A context in which operations of `aten`, by name, are others for the dispatch key `key`.
+
+    Those for which torch itself has registered something under that key stay as they are.
+    """
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, kernel in kernels.items():
+            if key.startswith("Autograd") or not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
+                library.impl(name, kernel, key)
+        yield
+    finally:
+        library._destroy()
+
+
+def taken_apart(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch makes of an operation that it has no kernel for, whatever else is registered for it."""
+    return operation._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def below_autograd() -> AbstractContextManager[Any]:
+    """A context in which operations go to their kernels, past autograd."""
+    context: AbstractContextManager[Any] = torch._C._AutoDispatchBelowAutograd()
+    return context
+
+
+@contextmanager
+def foreach_by_default() -> Iterator[None]:
+    """A context in which torch's optimizers take lists of tensors of a CPU, fakes too, as they take those of a GPU."""
+    module: Any = sys.modules[torch.optim.Optimizer.__module__]
+    devices, types = module._get_foreach_kernels_supported_devices, module._foreach_supported_types
+    module._get_foreach_kernels_supported_devices = lambda: [*devices(), "cpu"]
+    types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        types.remove(FakeTensor)
+        module._get_foreach_kernels_supported_devices = devices
+
+
+@contextmanager
+def autocast_of_cuda_on_cpu() -> Iterator[None]:
+    """A context in which `torch.autocast("cuda")` is that of the CPU, in CUDA's dtype."""
+    made = torch.autocast.__init__
+
+    def make(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        made(self, device_type, dtype, *args, **kwargs)
+
+    torch.autocast.__init__ = make  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.autocast.__init__ = made  # type: ignore[method-assign]
+
+
 def grouped_product(args: Any, kwargs: Any) -> Tensor | None:
     """What `aten._grouped_mm` gives on fake tensors of a dtype that its rule for these refuses, as a CPU takes it."""
     first, second = cast(Tensor, args[0]), cast(Tensor, args[1])
@@ -633,7 +696,14 @@ _ATTENTION_ON_CPU = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-_ATTENTION = frozenset((*_ATTENTION_ON_CPU, *_ATTENTION_ON_CPU.values()))
+_ATTENTION = frozenset(
+    (
+        *_ATTENTION_ON_CPU,
+        *_ATTENTION_ON_CPU.values(),
+        torch.ops.aten._scaled_dot_product_efficient_attention,
+        torch.ops.aten._scaled_dot_product_efficient_attention_backward,
+    )
+)
 
 
 def outside_of_graphs(function: Callable[P, R]) -> Callable[P, R]:

@@ -107,8 +107,9 @@ class QuickFakes(FakeTensorMode):
         if not isinstance(result, tuple | list):
             return self._told_one(result, args)
         each = [self._told_one(it, args) for it in result]
-        storages = {it.untyped_storage()._cdata for it in result if isinstance(it, Tensor)}
-        return None if None in each or len(storages) < len(result) else tuple(each)
+        tensors = [it for it in result if isinstance(it, Tensor)]
+        storages = {it.untyped_storage()._cdata for it in tensors}
+        return None if None in each or len(storages) < len(tensors) else tuple(each)
 
     def _told_one(self, result: Any, args: Sequence[Any]) -> Any:
         if result is None:

@@ -17,11 +17,13 @@ from fullshard._compat import (
     copyable_fakes,
     fake_store,
     fake_tensors,
+    foreach_by_default,
     initialising_without_values,
     taken_for_real,
     unwatched_propagation,
 )
 from fullshard.device.accelerator import pretending
+from fullshard.dry.gpu_kernels import as_on_gpu
 from fullshard.dry.lanes import DryAccelerator
 from fullshard.dry.watch import Watch
 from fullshard.engine.hooks import without_sync
@@ -100,6 +102,9 @@ def taped(
         if not values:
             stack.enter_context(initialising_without_values())
             stack.enter_context(taken_for_real())
+        if lanes == "gpu":
+            stack.enter_context(foreach_by_default())
+            stack.enter_context(nullcontext() if values else as_on_gpu())
         stack.enter_context(Watch(accelerator, fakes))
         yield tape
 

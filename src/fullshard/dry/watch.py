@@ -91,8 +91,10 @@ class Watch(TorchDispatchMode):
         if self._fakes is not None and are_real(given) and kind != "constant":  # such as the ranks of a mesh
             with outside_of_modes():
                 return func(*args, **kwargs)
-        if kind in ("view", "constant"):
+        if kind == "view":
             return func(*args, **kwargs)
+        if kind == "constant":
+            return self._constant(func(*args, **kwargs))
         if kind == "collective":
             return self._collect(func, args, kwargs)
         name = str(func._overloadpacket)
@@ -123,6 +125,12 @@ class Watch(TorchDispatchMode):
         if self._accelerator.has_lanes and lane != HOST and self._holds_host(name, given, args, kwargs):
             self._accelerator.hold_host(lane, name)
         return result
+
+    def _constant(self, made: Any) -> Any:
+        """A tensor of values from the program. A number is the host's, such as an optimizer's count of its steps."""
+        if self._accelerator.has_lanes and isinstance(made, Tensor) and made.ndim == 0:
+            self._storages.note_allocated(made.untyped_storage(), HOST)
+        return made
 
     def _lane_for(self, given: Sequence[Tensor]) -> str:
         """The lane that an operation runs on: the host's if it touches the host's memory only."""

@@ -188,8 +188,10 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
     """The view of `param`.
 
     Raises:
-        ConfigError: it is of a class that would be lost, or that nobody here knows how to cut.
+        ConfigError: it is of a class that would be lost, or that nobody here knows how to cut; or how it lies on other
+            axes is said by annotations, which are not read.
     """
+    _check_annotations(fqn, param, axes)
     if isinstance(param, DTensor):
         _check_class(fqn, param._local_tensor)
         return TensorParallelView(fqn, param, axes)
@@ -210,6 +212,25 @@ def view_of(fqn: str, param: nn.Parameter, axes: Axes) -> ParamView:
             "all. List it in ignored_params, or give its class fsdp_pre_all_gather and fsdp_post_all_gather."
         )
     return OwnClassView(param)
+
+
+def _check_annotations(fqn: str, param: nn.Parameter, axes: Axes) -> None:
+    """Refuse a plain tensor that spmd_types says is a part of one, or has partial gradients, along another axis.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    mesh = axes.spmd_mesh
+    if mesh is None or not getattr(param, "_local_type", None):  # where spmd_types keeps annotations
+        return
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    others = [f"{name} ({size})" for name, size in sizes if size > 1 and name not in axes.spmd_names]
+    if others:
+        raise ConfigError(
+            f"{fqn} is a plain tensor whose place on the axes {', '.join(others)} is annotated by spmd_types. "
+            "Annotations are not read, except for data: make a DTensor of it, as torchtitan does with "
+            "--parallelism.spmd_backend partial_dtensor."
+        )
 
 
 def _check_class(fqn: str, local: Tensor) -> None:

@@ -86,7 +86,8 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
         return FITS_NOT
     if answer.fits_on:
         cluster = plan.question.cluster
-        say(f"Fewest ranks that will do: {cluster.world} ({cluster.hosts} hosts of {cluster.per_host}).")
+        hosts = f"{cluster.hosts} host{'s' * (cluster.hosts > 1)} of {cluster.per_host}"
+        say(f"Fewest ranks that will do: {cluster.world} ({hosts}).")
     if not quiet:
         console.print(table(plan))
     if answer.largest_batch:

@@ -53,7 +53,7 @@ def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[A
 
 
 def held_of(tapes: Tapes, kind: str) -> dict[Any, float]:
-    """What is held at most, and the tensors, with one row: by the caching allocator of a "gpu", or by the process of a
+    """What is held at most, and the tensors, with few rows: by the caching allocator of a "gpu", or by the process of a
     rank on a "cpu".
     """
     tape = Tape()

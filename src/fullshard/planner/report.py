@@ -12,7 +12,7 @@ from rich.table import Table
 from fullshard.errors import ConfigError
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.candidates import Candidate
-from fullshard.planner.search import Found, Plan, Question, states_bytes
+from fullshard.planner.search import Found, Plan, Question, Workers, states_bytes
 from fullshard.planner.sketch import Figures
 from fullshard.versions import versions
 
@@ -164,18 +164,22 @@ def what_ifs(plan: Plan) -> list[WhatIf]:
     else:
         slower = replace(hardware, link=replace(hardware.link, bytes_per_s=hardware.link.bytes_per_s / 2))
         change = "Half the link between ranks"
-    figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
-    found = [WhatIf(change, figures, _gain(best.figures, figures, 1))]
     twice = replace(question, cluster=question.cluster.with_hosts(2 * question.cluster.hosts))
+    program = best.sketch.program
     try:
         twice.shapes()
-        program = best.sketch.program
-        if not twice.shapes_of(program):  # fewer microbatches are left
-            program = replace(program, accumulates=not program.accumulates, syncs_each=False)
-        figures = _fastest([(twice.asked(program), twice)])
-        found.append(WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2)))
     except ConfigError as error:
-        found.append(WhatIf(f"Twice the hosts ({error})", None, 0.0))
+        figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
+        of_twice = WhatIf(f"Twice the hosts ({error})", None, 0.0)
+        return [WhatIf(change, figures, _gain(best.figures, figures, 1)), of_twice]
+    if not twice.shapes_of(program):  # fewer microbatches are left
+        program = replace(program, accumulates=not program.accumulates, syncs_each=False)
+    with Workers(twice) as ask:
+        asked = ask(program)  # beside what follows, where there is a core for it
+        figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
+        found = [WhatIf(change, figures, _gain(best.figures, figures, 1))]
+        figures = _fastest([(ask.sketch(asked), twice)])
+    found.append(WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2)))
     return found
 
 
@@ -201,8 +205,8 @@ def why(question: Question, found: Found) -> list[str]:
     over = figures.needed_bytes - usable
     verdict = f"{_gb(over)} over" if over > 0 else f"{_gb(-over)} to spare"
     lines = [
-        f"{found.sketch.program}, {figures.candidate.rows} rows a microbatch: {_gb(figures.needed_bytes)} needed, "
-        f"{_gb(usable)} usable: {verdict}.",
+        f"{found.sketch.program}, {_count(figures.candidate.rows, 'row')} a microbatch: "
+        f"{_gb(figures.needed_bytes)} needed, {_gb(usable)} usable: {verdict}.",
         f"The peak of tensors is {_gb(figures.peak_bytes)}, in {figures.where}"
         + (
             f"; the {question.cluster.holder} holds {_gb(figures.needed_bytes - figures.peak_bytes)} beyond them."
@@ -214,7 +218,7 @@ def why(question: Question, found: Found) -> list[str]:
     lines += [
         f"  {state.value:34}{_gb(nbytes):>12}" for state, nbytes in by_state if nbytes >= 1e-3 * figures.peak_bytes
     ]
-    lines.append("The largest tensors then, with one row:")
+    lines.append(f"The largest tensors then, with {_count(found.sketch.tapes[0].rows, 'row')}:")
     lines += [f"  {_gb(nbytes):>10}  {state.value}" for nbytes, state in found.sketch.peak_moment().largest[:5]]
     states = states_bytes(question, found.sketch.program)
     if states > usable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Collective
 
-__all__ = ["Found", "Plan", "Question", "largest_rows", "least_hosts", "nearest", "search", "states_bytes"]
+__all__ = ["Found", "Plan", "Question", "Workers", "largest_rows", "least_hosts", "nearest", "search", "states_bytes"]
 
 _NO_MATTER = 0.97
 """What cannot take less than this share of the best time is not simulated any more: predictions are not that sharp."""
@@ -203,7 +204,7 @@ def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str
     waiting.sort(key=lambda it: (bounds.guess(it), it.syncs_each, it.accumulates))
     waiting.sort(key=bounds.is_likely_too_large)
     asked = 0
-    with _Workers(question) as ask:
+    with Workers(question) as ask:
         running: dict[Future[Any], Program] = {}
         while waiting or running:
             while waiting and len(running) < ask.at_once:
@@ -340,7 +341,8 @@ def states_bytes(question: Question, program: Program, activations: float = 0.0)
     model = question.subject.model
     if model is None or question.make_optimizer is not None:
         return activations
-    stored, trained = _bytes_of(model)
+    size = _size_of(model)
+    stored, trained = size.nbytes, size.trained_nbytes
     if program.offload:
         return activations
     placements = program.placements(question.cluster.per_host)
@@ -362,13 +364,31 @@ def states_bytes(question: Question, program: Program, activations: float = 0.0)
     return max(at_step, forward)
 
 
-def _bytes_of(model: nn.Module) -> tuple[float, float]:
-    """Of all parameters, and of those that are trained."""
-    params = list(model.parameters())
-    return (
-        float(sum(it.numel() * it.element_size() for it in params)),
-        float(sum(it.numel() * it.element_size() for it in params if it.requires_grad)),
-    )
+@dataclass(frozen=True)
+class _Size:
+    """Of a model's parameters: bytes and numbers of all, and of those that are trained."""
+
+    nbytes: float
+    trained_nbytes: float
+    numel: int
+    trained: int
+
+
+def _size_of(model: nn.Module) -> _Size:
+    """That of `model`, counted once: the bounds ask for it again and again."""
+    if model not in _sizes:
+        params = [(it.numel(), it.element_size(), it.requires_grad) for it in model.parameters()]
+        trained = [(numel, itemsize) for numel, itemsize, is_trained in params if is_trained]
+        _sizes[model] = _Size(
+            float(sum(numel * itemsize for numel, itemsize, _ in params)),
+            float(sum(numel * itemsize for numel, itemsize in trained)),
+            sum(numel for numel, *_ in params),
+            sum(numel for numel, _ in trained),
+        )
+    return _sizes[model]
+
+
+_sizes: weakref.WeakKeyDictionary[nn.Module, _Size] = weakref.WeakKeyDictionary()
 
 
 class _Bounds:
@@ -439,7 +459,7 @@ class _Bounds:
         model = self._question.subject.model
         if model is None:
             return 0.0
-        numel = sum(it.numel() for it in model.parameters())
+        numel = _size_of(model).numel
         rows = (self._question.global_batch or self._question.cluster.world) / self._question.cluster.world
         return 6 * numel * rows * self._question.subject.per_row / self._costs.flops_per_s
 
@@ -450,8 +470,8 @@ class _Bounds:
         if model is None or cluster.world < 2:
             return 0.0
         param, reduce = PRECISIONS[program.precision]
-        trained = sum(it.numel() for it in model.parameters() if it.requires_grad)
-        numel = sum(it.numel() for it in model.parameters())
+        size = _size_of(model)
+        trained, numel = size.trained, size.numel
         gathered = (param.itemsize if param else 4) * numel * (0.25 if program.gather_wire else 1.0)
         summed = (reduce.itemsize if reduce else 4) * trained * (0.125 if program.reduce_wire else 1.0)
         count = min(count for _, count in self._question.shapes_of(program))
@@ -485,7 +505,7 @@ class _Bounds:
 # ------------------------------------------------------------------------------------------------- processes at once
 
 
-class _Workers:
+class Workers:
     """Sketches made by other processes, as far as there are cores; they are forked, and so know the question."""
 
     def __init__(self, question: Question) -> None:
@@ -493,7 +513,7 @@ class _Workers:
         self._pool: ProcessPoolExecutor | None = None
         self.at_once = 1
 
-    def __enter__(self) -> _Workers:
+    def __enter__(self) -> Workers:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
         if sys.platform == "linux" and cores > 1 and not self._question.subject.values:
             context = multiprocessing.get_context("fork")

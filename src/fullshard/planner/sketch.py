@@ -22,7 +22,7 @@ from fullshard.planner.readings import LIMITS, held_of, region_peaks, times_of
 from fullshard.planner.shorten import BlockList, block_lists
 from fullshard.planner.steps import MakeOptimizer, take_steps
 from fullshard.planner.subject import Subject
-from fullshard.planner.tapes import Tapes, with_two_rows
+from fullshard.planner.tapes import Tapes, with_one_more_row
 from fullshard.tape.tape import Entry, Operation, Tape
 
 __all__ = ["Figures", "Sketch", "sketch"]
@@ -92,7 +92,7 @@ class Sketch:
         """The most rows that can be told; None if any number can."""
         if not self.subject.any_rows:
             return 1
-        return None if all(each.is_straight for each in self.tapes) else 2
+        return None if all(each.is_straight for each in self.tapes) else self.tapes[0].rows + 1
 
     @cached_property
     def dtype(self) -> str:
@@ -144,7 +144,7 @@ class Sketch:
 
     @cached_property
     def _held(self) -> float:
-        """Times the tensors' peak that the caching allocator of an accelerator holds, or a process, with one row."""
+        """Times the tensors' peak that the caching allocator of an accelerator holds, or a process, with few rows."""
         found = self._whole([held_of(each, self.cluster.hardware.kind) for each in self.tapes])
         return min(_MOST_HELD, max(1.0, found["held"] / max(found["tensors"], 1.0)))
 
@@ -154,7 +154,7 @@ class Sketch:
         return fixed_nbytes(self.dtype) if self.cluster.hardware.kind == "cpu" else 0.0
 
     def peak_moment(self) -> MemoryPeak:
-        """The moment of the peak with one row, on the longest of the short models, with the largest tensors."""
+        """The moment of the peak with few rows, on the longest of the short models, with the largest tensors."""
         longest = max(self.tapes, key=lambda it: len(it.one))
         entries = Tape()
         entries.entries = longest.tape.entries[: longest.begins[2]]
@@ -185,11 +185,12 @@ class Sketch:
     def _regions(self, rows: int, *, of_host: bool) -> dict[Any, float]:
         """Bytes at the peak of each region: (unit, phase, None) for all of it, (unit, phase, state) for its parts."""
         one, two = self._rests_of_host if of_host else self._rests
-        return {key: value + (rows - 1) * (two.get(key, value) - value) for key, value in one.items()}
+        more = rows - self.tapes[0].rows
+        return {key: max(0.0, value + more * (two.get(key, value) - value)) for key, value in one.items()}
 
     @cached_property
     def _rests(self) -> Sequence[dict[Any, float]]:
-        """The regions with one row, and with two."""
+        """The regions of both steps."""
         both = range(2)
         return [self._whole([region_peaks(it, step, self.whole, of_host=False) for it in self.tapes]) for step in both]
 
@@ -213,6 +214,7 @@ class Sketch:
         return found
 
 
+_STEPS, _STEPS_FROM_TWO = (1, 1, 2), (2, 2, 3)  # rows; in the first no order is known yet
 BASE, MORE = 3, 1  # blocks of the shortest model, and how many more the next one has
 _MOST_HELD = 1.25  # what an allocator holds over tensors at their peak, in a model of few blocks, says little beyond
 
@@ -234,24 +236,33 @@ def sketch(
     lists = block_lists(subject.model) if shortens and subject.model is not None else []
     whole = {each.fqn: each.length for each in lists}
 
-    def run(lengths: Mapping[str, int], rows: Sequence[int] = (1, 1, 2)) -> Tapes:
+    def run(lengths: Mapping[str, int], rows: Sequence[int]) -> Tapes:
         return take_steps(subject, cluster, program, dict(lengths), rows, max_norm, make_optimizer)
+
+    def run_first(lengths: Mapping[str, int]) -> Tapes:
+        """From one row on, or from two: a tensor of one row is contiguous however its dims lie, and saves copies."""
+        first = run(lengths, _STEPS)
+        if first.is_straight or not subject.any_rows:
+            return first
+        second = run(lengths, _STEPS_FROM_TWO)
+        return second if second.is_straight else first
 
     def run_longer(first: Tapes, fqn: str) -> Tapes:
         lengths = {**few, fqn: few[fqn] + (2 if program.checkpointing == "every-2" else MORE)}
+        steps = _STEPS if first.rows == 1 else _STEPS_FROM_TWO
         if not first.is_straight:
-            return run(lengths)
-        longer = run(lengths, (1, 1))
-        return with_two_rows(longer, first) or run(lengths)
+            return run(lengths, steps)
+        longer = run(lengths, steps[:2])
+        return with_one_more_row(longer, first) or run(lengths, steps)
 
     if not lists:
-        return Sketch(subject, cluster, program, [run({})], {})
+        return Sketch(subject, cluster, program, [run_first({})], {})
     few = {each.fqn: _few(each, program) for each in lists}
     try:
-        first = run(few)
+        first = run_first(few)
         tapes = [first, *(run_longer(first, fqn) for fqn in few)]
     except (IndexError, KeyError, AttributeError, RuntimeError, ValueError):
-        return Sketch(subject, cluster, program, [run({})], {})  # it counts on its blocks
+        return Sketch(subject, cluster, program, [run_first({})], {})  # it counts on its blocks
     return Sketch(subject, cluster, program, tapes, whole)
 
 

@@ -70,7 +70,7 @@ def take_steps(
     two = tape.entries[begins[2] : begins[3]] or one
     if not subject.values:
         _check_reads_no_values(subject, cluster, one)
-    return Tapes(lengths, tape, begins, one, two)
+    return Tapes(lengths, tape, begins, one, two, rows_of_steps[1] if subject.any_rows else 1)
 
 
 def _made(subject: Subject, cluster: Cluster, program: Program, lengths: dict[str, int]) -> nn.Module:

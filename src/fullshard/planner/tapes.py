@@ -11,18 +11,19 @@ from typing import Any
 from fullshard.plan.memory import State, memory_curve
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Tape
 
-__all__ = ["Tapes", "with_two_rows"]
+__all__ = ["Tapes", "with_one_more_row"]
 
 
 @dataclass
 class Tapes:
-    """Two steps of one program on a model of `lengths` blocks: with one row, and with two."""
+    """Two steps of one program on a model of `lengths` blocks: with as many rows as `rows` says, and with one more."""
 
     lengths: Mapping[str, int]
     tape: Tape
-    begins: Sequence[int]  # of the first step, of that with one row, of that with two, and the end
+    begins: Sequence[int]  # of the first step, of `one`, of `two`, and the end
     one: Sequence[Entry]
     two: Sequence[Entry]
+    rows: int = 1
     curves: dict[bool, Sequence[tuple[int, Mapping[State, int]]]] = field(default_factory=dict, repr=False)
 
     def curve(self, of_host: bool) -> Sequence[tuple[int, Mapping[State, int]]]:
@@ -33,7 +34,7 @@ class Tapes:
 
     @cached_property
     def pairs(self) -> Sequence[tuple[Entry, Entry]] | None:
-        """Each entry of the step with one row, and its like with two rows; None if the model does different things.
+        """Each entry of the first step, and its like with a row more; None if the model does different things.
 
         What the engine does once, such as zeros for padding that are kept, has no like: it is the same at any rows.
         """
@@ -60,14 +61,15 @@ class Tapes:
 
     def at(self, rows: int) -> Sequence[Entry]:
         """The step with so many rows."""
-        if rows <= 2:
-            return (self.one, self.two)[rows - 1]
+        more = rows - self.rows
+        if more in (0, 1):
+            return (self.one, self.two)[more]
         assert self.pairs is not None
-        return [_scaled(one, two, rows - 1) for one, two in self.pairs]
+        return [_scaled(one, two, more) for one, two in self.pairs]
 
 
-def with_two_rows(longer: Tapes, first: Tapes) -> Tapes | None:
-    """`longer`, whose steps have one row, with the step of two rows that `first` tells, block by block.
+def with_one_more_row(longer: Tapes, first: Tapes) -> Tapes | None:
+    """`longer`, whose steps have as many rows as `first.one`, with the step of one more, as `first` tells it by blocks.
 
     A block's entries are those of its like on `first`. None if they are not.
     """
@@ -171,8 +173,13 @@ def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
                 tuple(Access(it.storage, 0, it.nbytes + b.nbytes - a.nbytes) for it, a, b in zip(*those, strict=False))
                 for those in ((entry.reads, one.reads, two.reads), (entry.writes, one.writes, two.writes))
             ]
-            flops = entry.flops + two.flops - one.flops
-            return Operation(entry.name, entry.lane, entry.origin, each[0], each[1], flops, entry.copies, entry.dtype)
+            return replace(
+                entry,
+                reads=each[0],
+                writes=each[1],
+                flops=entry.flops + two.flops - one.flops,
+                skipped_flops=entry.skipped_flops + two.skipped_flops - one.skipped_flops,
+            )
         case Allocation(), Allocation(), Allocation():
             return replace(entry, nbytes=entry.nbytes + two.nbytes - one.nbytes)
         case Free(), Free(), Free():
@@ -181,20 +188,34 @@ def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
 
 
 def _scaled(one: Entry, two: Entry, more: int) -> Entry:
-    """An entry with `more` rows than `one` has, which `two` has one more than."""
+    """An entry with `more` rows than `one` has, or fewer where that is negative; `two` has one more."""
     match one, two:
         case Operation(), Operation():
             if one.nbytes == two.nbytes and one.flops == two.flops:
                 return one
-            reads, writes = _lengthened(one.reads, two.reads, more), _lengthened(one.writes, two.writes, more)
-            flops = one.flops + more * (two.flops - one.flops)
-            return Operation(one.name, one.lane, one.origin, reads, writes, flops, one.copies, one.dtype)
+            return Operation(
+                one.name,
+                one.lane,
+                one.origin,
+                _lengthened(one.reads, two.reads, more),
+                _lengthened(one.writes, two.writes, more),
+                one.flops + more * (two.flops - one.flops),
+                one.copies,
+                one.dtype,
+                one.skipped_flops + more * (two.skipped_flops - one.skipped_flops),
+                one.crosses,
+            )
         case Allocation(), Allocation():
-            return replace(one, nbytes=one.nbytes + more * (two.nbytes - one.nbytes))
+            return replace(one, nbytes=_told(one.nbytes, two.nbytes, more))
         case Free(), Free():
-            return replace(one, nbytes=one.nbytes + more * (two.nbytes - one.nbytes))
+            return replace(one, nbytes=_told(one.nbytes, two.nbytes, more))
     return one
 
 
 def _lengthened(one: Sequence[Access], two: Sequence[Access], more: int) -> tuple[Access, ...]:
-    return tuple(Access(a.storage, 0, a.nbytes + more * (b.nbytes - a.nbytes)) for a, b in zip(one, two, strict=False))
+    return tuple(Access(a.storage, 0, _told(a.nbytes, b.nbytes, more)) for a, b in zip(one, two, strict=False))
+
+
+def _told(one: int, two: int, more: int) -> int:
+    """Bytes with `more` rows than `one` is of, which may be fewer."""
+    return max(0, one + more * (two - one))

@@ -17,8 +17,18 @@ state. They are forked from a server that has imported torch beforehand: two ran
 """
 
 from fullshard.testing.parity.check import check_parity
+from fullshard.testing.parity.parallel import Parallelism
 from fullshard.testing.parity.report import ParityReport, ParityRow
 from fullshard.testing.ranks import RankFailure, RanksFailed, run_ranks
 from fullshard.testing.same import assert_same
 
-__all__ = ["ParityReport", "ParityRow", "RankFailure", "RanksFailed", "assert_same", "check_parity", "run_ranks"]
+__all__ = [
+    "Parallelism",
+    "ParityReport",
+    "ParityRow",
+    "RankFailure",
+    "RanksFailed",
+    "assert_same",
+    "check_parity",
+    "run_ranks",
+]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
 from fullshard.errors import ConfigError
 from fullshard.policy.strategy import ShardingStrategy, resolve_placements
+from fullshard.testing.parity.parallel import NO_AXES, Axes
 
 __all__ = ["NOT_SHARDED", "Case", "cases_of"]
 
@@ -15,40 +18,68 @@ NOT_SHARDED = "none"  # in place of a strategy
 
 @dataclass(frozen=True)
 class Case:
-    """A strategy on some ranks, of which `ranks / replicas` hold different parts; each stands for `tp` processes."""
+    """A strategy on some ranks of data, in equal replicas; each rank stands for the processes of other axes."""
 
     strategy: str
     ranks: int
     replicas: int
-    tp: int = 1  # ranks of tensor parallelism that share the work of one
+    axes: Axes = NO_AXES
 
     @property
     def world(self) -> int:
         """The number of processes."""
-        return self.ranks * self.tp
+        return self.ranks * self.axes.cp * self.axes.tp * self.axes.pp
 
     @property
     def shards(self) -> int:
-        """Ranks on the shard axis."""
-        return self.ranks // self.replicas
+        """Ranks on the shard axis: those of context parallelism are among them."""
+        return self.ranks * self.axes.cp // self.replicas
 
     @property
     def has_two_axes(self) -> bool:
         """True if the strategy has a replicate axis."""
-        return resolve_placements(self.strategy).replicated
+        return self.replicas > 1 if self.strategy == NOT_SHARDED else resolve_placements(self.strategy).replicated
+
+    def mesh(self) -> DeviceMesh:
+        """All processes: stages, matrices, replicas, shards."""
+        beside = {name: size for name, size in (("pp", self.axes.pp), ("tp", self.axes.tp)) if size > 1}
+        return _mesh(**beside, **({"replicate": self.replicas} if self.has_two_axes else {}), shard=self.shards)
+
+    def data_mesh(self) -> DeviceMesh:
+        """The ranks of data and context, among which gradients are averaged."""
+        data = self.ranks * self.axes.cp
+        return _mesh(outer=self.world // data, data=data)["data"]
+
+    def context_mesh(self) -> DeviceMesh:
+        """The ranks that have one sequence together."""
+        return _mesh(outer=self.world // self.axes.cp, cp=self.axes.cp)["cp"]
+
+    def expert_mesh(self) -> DeviceMesh:
+        """All processes, with the shard axis in two: those that have the same experts, and those that have parts."""
+        outer, ep = self.axes.pp * self.axes.tp, self.axes.ep
+        return _mesh(outer=outer, replicate=self.replicas, efsdp=self.shards // ep, ep=ep)
+
+    def same_experts_mesh(self) -> DeviceMesh:
+        """The ranks that have the same experts."""
+        outer, ep = self.axes.pp * self.axes.tp, self.axes.ep
+        return _mesh(outer=outer, same=self.ranks * self.axes.cp // ep, ep=ep)["same"]
+
+    def expert_norm_mesh(self) -> DeviceMesh:
+        """Parts of experts, and of each the ranks that it is sharded over."""
+        ranks = self.expert_mesh().mesh.transpose(2, 3)
+        return DeviceMesh("cpu", ranks, mesh_dim_names=("outer", "replicate", "ep", "efsdp"))["ep", "efsdp"]
 
     def __str__(self) -> str:
         ranks = f"{self.ranks} ranks" if self.ranks > 1 else "1 rank"
         return (
             f"{self.strategy}, {ranks}"
             + (f" in {self.replicas} replicas" if self.replicas > 1 else "")
-            + (f", each of {self.tp} of tensor parallelism" if self.tp > 1 else "")
+            + (f", with {self.axes}" if str(self.axes) else "")
         )
 
 
-def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int, tp: int = 1) -> list[Case]:
+def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: int, axes: Axes = NO_AXES) -> list[Case]:
     """The strategies on each of these numbers of ranks; all that fit, if None. Those of one mesh shape stand together.
-    Each rank is `tp` processes.
 
     Raises:
         ConfigError: a strategy that is named is unknown or does not fit, or there is nothing to compare.
@@ -57,16 +88,19 @@ def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: i
         raise ConfigError(f"ranks={_listed(ranks)}: at least one rank is needed.")
     if replicas < 1:
         raise ConfigError(f"replicas={replicas}: must be at least 1.")
-    if tp < 1:
-        raise ConfigError(f"tp={tp}: must be at least 1.")
     if strategies is not None and not strategies:
         raise ConfigError("strategies are empty: name at least one.")
     names = [strategy.value for strategy in ShardingStrategy] if strategies is None else list(strategies)
     cases = []
     for world in dict.fromkeys(ranks):
         for name in dict.fromkeys(names):
-            case = Case(name, world, replicas if resolve_placements(name).replicated else 1, tp)
+            case = Case(name, world, replicas if resolve_placements(name).replicated else 1, axes)
             if world % case.replicas == 0:
+                if case.shards % axes.ep:
+                    raise ConfigError(
+                        f"ep={axes.ep}: does not divide the {case.shards} ranks that parameters are sharded over under "
+                        f"{name} on {world} ranks of data. Take a size that does, or other strategies."
+                    )
                 cases.append(case)
             elif strategies is not None:
                 raise ConfigError(
@@ -74,6 +108,10 @@ def cases_of(ranks: Sequence[int], strategies: Sequence[str] | None, replicas: i
                     f"number that divides {world}, or leave {name} or {world} ranks out."
                 )
     return sorted(cases, key=lambda case: (list(ranks).index(case.ranks), case.replicas))
+
+
+def _mesh(**axes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def _listed(values: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from torch import nn
 from fullshard.errors import ConfigError
 from fullshard.testing.parity.cases import NOT_SHARDED, Case, cases_of
 from fullshard.testing.parity.difference import Tolerance
+from fullshard.testing.parity.parallel import Parallelism
 from fullshard.testing.parity.plain import train_plain
-from fullshard.testing.parity.recipe import Loss, MakeOptimizer, Recipe, TensorParallelPlan
+from fullshard.testing.parity.recipe import Loss, MakeOptimizer, Recipe
 from fullshard.testing.parity.report import ParityReport, ParityRow
 from fullshard.testing.parity.sharded import train_sharded
-from fullshard.testing.parity.tensor import train_unsharded
 from fullshard.testing.parity.trace import Trace
+from fullshard.testing.parity.unsharded import train_unsharded
 from fullshard.testing.ranks import RanksFailed, run_ranks
 from fullshard.wrap import AutoWrapPolicy
 
@@ -36,7 +38,7 @@ def check_parity(
     replicas: int = 2,
     auto_wrap_policy: AutoWrapPolicy | None = None,
     steps: int = 5,
-    accumulate: int = 1,
+    accumulate: int | None = None,
     reduce_each: bool = False,
     optimizer: str | MakeOptimizer = "adamw",
     lr: float | None = None,
@@ -47,8 +49,7 @@ def check_parity(
     atol: float = 0.0,
     rtol: float = 0.0,
     timeout: float = 600.0,
-    tp: int = 1,
-    tp_plan: TensorParallelPlan | None = None,
+    parallelism: Parallelism | None = None,
 ) -> ParityReport:
     """A report of how training under each strategy differs from one plain process, on the same data.
 
@@ -68,7 +69,7 @@ def check_parity(
         replicas: for the hybrid strategies, the number of ranks that hold the same shards.
         auto_wrap_policy: picks the submodules that become units; those with a tenth of the parameters, if None.
         steps: optimizer steps.
-        accumulate: microbatches of a rank in a step.
+        accumulate: microbatches of a rank in a step; one, or in a pipeline as many as it has stages, if None.
         reduce_each: whether gradients are reduced after each microbatch, instead of after the last one of a step.
         optimizer: `"adamw"`, `"sgd"` (with momentum), or a function that makes an optimizer of the model.
         lr: its learning rate; one that suits it, if None.
@@ -79,10 +80,9 @@ def check_parity(
         atol: the difference that an element may have.
         rtol: the same relative to the element.
         timeout: seconds that a strategy may take.
-        tp: ranks of tensor parallelism, each group of which stands for one rank. Strategies are then held, bit for bit,
-            to the same ranks with nothing sharded; and these, in the first row, to the plain process within rounding.
-        tp_plan: of the model, a plan for `torch.distributed.tensor.parallel.parallelize_module`; the one that comes
-            with a model of transformers, if None.
+        parallelism: what divides the work of each rank of data, none if None. If that adds up in another order than one
+            process does, strategies are held, bit for bit, to the same ranks with nothing sharded; and these, in the
+            first row, to the plain process within rounding.
 
     Raises:
         ConfigError: an argument cannot be honoured, or one of the functions returns something that cannot be used.
@@ -108,10 +108,10 @@ def check_parity(
         reduce_dtype=reduce_dtype,
         auto_wrap_policy=auto_wrap_policy,
         seed=seed,
-        tp_plan=tp_plan,
+        parallelism=parallelism or Parallelism(),
     )
     tolerance = Tolerance(atol, rtol)
-    cases = cases_of((ranks,) if isinstance(ranks, int) else ranks, strategies, replicas, tp)
+    cases = cases_of((ranks,) if isinstance(ranks, int) else ranks, strategies, replicas, recipe.parallelism)
     return ParityReport(tuple(rows_of(recipe, cases, tolerance, timeout)), tolerance)
 
 
@@ -122,12 +122,14 @@ def rows_of(recipe: Recipe, cases: Sequence[Case], tolerance: Tolerance, timeout
         ConfigError: one of the user's functions returns something that cannot be used.
         RanksFailed: plain training fails.
     """
-    for (ranks, shards), group in groupby(cases, key=lambda case: (case.ranks, case.shards)):
+    for (ranks, replicas), group in groupby(cases, key=lambda case: (case.ranks, case.replicas)):
         with tempfile.TemporaryDirectory(prefix="fullshard-parity-") as folder:
             trace, alike = Trace(Path(folder)), list(group)
-            _train_unsharded(1, train_plain, recipe, ranks, shards, trace, timeout=timeout)
-            if (tp := alike[0].tp) > 1:
-                bare, plain, trace = Case(NOT_SHARDED, ranks, ranks // shards, tp), trace, Trace(Path(folder, "tp"))
+            _train_unsharded(1, train_plain, recipe, ranks, ranks // replicas, trace, timeout=timeout)
+            if alike[0].axes.rounds:
+                axes = replace(alike[0].axes, pp=1)
+                bare = replace(alike[0], strategy=NOT_SHARDED, axes=axes)
+                plain, trace = trace, Trace(Path(folder, "bare"))
                 trace.folder.mkdir()
                 compared = _train_unsharded(bare.world, train_unsharded, recipe, bare, trace, plain, timeout=timeout)
                 yield ParityRow.of(bare, compared)

@@ -12,17 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from math import ceil, log2
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
-from fullshard.engine.nested import map_tensors
 from fullshard.optim.clipping import part_of_rank
 from fullshard.testing.parity.recipe import Recipe, trained
+from fullshard.testing.parity.stages import find_cut
 from fullshard.testing.parity.trace import Step, Trace
-from fullshard.wrap import wrapped_modules
 
 __all__ = ["train_plain"]
 
@@ -48,8 +46,9 @@ class Plain:
         self._recipe = recipe
         self._shards = shards
         self._model = recipe.model()
+        self._stages = find_cut(recipe, recipe.model())
         self._optimizer = recipe.optimizer_of(self._model)
-        self._copies = [_computing(recipe.model(), recipe) for _ in range(ranks)]
+        self._copies = [recipe.computing(recipe.model()) for _ in range(ranks)]
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -68,7 +67,7 @@ class Plain:
         gradients = {
             name: None if param.grad is None else param.grad.clone() for name, param in self._model.named_parameters()
         }
-        norm = norm_in_parts([grad for grad in gradients.values() if grad is not None], self._shards)
+        norm = self._stages.norm(gradients, lambda grads: norm_in_parts(grads, self._shards))
         if self._recipe.clip:
             clip_grads_with_norm_(trained(self._model), self._recipe.clip, norm)
         self._optimizer.step()
@@ -103,10 +102,13 @@ class Plain:
                 param.grad = _added(param.grad, mean.to(param.dtype))
 
 
-def mean_of(terms: Sequence[Tensor], shards: int) -> Tensor:
-    """The mean, of which no sum on the way overflows in float16 unless it does itself."""
-    scale = 0.5 ** ceil(log2(len(terms))) if terms[0].dtype == torch.float16 else 1.0
-    return summed([term * scale for term in terms], shards) / (len(terms) * scale)
+def mean_of(terms: Sequence[Tensor], shards: int, count: int | None = None) -> Tensor:
+    """The mean, of which no sum on the way overflows in float16 unless it does itself; of terms that are of `count`
+    ranks together, if that is not their number.
+    """
+    count = len(terms) if count is None else count
+    scale = 0.5 ** ceil(log2(count)) if terms[0].dtype == torch.float16 else 1.0
+    return summed([term * scale for term in terms], shards) / (count * scale)
 
 
 def summed(terms: Sequence[Tensor], shards: int) -> Tensor:
@@ -132,25 +134,3 @@ def _norm(part: Tensor) -> Tensor:
 
 def _added(total: Tensor | None, term: Tensor) -> Tensor:
     return term.clone() if total is None else total.add_(term)
-
-
-def _computing(model: nn.Module, recipe: Recipe) -> nn.Module:
-    """`model` with parameters in the dtype of compute; modules that would be units cast their inputs."""
-    units = [model, *wrapped_modules(model, recipe.policy(model))]
-    dtype = recipe.precision.param_dtype
-    if dtype is not None:
-        for param in model.parameters():
-            param.data = param.data.to(recipe.precision.contract(param.dtype).compute)
-        for unit in units:
-            _cast_inputs(unit, dtype)
-    return model
-
-
-def _cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
-    def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        given: tuple[Any, dict[str, Any]] = map_tensors(
-            lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs)
-        )
-        return given
-
-    module.register_forward_pre_hook(cast, with_kwargs=True)

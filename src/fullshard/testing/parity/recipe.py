@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fullshard.engine.nested import map_tensors
 from fullshard.errors import ConfigError
 from fullshard.policy.precision import MixedPrecisionPolicy
-from fullshard.wrap import AutoWrapPolicy, WrapPolicy, size_based_auto_wrap_policy
+from fullshard.testing.parity.context import cut_batch
+from fullshard.testing.parity.parallel import Parallelism
+from fullshard.wrap import AutoWrapPolicy, WrapPolicy, size_based_auto_wrap_policy, wrapped_modules
 
-__all__ = ["ClassNames", "Loss", "MakeOptimizer", "Recipe", "TensorParallelPlan", "trained"]
+__all__ = ["ClassNames", "Loss", "MakeOptimizer", "Recipe", "trained"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
-TensorParallelPlan = Callable[[nn.Module], Mapping[str, Any]]
 
 _LEARNING_RATES = {"adamw": 1e-3, "sgd": 0.05}
 _UNITS = 10  # by default a unit has at least this fraction of the parameters
@@ -38,7 +40,7 @@ class Recipe:
     make_batch: Callable[[int], Any]
     loss: Loss | None = None
     steps: int = 5
-    accumulate: int = 1
+    accumulate: int | None = None
     reduce_each: bool = False
     optimizer: str | MakeOptimizer = "adamw"
     lr: float | None = None
@@ -47,12 +49,18 @@ class Recipe:
     reduce_dtype: torch.dtype | None = None
     auto_wrap_policy: AutoWrapPolicy | None = None
     seed: int = 0
-    tp_plan: TensorParallelPlan | None = None
+    parallelism: Parallelism = field(default_factory=Parallelism)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "accumulate"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1.")
+        for name, value in (("steps", self.steps), ("accumulate", self.count)):
+            if value < 1:
+                raise ConfigError(f"{name}={value}: must be at least 1.")
+        if self.parallelism.pp > 1 and (self.reduce_each or self.count < self.parallelism.stages):
+            raise ConfigError(
+                f"a pipeline of {self.parallelism.stages} stages with accumulate={self.count}"
+                f"{' and reduce_each' if self.reduce_each else ''}: it takes all microbatches of a step before it "
+                "reduces gradients, and at least as many as it has stages. Leave these options out."
+            )
         for name in ("clip", "seed"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 0.")
@@ -68,6 +76,11 @@ class Recipe:
         if self.lr is not None and not self.lr > 0:
             raise ConfigError(f"lr={self.lr}: must be greater than 0.")
         _ = self.precision  # which looks at the dtypes
+
+    @property
+    def count(self) -> int:
+        """Microbatches of a rank in a step; of a pipeline as many as it has stages, unless `accumulate` says."""
+        return self.parallelism.stages if self.accumulate is None else self.accumulate
 
     @property
     def precision(self) -> MixedPrecisionPolicy:
@@ -122,12 +135,12 @@ class Recipe:
 
     def microbatches(self, step: int, rank: int, ranks: int) -> list[list[int]]:
         """The numbers of `rank`'s microbatches in step `step`, which counts from 1; a list for each reduction."""
-        first = ((step - 1) * ranks + rank) * self.accumulate
-        numbers = list(range(first, first + self.accumulate))
+        first = ((step - 1) * ranks + rank) * self.count
+        numbers = list(range(first, first + self.count))
         return [[number] for number in numbers] if self.reduce_each else [numbers]
 
-    def backward(self, model: nn.Module, number: int) -> Tensor:
-        """Add a microbatch's share of the step's gradients to those of `model`; its loss.
+    def loss_of(self, model: nn.Module, number: int) -> Tensor:
+        """The loss of a microbatch.
 
         Random numbers depend on the microbatch alone, not on the process or on what it has computed before.
 
@@ -135,11 +148,40 @@ class Recipe:
             ConfigError: the loss is not one number with a gradient.
         """
         _seed(self.seed + 1 + number)
-        batch = self.make_batch(number)
+        batch = cut_batch(self.make_batch(number), self.parallelism.context)
         loss = _own_loss(model, batch) if self.loss is None else self.loss(model, batch)
         _check_loss(loss, number)
-        (loss / self.accumulate).backward()
+        return cast(Tensor, loss)
+
+    def backward(self, model: nn.Module, number: int) -> Tensor:
+        """Add a microbatch's share of the step's gradients to those of `model`; its loss.
+
+        Raises:
+            ConfigError: see `loss_of`.
+        """
+        loss = self.loss_of(model, number)
+        (loss / self.count).backward()
         return loss.detach()
+
+    def computing(self, model: nn.Module) -> nn.Module:
+        """`model` with parameters in the dtype of compute; modules that would be units cast their inputs."""
+        units = [model, *wrapped_modules(model, self.policy(model))]
+        if self.precision.param_dtype is not None:
+            for param in model.parameters():
+                param.data = param.data.to(self.precision.contract(param.dtype).compute)
+        for unit in units:
+            self.cast_inputs(unit)
+        return model
+
+    def cast_inputs(self, module: nn.Module) -> None:
+        """Have `module` called with inputs in the dtype of compute, if there is one, as a unit is."""
+        dtype = self.precision.param_dtype
+
+        def cast_all(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+        if dtype is not None:
+            module.register_forward_pre_hook(cast_all, with_kwargs=True)
 
 
 class ClassNames(WrapPolicy):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fullshard.testing.parity.cases import NOT_SHARDED, Case
 from fullshard.testing.parity.difference import NO_DIFFERENCE, Compared, Difference, Finding, Kind, Tolerance
+from fullshard.testing.parity.parallel import NO_AXES, Axes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,7 +27,7 @@ class ParityRow:
     strategy: str
     ranks: int
     replicas: int  # the number of ranks that hold the same shards
-    tp: int = 1  # processes that share a rank's work, by tensor parallelism
+    axes: Axes = NO_AXES  # beside these, of processes that share a rank's work
     loss: Difference = NO_DIFFERENCE
     gradient: Difference = NO_DIFFERENCE  # before clipping
     gradient_norm: Difference = NO_DIFFERENCE
@@ -44,7 +45,7 @@ class ParityRow:
             strategy=case.strategy,
             ranks=case.ranks,
             replicas=case.replicas,
-            tp=case.tp,
+            axes=case.axes,
             loss=worst[Kind.LOSS],
             gradient=worst[Kind.GRADIENT],
             gradient_norm=worst[Kind.GRADIENT_NORM],
@@ -55,7 +56,7 @@ class ParityRow:
     @classmethod
     def failed(cls, case: Case, failure: str) -> ParityRow:
         """The row of ranks that could not train."""
-        return cls(strategy=case.strategy, ranks=case.ranks, replicas=case.replicas, tp=case.tp, failure=failure)
+        return cls(strategy=case.strategy, ranks=case.ranks, replicas=case.replicas, axes=case.axes, failure=failure)
 
     @property
     def differences(self) -> tuple[Difference, ...]:
@@ -77,14 +78,14 @@ class ParityRow:
         """The row of the table."""
         numbers = [_number(difference.largest) for difference in self.differences]
         ranks = str(self.ranks) if self.replicas == 1 else f"{self.replicas} x {self.ranks // self.replicas}"
-        ranks += f" x tp{self.tp}" if self.tp > 1 else ""
+        ranks += f", {self.axes}" if str(self.axes) else ""
         shown = ["-" for _ in numbers] if self.failure else numbers
         return [self.strategy, ranks, *shown, self._verdict, self._first]
 
     @property
     def title(self) -> str:
         """The name of the row: its strategy and ranks."""
-        return str(Case(self.strategy, self.ranks, self.replicas, self.tp))
+        return str(Case(self.strategy, self.ranks, self.replicas, self.axes))
 
     @property
     def _verdict(self) -> str:
@@ -106,7 +107,7 @@ class ParityRow:
             "strategy": self.strategy,
             "ranks": self.ranks,
             "replicas": self.replicas,
-            "tp": self.tp,
+            **self.axes.sizes,
             **{
                 kind.name.lower(): difference.largest if math.isfinite(difference.largest) else "inf"
                 for kind, difference in zip(Kind, self.differences, strict=True)
@@ -175,7 +176,7 @@ class ParityReport:
         if len(sharded) < len(self.rows) and all(row.is_bit_for_bit for row in sharded):
             return (
                 f"All {len(sharded)} agree bit for bit with the same ranks with nothing sharded; and the first step of "
-                "these, which cut matrix products and add up in another order, with the plain process within rounding."
+                "these, which add up in another order, with the plain process within rounding."
             )
         if self.is_bit_for_bit:
             return f"All {len(self.rows)} agree with the plain process bit for bit."

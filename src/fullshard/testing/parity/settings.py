@@ -7,11 +7,12 @@ from functools import partial
 
 import torch
 
-from fullshard.command_line import MaybeFloat, MaybePath, MaybeStr
+from fullshard.command_line import MaybeFloat, MaybeInt, MaybePath, MaybeStr
 from fullshard.errors import ConfigError
 from fullshard.testing.parity.cases import Case, cases_of
 from fullshard.testing.parity.difference import Tolerance
 from fullshard.testing.parity.named import function_named
+from fullshard.testing.parity.parallel import Parallelism
 from fullshard.testing.parity.recipe import ClassNames, Recipe
 from fullshard.wrap import AutoWrapPolicy, size_based_auto_wrap_policy
 
@@ -48,7 +49,17 @@ class RankSettings:
     replicas: int = 2
     """For hsdp and hsdp_zero2: the number of ranks that hold the same shards."""
     mesh: MaybeStr = None
-    """Axes and their sizes, such as dp2,tp2, instead of --ranks: dp of data, tp of tensor parallelism."""
+    """Axes and their sizes, such as pp2,dp2,tp2, instead of --ranks: dp of data, pp of stages, cp of parts of the
+    sequence, tp of parts of matrices; ep of parts of the experts, among the ranks of dp and cp."""
+    blocks: MaybeStr = None
+    """For pp: the list of modules that stages have parts of, such as model.layers."""
+    schedule: str = "1F1B"
+    """For pp: torch's name of the schedule."""
+    context: MaybeStr = None
+    """For cp: a function of a batch that returns its tensors along the sequence, each with that dim. Left out: those of
+    two dims or more, dim 1."""
+    experts: MaybeStr = None
+    """For ep: a function of the model and the mesh of this axis, which makes DTensors of the experts' parameters."""
     tp_plan: MaybeStr = None
     """A function of the model that returns a plan of tensor parallelism, for torch's parallelize_module. Left out: the
     plan that comes with a model of transformers."""
@@ -60,8 +71,8 @@ class TrainingSettings:
 
     steps: int = 5
     """Optimizer steps."""
-    accumulate: int = 1
-    """Microbatches of a rank in a step."""
+    accumulate: MaybeInt = None
+    """Microbatches of a rank in a step. Left out: one, or in a pipeline as many as it has stages."""
     reduce_each: bool = False
     """Reduce gradients after each microbatch, instead of after the last one of a step."""
     optimizer: str = "adamw"
@@ -123,7 +134,24 @@ class ParitySettings:
             dtype=_dtype("dtype", training.dtype),
             reduce_dtype=_dtype("reduce-dtype", training.reduce_dtype),
             seed=training.seed,
-            tp_plan=None if self.ranks.tp_plan is None else function_named(self.ranks.tp_plan, "--tp-plan"),
+            parallelism=self.parallelism(),
+        )
+
+    def parallelism(self) -> Parallelism:
+        """What divides the work of a rank of data.
+
+        Raises:
+            ConfigError: the mesh cannot be read, or a function that an axis needs is missing.
+        """
+        given = self.ranks
+        sizes = {} if given.mesh is None else sizes_of_mesh(given.mesh)
+        return Parallelism(
+            **{name: size for name, size in sizes.items() if name != "dp"},
+            blocks=given.blocks,
+            schedule=given.schedule,
+            context=None if given.context is None else function_named(given.context, "--context"),
+            experts=None if given.experts is None else function_named(given.experts, "--experts"),
+            tp_plan=None if given.tp_plan is None else function_named(given.tp_plan, "--tp-plan"),
         )
 
     def cases(self) -> list[Case]:
@@ -135,7 +163,7 @@ class ParitySettings:
         strategies = None if self.ranks.strategies == "all" else _words(self.ranks.strategies)
         if self.ranks.mesh is not None:
             sizes = sizes_of_mesh(self.ranks.mesh)
-            return cases_of([sizes.get("dp", 1)], strategies, self.ranks.replicas, sizes.get("tp", 1))
+            return cases_of([sizes.get("dp", 1)], strategies, self.ranks.replicas, self.parallelism())
         try:
             ranks = [int(word) for word in _words(self.ranks.ranks)]
         except ValueError:
@@ -147,27 +175,24 @@ class ParitySettings:
         return Tolerance(self.verdict.atol, self.verdict.rtol)
 
 
-_ELSEWHERE = {
-    "pp": "how a model is cut into stages is its script's to say; docs/pipelines.md says what stages give",
-    "cp": "to the engine its ranks are ranks of data, as in --mesh dp4; the attention between them is the script's",
-    "ep": "where experts go, and how tokens reach them, is the script's to say; docs/composition.md says what it gives",
-}
+_AXES = ("pp", "dp", "cp", "ep", "tp")
 
 
 def sizes_of_mesh(text: str) -> dict[str, int]:
     """The sizes of the axes that `--mesh` names.
 
     Raises:
-        ConfigError: it cannot be read, or has an axis that is not compared.
+        ConfigError: it cannot be read.
     """
     sizes: dict[str, int] = {}
     for word in _words(text):
         name = word.rstrip("0123456789")
         size = word.removeprefix(name)
-        if name in _ELSEWHERE:
-            raise ConfigError(f"--mesh {text}: {name} is not compared, since {_ELSEWHERE[name]}. Take dp and tp.")
-        if name not in ("dp", "tp") or not size or name in sizes:
-            raise ConfigError(f"--mesh {text}: {word} is no axis with its size, or one too many. Write it as dp2,tp2.")
+        if name not in _AXES or not size or name in sizes:
+            raise ConfigError(
+                f"--mesh {text}: {word} is no axis with its size, or one too many. Write it as pp2,dp2,tp2, of "
+                f"{', '.join(_AXES)}."
+            )
         sizes[name] = int(size)
     return sizes
 

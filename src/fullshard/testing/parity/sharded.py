@@ -4,58 +4,189 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from fullshard import FSDPModule, clip_grad_norm_, fully_shard
+from fullshard import FSDPModule, ShardPlacementResult, clip_grad_norm_, fully_shard
+from fullshard.optim.clipping import total_norm
 from fullshard.testing.parity.cases import Case
 from fullshard.testing.parity.difference import Compared, Kind, Tolerance
+from fullshard.testing.parity.parallel import SCHEDULES, V_SHAPED
 from fullshard.testing.parity.recipe import Recipe, trained
-from fullshard.testing.parity.tensor import cut
+from fullshard.testing.parity.stages import Cut, Stage, clip, find_cut, norm_of_all
 from fullshard.testing.parity.trace import Step, Trace
+from fullshard.testing.parity.unsharded import Divided, is_expert
+from fullshard.wrap import wrapped_modules
 
 __all__ = ["train_sharded"]
 
 
 def train_sharded(recipe: Recipe, case: Case, trace: Trace, tolerance: Tolerance) -> Compared:
     """Train on this rank under `case`, and compare with `trace`. Every rank compares its own shards."""
-    model, mesh = recipe.model(), _mesh(case)
-    if case.tp > 1:
-        cut(model, recipe, mesh["tp"])
-        mesh = mesh["replicate", "shard"] if case.has_two_axes else mesh["shard"]
-    fully_shard(
-        model,
-        mesh=mesh,
-        strategy=case.strategy,
-        mp_policy=recipe.precision,
-        auto_wrap_policy=recipe.policy(model),
-    )
-    optimizer = recipe.optimizer_of(model)
-    compared = Compared(dist.get_rank(), tolerance)
-    params = dict(model.named_parameters())
-    _compare_parameters(compared, 0, params, trace.read(0))
-    for step in range(1, recipe.steps + 1):
-        expected = trace.read(step)
-        for number, loss in _microbatches(recipe, model, step, dist.get_rank() % case.ranks, case.ranks).items():
-            compared.add(Kind.LOSS, str(number), step, loss, expected.losses[number])
-        for name, gradient in expected.gradients.items():
-            param = params.get(name)
-            compared.add(Kind.GRADIENT, name, step, *_of_this_rank(None if param is None else param.grad, gradient))
-        norm = clip_grad_norm_(trained(model), recipe.clip or math.inf)
-        compared.add(Kind.GRADIENT_NORM, "", step, norm, expected.norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        _compare_parameters(compared, step, params, expected)
+    divided = Divided(recipe, case)
+    with divided.attention:
+        training = (Pipeline if case.axes.pp > 1 else OneStage)(recipe, divided)
+        optimizer = recipe.optimizer_of(training.module)
+        compared = Compared(dist.get_rank(), tolerance)
+        params = training.params
+        _compare_parameters(compared, 0, params, trace.read(0))
+        for step in range(1, recipe.steps + 1):
+            expected = trace.read(step)
+            for number, loss in training.backward(step).items():
+                of_parts = expected.losses[number]
+                wanted = of_parts if of_parts.ndim == 0 else of_parts[divided.context_rank]
+                compared.add(Kind.LOSS, str(number), step, loss, wanted)
+            for name, gradient in expected.gradients.items():
+                if name in params:
+                    compared.add(Kind.GRADIENT, name, step, *_of_this_rank(params[name].grad, gradient))
+            compared.add(Kind.GRADIENT_NORM, "", step, training.clip(), expected.norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            _compare_parameters(compared, step, params, expected)
     return compared
+
+
+def _shard(module: nn.Module, recipe: Recipe, divided: Divided, **own: Any) -> None:
+    case, mesh, over = divided.case, divided.mesh, None
+    if len(mesh.mesh_dim_names or ()) > (2 if case.has_two_axes else 1):
+        mesh = mesh["replicate", "shard"] if case.has_two_axes else mesh["shard"]
+    if divided.sparse is not None:
+        over = divided.sparse["replicate", "efsdp"] if case.has_two_axes else divided.sparse["efsdp"]
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "strategy": case.strategy,
+        "mp_policy": recipe.precision,
+        "shard_placement_fn": None if over is None else partial(_experts_over, over),
+    }
+    fully_shard(module, **options | own)
+
+
+def _experts_over(mesh: DeviceMesh, param: nn.Parameter) -> ShardPlacementResult | None:
+    return ShardPlacementResult(None, mesh) if is_expert(param) else None
+
+
+class OneStage:
+    """The whole model on this rank, sharded."""
+
+    def __init__(self, recipe: Recipe, divided: Divided) -> None:
+        self._recipe, self._divided = recipe, divided
+        self.module = divided.model()
+        _shard(self.module, recipe, divided, auto_wrap_policy=recipe.policy(self.module))
+        self.params: dict[str, Tensor] = dict(self.module.named_parameters())
+
+    def backward(self, step: int) -> dict[int, Tensor]:
+        """Compute the gradients of a step; the losses of this rank's microbatches, by number."""
+        losses = {}
+        for together in self._recipe.microbatches(step, self._divided.rank, self._divided.case.ranks):
+            for number in together:
+                cast(FSDPModule, self.module).set_requires_gradient_sync(number == together[-1])
+                losses[number] = self._recipe.backward(self.module, number)
+        return losses
+
+    def clip(self) -> Tensor:
+        """Clip gradients; their norm before."""
+        return clip_grad_norm_(trained(self.module), self._recipe.clip or math.inf)
+
+
+class Pipeline:
+    """This rank's stages, sharded, and torch's schedule of them."""
+
+    def __init__(self, recipe: Recipe, divided: Divided) -> None:
+        from torch.distributed.pipelining import PipelineStage as TorchStage  # takes a second to import
+        from torch.distributed.pipelining.schedules import get_schedule_class
+
+        from fullshard.integrations.pipelining import PipelineStage, with_actions
+
+        self._recipe, self._divided = recipe, divided
+        self._pipe = divided.mesh["pp"]
+        chosen, count = recipe.parallelism.schedule, recipe.parallelism.stages
+        rank, ranks = self._pipe.get_local_rank(), self._pipe.size()
+        second = 2 * ranks - 1 - rank if chosen in V_SHAPED else rank + ranks
+        self.numbers = [rank, second][: count // ranks]
+        cut = find_cut(recipe, divided.model())
+        self._stages = [self._stage(cut, number) for number in self.numbers]
+        self.module = nn.ModuleList(self._stages)
+        self.params = {
+            name.removeprefix("model."): param for it in self._stages for name, param in it.named_parameters()
+        }
+        device, group = torch.device("cpu"), self._pipe.get_group()
+        made: list[TorchStage] = []
+        for number, stage in zip(self.numbers, self._stages, strict=True):
+            given, sent = cut.received[number], None if stage.is_last else cut.received[number + 1]
+            first, loss = torch.empty(1, dtype=torch.long, device="meta"), torch.empty(1, device="meta")
+            made.append(
+                PipelineStage(
+                    stage,
+                    number,
+                    count,
+                    device,
+                    input_args=first if given is None else given.requires_grad_(),
+                    output_args=(loss if sent is None else sent).requires_grad_(),
+                    group=group,
+                )
+            )
+        kind: Any = get_schedule_class(chosen)
+        self._schedule = with_actions(
+            kind(
+                made[0] if SCHEDULES[chosen] == 1 else made,
+                n_microbatches=recipe.count,
+                loss_fn=self._share,
+                scale_grads=False,
+            )
+        )
+
+    def _stage(self, cut: Cut, number: int) -> Stage:
+        model = self._divided.model()
+        units = wrapped_modules(model, self._recipe.policy(model))
+        stage = Stage(self._recipe, model, cut, number, units)
+        for unit, options in stage.units.items():
+            _shard(unit, self._recipe, self._divided, **options)
+        _shard(stage, self._recipe, self._divided)
+        stage.begin_with_received()
+        return stage
+
+    def _share(self, loss: Tensor, number: Tensor) -> Tensor:
+        return loss[0] / self._recipe.count
+
+    def backward(self, step: int) -> dict[int, Tensor]:
+        """Compute the gradients of a step; the losses, by number of the microbatch, if this rank has the last stage."""
+        (numbers,) = self._recipe.microbatches(step, self._divided.rank, self._divided.case.ranks)
+        given = torch.tensor(numbers)
+        is_last = any(stage.is_last for stage in self._stages)
+        self._schedule.step(
+            *([given] if 0 in self.numbers else []), number=given, **({"target": given} if is_last else {})
+        )
+        losses = {number: loss for stage in self._stages for number, loss in stage.losses.items()}
+        for stage in self._stages:
+            stage.losses.clear()
+        return losses
+
+    def clip(self) -> Tensor:
+        """Clip gradients; the norm of all stages' before."""
+        grads = [[it.grad for it in stage.parameters() if it.grad is not None] for stage in self._stages]
+        own = torch.stack([total_norm(of_stage) for of_stage in grads])
+        of_ranks = [torch.empty_like(own) for _ in range(self._pipe.size())]
+        dist.all_gather(of_ranks, own, group=self._pipe.get_group())
+        first, *second = torch.stack(of_ranks).T
+        if second:
+            is_v = self._recipe.parallelism.schedule in V_SHAPED
+            first = torch.cat([first, second[0].flip(0) if is_v else second[0]])
+        norm = norm_of_all(list(first))
+        local = [grad.to_local() for of_stage in grads for grad in of_stage if isinstance(grad, DTensor)]
+        clip(local, norm, self._recipe.clip)
+        return norm
 
 
 def _compare_parameters(compared: Compared, step: int, params: Mapping[str, Tensor], expected: Step) -> None:
     for name, values in expected.parameters.items():
-        compared.add(Kind.PARAMETER, name, step, *_of_this_rank(params.get(name), values))
+        if name in params:  # else it is another stage's
+            compared.add(Kind.PARAMETER, name, step, *_of_this_rank(params[name], values))
 
 
 def _of_this_rank(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -72,20 +203,3 @@ def _of_this_rank(actual: Tensor | None, expected: Tensor | None) -> tuple[Tenso
             rank = mesh.get_local_rank(axis)
             expected = parts[rank] if rank < len(parts) else expected.narrow(placement.dim, 0, 0)
     return local, expected
-
-
-def _mesh(case: Case) -> DeviceMesh:
-    axes = {"replicate": case.replicas} if case.has_two_axes else {}
-    axes |= {"shard": case.shards}
-    axes = {"tp": case.tp, **axes} if case.tp > 1 else axes
-    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-
-
-def _microbatches(recipe: Recipe, model: nn.Module, step: int, rank: int, ranks: int) -> dict[int, Tensor]:
-    """Compute the gradients of a step; the losses of this rank's microbatches, by number."""
-    losses = {}
-    for together in recipe.microbatches(step, rank, ranks):
-        for number in together:
-            cast(FSDPModule, model).set_requires_gradient_sync(number == together[-1])
-            losses[number] = recipe.backward(model, number)
-    return losses

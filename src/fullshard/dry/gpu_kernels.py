@@ -1,0 +1,156 @@
+"""What a GPU has one kernel for, and a CPU several: on the tape of a GPU it is one operation, as it would be there.
+
+The tensors of a dry run are a CPU's, and torch takes apart for these what it has fused kernels for on CUDA:
+
+    dropout          `native_dropout`, which keeps a mask of a byte an element. On a CPU three kernels, and a mask as
+                     wide as the input
+    attention        with dropout, with a bias that is trained or with values of another width than keys: one kernel,
+                     and no matrix of scores in memory
+    softmax          of float16 that gives float32: one kernel that converts as it reads
+    RMSNorm          `_fused_rms_norm`, where input and weight have one dtype
+
+And `torch.autocast("cuda")`, which a torch without CUDA switches off, computes in its dtype what it would on CUDA, and
+in float32 what it would in that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fullshard._compat import autocast_of_cuda_on_cpu, below_autograd, kernels_instead, taken_apart
+
+__all__ = ["as_on_gpu"]
+
+_ATEN = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """A context in which fake tensors of a CPU go by the operations that CUDA has."""
+    in_float32 = {name: partial(_in_float32, _operation(name)) for name in _FLOAT32_UNDER_AUTOCAST}
+    with ExitStack() as stack:
+        stack.enter_context(kernels_instead(_KERNELS, "AutogradCPU"))
+        stack.enter_context(kernels_instead(in_float32, "AutocastCPU"))
+        stack.enter_context(autocast_of_cuda_on_cpu())
+        yield
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Any:
+    if not train or not 0 < p < 1 or x.numel() == 0:
+        return taken_apart(_ATEN.dropout.default, x, p, train)
+    return _ATEN.native_dropout.default(x, p, train)[0]
+
+
+def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    if dtype is torch.float32 and x.dtype is torch.float16:
+        return _ATEN._softmax.default(x, dim, True)
+    return taken_apart(_ATEN.softmax.int, x, dim, dtype)
+
+
+def _log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
+    if dtype is torch.float32 and x.dtype is torch.float16:
+        return _ATEN._log_softmax.default(x, dim, True)
+    return taken_apart(_ATEN.log_softmax.int, x, dim, dtype)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    trains_mask = attn_mask is not None and attn_mask.requires_grad
+    fused_on_cpu = dropout_p == 0 and not trains_mask and query.shape[-1] == value.shape[-1]
+    is_plain = query.ndim == key.ndim == value.ndim == 4 and query.shape[1] == key.shape[1] == value.shape[1]
+    if fused_on_cpu or not is_plain or query.dtype not in (*_HALF, torch.float32):
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        whole = _ATEN.scaled_dot_product_attention.default
+        return taken_apart(whole, query, key, value, attn_mask, dropout_p, is_causal, **options)
+    bias = attn_mask
+    if bias is not None and bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, float("-inf"))
+    if bias is not None:
+        bias = bias.expand(*query.shape[:-1], key.shape[-2])
+    saves = torch.is_grad_enabled() and any(it.requires_grad for it in (query, key, value))
+    fused = _ATEN._scaled_dot_product_efficient_attention.default
+    return fused(query, key, value, bias, saves, dropout_p, is_causal, scale=scale)[0]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """The fused kernel, forward and backward: on a CPU autograd knows no formula for it."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor | None, shape: Sequence[int], eps: float | None) -> Any:
+        with below_autograd():
+            normed, inverse = _ATEN._fused_rms_norm.default(x, shape, weight, eps)
+        context.save_for_backward(x, weight, inverse)
+        context.shape = shape
+        return normed
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, inverse = context.saved_tensors
+        needed = list(context.needs_input_grad[:2])
+        with below_autograd():
+            backward = _ATEN._fused_rms_norm_backward.default
+            of_x, of_weight = backward(grad, x, context.shape, inverse, weight, needed)
+        return of_x, of_weight, None, None
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
+    if x.dtype.is_complex or (weight is not None and weight.dtype != x.dtype):
+        return taken_apart(_ATEN.rms_norm.default, x, shape, weight, eps)
+    return _RmsNorm.apply(x, weight, shape, eps)  # type: ignore[no-untyped-call]
+
+
+_KERNELS: dict[str, Callable[..., Any]] = {
+    "dropout": _dropout,
+    "softmax.int": _softmax,
+    "log_softmax.int": _log_softmax,
+    "scaled_dot_product_attention": _attention,
+    "rms_norm": _rms_norm,
+}
+
+_FLOAT32_UNDER_AUTOCAST = (
+    *("layer_norm", "native_layer_norm", "group_norm", "softmax.int", "log_softmax.int", "nll_loss", "nll_loss2d"),
+    *(
+        "exp",
+        "log",
+        "rsqrt",
+        "reciprocal",
+        "pow.Tensor_Scalar",
+        "pow.Tensor_Tensor",
+        "softplus",
+        "sum",
+        "sum.dim_IntList",
+    ),
+    *("cumsum", "logsumexp", "linalg_vector_norm", "cosine_similarity", "binary_cross_entropy_with_logits"),
+)
+"""Those of torch's list for CUDA that models have, and that its list for CPUs does not."""
+
+
+def _operation(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(_ATEN, packet), overload or "default")
+
+
+def _in_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        return operation(*[_widened(it) for it in args], **{name: _widened(it) for name, it in kwargs.items()})
+
+
+def _widened(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in _HALF
+    return value.float() if is_half else value

@@ -1,0 +1,125 @@
+"""Context parallelism: what of a batch a rank has, and attention over the whole sequence.
+
+Torch's `context_parallel` replaces `scaled_dot_product_attention`, too, but has no kernels for CPUs. So here each rank
+gathers the keys and values of the others. What the model sees is the same: a part of the sequence, and its attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fullshard.engine.nested import map_tensors
+from fullshard.errors import ConfigError
+from fullshard.testing.parity.parallel import CutContext
+
+__all__ = ["attention_over", "cut_batch"]
+
+_mesh: list[DeviceMesh] = []  # of this process, while it trains with a part of each sequence
+_calls: list[int] = [0]
+
+
+@contextmanager
+def attention_over(mesh: DeviceMesh) -> Iterator[None]:
+    """While it lasts, batches are cut (`cut_batch`), and attention is that of all ranks of the one axis of `mesh`.
+
+    Raises:
+        ConfigError: attention was never asked for, so that ranks saw nothing of each other's parts.
+    """
+    own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attention(F.scaled_dot_product_attention)
+    _mesh.append(mesh)
+    _calls[0] = 0
+    try:
+        yield
+    finally:
+        _mesh.pop()
+        F.scaled_dot_product_attention = own
+    if not _calls[0]:
+        raise ConfigError(
+            "cp: the model never called torch.nn.functional.scaled_dot_product_attention, so no part of a sequence has "
+            'seen the others. Let it (attn_implementation="sdpa" in transformers), or leave cp out.'
+        )
+
+
+def cut_batch(batch: Any, context: CutContext | None) -> Any:
+    """`batch` with this rank's part of its tensors along the sequence, within `attention_over`; else as it is."""
+    if not _mesh:
+        return batch
+    mesh = _mesh[-1]
+    world, rank = mesh.size(), mesh.get_local_rank()
+    dims = {id(tensor): dim for tensor, dim in (_along_dim_1(batch) if context is None else context(batch))}
+
+    def part(tensor: Tensor) -> Tensor:
+        dim = dims.get(id(tensor))
+        if dim is None:
+            return tensor
+        if tensor.shape[dim] % world:
+            raise ConfigError(
+                f"cp={world}: a batch has a tensor of shape {tuple(tensor.shape)}, whose dim {dim} cannot be cut into "
+                f"{world} equal parts. Take another length, or name a function that tells which tensors of a batch run "
+                "along the sequence (--context)."
+            )
+        return tensor.chunk(world, dim)[rank].contiguous()
+
+    return map_tensors(part, batch)
+
+
+def _along_dim_1(batch: Any) -> Sequence[tuple[Tensor, int]]:
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else [batch]
+    return [(value, 1) for value in values if isinstance(value, Tensor) and value.ndim > 1]
+
+
+def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`scaled_dot_product_attention` where each rank has a part of the queries, keys and values, all of one length."""
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        if attn_mask is not None:
+            raise ConfigError(
+                f"cp: attention was called with a mask of shape {tuple(attn_mask.shape)}, made of one part of the "
+                "sequence. Let the model call it with is_causal, or without a mask."
+            )
+        _calls[0] += 1
+        mesh, length = _mesh[-1], query.shape[-2]
+        whole = [cast(Any, _Gathered).apply(it, mesh.get_group()) for it in (key, value)]
+        if is_causal:
+            position = torch.arange(length, device=query.device) + mesh.get_local_rank() * length
+            attn_mask = position[:, None] >= torch.arange(length * mesh.size(), device=query.device)
+        return own(query, *whole, attn_mask=attn_mask, dropout_p=dropout_p, **options)
+
+    return attend
+
+
+class _Gathered(torch.autograd.Function):
+    """The parts of all ranks along the last dim but one; a gradient is the sum of all ranks', in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=-2)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        sent = torch.stack(grads[0].chunk(ctx.group.size(), dim=-2))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        total = received[0]
+        for term in received[1:]:
+            total = total + term
+        return total, None

@@ -1,0 +1,262 @@
+"""A pipeline of a user's model: which parameters each stage has, and stages made of the model itself.
+
+Blocks that stand in a list, and are called one after the other with what the last one returned, are divided among the
+stages. All else is a stage's in which it has gradients: once, the model is trained with the graph cut before each
+stage's first block. A stage then calls the model as it is, blocks of earlier stages handing on what they are given; its
+own first block is given what has been received; and the first block of the next stage ends the call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fullshard.errors import ConfigError
+from fullshard.testing.parity.recipe import Recipe
+
+__all__ = ["Cut", "Stage", "clip", "find_cut", "norm_of_all"]
+
+Units = Mapping[nn.Module, Mapping[str, Any]]  # with options of their own
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which stage has what."""
+
+    firsts: list[int]  # the first block of each stage
+    stage_of: dict[str, int]  # by FQN of the parameter
+    received: list[Tensor | None]  # what each stage is given by the one before, on the meta device
+    returns_tuples: bool  # whether blocks return what they made in a tuple
+
+    def norm(self, grads: Mapping[str, Tensor | None], norm_of: Callable[[Sequence[Tensor]], Tensor]) -> Tensor:
+        """The norm of all gradients, taken by `norm_of` of each stage's, and of these."""
+        norms = []
+        for stage in range(len(self.firsts)):
+            own = [grad for name, grad in grads.items() if grad is not None and self.stage_of[name] == stage]
+            norms.append(norm_of(own))
+        return norms[0] if len(norms) == 1 else norm_of_all(norms)
+
+
+def norm_of_all(norms: Sequence[Tensor]) -> Tensor:
+    """The norm of what stages have, from theirs."""
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return total
+
+
+@torch.no_grad()
+def clip(grads: Sequence[Tensor], norm: Tensor, largest: float) -> None:
+    """Scale `grads` so that `norm`, which all have together, is at most `largest`."""
+    coefficient = torch.clamp((largest or math.inf) / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(coefficient)
+
+
+def find_cut(recipe: Recipe, model: nn.Module) -> Cut:
+    """How `model`, which is not to be used for anything else, is cut into the stages of a pipeline, if it is.
+
+    Raises:
+        ConfigError: it cannot be.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    if recipe.parallelism.pp == 1:
+        return Cut([0], dict.fromkeys(names, 0), [None], returns_tuples=False)
+    count = recipe.parallelism.stages
+    blocks = _blocks_of(model, recipe)
+    trial = _Trial(recipe.computing(model), blocks, firsts := [stage * len(blocks) // count for stage in range(count)])
+    used = trial.run(recipe)
+    stage_of = {}
+    for name in names:
+        stages = used[name] or {_stage_by_name(name, recipe.parallelism.blocks or "", firsts)}
+        if len(stages) > 1:
+            listed = " and ".join(str(stage) for stage in sorted(stages))
+            raise ConfigError(
+                f"pp: {name} is needed in stages {listed} of {count}. A parameter lies in one stage: untie it "
+                "(tie_word_embeddings=False in transformers); or it makes something that goes past the blocks, which a "
+                "pipeline here does not send. Take another model, or leave pp out."
+            )
+        stage_of[name] = stages.pop()
+    return Cut(firsts, stage_of, trial.received, trial.returns_tuples)
+
+
+def _blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
+    name, count = recipe.parallelism.blocks or "", recipe.parallelism.stages
+    try:
+        found = model.get_submodule(name)
+    except AttributeError:
+        found = None
+    if not isinstance(found, nn.ModuleList | nn.Sequential):
+        lists = [
+            name for name, it in model.named_modules() if isinstance(it, nn.ModuleList | nn.Sequential) and len(it) > 1
+        ]
+        raise ConfigError(
+            f"pp: {name} of {type(model).__name__} is {'not there' if found is None else 'a ' + type(found).__name__}. "
+            f"Name the nn.ModuleList or nn.Sequential of its blocks: {', '.join(lists) or 'it has none of several'}."
+        )
+    if len(found) < count:
+        raise ConfigError(
+            f"pp: {len(found)} blocks in {name} are too few for {count} stages. Take fewer ranks, or a schedule of one "
+            "stage a rank."
+        )
+    return list(found)
+
+
+def _stage_by_name(name: str, blocks: str, firsts: Sequence[int]) -> int:
+    """Of a parameter without a gradient: where its block is, if it has one."""
+    if not name.startswith(f"{blocks}."):
+        return 0
+    number = int(name.removeprefix(f"{blocks}.").split(".")[0])
+    return max(stage for stage, first in enumerate(firsts) if first <= number)
+
+
+class _Trial:
+    """One microbatch through the whole model, with the graph cut before each stage but the first."""
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], firsts: Sequence[int]) -> None:
+        self._model = model
+        self._cuts: dict[int, tuple[Tensor, Tensor]] = {}  # by stage: what the last one made, and what it begins with
+        self.received: list[Tensor | None] = [None for _ in firsts]
+        self.returns_tuples = False
+        for stage, first in enumerate(firsts):
+            if stage:
+                blocks[first].register_forward_pre_hook(self._cut_before(stage), prepend=True)
+        blocks[0].register_forward_hook(self._note_result)
+
+    def _cut_before(self, stage: int) -> Callable[[nn.Module, tuple[Any, ...]], Any]:
+        def cut(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            if not args or type(args[0]) not in (Tensor, nn.Parameter):
+                given = f"a {type(args[0]).__name__}" if args else "nothing"
+                raise ConfigError(
+                    f"pp: the first block of stage {stage} is given {given} as its first argument, by position. It "
+                    "must be the tensor that the block before it returned."
+                )
+            if stage in self._cuts:
+                raise ConfigError(f"pp: the first block of stage {stage} is called twice in a forward. Leave pp out.")
+            leaf = args[0].detach().requires_grad_()
+            self._cuts[stage] = args[0], leaf
+            self.received[stage] = torch.empty_like(leaf, device="meta")
+            return (leaf, *args[1:])
+
+        return cut
+
+    def _note_result(self, module: nn.Module, args: Any, result: Any) -> None:
+        self.returns_tuples = isinstance(result, tuple)
+
+    def run(self, recipe: Recipe) -> dict[str, set[int]]:
+        """The stages in which each parameter has a gradient. A frozen one is let have one."""
+        params = dict(self._model.named_parameters())
+        for param in params.values():
+            param.requires_grad_(param.is_floating_point())
+        used: dict[str, set[int]] = {name: set() for name in params}
+        recipe.backward(self._model, 0)
+        for stage in reversed(range(len(self.received))):
+            for name, param in params.items():
+                if param.grad is not None:
+                    used[name].add(stage)
+                    param.grad = None
+            if stage:
+                if stage not in self._cuts:
+                    raise ConfigError(f"pp: the first block of stage {stage} was never called. Leave pp out.")
+                made, leaf = self._cuts[stage]
+                if made.requires_grad and leaf.grad is not None:
+                    made.backward(leaf.grad)
+        return used
+
+
+class Stopped(Exception):  # noqa: N818  # it is none
+    """The next stage has the rest."""
+
+    def __init__(self, made: Tensor) -> None:
+        super().__init__()
+        self.made = made
+
+
+class Stage(nn.Module):
+    """The part of `model` that a stage has, which is called with what it has received, and the number of a microbatch.
+
+    Args:
+        recipe: gives the batches, and the loss.
+        model: will have the parameters of the stage only. Names stay, below `model`.
+        cut: says which.
+        number: of the stage.
+        units: modules of `model` that are units where all of it is in one process, inner ones first.
+    """
+
+    def __init__(self, recipe: Recipe, model: nn.Module, cut: Cut, number: int, units: Units) -> None:
+        super().__init__()
+        blocks = _blocks_of(model, recipe)
+        ends = [*cut.firsts[1:], len(blocks)]
+        self.own = blocks[cut.firsts[number] : ends[number]]
+        self._is_first, self.is_last = number == 0, number == len(cut.firsts) - 1
+        self.losses: dict[int, Tensor] = {}
+        self._recipe, self._received = recipe, Tensor()
+        for block in blocks:
+            if block not in self.own:
+                _strip(block, _stop if block in blocks[ends[number] :] else _tuple if cut.returns_tuples else _same)
+        _keep_values(model, [name for name, stage in cut.stage_of.items() if stage != number])
+        around = [it for it in model.modules() if it not in self.own and any(block in it.modules() for block in blocks)]
+        self.units = {  # but for those that the end of a stage's forward passes through, as an exception
+            it: options for it, options in units.items() if it not in around and any(True for _ in it.parameters())
+        }
+        self.model = model
+        recipe.cast_inputs(model)
+
+    def begin_with_received(self) -> None:
+        """Have its first block given what is received: once that is a unit, whose hooks are to see it."""
+
+        def replace(module: nn.Module, args: tuple[Any, ...]) -> Any:
+            return (self._received, *args[1:])
+
+        if self._is_first:
+            return
+        self.own[0].register_forward_pre_hook(replace, prepend=True)
+
+    def forward(self, received: Tensor, *, number: Tensor) -> Tensor:
+        """What the next stage is to receive, or the loss."""
+        self._received = received
+        try:
+            loss = self._recipe.loss_of(self.model, int(number))
+        except Stopped as stopped:
+            return stopped.made
+        finally:
+            self._received = Tensor()
+        self.losses[int(number)] = loss.detach()
+        return loss.view(1)
+
+
+def _strip(block: nn.Module, forward: Callable[..., Any]) -> None:
+    """Leave of a block of another stage its attributes only."""
+    for of_hooks in (block._forward_hooks, block._forward_pre_hooks):
+        of_hooks.clear()
+    for content in (block._modules, block._parameters, block._buffers):
+        content.clear()
+    block.forward = forward
+
+
+def _stop(made: Tensor, *_: Any, **__: Any) -> Any:
+    raise Stopped(made)
+
+
+def _same(given: Tensor, *_: Any, **__: Any) -> Tensor:
+    return given
+
+
+def _tuple(given: Tensor, *_: Any, **__: Any) -> tuple[Tensor]:
+    return (given,)
+
+
+def _keep_values(model: nn.Module, names: Sequence[str]) -> None:
+    """Let modules that are called on the way to a stage's own blocks see first values in place of parameters."""
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        try:
+            owner = model.get_submodule(path)
+        except AttributeError:
+            continue  # of a block that is stripped
+        value = owner._parameters.pop(attribute, None)
+        if value is not None:
+            vars(owner)[attribute] = value.detach()

@@ -1,0 +1,212 @@
+"""Other parallelisms alone: what the ranks of a mesh train where nothing is sharded, which sharding must not change.
+
+Matrix products that are cut, attention over parts of a sequence, and experts that other ranks send tokens to are added
+up in another order than in one process: gradients differ by rounding. So there are two comparisons. The ranks of the
+mesh, without its pipeline, train with every parameter whole on each rank of data, and gradients averaged in the
+engine's order by a loop: sharded training must have these bits. And of that training itself the first step is held to
+the plain process, within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from fullshard.errors import ConfigError
+from fullshard.optim.clipping import total_norm
+from fullshard.testing.parity.cases import Case
+from fullshard.testing.parity.context import attention_over
+from fullshard.testing.parity.difference import Compared, Kind, Tolerance
+from fullshard.testing.parity.plain import mean_of
+from fullshard.testing.parity.recipe import Recipe
+from fullshard.testing.parity.stages import clip, find_cut
+from fullshard.testing.parity.tensor import cut as cut_matrices
+from fullshard.testing.parity.trace import Step, Trace
+
+__all__ = ["Divided", "train_unsharded"]
+
+_ROUNDING = Tolerance(of_largest=1e-5)  # sums of float32 in another order
+
+
+class Divided:
+    """The meshes of a case, and the user's model on them.
+
+    Args:
+        recipe: the model, and how it is divided.
+        case: sizes.
+    """
+
+    def __init__(self, recipe: Recipe, case: Case) -> None:
+        self._recipe, self.case = recipe, case
+        axes = case.axes
+        self.mesh = case.mesh()
+        self.sparse = case.expert_mesh() if axes.ep > 1 else None
+        self.context = case.context_mesh() if axes.cp > 1 else None
+        self.rank = dist.get_rank() % (case.ranks * axes.cp) // axes.cp  # of data
+        self.context_rank = dist.get_rank() % axes.cp
+
+    def model(self) -> nn.Module:
+        """A new one, with its experts and matrices divided.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        recipe, model = self._recipe.parallelism, self._recipe.model()
+        if self.sparse is not None and recipe.experts is not None:
+            recipe.experts(model, self.sparse["ep"])
+            if not any(is_expert(param) for param in model.parameters()):
+                raise ConfigError(
+                    f"ep={self.case.axes.ep}: the function that places experts left no parameter of "
+                    f"{type(model).__name__} as a DTensor on the mesh that it was given. Let it set them: "
+                    "experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh, [Shard(0)]))."
+                )
+        if self.case.axes.tp > 1:
+            cut_matrices(model, recipe.tp_plan, self.mesh["tp"])
+        return model
+
+    @property
+    def attention(self) -> ExitStack:
+        """A context in which a step is taken."""
+        stack = ExitStack()
+        if self.context is not None:
+            stack.enter_context(attention_over(self.context))
+        return stack
+
+
+def is_expert(param: Tensor) -> bool:
+    """True for a parameter that ranks of expert parallelism divide."""
+    return isinstance(param, DTensor) and "ep" in (param.device_mesh.mesh_dim_names or ())
+
+
+def train_unsharded(recipe: Recipe, case: Case, trace: Trace, plain: Trace) -> Compared:
+    """Train on this rank with nothing sharded, and leave the numbers in `trace`; the first step beside `plain`."""
+    divided = Divided(recipe, case)
+    with divided.attention:
+        cut = find_cut(recipe, divided.model())
+        means = _Means(recipe, divided, divided.model())
+        optimizer = recipe.optimizer_of(means.model)
+        params = dict(means.model.named_parameters())
+        compared = Compared(dist.get_rank(), _ROUNDING)
+        _write(trace, 0, Step(_wholes(params)))
+        for number in range(1, recipe.steps + 1):
+            losses = means.take(number)
+            gradients = {name: param.grad for name, param in params.items()}
+            norm = cut.norm({name: means.placed(grad) for name, grad in gradients.items()}, total_norm)
+            step = Step({}, _wholes(gradients), norm, losses)
+            clip([_local(grad) for grad in gradients.values() if grad is not None], norm, recipe.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            step.parameters.update(_wholes(params))
+            _write(trace, number, step)
+            if number == 1:
+                _compare(compared, step, plain.read(1))
+        dist.barrier()  # every rank's trace is whole
+    return compared
+
+
+class _Means:
+    """Gradients averaged over all data, in the engine's order.
+
+    Args:
+        recipe: what is trained.
+        divided: how.
+        model: that.
+    """
+
+    def __init__(self, recipe: Recipe, divided: Divided, model: nn.Module) -> None:
+        self.model, self._recipe, self._divided = model, recipe, divided
+        self._params = [param for param in model.parameters() if param.requires_grad]
+        self._group = divided.case.data_mesh().get_group()
+        self._experts: tuple[dist.ProcessGroup, DeviceMesh] | None = None
+        if divided.case.axes.ep > 1:
+            self._experts = divided.case.same_experts_mesh().get_group(), divided.case.expert_norm_mesh()
+
+    def take(self, step: int) -> dict[int, Tensor]:
+        """Have them in the parameters' gradients; the losses of all, by number of the microbatch."""
+        recipe, case = self._recipe, self._divided.case
+        plans = [recipe.microbatches(step, rank, case.ranks) for rank in range(case.ranks)]
+        losses: dict[int, Tensor] = {}
+        totals: list[Tensor | None] = [None for _ in self._params]
+        for together in zip(*plans, strict=True):
+            mine = together[self._divided.rank]
+            found = torch.stack([recipe.backward(self.model, number) for number in mine])
+            gathered = torch.stack(_gathered(found, self._group)).unflatten(0, (case.ranks, case.axes.cp))
+            for numbers, of_rank in zip(together, gathered, strict=True):
+                losses.update(zip(numbers, of_rank.T if case.axes.cp > 1 else of_rank[0], strict=True))
+            for i, param in enumerate(self._params):
+                mean, earlier = self._mean(param), totals[i]
+                if mean is not None:
+                    totals[i] = mean if earlier is None else earlier.add_(mean)
+        for param, total in zip(self._params, totals, strict=True):
+            param.grad = None if total is None else _wrapped_like(param, total)
+        return losses
+
+    def _mean(self, param: Tensor) -> Tensor | None:
+        """Of a parameter's gradient, which is taken away."""
+        grad, param.grad = param.grad, None
+        case = self._divided.case
+        if self._experts is not None and is_expert(param):
+            terms = _gathered(_local(torch.zeros_like(param) if grad is None else grad), self._experts[0])
+            return mean_of(terms, case.shards // case.axes.ep, case.ranks * case.axes.cp)
+        return None if grad is None else mean_of(_gathered(_local(_placed_like(param, grad)), self._group), case.shards)
+
+    def placed(self, grad: Tensor | None) -> Tensor | None:
+        """A mean as the gradient of a parameter that is whole on all ranks of data, for its norm."""
+        if grad is None:
+            return None
+        if self._experts is not None and is_expert(grad):
+            return DTensor.from_local(_local(grad), self._experts[1], [*cast(DTensor, grad).placements, Replicate()])
+        mesh = self._divided.mesh
+        if isinstance(grad, DTensor):
+            return DTensor.from_local(_local(grad), mesh["tp", "shard"], [*grad.placements, Replicate()])
+        return DTensor.from_local(grad, mesh["shard"], [Replicate()])
+
+
+def _gathered(mine: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The tensors of all ranks of the group, in order."""
+    of_ranks = [torch.empty_like(mine, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(of_ranks, mine.contiguous(), group=group)
+    return of_ranks
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _placed_like(param: Tensor, grad: Tensor) -> Tensor:
+    """`grad`, which autograd may have left in other placements, in those of its parameter."""
+    if isinstance(param, DTensor) and isinstance(grad, DTensor) and grad.placements != param.placements:
+        return grad.redistribute(placements=param.placements)
+    return grad
+
+
+def _wrapped_like(param: Tensor, local: Tensor) -> Tensor:
+    return DTensor.from_local(local, param.device_mesh, param.placements) if isinstance(param, DTensor) else local
+
+
+def _wholes(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
+    """Copies, over the axes beside data."""
+    return {
+        name: (it.full_tensor() if isinstance(it, DTensor) else it).detach().clone() if it is not None else None
+        for name, it in tensors.items()
+    }
+
+
+def _write(trace: Trace, number: int, step: Step) -> None:
+    if dist.get_rank() == 0:
+        trace.write(number, step)
+
+
+def _compare(compared: Compared, step: Step, expected: Step) -> None:
+    for number, loss in expected.losses.items():
+        compared.add(Kind.LOSS, str(number), 1, step.losses[number].mean(), loss)  # of the parts of a sequence
+    for name, gradient in expected.gradients.items():
+        compared.add(Kind.GRADIENT, name, 1, step.gradients.get(name), gradient)
+    compared.add(Kind.GRADIENT_NORM, "", 1, step.norm, expected.norm)

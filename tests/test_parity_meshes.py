@@ -1,0 +1,118 @@
+"""`check_parity` on meshes of several axes: stages, parts of the sequence, experts and matrices beside sharding.
+
+More of them, under every strategy, in `test_composition.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import experts
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from fullshard.testing import Parallelism, ParityReport, check_parity
+from fullshard.wrap import ModuleWrapPolicy
+
+WIDTH, LENGTH, LETTERS = experts.WIDTH, 8, 11
+
+
+class Block(nn.Module):
+    """Attention, a perceptron with a frozen bias, and a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH)
+        self.down.bias.requires_grad_(False)
+        self.mixture = experts.MoE()
+
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        q, k, v = (it.unflatten(-1, (4, -1)).transpose(1, 2) for it in self.qkv(self.norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(x)))
+        return (self.mixture(x.flatten(0, 1)).unflatten(0, x.shape[:2]),)
+
+
+class Letters(nn.Module):
+    """Between an embedding and a head, which stages have; positions come with the batch, or are counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Embedding(LETTERS, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.inner = nn.Module()
+        self.inner.layers = nn.ModuleList(Block() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, LETTERS)
+        self.norm.bias.requires_grad_(False)
+
+    def forward(self, letters: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = self.embed(letters) + self.place(torch.arange(letters.shape[1]) if positions is None else positions)
+        for block in self.inner.layers:
+            (x,) = block(x)
+        return self.head(self.norm(x))
+
+
+def make_batch(number: int) -> dict[str, Tensor]:
+    letters = torch.randint(LETTERS, (2, LENGTH + 1), generator=torch.Generator().manual_seed(number))
+    return {"x": letters[:, :-1], "at": torch.arange(LENGTH).expand(2, -1), "y": letters[:, 1:]}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(batch["x"], batch["at"]).flatten(0, 1), batch["y"].flatten())
+
+
+def careless_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Lets the model count positions, from 0 on whichever part of the sequence it has."""
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def place(model: Letters, mesh: DeviceMesh) -> None:
+    for block in model.inner.layers:
+        for name, weight in list(block.mixture.experts.named_parameters()):
+            placed = distribute_tensor(weight.detach(), mesh, [Shard(0)])
+            setattr(block.mixture.experts, name, nn.Parameter(placed))
+        block.mixture.group = mesh.get_group()
+
+
+def plan(model: nn.Module) -> dict[str, Any]:
+    return {"inner.layers.*.up": ColwiseParallel(), "inner.layers.*.down": RowwiseParallel()}
+
+
+def compared(ranks: int, strategies: list[str], loss: Any = loss, **parallelism: Any) -> ParityReport:
+    return check_parity(
+        Letters,
+        make_batch,
+        loss,
+        ranks=ranks,
+        strategies=strategies,
+        parallelism=Parallelism(blocks="inner.layers", experts=place, tp_plan=plan, **parallelism),
+        auto_wrap_policy=ModuleWrapPolicy({Block, nn.Embedding}),
+        steps=2,
+    )
+
+
+def test_a_pipeline_has_the_bits_of_the_plain_process():
+    """Whatever stages have, and in whichever order they come: nothing is added up in another order."""
+    report = compared(1, ["zero3"], pp=2, schedule="Interleaved1F1B")
+    assert [str(row) for row in report.rows] == ["zero3, 1 rank, with pp2: the same bits"]
+
+
+def test_stages_parts_of_sequences_and_experts_have_the_bits_of_the_same_ranks_unsharded():
+    """And these the plain process's numbers within rounding."""
+    report = compared(1, ["zero3"], pp=2, cp=2, ep=2)
+    assert report.is_equal, str(report)
+    assert [(row.strategy, row.is_bit_for_bit) for row in report.rows] == [("none", False), ("zero3", True)]
+
+
+def test_a_model_that_counts_positions_on_each_part_anew_is_told():
+    """By the first row, and by the parameter; sharding changes nothing further."""
+    report = compared(1, ["zero3"], careless_loss, cp=2)
+    assert [(row.strategy, row.is_equal) for row in report.rows] == [("none", False), ("zero3", True)]
+    first = report.rows[0].first
+    assert first is not None
+    assert first.name == "embed.weight"
