@@ -72,6 +72,7 @@ from fullshard._compat import storage_info
 from fullshard.checkpoint import container, load, save
 from fullshard.comm import routes
 from fullshard.command_line import parse
+from fullshard.device.accelerator import pretending_to_capture
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
 from fullshard.layout.shard_spec import ShardSpec
@@ -439,6 +440,15 @@ def wrapped_parameters_on_a_disk() -> Steps:
     model = linear_with(Weight(torch.ones(6, 8)))
     yield
     fully_shard(model, offload_policy=Offload(parameters={"disk": 1}, folder=tempfile.gettempdir()))
+
+
+@mistake(StateError, "shards that rest on a disk were needed within a CUDA graph", "Leave parameters out of Offload")
+def a_graph_of_parameters_on_a_disk() -> Steps:
+    model = fully_shard(linear(), offload_policy=Offload(parameters={"disk": 1}, folder=tempfile.gettempdir()))
+    model(torch.ones(2, 8))
+    with pretending_to_capture():
+        yield
+        model(torch.ones(2, 8))
 
 
 @mistake(ConfigError, "Whole is to have states on a disk, as Offload says", "step_shards", sends=True)

@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fullshard.device.accelerator import accelerator_for
+from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.memory import Pool, typed_view
 from fullshard.disk.buffers import Buffer, buffers_of
 from fullshard.disk.files import DiskWork, aligned
@@ -27,6 +27,7 @@ from fullshard.disk.space import shared_scratch
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.pack import Pack
+from fullshard.errors import StateError
 from fullshard.tape.recorder import allocating
 
 __all__ = ["ShardStorage", "ShardsOnDisk", "Stretch", "UnshardedBuffer", "shard_storage_for"]
@@ -198,6 +199,11 @@ class ShardsOnDisk(ShardStorage):
     def to_send(self, scratch: Pool) -> tuple[list[Tensor], Tensor | None]:
         """See `ShardStorage.to_send`: what was read; or, on another device or in another dtype, a copy of that."""
         plan, layout, stored, taken = self.plan, self.plan.layout, self.plan.contract.stored, None
+        if is_capturing(plan.device):
+            raise StateError(
+                "shards that rest on a disk were needed within a CUDA graph, which reads no disk when it is replayed. "
+                "Leave parameters out of Offload, or capture no graph of this model."
+            )
         self.read_ahead()
         self._reading.wait()
         assert self._held is not None, "it has been read"
