@@ -167,6 +167,8 @@ def with_mmap(shape: Shape, folder: Path, count: int) -> dict[str, Any]:
 
     def mapped(like: Tensor) -> Tensor:
         paths.append(folder / f"mapped-{len(paths)}")
+        with paths[-1].open("wb") as file:  # or a write to a page may find no room for it
+            os.posix_fallocate(file.fileno(), 0, like.nbytes)
         return torch.from_file(str(paths[-1]), shared=True, size=like.numel(), dtype=like.dtype).view(like.shape)
 
     try:

@@ -12,16 +12,23 @@ from shared_ranks import run_ranks
 from small_models import batch, loss_of, my_part, small_gpt, trained, wholes
 from test_offload_to_disk import on_the_disk, states_of
 
+import fullshard
 from fullshard import ConfigError, Offload, fully_shard
 from fullshard.checkpoint import load, save
 from fullshard.engine import activations, away
 from fullshard.engine.registry import units_in
 from fullshard.plan.explain import explain
+from fullshard.plan.hardware import hardware
 from fullshard.plan.ledger import peak_during, storage_bytes
 from fullshard.policy.tiers import Tier, least_that_fits
+from fullshard.report.reading import read_run
 from fullshard.state import on_disk
 from fullshard.state.on_disk import states_on_disk
 from fullshard.testing import assert_same
+from fullshard.train.options import parse_settings
+from fullshard.train.predicting import Machine, predicted
+
+MACHINE = Machine(device_type="cpu", device_name="", memory_bytes=8 << 30, world=4, local_world=4, machines=1)
 
 STATES = Tier(what="optimizer", where="disk", steps=[(0.25, -5), (0.5, 20), (1.0, 60)])
 KEPT = Tier(what="activations", where="disk", steps=[(0.5, 10), (1.0, 30)])
@@ -136,6 +143,47 @@ def learn_more(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> li
 
 def test_states_that_were_loaded_before_the_first_step_are_where_the_budget_has_them(tmp_path):
     run_ranks(2, resume, tmp_path)
+
+
+def record(folder: Path) -> None:
+    on_disk.PORTION_NBYTES = 4096
+    model = build(Offload(optimizer={"disk": 1.0}, folder=folder / "scratch"))
+    optimizer = adamw(trained(model))
+    with fullshard.report(model, folder / "run"):
+        for step in range(12):
+            loss_of(model, my_part(batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        facts = read_run(folder / "run").facts
+        assert "100% of the optimizer's state rests on a disk" in facts["offload"]
+        said = facts[f"disk {folder / 'scratch'}"]
+        held, read, written = map(float, re.findall(r"([\d.e-]+) GB", said))
+        states = 2 * sum(param.numel() * param.element_size() for param in trained(model)) / 1e9
+        for moved in (read, written):  # in whole blocks, over as many steps, but for the last one
+            assert 0.85 * states < moved < 1.4 * states, (said, states)
+        assert held >= states, said
+
+
+def test_the_report_names_the_disk_and_what_a_step_moves(tmp_path):
+    run_ranks(2, record, tmp_path)
+
+
+def test_a_forecast_goes_by_the_budget(tmp_path):
+    """A run dry decides as the run will: so much less is needed, of what a budget asks for."""
+
+    def told(*options: str) -> int:
+        argv = ["--size", "nano", "--seq", "64", "--batch", "4", "--dtype", "float32", *options]
+        return predicted(parse_settings(argv), MACHINE, hardware("h100-80")).peak.nbytes
+
+    whole = told()
+    away = told("--offload-optimizer", "1", "--offload-folder", str(tmp_path))
+    assert told("--offload-budget", "80GB", "--offload-folder", str(tmp_path)) <= whole
+    with pytest.raises(ConfigError, match="a rank needs") as refused:
+        told("--offload-budget", "1KB", "--offload-folder", str(tmp_path))
+    least = re.search(r"needs (\d+) bytes", str(refused.value))
+    assert least is not None
+    assert told("--offload-budget", least[1], "--offload-folder", str(tmp_path)) <= min(away, int(least[1]))
 
 
 def test_a_budget_and_fractions_contradict_one_another():

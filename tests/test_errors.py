@@ -69,7 +69,7 @@ from fullshard import (
     summon_full_params,
 )
 from fullshard._compat import storage_info
-from fullshard.checkpoint import container, load, save
+from fullshard.checkpoint import container, export_safetensors, load, save
 from fullshard.comm import routes
 from fullshard.command_line import parse
 from fullshard.device.accelerator import pretending_to_capture
@@ -328,10 +328,10 @@ def a_stream_of_codes() -> Steps:
 
 
 @mistake(CheckpointError, "0.weight is a Codes, whose values are encoded", "such as adapters", sends=True)
-def a_checkpoint_of_codes() -> Steps:
+def an_export_of_codes() -> Steps:
     layer = fully_shard(linear_with(Codes.of(torch.ones(6, 8))))
     yield
-    save(tempfile.gettempdir(), model=layer, step=1)
+    export_safetensors(layer, tempfile.gettempdir())
 
 
 @mistake(StateError, "weight, a Codes whose values are encoded, was changed", "pass writeback=False", sends=True)

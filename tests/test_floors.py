@@ -21,7 +21,7 @@ ROOMS: dict[str, list[str] | None] = {
     "_fakes": None,
     "_compat": None,
     "device": ["lanes", "accelerator", "memory", "current"],
-    "disk": ["folder", "files", "buffers", "space", "tensors", "speed", "foresight"],
+    "disk": ["folder", "pace", "files", "buffers", "space", "tensors", "speed", "foresight"],
     "tape": ["recorder", "tape", "context"],
     "liveness": ["whereabouts", "store", "ring", "watchdog"],
     "comm": [

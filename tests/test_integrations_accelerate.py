@@ -396,6 +396,7 @@ def test_units_of_any_model_run_again_in_backward():
         ({"offload_optimizer": "half"}, "a number from 0 to 1"),
         ({"offload_optimizer": 0.5}, "has no folder"),
         ({"offload_activations": 2, "offload_folder": "/nvme"}, "from 0 to 1"),
+        ({"offload_budget": "20GB", "offload_optimizer": 0.5, "offload_folder": "/nvme"}, "chooses the fractions"),
         ({"offload_optimizer": 1, "offload_folder": "/nvme", "cpu_offload": True}, "the one or the other"),
         ({"param_init_fn": print}, "param_init_fn"),
     ],

@@ -238,6 +238,124 @@ def test_peft_saves_and_merges_adapters_on_4_bit_bases():
     run_ranks(2, adapt_with_peft, timeout=120)
 
 
+# -- int8 and MXFP8 ---------------------------------------------------------------------------------------------------
+
+
+def int8_mixed(weight: Tensor) -> Tensor:
+    from torchao.prototype.quantized_training import int8_mixed_precision as library
+
+    config = library.Int8MixedPrecisionTrainingConfig()
+    return library.Int8MixedPrecisionTrainingLinearWeight(weight, config)  # type: ignore[no-any-return]
+
+
+def int8_rounded(weight: Tensor) -> Tensor:
+    from torchao.prototype.quantized_training.int8 import Int8QuantizedTrainingLinearWeight as Weight
+
+    return Weight.from_float(weight)  # type: ignore[no-any-return]
+
+
+def mxfp8(weight: Tensor) -> Tensor:
+    """By torchao's own emulation of the kernels."""
+    from torchao.prototype.moe_training import config
+    from torchao.prototype.moe_training.tensor import MXFP8TrainingWeightWrapperTensor as Weight
+
+    recipe = config.MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL
+    return Weight(weight, config.MXFP8TrainingOpConfig.from_recipe(recipe))  # type: ignore[no-any-return]
+
+
+def converted(convert: Callable[[Tensor], Tensor]) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias=False), nn.GELU(), nn.Linear(HIDDEN, WIDTH, bias=False))
+    model.bfloat16()
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(convert(layer.weight.detach()))
+    return model
+
+
+def learn_converted(model: Any) -> list[Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-6, foreach=False)
+    losses = []
+    for step in range(STEPS):
+        batch = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(step)).bfloat16()
+        loss = model(batch).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def train_converted() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with torch.compiler.set_stance("force_eager"):
+        for convert in (int8_mixed, mxfp8, int8_rounded):
+            expected = learn_converted(converted(convert))
+            for strategy in ("zero3", "zero2"):
+                model = shard_each(converted(convert), partial(fully_shard, strategy=strategy, mp_policy=policy))
+                with recording() as record:
+                    losses = learn_converted(model)
+                if convert is int8_rounded:  # each rank draws its own numbers in a step
+                    losses, expected = losses[:1], expected[:1]
+                assert_same(losses, expected, name=f"{convert} {strategy}")
+            sent = {event.sent_bytes for event in record.collectives("all_gather") if event.origin.unit == "0"}
+            numel = WIDTH * HIDDEN // 2
+            assert sent == {numel + HIDDEN if convert is int8_rounded else 2 * numel}  # a scale a row, in bfloat16
+
+
+@needs("torchao")
+def test_torchao_int8_and_mxfp8_weights_train_the_bits_of_one_process():
+    run_ranks(2, train_converted, timeout=120)
+
+
+# -- bases in checkpoints ---------------------------------------------------------------------------------------------
+
+
+def int8(into: int, out: int) -> nn.Module:
+    """As torchao has it: a scale a row."""
+    layer = nn.Linear(into, out, bias=False)
+    layer.weight = nn.Parameter(int8_rounded(layer.weight.detach()), requires_grad=False)
+    return layer
+
+
+def encoded_bases(name: str) -> list[Callable[[int, int], nn.Module]]:
+    return {"torchao": [NF4, int8], "bitsandbytes": [four_bit, partial(four_bit, storage=torch.bfloat16)]}[name]
+
+
+def other_base(base: Callable[[int, int], nn.Module], into: int, out: int) -> nn.Module:
+    """One of the same form, with other values."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(into)
+        return base(into, out)
+
+
+def save_bases(name: str, folder: Path) -> None:
+    for number, base in enumerate(encoded_bases(name)):
+        model = shard_each(adapted(base), fully_shard)
+        assert_same(learn(model), learn(adapted(base)))
+        save(folder / str(number), model=model, step=1)
+
+
+def load_bases(name: str, folder: Path, strategies: Sequence[str]) -> None:
+    for number, base in enumerate(encoded_bases(name)):
+        alone = adapted(base)
+        learn(alone)
+        expected = learn(alone)
+        for strategy in strategies:
+            model = shard_each(adapted(partial(other_base, base)), partial(fully_shard, strategy=strategy))
+            load(folder / str(number), model=model)
+            assert_same(learn(model), expected, name=f"{base} {strategy}")
+        model = adapted(partial(other_base, base))
+        load(folder / str(number), model=model)
+        assert_same(learn(model), expected, name=f"{base}, not sharded")
+
+
+@pytest.mark.parametrize("name", [pytest.param(it, marks=needs(it)) for it in ("torchao", "bitsandbytes")])
+def test_encoded_bases_are_saved_as_they_are_and_loaded_anywhere(name, tmp_path):
+    run_ranks(2, save_bases, name, tmp_path, timeout=120)
+    run_ranks(2, load_bases, name, tmp_path, ["ddp", "zero3"], timeout=120)
+    run_ranks(4, load_bases, name, tmp_path, ["zero3"], timeout=120)
+
+
 # -- states in blocks -------------------------------------------------------------------------------------------------
 
 KINDS = {

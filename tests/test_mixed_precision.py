@@ -1,5 +1,6 @@
 """Mixed precision: masters as they came, compute and the wire in a low dtype, sums in the dtype that was asked for."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -190,3 +191,46 @@ def gathers_in_low_precision() -> tuple[int, int]:
 def test_the_gather_is_in_the_dtype_of_compute_and_the_reduction_in_its_own():
     for full, low in run_ranks(2, gathers_in_low_precision):
         assert low * 2 == full
+
+
+def learn_in_wider_gradients(reduce: torch.dtype | None, shard: Any) -> list[Any]:
+    """Two microbatches a step; the gradients of matrices are asked for in float32, though they compute in bfloat16."""
+    model = chain(leave).to(BF16)
+    for param in model.parameters():
+        if param.ndim > 1:
+            param.grad_dtype = FP32
+    for layer in model.layers:
+        shard(layer)
+    shard(model)
+    # torch rounds differently in the last few elements of a bfloat16 tensor, unless products are exact.
+    optimizer = torch.optim.SGD(model.parameters(), lr=2**-4, foreach=False)
+    left = []
+    for step in range(3):
+        for i in range(2):
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(i == 1)
+            loss = model(inputs(2 * step + i).to(BF16)).square().mean()
+            loss.backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            assert param.grad.dtype == param.grad_dtype == (FP32 if param.ndim > 1 else BF16)
+            if shard is leave and reduce is not None:  # what is sent is rounded
+                param.grad = param.grad.to(reduce).to(param.grad.dtype)
+        left += [loss.detach(), whole_grads(model)]
+        optimizer.step()
+        optimizer.zero_grad()
+    copied = model if shard is leave else copy.deepcopy(model)
+    assert [it.grad_dtype for it in copied.parameters()] == [it.grad_dtype for it in model.parameters()]
+    return [*left, wholes(model)]
+
+
+def agree_on_wider_gradients() -> None:
+    for reduce in (None, BF16):
+        expected = learn_in_wider_gradients(reduce, leave)
+        for strategy in ONE_AXIS:
+            shard = partial(fully_shard, strategy=strategy, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce))
+            assert_same(learn_in_wider_gradients(reduce, shard), expected, name=f"{strategy} {reduce}")
+
+
+def test_gradients_have_the_dtype_that_parameters_ask_for():
+    run_ranks(2, agree_on_wider_gradients)

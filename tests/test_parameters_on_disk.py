@@ -53,6 +53,7 @@ def resting(model: nn.Module) -> list[bool]:
 
 
 def plain_sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Without states."""
     return [torch.optim.SGD(trained(model), lr=0.05)]
 
 

@@ -1,6 +1,7 @@
 """`fullshard plan`: short models tell of long ones, the best that fits is chosen, what is to be pasted runs."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fullshard import ConfigError, dry
+from fullshard import ConfigError, Offload, dry
+from fullshard.disk.speed import TYPICAL
 from fullshard.engine.registry import units_in
 from fullshard.plan.hardware import described, hardware
 from fullshard.plan.memory import State
@@ -186,6 +188,47 @@ def test_nothing_fits_and_that_is_said():
     assert "Nothing fits" in said(found)[-1] and "--fits-on" in said(found)[-1]
 
 
+def test_where_nothing_fits_the_least_is_on_the_disk_that_does(plan, monkeypatch):
+    """Memory falls by the share of states, but for buffers; the step waits for the disk, and no longer than that."""
+    monkeypatch.setattr("fullshard.planner.sketch.PORTION_NBYTES", 1000)
+    made = next(it.sketch for it in plan.found if it.sketch.program.strategy == "zero3")
+    states = made.states_bytes
+    assert states == pytest.approx(states_bytes_of(made), rel=0.02)
+    whole = made.figures(1, made.program.accumulates + 1)
+    for share in (0.25, 0.5, 1.0):
+        part = made.with_on_disk(share)
+        figures = part.figures(1, made.program.accumulates + 1)
+        away = share * states - part.disk_buffers_bytes
+        assert figures.needed_bytes == pytest.approx(whole.needed_bytes - away)
+        assert figures.by_state[State.OPTIMIZER] == pytest.approx(max(0, whole.by_state[State.OPTIMIZER] - away))
+        nbytes = share * states * TWO_HOSTS.per_host
+        assert 0 <= figures.step_s - whole.step_s <= TYPICAL.seconds(nbytes, nbytes)
+        assert figures.limits["disk"] == pytest.approx(figures.step_s - whole.step_s)
+    for usable in (whole.needed_bytes, made.with_on_disk(0.8).needed_bytes(1), 0.0):
+        least = made.least_on_disk(1, usable)
+        assert (least is None) == (usable == 0)
+        if least:
+            assert made.with_on_disk(least).needed_bytes(1) <= usable < made.with_on_disk(least - 0.01).needed_bytes(1)
+            assert least == pytest.approx(0.8)
+    assert made.least_on_disk(1, whole.needed_bytes) == 0
+
+
+def states_bytes_of(made: Any) -> float:
+    return sum(2 * it.numel() * it.element_size() for it in made.subject.model.parameters()) / made.cluster.world
+
+
+def test_the_disk_is_considered_where_nothing_fits_and_said(capsys):
+    """Of a model whose states alone are too large for the ranks that there are, unless part of them is elsewhere."""
+    argv = ["--size", "xl", "--hardware", "h100-80", "--per-host", "1", "--gpu-memory", "0.055", "--global-batch", "1"]
+    argv += ["--strategies", "ddp", "--checkpointing", "every-1"]
+    code, said = told(capsys, *argv)
+    assert code == 0, said
+    assert "of the optimizer's state on a disk" in said and "TB written a day" in said
+    assert 'offload_policy=Offload(optimizer={"disk": 0.' in said and "--offload-optimizer 0." in said
+    code, said = told(capsys, *argv, "--why", "ddp")
+    assert code == 1 and re.search(r"Nearest to fitting: .*% of states on disk.* fits, with", said), said
+
+
 def test_programs_are_those_of_the_machines():
     assert {it.strategy for it in programs(TWO_HOSTS)} == set(STRATEGIES)
     assert {it.strategy for it in programs(H100)} == {"ddp", "zero1", "zero2", "zero3"}
@@ -216,17 +259,27 @@ def test_the_report_has_every_field(plan, tmp_path):
 # ------------------------------------------------------------------------------------------------- lines to paste
 
 
+def unit_policy(unit: Any) -> Offload:
+    policy = unit.options.offload
+    return policy if isinstance(policy, Offload) else Offload()
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("kept", CHECKPOINTING)
 def test_lines_to_paste_run_and_do_what_they_say(strategy, kept):
     program = Program(
-        strategy=strategy, checkpointing=kept, accumulates=True, prefetch_depth=2 if kept == "none" else 1
+        strategy=strategy,
+        checkpointing=kept,
+        accumulates=True,
+        prefetch_depth=2 if kept == "none" else 1,
+        disk=0.25 if kept == "every-1" else 0.0,
     )
+    cluster = replace(TWO_HOSTS, per_host=2)
     figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=2))
     subject = gpt(4)
     names: dict[str, Any] = {}
     with dry.world(4, ranks_per_host=2):
-        exec("\n".join(python_lines(subject, program, figures, per_host=2)), names)
+        exec("\n".join(python_lines(subject, program, figures, cluster)), names)
         model = names["model"]
         subject.loss(model, subject.make_batch(2)).backward()
         units = units_in(model)
@@ -234,11 +287,14 @@ def test_lines_to_paste_run_and_do_what_they_say(strategy, kept):
         options = program.options(2)
         assert all(unit.options.placements == options.placements for unit in units)
         assert all(unit.options.precision == options.precision for unit in units)
-    flags = train_flags(subject, program, figures, world=4, hosts=2)
+        policy = unit_policy(units[0])
+        assert policy.disk_fraction == program.disk and (not program.disk or policy.disk_folder == TYPICAL.folder)
+    flags = train_flags(subject, program, figures, cluster)
     if flags is not None:
         settings = parse_settings(flags.split(" train ")[1].split())
         assert settings.parallelism.strategy == strategy and settings.optimization.batch == 8
         assert settings.memory.activation_checkpointing == (kept == "every-1")
+        assert settings.memory.offload_optimizer == program.disk
 
 
 def test_keys_for_the_trainer_are_its_own():
@@ -247,9 +303,10 @@ def test_keys_for_the_trainer_are_its_own():
     with torch.device("meta"):
         model = transformers.GPT2LMHeadModel(config)
     subject = replace(gpt(), model=model, train_flags=(), is_transformers=True)
-    for program in (Program(strategy="hsdp", checkpointing="every-1"), Program(strategy="hpz", offload=True)):
+    hsdp = Program(strategy="hsdp", checkpointing="every-1", disk=0.5)
+    for program in (hsdp, Program(strategy="hpz", offload=True)):
         figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=3))
-        text = trainer_arguments(subject, program, figures, per_host=8)
+        text = trainer_arguments(subject, program, figures, H100)
         found = eval(text.replace("...,", ""), {"TrainingArguments": dict})
         told = (Path(__file__).parent.parent / "docs/transformers.md").read_text()
         assert all(f"`{key}`" in told for key in found["fsdp_config"])

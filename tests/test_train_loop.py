@@ -113,8 +113,15 @@ def test_computing_blocks_again_changes_no_loss(two_ranks: Path, tmp_path: Path)
     assert losses(trained(2, tmp_path, "--activation-checkpointing")) == losses(two_ranks)
 
 
-def test_training_with_a_disk_changes_no_bit(two_ranks: Path, tmp_path: Path) -> None:
-    flags = ("--offload-optimizer", "1", "--offload-activations", "1", "--offload-folder", str(tmp_path / "disk"))
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--offload-optimizer", "1", "--offload-activations", "1"),
+        pytest.param(("--offload-budget", "1GB"), marks=pytest.mark.slow),
+    ],
+)
+def test_training_with_a_disk_changes_no_bit(two_ranks: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    flags = (*flags, "--offload-folder", str(tmp_path / "disk"))
     assert losses(trained(2, tmp_path / "run", *flags)) == losses(two_ranks)
     assert list((tmp_path / "disk").iterdir()) == []
 

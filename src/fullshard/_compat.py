@@ -80,6 +80,7 @@ __all__ = [
     "in_function_transform",
     "in_pipeline_stage",
     "initialising_without_values",
+    "inner_names",
     "inner_tensors",
     "innermost_dispatch_mode",
     "is_wrapper_type",
@@ -371,6 +372,12 @@ def holds_tensors(tensor: Tensor) -> bool:
 def inner_tensors(tensor: Tensor) -> list[Tensor]:
     """The tensors with memory that `tensor` wraps, however deep; itself, if it is no such wrapper."""
     return _tensors(tensor)
+
+
+def inner_names(tensor: Tensor) -> list[str]:
+    """The attributes in which `tensor`, a wrapper, has the tensors that it wraps."""
+    names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    return names
 
 
 def plain_values(tensor: Tensor) -> Tensor | None:

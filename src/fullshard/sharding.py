@@ -276,6 +276,8 @@ def _on_meta(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
     """A parameter like the one that `param` was made of, without values."""
     local = torch.empty(param.layout.spec.shape, dtype=param.local.dtype, device="meta")
     made = nn.Parameter(param.view.make_unsharded(local), requires_grad=param.sharded.requires_grad)
+    if param.grad_dtype is not None:
+        made.grad_dtype = param.grad_dtype
     vars(made).update(copy.deepcopy(marks_of(param.sharded), memo))
     return made
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from xxhash import xxh3_128
 
 from fullshard._compat import dtensor_like, holds_tensors, plain_values
+from fullshard.checkpoint.encoded import parts_of
 from fullshard.checkpoint.plain import Path, outline, plain_copy
 from fullshard.checkpoint.random_states import random_states
 from fullshard.checkpoint.together import Ranks
@@ -107,7 +108,7 @@ def collect(
         StateError: a forward or backward is under way.
     """
     contents = Contents(strategy=_strategy_of(model))
-    state, tied = model_state(model), tied_names(model)
+    state, tied = model_state(model, in_parts=True), tied_names(model)
     values: dict[str, Any] = {}  # state that modules add, and that is no tensor
     for fqn, value in state.items():
         if fqn in tied and tied[fqn] in state:
@@ -149,11 +150,26 @@ def key_of_rank(rank: int) -> str:
     return f"{_RANK}.{rank}"
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """The state dict of `model` with `DTensor`s of the shards, whatever it is set to give, by the user's own FQNs."""
+def model_state(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
+    """The state dict of `model` with `DTensor`s of the shards, whatever it is set to give, by the user's own FQNs.
+
+    Args:
+        in_parts: whether weights that are encoded in several tensors are these, by names behind their own.
+
+    Raises:
+        CheckpointError: they are not to be, and there are some.
+    """
     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         named = {clean_fqn(fqn): value for fqn, value in model.state_dict().items()}
-        return {fqn: _plain(fqn, value) for fqn, value in named.items()}
+    params = {clean_fqn(name): it for name, it in model.named_parameters(remove_duplicate=False)} if in_parts else {}
+    state: dict[str, Any] = {}
+    for fqn, value in named.items():
+        parts = parts_of(params[fqn], value) if fqn in params else None
+        if parts is None:
+            state[fqn] = _plain(fqn, value)
+        else:
+            state |= {f"{fqn}.{name}": part for name, part in parts.items()}
+    return state
 
 
 def _plain(fqn: str, value: Any) -> Any:
@@ -168,8 +184,8 @@ def _plain(fqn: str, value: Any) -> Any:
     if values is None:
         raise CheckpointError(
             f"{fqn} is a {type(value._local_tensor).__name__}, whose values are encoded in several tensors, for which "
-            "a checkpoint has no form yet. Save what is trained beside it, such as adapters, by their own state_dict, "
-            "and build the rest from where it came."
+            "there is no form here. Save it by fullshard.checkpoint.save, if it is cut by this library alone; or what "
+            "is trained beside it, such as adapters, by their own state_dict."
         )
     return dtensor_like(values, value)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fullshard.checkpoint.encoded import describes_4_bits
 from fullshard.checkpoint.opening import Opened
 from fullshard.checkpoint.saved import Saved
 from fullshard.errors import CheckpointError
@@ -82,7 +83,8 @@ def fit_model(
         elif isinstance(value, Tensor):
             keys[fqn] = saved.tensors[names[0]]
             size = sizes[keys[fqn]]
-            if size != value.shape and fqn.rpartition(".")[2] != _EXTRA_STATE:
+            has_own_length = fqn.rpartition(".")[2] == _EXTRA_STATE or describes_4_bits(fqn)
+            if size != value.shape and not has_own_length:
                 misfit.misshapen.append(f"{fqn} ({tuple(size)} in it, {tuple(value.shape)} in the model)")
             if saved.ties is not None and len({saved.ties.get(name, name) for name in names}) > 1:
                 misfit.untied.append(" and ".join(names))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fullshard.checkpoint.background import checkpoints
 from fullshard.checkpoint.contents import OURS, HasState, key_of_rank, model_state, tied_names
+from fullshard.checkpoint.encoded import names_beside, put_back_descriptions
 from fullshard.checkpoint.fitting import fit_model, fit_optimizer
 from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import Progress
@@ -143,7 +144,7 @@ class _Taker:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.data = data
-        self.state = model_state(model)
+        self.state = model_state(model, in_parts=True)
         self.tied = tied_names(model)
         self.params = {} if optimizer is None else params_by_fqn(model, optimizer)
 
@@ -171,7 +172,7 @@ class _Taker:
     def targets(self, opened: Opened, saved: Saved, keys: Mapping[str, str]) -> dict[str, Tensor]:
         """The tensors to load into, by key: the model's and the optimizer's own where possible."""
         allocate(self.model, device_of(self.model))
-        self.state = model_state(self.model)
+        self.state = model_state(self.model, in_parts=True)
         sizes = opened.sizes()
         targets: dict[str, Tensor] = {}
         for fqn, key in keys.items():
@@ -225,8 +226,16 @@ class _Taker:
         notice that their shards have changed.
         """
         with state_dict_type(self.model, StateDictType.SHARDED_STATE_DICT):
-            values = {}
-            for name in self.model.state_dict():
+            values: dict[str, Any] = {}
+            beside: dict[str, Any] = {}
+            prefixes = names_beside(self.model)
+            for name, present in self.model.state_dict().items():
                 fqn = self.tied.get(clean_fqn(name), clean_fqn(name))
-                values[name] = targets[keys[fqn]] if fqn in keys else saved.values[fqn]
+                if prefixes and clean_fqn(name).startswith(prefixes):
+                    beside[clean_fqn(name)] = targets[keys[fqn]]
+                elif fqn in keys:
+                    values[name] = targets[keys[fqn]]
+                else:
+                    values[name] = saved.values.get(fqn, present)  # the latter was read into its parts
             self.model.load_state_dict(values)
+            put_back_descriptions(self.model, beside)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fullshard._compat import FakeTensor
 from fullshard.disk.folder import free_bytes, made, why_unfit
+from fullshard.disk.pace import DiskPace, pace_of
 from fullshard.errors import DiskError
 
 __all__ = ["ALIGNMENT", "DEPTH", "REQUEST_BYTES", "DiskFile", "DiskWork", "aligned", "aligned_buffer", "aligned_part"]
@@ -62,10 +63,11 @@ def aligned_part(room: Tensor) -> Tensor:
 
 
 class DiskWork:
-    """A read or write that goes on."""
+    """A read or write that goes on. `pace` is told how long the program waits for it."""
 
-    def __init__(self, parts: Sequence[Future[None]]) -> None:
+    def __init__(self, parts: Sequence[Future[None]], pace: DiskPace | None = None) -> None:
         self._parts = parts
+        self._pace = pace
 
     @classmethod
     def of_all(cls, works: Iterable[DiskWork]) -> DiskWork:
@@ -92,7 +94,9 @@ class DiskWork:
         Raises:
             DiskError: the disk could not; with path, offset, bytes and the system's error.
         """
-        wait(self._parts)
+        if self._pace is not None and not self.done:
+            with self._pace.waiting():
+                wait(self._parts)
         for part in self._parts:
             part.result()
 
@@ -129,6 +133,7 @@ class DiskFile:
         self.nbytes = aligned(nbytes)
         self._request_bytes = request_bytes
         self._descriptor = -1
+        self._pace, self._held = pace_of(folder), 0
         with made(folder, f"a scratch file of {nbytes} bytes"):
             self._descriptor = _open_nameless(folder, name)
         try:
@@ -175,6 +180,7 @@ class DiskFile:
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
+            self._pace.hold(-self._held)
             os.close(descriptor)
 
     def grow(self, nbytes: int) -> None:
@@ -191,6 +197,8 @@ class DiskFile:
             return
         try:
             os.posix_fallocate(self._descriptor, start, nbytes)
+            self._pace.hold(nbytes)
+            self._held = start + nbytes
         except OSError as error:
             free = free_bytes(self.path.parent)
             raise DiskError(
@@ -226,13 +234,15 @@ class DiskFile:
                 f"{self.nbytes} bytes of the file. Take memory from aligned_buffer."
             )
         starts = range(0, nbytes, self._request_bytes)
-        return DiskWork([self._threads.submit(self._move, kind, offset, tensor, start) for start in starts])
+        parts = [self._threads.submit(self._move, kind, offset, tensor, start) for start in starts]
+        return DiskWork(parts, self._pace)
 
     def _move(self, kind: _Kind, offset: int, tensor: Tensor, start: int) -> None:
         """One request. The tensor is an argument so that its memory lives as long as this."""
         nbytes = min(self._request_bytes, tensor.numel() - start)
         try:
-            kind.move(self._descriptor, tensor.data_ptr() + start, nbytes, offset + start)
+            with self._pace.moving(**{kind.counted: nbytes}):
+                kind.move(self._descriptor, tensor.data_ptr() + start, nbytes, offset + start)
         except OSError as error:
             raise self._failure(kind, offset + start, nbytes, error) from error
 
@@ -249,6 +259,7 @@ class _Kind:
 
     verb: str
     call: str  # of `os`: with a descriptor, buffers and an offset, the bytes that it did
+    counted: str  # the argument of `DiskPace.moving`
 
     def move(self, descriptor: int, address: int, nbytes: int, offset: int) -> None:
         """All of it, though the system may do less at a time: then go on at a multiple of ALIGNMENT."""
@@ -263,8 +274,8 @@ class _Kind:
             done += count
 
 
-_READ = _Kind("read", "preadv")
-_WRITE = _Kind("write", "pwritev")
+_READ = _Kind("read", "preadv", "read_bytes")
+_WRITE = _Kind("write", "pwritev", "written_bytes")
 
 
 def _open_nameless(folder: Path, name: str) -> int:

@@ -28,6 +28,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fullshard._compat import FakeTensor, in_backward, saved_tensor_hooks, weak_storage
 from fullshard.device.accelerator import accelerator_for, is_capturing
+from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Scratch
 from fullshard.engine.away import WINDOW_BYTES, Away, Store, written_to
 from fullshard.engine.findings import DiskFailures
@@ -171,6 +172,13 @@ class Activations:
         self.held_whole = self.held_whole or not all(unit.state.syncs_gradients for unit in self._units)
         if "disk" in self._tiers.values():
             self._failures.raise_on_every_rank(process_groups_along(self._units), self._device)
+            self._look_at_disks()
+
+    def _look_at_disks(self) -> None:
+        """Say if a disk has become slow; where states are on it, too, their steps look."""
+        policies = [unit.options.offload for unit, tier in self._tiers.items() if tier == "disk"]
+        for folder in {it.disk_folder for it in policies if isinstance(it, Offload) and not it.disk_fraction}:
+            pace_of(folder).look()
 
     def recover(self) -> None:
         """Take all hooks back, after an exception."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import dtensor_like, holders, storage_holders
+from fullshard._compat import holders, storage_holders
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.sharded_param import ShardedParam
@@ -97,7 +97,7 @@ class Gradients:
     def _is_cast_by_pack(self, i: int) -> bool:
         """True if the one kernel that writes the message casts the gradient of parameter `i`, too."""
         contract, placed = self.plan.contract, self.plan.layout.params[i].in_place
-        is_cast = contract.compute == torch.bfloat16 and contract.reduce == torch.float32
+        is_cast = (contract.compute, contract.reduce, contract.grad) == (torch.bfloat16, torch.float32, None)
         packs = not placed and is_cast and self.plan.shards_optimizer
         return packs and accelerator_for(self.plan.device).has_lanes
 
@@ -131,7 +131,7 @@ class Gradients:
 
     def hold(self) -> None:
         """Keep the whole gradients of this microbatch for a later reduction, in the dtype they will be summed in."""
-        if self.plan.contract.reduce == self.plan.contract.compute:
+        if self.plan.contract.reduce == self.plan.contract.compute or self.plan.contract.grad is not None:
             return  # autograd goes on adding to them where they are
         grads = self.take()
         self._cast(dict(grads), grads)
@@ -164,13 +164,13 @@ class Gradients:
     # -- what the optimizer sees --------------------------------------------------------------------------------------
 
     def new_shards(self) -> Tensor:
-        """A buffer for the gradient shards, in the stored dtype: last step's, unless somebody still refers to it."""
+        """A buffer for the gradient shards: last step's, unless somebody still refers to it."""
         flat = self.flat
         if flat is None or self._others_have_it(flat):
             with allocating("gradient shards"):
                 flat = self.flat = self._new_flat()
             shards = [self.shard_in(i, flat) for i in range(len(self.params))]
-            self._shards = [dtensor_like(s, p.dtensor) for s, p in zip(shards, self.params, strict=True)]
+            self._shards = [p.placed(s) for s, p in zip(shards, self.params, strict=True)]
             del shards
             self._holders = [holders(shard) for shard in self._shards]
             self._flat_holders = storage_holders(flat)
@@ -180,8 +180,8 @@ class Gradients:
         """Memory for gradient shards. Zeros, if it is for many steps; what lies between shards is never read."""
         plan, numel = self.plan, self.plan.layout.shard_numel
         if self._is_handed_over:
-            return torch.empty(numel, dtype=plan.contract.stored, device=plan.device)
-        return plan.memory.zeros(numel, plan.contract.stored)
+            return torch.empty(numel, dtype=plan.contract.delivered, device=plan.device)
+        return plan.memory.zeros(numel, plan.contract.delivered)
 
     @property
     def _is_handed_over(self) -> bool:
@@ -215,9 +215,9 @@ class Gradients:
         for i, shard in sums.items():
             param = self.params[i]
             if param.grad is None:
-                param.grad = shard.to(self.plan.contract.stored, copy=not are_own)
+                param.grad = shard.to(self.plan.contract.delivered, copy=not are_own)
             else:
-                param.grad.add_(shard.to(self.plan.contract.stored))
+                param.grad.add_(shard.to(self.plan.contract.delivered))
 
     def hand_over(self) -> None:
         """Leave the buffer to the optimizer's gradients alone, where to allocate another one is cheap.

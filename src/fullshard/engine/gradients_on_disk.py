@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from fullshard._compat import dtensor_like
 from fullshard.disk.buffers import Buffer, buffers_of
 from fullshard.disk.files import aligned
 from fullshard.disk.space import Extent, shared_scratch
@@ -28,7 +27,7 @@ class GradientsOnDisk(Gradients):
 
     def __init__(self, plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> None:
         super().__init__(plan, params, state)
-        self._nbytes = aligned(plan.layout.shard_numel * plan.contract.stored.itemsize)
+        self._nbytes = aligned(plan.layout.shard_numel * plan.contract.delivered.itemsize)
         self._buffers = buffers_of(plan.device)
         self._buffer: Buffer | None = None  # which `flat` lies in
         self._extent: Extent | None = None  # where they rest
@@ -36,15 +35,15 @@ class GradientsOnDisk(Gradients):
         self._given: list[int] = []  # parameters whose gradients lie in `flat`
 
     def new_shards(self) -> Tensor:
-        """A buffer for the gradient shards, in the stored dtype, until `hand_over`."""
+        """A buffer for the gradient shards, in the dtype that is delivered, until `hand_over`."""
         if self.flat is None:
             self._buffer = self._buffers.take(self._nbytes)
             self.flat = self._typed(self._buffer)
         return self.flat
 
     def _typed(self, buffer: Buffer) -> Tensor:
-        stored = self.plan.contract.stored
-        return buffer.data[: self.plan.layout.shard_numel * stored.itemsize].view(stored)
+        delivered = self.plan.contract.delivered
+        return buffer.data[: self.plan.layout.shard_numel * delivered.itemsize].view(delivered)
 
     def give(self, i: int) -> None:
         """See `Gradients.give`. It does from `hand_over` on."""
@@ -70,12 +69,12 @@ class GradientsOnDisk(Gradients):
         assert extent is not None, "something rests there"
         buffer = self._buffers.take(self._nbytes)
         extent.read(buffer.data).wait()
-        flat, stored = self._typed(buffer), self.plan.contract.stored
+        flat, delivered = self._typed(buffer), self.plan.contract.delivered
         for i, shard in sums.items():
             if i in fresh:
                 self.shard_in(i, flat).copy_(shard)
             elif i in resting:
-                self.shard_in(i, flat).add_(shard.to(stored))
+                self.shard_in(i, flat).add_(shard.to(delivered))
             else:
                 super().add({i: shard}, are_own=False)
         self._buffers.give(buffer, extent.write(buffer.data))
@@ -97,14 +96,14 @@ class GradientsOnDisk(Gradients):
     def _room(self) -> Extent:
         """Where to write all of them: where the last ones are, unless somebody still refers to any of those."""
         if self._extent is None or self._counts != self._references():
-            plan, stored = self.plan, self.plan.contract.stored
+            plan, delivered = self.plan, self.plan.contract.delivered
             assert plan.memory.folder is not None, "they rest there"
             self._shards = []
             self._extent = extent = shared_scratch(plan.memory.folder).take(self._nbytes)
             for placed, param in zip(plan.layout.params, self.params, strict=True):
                 shape = placed.spec.shard_shape(plan.rank)
-                rests = OnDisk(extent, placed.shard_offset * stored.itemsize, shape, stored, plan.memory.device)
-                self._shards.append(dtensor_like(rests, param.dtensor))
+                rests = OnDisk(extent, placed.shard_offset * delivered.itemsize, shape, delivered, plan.memory.device)
+                self._shards.append(param.placed(rests))
             self._counts = self._references()
         return self._extent
 

@@ -64,7 +64,8 @@ class GroupPlan:
         memory: MemoryKind,
     ) -> Self:
         """The plan for parameters of `shapes`, each cut along its one of `dims`, or as is best where that is None."""
-        step = 1 if memory.folder is None else ALIGNMENT // contract.stored.itemsize
+        smallest = min(contract.stored.itemsize, contract.delivered.itemsize)
+        step = 1 if memory.folder is None else ALIGNMENT // smallest
         layout = lay_out(shapes, axes.shard_world, contract.itemsize, dims, message_rule(axes), step)
         return cls(layout, contract, options, axes, device, memory)
 

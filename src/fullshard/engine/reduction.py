@@ -221,7 +221,7 @@ class ShardReduction(Reduction):
         self._has_pack = layout.pack_numel > 0 and len(self._in_place) < len(of.grads)
         self._pack = of.pack
         direct = (
-            plan.contract.reduce == plan.contract.stored
+            plan.contract.reduce == plan.contract.delivered
             and not plan.memory.offloaded
             and self._finishes
             and not self._accumulates
@@ -263,7 +263,7 @@ class ShardReduction(Reduction):
     def land(self) -> None:
         plan, sums = self._plan, self._shards
         if self._accumulates:
-            self._shards = plan.memory.zeros(plan.layout.shard_numel, plan.contract.stored)
+            self._shards = plan.memory.zeros(plan.layout.shard_numel, plan.contract.delivered)
         else:
             self._shards = self._gradients.new_shards()
         self._shards.copy_(sums, non_blocking=True)
@@ -382,9 +382,9 @@ class WholeReduction(Reduction):
         return self._wholes
 
     def land(self) -> None:
-        memory, stored = self._plan.memory, self._plan.contract.stored
+        memory, delivered = self._plan.memory, self._plan.contract.delivered
         for i, grad in self._grads.items():
-            self._grads[i] = memory.zeros(grad.numel(), stored)
+            self._grads[i] = memory.zeros(grad.numel(), delivered)
             self._grads[i].copy_(grad.view(-1), non_blocking=True)
             self._kept.append(grad)
 

@@ -17,6 +17,7 @@ from fullshard._compat import (
     dtensor_like,
     has_values,
     holds_tensors,
+    inner_names,
     inner_tensors,
     make_dtensor,
     marks_of,
@@ -61,6 +62,12 @@ class Source:
         return self.param._local_tensor if isinstance(self.param, DTensor) else self.param.detach()
 
     @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """The dtype that the user wants of its gradients; None, if it is its own or is left open."""
+        asked = self.param.grad_dtype if self.param.is_leaf and self.param.requires_grad else None
+        return None if asked == self.param.dtype else asked
+
+    @property
     def sends_payloads(self) -> bool:
         """True if its class says itself what of a shard is sent, see `payload.py`."""
         return sends_payloads(self.local)
@@ -85,18 +92,29 @@ class ShardedParam:
         self.owners = list(source.owners)
         self.layout = param_layout
         self.view = source.view
+        whole = source.local
+        names = inner_names(whole) if holds_tensors(whole) else []
+        self.inner_shapes = {name: tuple(getattr(whole, name).shape) for name in names}  # of what it wraps
         requires_grad = source.param.requires_grad
         at_rest = self.view.make_sharded(at_start(local), plan.axes, param_layout.spec, sharded=plan.shards_optimizer)
         self.sharded = nn.Parameter(at_rest, requires_grad=requires_grad)
         self.local = local
+        self.grad_dtype = plan.contract.grad
+        self._ask_for_grads(self.sharded)
         nothing = torch.empty(0, dtype=plan.contract.compute, device=plan.device)
         self.unsharded = self.view.make_param(nothing, requires_grad=requires_grad)
+        self._ask_for_grads(self.unsharded)
         self._on_grad: Callable[[ShardedParam], None] | None = None
         self._watched = False
         self._made_of: tuple[int | None, int | None] = None, None
         for attribute, value in marks_of(source.param).items():  # marks that users leave on their parameters
             setattr(self.sharded, attribute, value)
             setattr(self.unsharded, attribute, value)
+
+    def _ask_for_grads(self, form: nn.Parameter) -> None:
+        """Have autograd and the optimizer deal with gradients of the dtype that was asked for."""
+        if self.grad_dtype is not None:
+            form.grad_dtype = self.grad_dtype
 
     @property
     def dtensor(self) -> DTensor:
@@ -144,7 +162,14 @@ class ShardedParam:
 
     @grad.setter
     def grad(self, shard: Tensor) -> None:
-        self.sharded.grad = dtensor_like(shard, self.dtensor)
+        self.sharded.grad = self.placed(shard)
+
+    def placed(self, shard: Tensor) -> DTensor:
+        """This rank's shard of a tensor of any dtype, such as the gradient, placed as the sharded parameter is."""
+        if shard.dtype == self.sharded.dtype:
+            return dtensor_like(shard, self.dtensor)
+        placed = self.dtensor
+        return make_dtensor(shard, placed.device_mesh, tuple(placed.placements), tuple(placed.shape))
 
     @property
     def has_grad(self) -> bool:
@@ -200,6 +225,7 @@ class ShardedParam:
         current = self.shown
         changed = current is not self.sharded
         self.sharded = current
+        self._ask_for_grads(current)
         vars(current).update(marks_of(self.unsharded))  # marks that users left, which torch does not carry over
         return changed
 
@@ -233,6 +259,7 @@ class ShardedParam:
     def replace_unsharded(self, whole: Tensor) -> None:
         """Let the unsharded form be another object, around `whole`."""
         self.unsharded = self.view.make_param(whole, requires_grad=self.sharded.requires_grad)
+        self._ask_for_grads(self.unsharded)
         vars(self.unsharded).update(marks_of(self.sharded))
         if self._on_grad is not None:
             self.watch(self._on_grad)

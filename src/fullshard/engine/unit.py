@@ -495,7 +495,7 @@ class Unit:
     def _plan_as_found(self, param_group: ParamGroup) -> GroupPlan:
         """The plan of `param_group` with the dtype and device that its shards have now."""
         shard = param_group.params[0].local
-        contract = contract_for(self.options, param_group.params[0].view, shard.dtype)
+        contract = contract_for(self.options, param_group.params[0].view, shard.dtype, param_group.plan.contract.grad)
         stays = not shard.is_meta and (self.options.offloads or self.rests_on_disk)
         device = self.device if stays else shard.device
         return param_group.plan.changed(contract, device, self._memory_at(shard.device))

@@ -38,23 +38,25 @@ def by_kind(sources: Sequence[Source]) -> list[list[Source]]:
     """The sources by mesh, dtype, whether they are trained, and what is to be done with them, as they came."""
     meshes = list(dict.fromkeys(source.axes for source in sources))
 
-    def kind(source: Source) -> tuple[int, str, bool, bool, bool]:
-        treated = source.view.is_opaque, source.sends_payloads
-        return meshes.index(source.axes), str(source.param.dtype), source.param.requires_grad, *treated
+    def kind(source: Source) -> tuple[int, str, str, bool, bool, bool]:
+        treated = source.param.requires_grad, source.view.is_opaque, source.sends_payloads
+        return meshes.index(source.axes), str(source.param.dtype), str(source.grad_dtype or ""), *treated
 
     return [list(group) for _, group in groupby(sorted(sources, key=kind), key=kind)]
 
 
-def contract_for(options: ShardOptions, view: ParamView, stored: torch.dtype) -> DtypeContract:
-    """The dtypes of parameters that are stored as `stored`, and seen as `view` says."""
+def contract_for(
+    options: ShardOptions, view: ParamView, stored: torch.dtype, grad: torch.dtype | None
+) -> DtypeContract:
+    """The dtypes of parameters that are stored as `stored`, seen as `view` says, with gradients in `grad`."""
     if view.is_opaque:
         return DtypeContract(stored=stored, compute=stored, reduce=stored)
-    return options.precision.contract(stored)
+    return options.precision.contract(stored, grad)
 
 
 def plan_for(kind: Sequence[Source], options: ShardOptions, device: torch.device, memory: MemoryKind) -> GroupPlan:
     """The plan of a parameter group of `kind`."""
-    contract = contract_for(options, kind[0].view, kind[0].param.dtype)
+    contract = contract_for(options, kind[0].view, kind[0].param.dtype, kind[0].grad_dtype)
     shapes, dims = [source.local.shape for source in kind], [source.dim for source in kind]
     if not kind[0].sends_payloads:
         return GroupPlan.of(shapes, dims, contract, options, kind[0].axes, device, memory)

@@ -49,6 +49,7 @@ class ShardingPlugin:
         cpu_offload: whether shards, their gradients and the optimizer step stay on the CPU.
         offload_optimizer: how much of the optimizer's state rests on a disk, from 0 to 1, as `Offload` has it.
         offload_activations: how much of what forward keeps for backward is on a disk meanwhile, from 0 to 1.
+        offload_budget: instead of both, the memory that a rank's tensors may take, such as "20GB".
         offload_folder: the folder on that disk.
         forward_prefetch: whether the next unit's gather starts before this one's forward.
         backward_prefetch: `"BACKWARD_PRE"`, `"BACKWARD_POST"` or `"NO_PREFETCH"`.
@@ -78,6 +79,7 @@ class ShardingPlugin:
     cpu_offload: bool = False
     offload_optimizer: float = 0.0
     offload_activations: float = 0.0
+    offload_budget: int | str | None = None
     offload_folder: str | None = None
     forward_prefetch: bool | None = None
     backward_prefetch: str | None = None
@@ -133,9 +135,10 @@ class ShardingPlugin:
         """The policy of all units that this asks for."""
         if self.cpu_offload:
             return CPUOffloadPolicy()
-        if not (self.offload_optimizer or self.offload_activations):
+        if not (self.offload_optimizer or self.offload_activations or self.offload_budget is not None):
             return OffloadPolicy()
         return Offload(
+            budget=self.offload_budget,
             optimizer={"disk": self.offload_optimizer},
             activations={"disk": self.offload_activations},
             folder=self.offload_folder,
@@ -393,6 +396,7 @@ HONOURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "limit_all_gathers": _flag,
     "min_num_params": _number,
     "offload_activations": _fraction,
+    "offload_budget": _as_is,
     "offload_folder": _as_is,
     "offload_optimizer": _fraction,
     "output_dtype": _dtype,

@@ -258,6 +258,8 @@ def _shard_of(param: nn.Parameter, swapped: list[tuple[nn.Parameter, Tensor]]) -
         shard, local_grad = shard.view(1), grad._local_tensor.view(1)
     else:
         local_grad = grad._local_tensor
+    if shard.dtype != local_grad.dtype:
+        shard.grad_dtype = local_grad.dtype
     shard.grad = local_grad
     swapped.append((param, shard))
     return shard

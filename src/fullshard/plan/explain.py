@@ -15,7 +15,7 @@ from fullshard.errors import ConfigError
 from fullshard.plan.ledger import predict_error_feedback, predict_ledger, predict_on_disk
 from fullshard.policy.offload import Offload
 
-__all__ = ["explain"]
+__all__ = ["explain", "offload_lines"]
 
 _SMALL_UNIT = 2**20  # bytes of unsharded parameters below which the host takes longer than they are worth
 
@@ -38,7 +38,9 @@ def explain(model: nn.Module) -> str:
         )
     names = {module: clean_fqn(name) or "the root" for name, module in model.named_modules()}
     each = (line for unit in units for line in _unit(unit, names))
-    return "\n".join([*_head(units), *_offloaded(units), *_advice(units), *each, *_order(units, names), *_bytes(model)])
+    return "\n".join(
+        [*_head(units), *offload_lines(units), *_advice(units), *each, *_order(units, names), *_bytes(model)]
+    )
 
 
 def _head(units: Sequence[Unit]) -> Iterator[str]:
@@ -64,7 +66,7 @@ def _advice(units: Sequence[Unit]) -> Iterator[str]:
         )
 
 
-def _offloaded(units: Sequence[Unit]) -> Iterator[str]:
+def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
     """Where optimizer states rest, if not beside the shards; and where what forward keeps is until backward."""
     policies: list[Offload] = []
     for unit in units:

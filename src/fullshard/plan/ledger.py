@@ -180,7 +180,7 @@ class _GroupBytes:
             return 0
         plan, layout = self.plan, self.plan.layout
         numel = layout.shard_numel if plan.shards_optimizer else sum(it.spec.numel for it in layout.params)
-        return numel * plan.contract.stored.itemsize + self.error_feedback
+        return numel * plan.contract.delivered.itemsize + self.error_feedback
 
     @property
     def error_feedback(self) -> int:

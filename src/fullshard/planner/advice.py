@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from fullshard.planner.candidates import PRECISIONS, Program, units_of
+from fullshard.planner.candidates import PRECISIONS, Cluster, Program, units_of
 from fullshard.planner.shorten import block_lists
 from fullshard.planner.sketch import Figures
 from fullshard.planner.subject import Subject
@@ -16,7 +16,7 @@ from fullshard.planner.subject import Subject
 __all__ = ["python_lines", "train_flags", "trainer_arguments"]
 
 
-def python_lines(subject: Subject, program: Program, figures: Figures, per_host: int) -> list[str]:
+def python_lines(subject: Subject, program: Program, figures: Figures, cluster: Cluster) -> list[str]:
     """A script's lines from the model to the optimizer, and the loop over microbatches."""
     imports = {"fully_shard"}
     options = []
@@ -25,11 +25,12 @@ def python_lines(subject: Subject, program: Program, figures: Figures, per_host:
         imports |= {"Placement", "Placements"}
         before += [
             "S, G = Placement.SHARDED, Placement.GROUPED",
-            f"hfsdp = Placements(parameters=G, parameters_in_step=G, gradients=G, optimizer=S, group={per_host})",
+            "hfsdp = Placements("
+            f"parameters=G, parameters_in_step=G, gradients=G, optimizer=S, group={cluster.per_host})",
         ]
         options.append("strategy=hfsdp")
     elif program.strategy == "hpz":
-        options.append(f"reshard_after_forward={per_host}")
+        options.append(f"reshard_after_forward={cluster.per_host}")
     elif program.strategy != "own":
         options.append(f'strategy="{program.strategy}"')
     if program.precision != "own" and (program.policy() != type(program.policy())()):
@@ -38,6 +39,10 @@ def python_lines(subject: Subject, program: Program, figures: Figures, per_host:
     if program.offload:
         imports.add("CPUOffloadPolicy")
         options.append("offload_policy=CPUOffloadPolicy()")
+    if program.disk:
+        imports.add("Offload")
+        share, folder = f'{{"disk": {program.disk:g}}}', json.dumps(str(cluster.disk.folder))
+        options.append(f"offload_policy=Offload(optimizer={share}, folder={folder})")
     units = _units(subject)
     lines = ["import torch"]
     if program.checkpointing != "none":
@@ -61,12 +66,13 @@ def python_lines(subject: Subject, program: Program, figures: Figures, per_host:
     return [*lines, "", *_loop(program, figures)]
 
 
-def train_flags(subject: Subject, program: Program, figures: Figures, world: int, hosts: int) -> str | None:
+def train_flags(subject: Subject, program: Program, figures: Figures, cluster: Cluster) -> str | None:
     """The command of the trainer; None if it has no such options, or the model is not its own."""
     known = program.strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2")
     simple = program.checkpointing in ("none", "every-1") and not program.offload and program.prefetch_depth == 1
     if not subject.train_flags or not known or not simple or program.syncs_each:
         return None
+    world, hosts = cluster.world, cluster.hosts
     param, reduce = PRECISIONS[program.precision]
     flags = [*subject.train_flags, f"--strategy {program.strategy}"]
     candidate = figures.candidate
@@ -80,6 +86,8 @@ def train_flags(subject: Subject, program: Program, figures: Figures, world: int
         flags.append(f"--reduce-wire {program.reduce_wire}")
     if program.checkpointing == "every-1":
         flags.append("--activation-checkpointing")
+    if program.disk:
+        flags.append(f"--offload-optimizer {program.disk:g} --offload-folder {cluster.disk.folder}")
     start = (
         "fullshard" if hosts == 1 else f"torchrun --nnodes {hosts} --nproc-per-node {world // hosts} -m fullshard.cli"
     )
@@ -88,7 +96,7 @@ def train_flags(subject: Subject, program: Program, figures: Figures, world: int
     return f"{start} train {' '.join(flags)}"
 
 
-def trainer_arguments(subject: Subject, program: Program, figures: Figures, per_host: int) -> str | None:
+def trainer_arguments(subject: Subject, program: Program, figures: Figures, cluster: Cluster) -> str | None:
     """Arguments of `TrainingArguments` of transformers; None for what they have no keys of."""
     if not subject.is_transformers or program.strategy in ("own", "hfsdp"):
         return None
@@ -96,7 +104,7 @@ def trainer_arguments(subject: Subject, program: Program, figures: Figures, per_
         return None
     config: dict[str, Any] = {"version": 2}
     if program.strategy == "hpz":
-        config["reshard_after_forward"] = per_host
+        config["reshard_after_forward"] = cluster.per_host
     else:
         config["strategy"] = program.strategy
     assert subject.model is not None
@@ -107,6 +115,8 @@ def trainer_arguments(subject: Subject, program: Program, figures: Figures, per_
         config["activation_checkpointing"] = True
     if program.offload:
         config["cpu_offload"] = True
+    if program.disk:
+        config |= {"offload_optimizer": program.disk, "offload_folder": str(cluster.disk.folder)}
     if program.prefetch_depth > 1:
         config["limit_all_gathers"] = False
     param, reduce = PRECISIONS[program.precision]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from fullshard.disk.speed import TYPICAL, DiskSpeed
 from fullshard.errors import ConfigError
 from fullshard.fully_shard import shard_in_place
 from fullshard.integrations.placing import repeated_layers
@@ -62,12 +63,14 @@ class Cluster:
         hosts: how many.
         per_host: ranks on each.
         share: of an accelerator's memory that may be used; None to leave room for what takes memory besides tensors.
+        disk: of each host.
     """
 
     hardware: Hardware
     hosts: int
     per_host: int
     share: float | None = None
+    disk: DiskSpeed = TYPICAL
 
     @property
     def world(self) -> int:
@@ -126,6 +129,8 @@ class Program:
         syncs_each: whether gradients are reduced after each of them, instead of once (`no_sync` before that).
         gather_wire: encoding of parameters in gathers; None for none.
         reduce_wire: of gradients in reductions.
+        disk: how much of the optimizer's state rests on the disk of each host. Of a program that is to be looked at, 1:
+            as much of it as is needed.
     """
 
     strategy: str
@@ -137,6 +142,7 @@ class Program:
     syncs_each: bool = False
     gather_wire: str | None = None
     reduce_wire: str | None = None
+    disk: float = 0.0
 
     def __str__(self) -> str:
         parts = [self.strategy]
@@ -144,6 +150,8 @@ class Program:
             parts.append(f"checkpoints {self.checkpointing}")
         if self.offload:
             parts.append("offload")
+        if self.disk:
+            parts.append(f"{self.disk:.0%} of states on disk")
         if self.prefetch_depth != 1:
             parts.append(f"{self.prefetch_depth} ahead")
         if self.accumulates:

@@ -9,6 +9,8 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from fullshard.disk.foresight import DAY_S
+from fullshard.disk.speed import TYPICAL
 from fullshard.errors import ConfigError
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.candidates import Candidate
@@ -92,6 +94,7 @@ def row(plan: Plan, found: Found) -> list[str]:
     program, figures = found.sketch.program, found.figures
     candidate, subject = figures.candidate, plan.question.subject
     name = program.strategy + (", offload" if program.offload else "")
+    name += f", {program.disk:.0%} on disk" if program.disk else ""
     name += f", {program.prefetch_depth} ahead" if program.prefetch_depth > 1 else ""
     name += f", {program.precision}" if len(plan.question.precisions) > 1 else ""
     count = f"{candidate.rows} x {candidate.microbatches}" + (" sums" if program.syncs_each else "")
@@ -114,6 +117,8 @@ def said(plan: Plan) -> list[str]:
     if best is None:
         return [*lines, _nothing_fits(plan)]
     lines.append(f"Recommended: {_named(best)}. {_reason(best, plan)}")
+    if best.sketch.program.disk:
+        lines.append(_on_disk(best, plan))
     if second is not None:
         lines.append(f"Runner-up: {_named(second)}. {_behind(best, second)}")
     return lines
@@ -126,9 +131,9 @@ def paste(plan: Plan) -> dict[str, str]:
         return {}
     subject, cluster, program = question.subject, question.cluster, best.sketch.program
     found: dict[str, str | None] = {
-        "Python": "\n".join(python_lines(subject, program, best.figures, cluster.per_host)),
-        "fullshard train": train_flags(subject, program, best.figures, cluster.world, cluster.hosts),
-        "TrainingArguments": trainer_arguments(subject, program, best.figures, cluster.per_host),
+        "Python": "\n".join(python_lines(subject, program, best.figures, cluster)),
+        "fullshard train": train_flags(subject, program, best.figures, cluster),
+        "TrainingArguments": trainer_arguments(subject, program, best.figures, cluster),
     }
     return {where: text for where, text in found.items() if text is not None}
 
@@ -311,6 +316,7 @@ def _named(found: Found) -> str:
         "every-1": "with every block checkpointed",
     }[program.checkpointing]
     more = ", shards on the CPU" if program.offload else ""
+    more += f", {program.disk:.0%} of the optimizer's state on a disk" if program.disk else ""
     more += f", {program.prefetch_depth} units gathered ahead" if program.prefetch_depth > 1 else ""
     each = f"{count.rows} row{'s' * (count.rows > 1)} a microbatch"
     each += f", {count.microbatches} microbatches a step" if count.microbatches > 1 else ""
@@ -325,6 +331,18 @@ def _reason(best: Found, plan: Plan) -> str:
     return (
         f"Nothing simulated that fits is faster: {_ms(figures.step_s)} ms a step, of which {share:.0%} are "
         f"{figures.limited_by}, in {figures.needed_bytes / usable:.0%} of the usable memory."
+    )
+
+
+def _on_disk(best: Found, plan: Plan) -> str:
+    """What the disk of each host has to do, and what it was taken to be."""
+    cluster = plan.question.cluster
+    nbytes = best.sketch.disk_bytes * cluster.per_host
+    known = "as measured" if cluster.disk is not TYPICAL else "taken as an SSD's; --disk FOLDER measures one"
+    a_day = nbytes * DAY_S / best.figures.step_s / 1e12
+    return (
+        f"The disk of a host holds {_gb(nbytes)}, all of it read and written in a step: {a_day:,.1f} TB written a day. "
+        f"Both at once {cluster.disk.both_bytes_per_s / 1e9:.2g} GB/s in all, {known}."
     )
 
 

@@ -53,7 +53,8 @@ class Question:
         strategies: those to consider.
         checkpointing: likewise.
         precisions: likewise.
-        offload: whether the offload of shards to the CPU is considered even where something fits without.
+        offload: whether shards on the CPU, and the optimizer's state on a disk, are considered even where something
+            fits without.
         wires: encodings of gathers and of reductions, which change the numbers.
         max_norm: clips gradients, if given.
         make_optimizer: makes the optimizer of parameters; fused AdamW if None.
@@ -102,7 +103,8 @@ class Question:
             accumulates=[False] * (1 in counts) + [True] * (max(counts) > 1),
             wires=self.wires,
         )
-        return list(found)
+        every = list(found)
+        return every + (with_disk(every) if self.offload else [])
 
     def shapes_of(self, program: Program) -> list[tuple[int, int]]:
         """Those of `shapes` that are of `program`."""
@@ -111,6 +113,11 @@ class Question:
     def asked(self, program: Program) -> Sketch:
         """The sketch of `program`."""
         return sketch(self.subject, self.cluster, program, max_norm=self.max_norm, make_optimizer=self.make_optimizer)
+
+
+def with_disk(programs: Iterable[Program]) -> list[Program]:
+    """Those of `programs` that have all in memory, with as much on a disk as is needed."""
+    return [replace(program, disk=1.0) for program in programs if not program.offload]
 
 
 @dataclass(frozen=True)
@@ -173,9 +180,9 @@ def search(question: Question, *, tell: Callable[[str], None] = lambda it: None)
     """
     plan = _searched(question, question.programs(), tell)
     if plan.best is None and not question.offload and question.subject.make_sharded is None:
-        tell("nothing fits: the same with shards on the CPU")
+        tell("nothing fits: the same with shards on the CPU, or part of the optimizer's state on a disk")
         offloaded = replace(question, offload=True)
-        again = _searched(offloaded, [it for it in offloaded.programs() if it.offload], tell)
+        again = _searched(offloaded, [it for it in offloaded.programs() if it.offload or it.disk], tell, plan.found)
         plan.found += again.found
         plan.left_out |= {f"{reason}, with offload": count for reason, count in again.left_out.items()}
     best = plan.best
@@ -189,8 +196,12 @@ def search(question: Question, *, tell: Callable[[str], None] = lambda it: None)
     return plan
 
 
-def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str], None]) -> Plan:
+def _searched(
+    question: Question, wanted: Iterable[Program], tell: Callable[[str], None], known: Sequence[Found] = ()
+) -> Plan:
+    """The plan of the programs that are `wanted`. `known` have been simulated already."""
     plan = Plan(question)
+    sketches = {it.sketch.program: it.sketch for it in known}
     usable = question.cluster.usable_bytes
     waiting = []
     for program in wanted:
@@ -217,7 +228,8 @@ def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str
                     continue
                 asked += 1
                 tell(f"{asked}: {program}")
-                running[ask(program)] = program
+                like = sketches.get(replace(program, disk=0.0))
+                running[ask(program) if like is None else _done(like.with_on_disk(program.disk))] = program
             if not running:
                 break
             future = next(iter(running))  # in the order of asking, so that the same question has the same answer
@@ -227,15 +239,18 @@ def _searched(question: Question, wanted: Iterable[Program], tell: Callable[[str
             waiting.sort(key=bounds.is_likely_too_large)
             found = _answer(question, made)
             if found is None:
-                plan.leave_out("that cannot be told for so many rows")
+                on_disk = "that need no disk, or cannot be told for so many rows"
+                plan.leave_out(on_disk if program.disk else "that cannot be told for so many rows")
             else:
                 plan.found.append(found)
     return plan
 
 
 def _answer(question: Question, made: Sketch) -> Found | None:
-    """The best candidate of a program."""
+    """The best candidate of a program; None if it cannot be told, or fits without the disk that it is to have."""
     usable = question.cluster.usable_bytes
+    if made.program.disk:
+        return _answer_on_disk(question, made)
     shapes = [
         (rows, count)
         for rows, count in question.shapes_of(made.program)
@@ -250,6 +265,27 @@ def _answer(question: Question, made: Sketch) -> Found | None:
     else:
         chosen = made.figures(*min(shapes, key=lambda it: made.needed_bytes(it[0])))
     return Found(made, chosen, bool(fitting), largest_rows(made, usable))
+
+
+def _answer_on_disk(question: Question, made: Sketch) -> Found | None:
+    """Of candidates with the least on the disk with which they fit, the fastest; with all on it, if none does."""
+    usable = question.cluster.usable_bytes
+    shapes = [it for it in question.shapes_of(made.program) if made.most_rows is None or it[0] <= made.most_rows]
+    shares = {shape: made.least_on_disk(shape[0], usable) for shape in shapes}
+    if not shapes or any(share == 0 for share in shares.values()):
+        return None
+    parts = {shape: made.with_on_disk(share) for shape, share in shares.items() if share is not None}
+    fitting = [
+        (part, figures)
+        for (rows, count), part in parts.items()
+        if _host_fits(question.cluster, figures := part.figures(rows, count))
+        and part.disk_bytes * question.cluster.per_host <= question.cluster.disk.free_bytes
+    ]
+    if fitting:
+        part, figures = min(fitting, key=lambda it: it[1].seconds_a_row)
+    else:
+        part, figures = made, made.figures(*min(shapes))
+    return Found(part, figures, bool(fitting), largest_rows(part, usable))
 
 
 def _host_fits(cluster: Cluster, figures: Figures) -> bool:
@@ -319,14 +355,18 @@ def _leanest(question: Question, hosts: int, per_host: int, tell: Callable[[str]
 
 
 def nearest(question: Question, program: Program) -> list[Found]:
-    """`program` and its like with other checkpoints, or with sums after each microbatch, those that need least first.
+    """`program` and its like with other checkpoints, or with sums after each microbatch, those that need least first;
+    with as much on a disk as is needed, if none of these fits.
 
     None of those whose states alone do not fit. Steps of any number of rows are taken to have one a rank.
     """
     everything = replace(question, exhaustive=True, global_batch=question.global_batch or question.cluster.world)
     likes = [replace(program, checkpointing=kept) for kept in question.checkpointing]
     likes += [replace(it, syncs_each=True) for it in likes if it.accumulates and it.strategy != "ddp"]
-    return sorted(_searched(everything, likes, lambda it: None).found, key=lambda it: it.figures.needed_bytes)
+    found = _searched(everything, likes, lambda it: None).found
+    if not any(it.fits for it in found):
+        found += _searched(everything, with_disk(likes), lambda it: None, found).found
+    return sorted(found, key=lambda it: it.figures.needed_bytes)
 
 
 # ------------------------------------------------------------------------------------------------------------- bounds
@@ -349,7 +389,7 @@ def states_bytes(question: Question, program: Program, activations: float = 0.0)
     shards = question.cluster.per_host if placements.replicated else question.cluster.world
     parts = {Placement.WHOLE: 1, Placement.SHARDED: shards, Placement.GROUPED: question.cluster.per_host}
     param, reduce = PRECISIONS[program.precision]
-    held = (stored + 2 * trained) / parts[placements.optimizer]
+    held = (stored + (0 if program.disk else 2 * trained)) / parts[placements.optimizer]
     if placements.parameters is not placements.optimizer:  # a copy beside the optimizer's own, in the compute dtype
         held += stored / parts[placements.parameters] / (1 if param is None else 2)
         held -= stored / parts[placements.optimizer] if param is None else 0.0
@@ -543,6 +583,13 @@ class Workers:
         if isinstance(made, Sketch):
             return made
         return Sketch(self._question.subject, self._question.cluster, *made)
+
+
+def _done(made: Sketch) -> Future[Any]:
+    """As if it had been asked for."""
+    future: Future[Any] = Future()
+    future.set_result(made)
+    return future
 
 
 _ASKED: list[Question] = []  # by this process, of those that it forks: the functions in a question cannot be sent

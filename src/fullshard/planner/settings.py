@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fullshard.command_line import MaybeFloat, MaybeInt, MaybePath, MaybeStr
+from fullshard.disk.speed import TYPICAL, measure
 from fullshard.errors import ConfigError
 from fullshard.plan.hardware import HERE, hardware
 from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, Cluster
@@ -18,6 +19,7 @@ from fullshard.train.settings import ModelSettings
 __all__ = ["PlanSettings"]
 
 _DEFAULT_SEQ = 1024
+_MEASURING_S = 3.0  # of a disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,9 @@ class MachineSettings:
     gpu_memory: MaybeFloat = None
     """Share of an accelerator's memory that may be used. Left out: all but 2 GB, which CUDA's context, NCCL's buffers
     and cuBLAS's workspaces take."""
+    disk: MaybePath = None
+    """A folder on a disk like that of each host, which is measured for three seconds. Left out: an SSD that reads and
+    writes 2 GB/s at once in all, and has room."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +88,7 @@ class SearchSettings:
     """Names among bf16 (gradients summed in fp32), bf16-reduce (in bf16) and fp32. They change numbers, so only one is
     considered if left out: bf16 on accelerators, fp32 on CPUs."""
     offload: bool = False
-    """Consider shards on the CPU, even where something fits without."""
+    """Consider shards on the CPU, and part of the optimizer's state on a disk, even where something fits without."""
     gather_wire: MaybeStr = None
     """Encoding of gathered parameters: int8 or fp8. It changes numbers, so it is never chosen unasked."""
     reduce_wire: MaybeStr = None
@@ -173,6 +178,7 @@ class PlanSettings:
             hosts=asked.hosts,
             per_host=per_host,
             share=asked.gpu_memory,
+            disk=TYPICAL if asked.disk is None else measure(asked.disk, seconds=_MEASURING_S),
         )
 
     def made_subject(self) -> Subject:

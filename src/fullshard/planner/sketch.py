@@ -9,6 +9,7 @@ bytes), so there the sizes of each operation are, and the tape is laid out anew.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -23,6 +24,7 @@ from fullshard.planner.shorten import BlockList, block_lists
 from fullshard.planner.steps import MakeOptimizer, take_steps
 from fullshard.planner.subject import Subject
 from fullshard.planner.tapes import Tapes, with_one_more_row
+from fullshard.state.on_disk import BUFFERS, PORTION_NBYTES
 from fullshard.tape.tape import Entry, Operation, Tape
 
 __all__ = ["Figures", "Sketch", "sketch"]
@@ -68,7 +70,7 @@ class Figures:
     @property
     def exposed_s(self) -> float:
         """Seconds in which compute waits for other ranks, or for copies."""
-        return sum(self.limits[name] for name in ("gathers", "reductions", "waits"))
+        return sum(self.limits[name] for name in ("gathers", "reductions", "waits", "disk"))
 
     @property
     def limited_by(self) -> str:
@@ -109,6 +111,41 @@ class Sketch:
         """The same tapes on another machine with as many ranks on a host."""
         return replace(self, cluster=replace(self.cluster, hardware=hardware), _found={})
 
+    def with_on_disk(self, share: float) -> Sketch:
+        """The same with so much of the optimizer's state on the disk: the same tapes, and what is read off them."""
+        other = copy(self)
+        other.program = replace(self.program, disk=share)
+        return other
+
+    @cached_property
+    def states_bytes(self) -> float:
+        """Of the optimizer's state of a rank, wherever it is."""
+        regions = self._regions(1, of_host=False)
+        return max((nbytes for (_, _, state), nbytes in regions.items() if state is State.OPTIMIZER), default=0.0)
+
+    @property
+    def disk_bytes(self) -> float:
+        """Of these, what rests on the disk."""
+        return self.program.disk * self.states_bytes
+
+    @property
+    def disk_buffers_bytes(self) -> float:
+        """Of memory that what is on the disk passes through: see `state/on_disk.py`."""
+        model = self.subject.model
+        largest = 0.0
+        if model is not None:
+            trained = [param.numel() for param in model.parameters() if param.requires_grad]
+            largest = self.states_bytes * max(trained, default=0) / max(1, sum(trained))
+        return min(self.disk_bytes, BUFFERS * max(PORTION_NBYTES, largest))
+
+    def least_on_disk(self, rows: int, usable: float) -> float | None:
+        """The least share of the optimizer's state, in hundredths, without which so many rows fit; None if none is."""
+        needed = self.with_on_disk(0.0).needed_bytes(rows)
+        if needed <= usable:
+            return 0.0
+        shares = (hundredths / 100 for hundredths in range(1, 101))
+        return next((it for it in shares if self.with_on_disk(it).needed_bytes(rows) <= usable), None)
+
     def figures(self, rows: int, microbatches: int) -> Figures:
         """The candidate of so many rows and microbatches.
 
@@ -123,6 +160,8 @@ class Sketch:
         more = microbatches - (2 if self.program.accumulates else 1)
         peak, by_state, where = self._peak(rows)
         times = {name: found[name] + more * found["each", name] for name in (*LIMITS, "step", "flops", "sent")}
+        times["disk"] = self._disk_s(found["optimizer"])
+        times["step"] += times["disk"]
         rate = self.cluster.hardware.flops_per_s[self.dtype]
         return Figures(
             candidate=Candidate(program=self.program, rows=rows, microbatches=microbatches),
@@ -130,7 +169,7 @@ class Sketch:
             by_state=by_state,
             where=where,
             needed_bytes=self.needed_bytes(rows),
-            host_bytes=max(self._regions(rows, of_host=True).values(), default=0.0),
+            host_bytes=max(self._regions(rows, of_host=True).values(), default=0.0) + self.disk_buffers_bytes,
             step_s=times["step"],
             limits={name: max(0.0, times[name]) for name in LIMITS},
             flops=times["flops"],
@@ -140,7 +179,14 @@ class Sketch:
 
     def needed_bytes(self, rows: int) -> float:
         """What has to fit with so many rows: tensors at their peak, and what the allocator holds beyond them."""
-        return self._peak(rows)[0] * self._held + self._apart
+        nbytes = self._peak(rows)[0]
+        away = self.disk_bytes - self.disk_buffers_bytes
+        return (nbytes + away) * self._held - away + self._apart
+
+    def _disk_s(self, stepping_s: float) -> float:
+        """Seconds of a step in which the disk is waited for, by all ranks of a host: it goes on beside the stepping."""
+        nbytes = self.disk_bytes * self.cluster.per_host
+        return max(0.0, self.cluster.disk.seconds(nbytes, nbytes) - self.program.disk * stepping_s)
 
     @cached_property
     def _held(self) -> float:
@@ -179,8 +225,10 @@ class Sketch:
         by_state = {state: max(0.0, regions.get((*region[:-1], state), 0.0)) for state in State}
         share = regions[region] / max(sum(by_state.values()), 1.0)  # parts of a moment that is told, not seen
         by_state = {state: share * nbytes for state, nbytes in by_state.items()}
+        away = self.disk_bytes - self.disk_buffers_bytes
+        by_state[State.OPTIMIZER] = max(0.0, by_state[State.OPTIMIZER] - away)
         unit, phase, _ = region
-        return regions[region], by_state, f"{phase.value} of {unit or 'the root'}"
+        return regions[region] - away, by_state, f"{phase.value} of {unit or 'the root'}"
 
     def _regions(self, rows: int, *, of_host: bool) -> dict[Any, float]:
         """Bytes at the peak of each region: (unit, phase, None) for all of it, (unit, phase, state) for its parts."""

@@ -74,7 +74,7 @@ class Offload(OffloadPolicy):
     def __post_init__(self) -> None:
         if self.budget is not None:
             parse_size(self.budget, "Offload(budget)", "memory")
-            if self.optimizer or self.activations:
+            if any(self.optimizer.values()) or any(self.activations.values()):
                 raise ConfigError(
                     f"Offload(budget={self.budget!r}, optimizer={dict(self.optimizer)}, activations="
                     f"{dict(self.activations)}): a budget chooses the fractions. Leave either out."

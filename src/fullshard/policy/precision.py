@@ -40,7 +40,8 @@ def is_castable(dtype: torch.dtype) -> bool:
 class DtypeContract:
     """The dtypes of one parameter group: at rest, in compute and in the gather, in the gradient reduction.
 
-    Where `gather_wire` or `reduce_wire` names an encoding, messages are encoded so, and decoded into the dtype.
+    Where `gather_wire` or `reduce_wire` names an encoding, messages are encoded so, and decoded into the dtype. `grad`
+    is what parameters ask of their gradients, whole ones and shards, if not the dtype that these have of themselves.
     """
 
     stored: torch.dtype
@@ -48,11 +49,17 @@ class DtypeContract:
     reduce: torch.dtype
     gather_wire: str | None = None
     reduce_wire: str | None = None
+    grad: torch.dtype | None = None
+
+    @property
+    def delivered(self) -> torch.dtype:
+        """Of the gradients that an optimizer sees."""
+        return self.grad or self.stored
 
     @property
     def itemsize(self) -> int:
         """Bytes of the smallest element in any of the group's buffers."""
-        return min(self.stored.itemsize, self.compute.itemsize, self.reduce.itemsize)
+        return min(it.itemsize for it in (self.stored, self.compute, self.reduce, self.delivered))
 
     def __str__(self) -> str:
         stored, compute, reduce = (str(it).removeprefix("torch.") for it in (self.stored, self.compute, self.reduce))
@@ -60,7 +67,8 @@ class DtypeContract:
             f"and gathered {compute}" if self.gather_wire is None else f"{compute}, gathered as {self.gather_wire}"
         )
         sent = "" if self.reduce_wire is None else f", sent as {self.reduce_wire}"
-        return f"stored {stored}, computed {gathered}, reduced {reduce}{sent}"
+        given = "" if self.grad is None else f", gradients {str(self.grad).removeprefix('torch.')}"
+        return f"stored {stored}, computed {gathered}, reduced {reduce}{sent}{given}"
 
 
 @dataclass(frozen=True)
@@ -100,19 +108,24 @@ class MixedPrecisionPolicy:
         _check_floating(self, ("param_dtype", "reduce_dtype", "output_dtype"))
         _check_wire(self)
 
-    def contract(self, stored: torch.dtype) -> DtypeContract:
-        """The dtypes of parameters that are stored as `stored`. Integers and 8-bit floats are never cast."""
+    def contract(self, stored: torch.dtype, grad: torch.dtype | None = None) -> DtypeContract:
+        """The dtypes of parameters that are stored as `stored`. Integers and 8-bit floats are never cast.
+
+        Args:
+            grad: what the parameters ask of their gradients. They are summed in it, unless `reduce_dtype` is set.
+        """
         if not is_castable(stored):
             return DtypeContract(stored=stored, compute=stored, reduce=stored)
         compute = self.param_dtype or stored
         if compute == torch.float64:
-            return DtypeContract(stored=stored, compute=compute, reduce=self.reduce_dtype or compute)
+            return DtypeContract(stored=stored, compute=compute, reduce=self.reduce_dtype or grad or compute, grad=grad)
         return DtypeContract(
             stored=stored,
             compute=compute,
-            reduce=self.reduce_dtype or (compute if self.reduce_wire is None else torch.float32),
+            reduce=self.reduce_dtype or (grad or compute if self.reduce_wire is None else torch.float32),
             gather_wire=self.gather_wire,
             reduce_wire=self.reduce_wire,
+            grad=grad,
         )
 
 

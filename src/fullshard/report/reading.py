@@ -100,7 +100,7 @@ def read_run(folder: Path) -> Run:
     shown = _shown_step(ranks, steps, step_s)
     return Run(
         name=newest["name"],
-        facts=newest["facts"],
+        facts=newest["facts"] | _elsewhere(ranks),
         ranks=tuple(RankFacts(**rank.start["rank"]) for rank in ranks),
         steps=np.array(steps, dtype=np.int64),
         step_s=step_s,
@@ -125,6 +125,24 @@ def read_run(folder: Path) -> Run:
         out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
         links_gb_s=links if all(links) else (),
     )
+
+
+def _elsewhere(ranks: Sequence[_Rank]) -> dict[str, str]:
+    """What is away from the device that computes; and what disks hold, and move in a step, of all ranks together."""
+    found = {"offload": "; ".join(ranks[0].model.get("offload", ()))}
+    disks: dict[str, list[list[float]]] = {}
+    for rank in ranks:
+        for folder, (held, *moved) in rank.units.get("disks", {}).items():
+            disks.setdefault(folder, []).append([held, *(it / rank.units["steps"] for it in moved)])
+    for folder, numbers in disks.items():
+        columns = list(zip(*numbers, strict=True))
+        held, read, written = (sum(column) / 1e9 for column in columns[:3])
+        busy_s, waited_s = map(max, columns[3:])
+        found[f"disk {folder}"] = (
+            f"{held:.3g} GB of files on all ranks; a step reads {read:.3g} GB and writes {written:.3g} GB, for which "
+            f"it is busy {busy_s:.3g} s, of which a rank waits {waited_s:.3g} s at most"
+        )
+    return {name: said for name, said in found.items() if said}
 
 
 def _number(rank: _Rank) -> int:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +21,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import LANES
+from fullshard.disk.pace import Moved, paces
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
+from fullshard.plan.explain import offload_lines
 from fullshard.plan.memory_used import memory_for_a_rank
 from fullshard.report.elsewhere import check_home, open_home
 from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shards_of, strategy_of, units_of
@@ -118,6 +120,7 @@ class RunReport:
         self._watch: MemoryWatch | None = None
         self._units: dict[str, UnitCounts] = {}
         self._host_waits: dict[str, tuple[int, float]] = {}
+        self._disks: dict[Path, Moved] = {}  # what they had moved before steps were counted
         self._counted = 0  # steps, in both
         self._best_bytes_per_s = 0.0
         self._units_every_s = _UNITS_FIRST_S
@@ -283,6 +286,8 @@ class RunReport:
             self._watch = None
         for number in [number for number in self._told if number <= step.number]:
             self._tell(number, self._told.pop(number))
+        if nth == WATCHED_STEP:
+            self._disks = {pace.folder: pace.total for pace in paces()}
         if nth > WATCHED_STEP:
             self._counted += 1
             self._best_bytes_per_s = max(self._best_bytes_per_s, step.best_bytes_per_s)
@@ -355,6 +360,7 @@ class RunReport:
                 units=units_of(self._model),
                 shards=shards_of(self._model),
                 output_nbytes=self._output_nbytes,
+                offload=list(offload_lines(units_in(self._model))),
             )
             self._file.flush()
 
@@ -367,6 +373,10 @@ class RunReport:
             best_bytes_per_s=self._best_bytes_per_s,
             v={name: counts.as_list() for name, counts in self._units.items()},
             waits=self._host_waits,
+            disks={
+                str(pace.folder): [pace.held_bytes, *astuple(pace.total.since(self._disks.get(pace.folder, Moved())))]
+                for pace in paces()
+            },
         )
         self._units_every_s *= 2  # only the last line counts: a long run has some dozen
         self._units_due = time.monotonic() + self._units_every_s

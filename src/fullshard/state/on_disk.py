@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from fullshard._compat import dtensor_like, holds_tensors, local_tensor, set_local_tensor
 from fullshard.disk.buffers import buffers_of
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
+from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Extent, Scratch
 from fullshard.disk.tensors import OnDisk, no_buffer
 from fullshard.engine.findings import DiskFailures
@@ -173,6 +174,8 @@ class StatesOnDisk:
             if portion is takes_room:
                 self._raise_failures()
         self._raise_failures()
+        for folder in dict.fromkeys(portion.scratch.folder for portion in self._portions):
+            pace_of(folder).look()
 
     def write_all(self, optimizer: Optimizer) -> None:
         """Bring all states to the disk that are not there, such as those of a step that was not taken in portions.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fullshard._compat import dtensor_like, marks_of
+from fullshard._compat import marks_of
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
@@ -128,13 +128,15 @@ def _summoned(param: ShardedParam, device: torch.device, wire: torch.device, wis
     if not wish.shows:
         return None
     whole = param.view.make_summoned(value.to(device), requires_grad=param.sharded.requires_grad)
+    if grad is not None and grad.dtype != whole.dtype:
+        whole.grad_dtype = grad.dtype
     whole.grad = None if grad is None else grad.to(device)
     vars(whole).update(marks_of(param.sharded))  # marks that users left
     return whole
 
 
 def _gathered(param: ShardedParam, shard: Tensor, wire: torch.device) -> Tensor:
-    return full_copy(dtensor_like(shard.to(wire), param.dtensor))
+    return full_copy(param.placed(shard.to(wire)))
 
 
 def _check_unchanged(param: ShardedParam, whole: nn.Parameter, first: nn.Parameter, version: int) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from fullshard.command_line import near_matches
 from fullshard.errors import ConfigError
 from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES
+from fullshard.policy.sizes import parse_size
 from fullshard.policy.strategy import ShardingStrategy
 from fullshard.report.elsewhere import check_home
 from fullshard.train.model import shape_of
@@ -113,6 +114,14 @@ def _check_offload(settings: MemorySettings) -> None:
             raise ConfigError(f"--{name} {fraction:g}: is a part of the whole, from 0 to 1.")
         if fraction and settings.offload_folder is None:
             raise ConfigError(f"--{name} {fraction:g} needs --offload-folder: a folder on a disk of this machine.")
+    if settings.offload_budget is not None:
+        parse_size(settings.offload_budget, "--offload-budget", "memory")
+        if any(fractions.values()):
+            said = " ".join(f"--{name} {fraction:g}" for name, fraction in fractions.items() if fraction)
+            raise ConfigError(
+                f"--offload-budget {settings.offload_budget} with {said}: a budget chooses the fractions. Leave either "
+                "out."
+            )
 
 
 def _check_checkpoints(settings: CheckpointSettings) -> None:

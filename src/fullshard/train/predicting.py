@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fullshard.disk.foresight import Traffic, foresee
+from fullshard.disk.pace import pace_of
 from fullshard.disk.speed import measure
 from fullshard.errors import ConfigError
 from fullshard.plan.beside import STEPS, FirstSteps
@@ -111,9 +112,9 @@ def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: fl
     assert folder is not None, "checked with the fraction"
     nbytes = predict_on_disk(model).nbytes * rank.local_world
     traffic = Traffic(room_bytes=nbytes, read_bytes=nbytes, written_bytes=nbytes)
-    return foresee(measure(Path(folder), seconds=MEASURING_S), traffic, step_s=step_s).lines(
-        settings.optimization.steps
-    )
+    speed, ranks = measure(Path(folder), seconds=MEASURING_S), rank.local_world
+    pace_of(Path(folder)).expect(lambda read, written: speed.seconds(ranks * read, ranks * written))
+    return foresee(speed, traffic, step_s=step_s).lines(settings.optimization.steps)
 
 
 def by_state(ledger: Ledger) -> dict[str, int]:

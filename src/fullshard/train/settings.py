@@ -102,6 +102,9 @@ class MemorySettings:
     costs."""
     offload_activations: float = 0.0
     """Part of the blocks, from 0 to 1, whose activations are on a disk between forward and backward."""
+    offload_budget: MaybeStr = None
+    """Memory that the tensors of a rank may take on the device that computes, such as 20GB: the least is away, in
+    --offload-folder, with which they fit. Instead of --offload-optimizer and --offload-activations."""
     offload_folder: MaybePath = None
     """Folder on a disk of this machine for what is offloaded; each rank has scratch files of its own there."""
 

@@ -56,7 +56,9 @@ def precision_of(settings: MemorySettings, device: torch.device) -> MixedPrecisi
 
 
 def offload_of(settings: MemorySettings) -> Offload:
-    """What is on a disk, and how much of it."""
+    """What is away, and how much of it."""
+    if settings.offload_budget is not None:
+        return Offload(budget=settings.offload_budget, folder=settings.offload_folder)
     return Offload(
         optimizer={"disk": settings.offload_optimizer},
         activations={"disk": settings.offload_activations},

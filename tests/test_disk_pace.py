@@ -1,0 +1,68 @@
+"""A disk that becomes slow is said once, with numbers; by a clock of the test's own."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from fullshard.disk.files import DiskFile, aligned_buffer
+from fullshard.disk.pace import SLOWER, DiskPace, Moved, pace_of, paces
+
+
+class Clock:
+    """Time that goes on when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def step(pace: DiskPace, clock: Clock, gb_per_s: float, nbytes: int = 10**9) -> None:
+    """Two requests at once, as much read as written, while nothing else asks the disk for anything before or after."""
+    clock.now += 5.0
+    with pace.moving(read_bytes=nbytes), pace.moving(written_bytes=nbytes):
+        clock.now += 2 * nbytes / gb_per_s / 1e9
+    pace.look()
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("slower", [1.0, 0.9 * SLOWER, 1.1 * SLOWER, 50.0])
+def test_a_disk_that_becomes_slow_is_said_once(caplog, measured, slower):
+    clock = Clock()
+    pace = DiskPace(Path("/nvme"), clock)
+    with caplog.at_level(logging.WARNING):
+        if measured:
+            pace.expect(lambda read, written: (read + written) / 2e9)
+        for _ in range(3):
+            step(pace, clock, 2.0)
+        step(pace, clock, 2.0 / slower)
+        assert not caplog.records, "once may be anything"
+        step(pace, clock, 2.0)
+        step(pace, clock, 2.0 / slower)
+        assert not caplog.records, "not in a row"
+        for _ in range(5):
+            step(pace, clock, 2.0 / slower)
+    assert len(caplog.records) == (slower > SLOWER)
+    for record in caplog.records:
+        said = record.getMessage()
+        assert f"{2 / slower:.3g} GB/s now, 2 GB/s {'when it was measured' if measured else 'in the first'}" in said
+        assert f"needs {slower:.3g} s instead of 1 s" in said
+
+
+def test_what_a_file_moves_is_counted_and_waiting_for_it_too(tmp_path, monkeypatch):
+    clock = Clock()
+    pace = pace_of(tmp_path)
+    monkeypatch.setattr(pace, "clock", clock)
+    file = DiskFile(tmp_path, "counted", 1 << 20)
+    before, buffer = pace.total, aligned_buffer(1 << 20)
+    assert pace in paces() and pace.held_bytes == 1 << 20
+    file.write(0, buffer).wait()
+    file.read(0, buffer[: 1 << 16]).wait()
+    assert pace.total.since(before) == Moved(1 << 16, 1 << 20)
+    with pace.waiting():
+        clock.now += 3
+    assert pace.total.since(before).waited_s == 3
+    file.close()
+    assert pace.held_bytes == 0 and pace not in paces()
