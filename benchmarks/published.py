@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, clip_grad_norm_, dry, fully_shard
-from fullshard.plan.allocator import allocator_use
+from fullshard.plan.allocator import TapeAllocator, allocator_use
 from fullshard.plan.costs import Costs, costs_of
 from fullshard.plan.hardware import Attention, Fitted, Hardware, hardware
 from fullshard.plan.memory import memory_peak
@@ -653,7 +653,11 @@ def pytorch_runs() -> list[Published]:
     half: dict[str, Any] = {"reduce_dtype": torch.float16, "compute_dtype": torch.float16, "offloads": True}
     blog = "attention of several kernels, FLOPs with what checkpoints compute again"
     paper = "A100-80, 2 Tbit/s a host, bfloat16, AdamW, checkpoints, attention of several kernels"
-    t5 = T5Shape(width=1024, heads=128, head_width=128, mlp=65536, vocab=32128, seq=512, batch=8, checkpointing=True)
+    sizes = {"width": 1024, "heads": 128, "head_width": 128, "mlp": 65536, "vocab": 32128}
+    t5 = {
+        seq: T5Shape(**sizes, seq=seq, batch=4096 // seq, checkpointing=True, has_metrics=False, has_kernel=False)
+        for seq in (128, 256, 512)
+    }
     of_paper: dict[str, Any] = {
         "gpu": "a100-80",
         "network_bytes_per_s": 31e9,
@@ -691,15 +695,64 @@ def pytorch_runs() -> list[Published]:
         ),
         *(
             Published(
-                name=f"T5 11B, {world} GPUs",
-                task=Task(shape=t5, world=world, reduce_dtype=torch.bfloat16),
+                name=f"T5 11B, sequences of {seq}, {world} GPUs",
+                task=Task(shape=t5[seq], world=world, reduce_dtype=torch.bfloat16),
                 blocks=24,
-                assumed=f"{paper}, 8 sequences of 512 tokens read and as many written, FLOPs as the tape has them",
+                assumed=f"{paper}, 4096 tokens read and as many written, FLOPs as the tape has them",
                 **of_paper,
             )
-            for world in (8, 128, 512)
+            for seq in (128, 256, 512)
+            for world in ((8, 128, 512) if seq == 512 else (8, 512))
         ),
     ]
+
+
+RESERVED_BYTES = 2e9  # of a GPU, for CUDA's context and NCCL's buffers
+
+
+@dataclass(frozen=True)
+class AtTheLimit:
+    """A step within the memory that a GPU has.
+
+    Args:
+        seconds: it takes, with the waits of `lay_out`'s host where segments must be given back to make room.
+        retries: how often that is, for each block.
+        failures: how often there is no room even then, for each block: a run would end there.
+        alone_s: a step in which nothing goes on beside anything else, as where there is no room for the next unit.
+    """
+
+    seconds: float
+    retries: float
+    failures: float
+    alone_s: float
+
+
+def at_the_limit(run: Published, machine: Hardware, *, keeps_inputs: bool) -> AtTheLimit:
+    """A step of `run` on `machine`, block by block as all others here.
+
+    Args:
+        run: what is run.
+        machine: whose memory it has.
+        keeps_inputs: whether the GPU keeps what checkpoints keep of each block; otherwise the host does, and what it
+            takes to bring that there and back is not counted.
+    """
+    shape, told = run.task.shape, []
+    kept = shape.batch * shape.seq * shape.width * run.task.compute_dtype.itemsize
+    for blocks in DEPTHS:
+        entries = tape_of(run.task, blocks, 1).entries
+        start = steps_of(entries)[1]
+        elsewhere = kept * (run.blocks - blocks if keeps_inputs else -blocks)
+        memory = TapeAllocator(room=machine.memory_bytes - RESERVED_BYTES - elsewhere)
+        for entry in entries[:start]:
+            memory.note(entry)
+        before = memory.retries, memory.failures
+        laid = lay_out(as_fsdp1(entries[start:], run.task), costs_of(machine), memory)
+        alone = sum(placed.end - placed.start for placed in laid.placed)
+        counted = (memory.retries - before[0]) / blocks, (memory.failures - before[1]) / blocks
+        told.append((laid.end, *counted, alone))
+    (seconds, *_, alone), (more_seconds, retries, failures, more_alone) = told
+    at = _at(seconds, more_seconds, run.blocks), retries, failures, _at(alone, more_alone, run.blocks)
+    return AtTheLimit(*at)
 
 
 def step_flops(run: Published) -> float:
@@ -743,9 +796,18 @@ def pytorch() -> list[dict[str, Any]]:
         print(f"  {rate * 3 / 4:.0f} without what checkpoints compute again", end="; ")
         print(f"tensors {peak / 1e9:.0f} GB at the peak, of {machine.memory_bytes / 1e9:.0f}: ", end="")
         print(", ".join(f"{name} {nbytes / 1e9:.0f}" for name, nbytes in parts.items() if nbytes > 1e9), flush=True)
+        limits = {}
+        for keeps, where in ((True, "on the GPU"), (False, "on the host")):
+            if peak > machine.memory_bytes - RESERVED_BYTES:
+                it = at_the_limit(run, machine, keeps_inputs=keeps)
+                limits[where] = {**asdict(it), "predicted": round(step_flops(run) / it.seconds / 1e12, 1)}
+                print(f"  what checkpoints keep {where}: {limits[where]['predicted']:.0f} TFLOP/s", end="; ")
+                print(f"for each block {it.retries:.1f} retries, of which {it.failures:.1f} find no room", end="; ")
+                print(f"nothing beside anything {step_flops(run) / it.alone_s / 1e12:.0f} TFLOP/s", flush=True)
         told.append(
             {
                 "run": run.name,
+                "at_the_limit": limits,
                 "published": run.published,
                 "predicted": round(rate, 1),
                 "error": round(error, 3),

@@ -14,7 +14,7 @@ from fullshard.disk.speed import TYPICAL
 from fullshard.errors import ConfigError
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.candidates import Candidate
-from fullshard.planner.search import Found, Plan, Question, Workers, states_bytes
+from fullshard.planner.search import ALIKE, Found, Plan, Question, Workers, states_bytes
 from fullshard.planner.sketch import Figures
 from fullshard.versions import versions
 
@@ -328,8 +328,10 @@ def _named(found: Found) -> str:
 def _reason(best: Found, plan: Plan) -> str:
     figures, usable = best.figures, plan.question.cluster.usable_bytes
     share = figures.limits[figures.limited_by] / figures.step_s
+    is_fastest = plan.fitting[0] is best
+    beyond = "is faster" if is_fastest else f"is faster by more than {ALIKE - 1:.1%}, and this takes the least memory"
     return (
-        f"Nothing simulated that fits is faster: {_ms(figures.step_s)} ms a step, of which {share:.0%} are "
+        f"Nothing simulated that fits {beyond}: {_ms(figures.step_s)} ms a step, of which {share:.0%} are "
         f"{figures.limited_by}, in {figures.needed_bytes / usable:.0%} of the usable memory."
     )
 
@@ -356,6 +358,8 @@ def _behind(best: Found, second: Found) -> str:
     most = max(more, key=lambda name: more[name])
     less = 1 - second.figures.needed_bytes / best.figures.needed_bytes
     memory = f"{abs(less):.0%} {'less' if less > 0 else 'more'} memory"
+    if abs(slower) < ALIKE - 1:
+        return f"As fast; it takes {memory}."
     return f"{slower:.1%} slower, mostly by {most}; it takes {memory}."
 
 

@@ -28,11 +28,22 @@ from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Collective
 
-__all__ = ["Found", "Plan", "Question", "Workers", "largest_rows", "least_hosts", "nearest", "search", "states_bytes"]
+__all__ = [
+    "ALIKE",
+    "Found",
+    "Plan",
+    "Question",
+    "Workers",
+    "largest_rows",
+    "least_hosts",
+    "nearest",
+    "search",
+    "states_bytes",
+]
 
 _NO_MATTER = 0.97
 """What cannot take less than this share of the best time is not simulated any more: predictions are not that sharp."""
-_ALIKE = 1.005
+ALIKE = 1.005
 """Times that differ by less are taken to be the same."""
 _LEAST = 3
 """Programs that are simulated at least, if so many may fit: so that there is something to compare with."""
@@ -150,7 +161,7 @@ class Plan:
     def best(self) -> Found | None:
         """Of the fastest that fit, which predictions cannot tell apart, the one that needs the least memory."""
         fitting = self.fitting
-        alike = (it for it in fitting if it.figures.seconds_a_row <= _ALIKE * fitting[0].figures.seconds_a_row)
+        alike = (it for it in fitting if it.figures.seconds_a_row <= ALIKE * fitting[0].figures.seconds_a_row)
         return min(alike, key=lambda it: it.figures.needed_bytes, default=None)
 
     @property

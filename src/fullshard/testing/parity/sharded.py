@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -35,7 +34,7 @@ def train_sharded(recipe: Recipe, case: Case, trace: Trace, tolerance: Tolerance
         optimizer = recipe.optimizer_of(training.module)
         compared = Compared(dist.get_rank(), tolerance)
         params = training.params
-        _compare_parameters(compared, 0, params, trace.read(0))
+        _compare_parameters(compared, 0, training, trace.read(0))
         for step in range(1, recipe.steps + 1):
             expected = trace.read(step)
             for number, loss in training.backward(step).items():
@@ -43,12 +42,14 @@ def train_sharded(recipe: Recipe, case: Case, trace: Trace, tolerance: Tolerance
                 wanted = of_parts if of_parts.ndim == 0 else of_parts[divided.context_rank]
                 compared.add(Kind.LOSS, str(number), step, loss, wanted)
             for name, gradient in expected.gradients.items():
-                if name in params:
-                    compared.add(Kind.GRADIENT, name, step, *_of_this_rank(params[name].grad, gradient))
+                if training.has(name):
+                    param = params.get(name)
+                    own = None if param is None else param.grad
+                    compared.add(Kind.GRADIENT, name, step, *_of_this_rank(own, gradient))
             compared.add(Kind.GRADIENT_NORM, "", step, training.clip(), expected.norm)
             optimizer.step()
             optimizer.zero_grad()
-            _compare_parameters(compared, step, params, expected)
+            _compare_parameters(compared, step, training, expected)
     return compared
 
 
@@ -80,6 +81,10 @@ class OneStage:
         _shard(self.module, recipe, divided, auto_wrap_policy=recipe.policy(self.module))
         self.params: dict[str, Tensor] = dict(self.module.named_parameters())
 
+    def has(self, name: str) -> bool:
+        """True for a parameter that this rank is to have: for all."""
+        return True
+
     def backward(self, step: int) -> dict[int, Tensor]:
         """Compute the gradients of a step; the losses of this rank's microbatches, by number."""
         losses = {}
@@ -109,7 +114,7 @@ class Pipeline:
         rank, ranks = self._pipe.get_local_rank(), self._pipe.size()
         second = 2 * ranks - 1 - rank if chosen in V_SHAPED else rank + ranks
         self.numbers = [rank, second][: count // ranks]
-        cut = find_cut(recipe, divided.model())
+        self._cut = cut = find_cut(recipe, divided.model())
         self._stages = [self._stage(cut, number) for number in self.numbers]
         self.module = nn.ModuleList(self._stages)
         self.params = {
@@ -140,6 +145,10 @@ class Pipeline:
                 scale_grads=False,
             )
         )
+
+    def has(self, name: str) -> bool:
+        """True for a parameter that this rank is to have: of its stages."""
+        return self._cut.stage_of[name] in self.numbers
 
     def _stage(self, cut: Cut, number: int) -> Stage:
         model = self._divided.model()
@@ -183,10 +192,10 @@ class Pipeline:
         return norm
 
 
-def _compare_parameters(compared: Compared, step: int, params: Mapping[str, Tensor], expected: Step) -> None:
+def _compare_parameters(compared: Compared, step: int, training: OneStage | Pipeline, expected: Step) -> None:
     for name, values in expected.parameters.items():
-        if name in params:  # else it is another stage's
-            compared.add(Kind.PARAMETER, name, step, *_of_this_rank(params[name], values))
+        if training.has(name):
+            compared.add(Kind.PARAMETER, name, step, *_of_this_rank(training.params.get(name), values))
 
 
 def _of_this_rank(actual: Tensor | None, expected: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

@@ -10,7 +10,7 @@ the plain process, within rounding.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -72,12 +72,9 @@ class Divided:
         return model
 
     @property
-    def attention(self) -> ExitStack:
-        """A context in which a step is taken."""
-        stack = ExitStack()
-        if self.context is not None:
-            stack.enter_context(attention_over(self.context))
-        return stack
+    def attention(self) -> AbstractContextManager[None]:
+        """A context in which steps are taken."""
+        return nullcontext() if self.context is None else attention_over(self.context)
 
 
 def is_expert(param: Tensor) -> bool:
