@@ -72,6 +72,7 @@ from fullshard._compat import storage_info
 from fullshard.checkpoint import container, export_safetensors, load, save
 from fullshard.comm import routes
 from fullshard.command_line import parse
+from fullshard.device.accelerator import pretending_to_capture
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
 from fullshard.layout.shard_spec import ShardSpec
@@ -439,6 +440,36 @@ def a_budget_that_nothing_fits_in() -> Steps:
     optimizer = torch.optim.AdamW(model.parameters())
     yield
     optimizer.step()
+
+
+@mistake(ConfigError, "this strategy keeps whole parameters in memory between steps", "'zero3' or 'hsdp'")
+def parameters_on_a_disk_that_stay_whole() -> Steps:
+    yield
+    policy = Offload(parameters={"disk": 1}, folder=tempfile.gettempdir())
+    fully_shard(linear(), strategy="zero1", offload_policy=policy)
+
+
+@mistake(ConfigError, "with reduce_wire='int8': gradients that rest on a disk", "Leave reduce_wire out")
+def encoded_gradients_on_a_disk() -> Steps:
+    yield
+    policy = Offload(parameters={"disk": 1}, folder=tempfile.gettempdir())
+    fully_shard(linear(), mp_policy=MixedPrecisionPolicy(reduce_wire="int8"), offload_policy=policy)
+
+
+@mistake(ConfigError, "weight is a Weight, whose values are in tensors of its own", "a policy without parameters")
+def wrapped_parameters_on_a_disk() -> Steps:
+    model = linear_with(Weight(torch.ones(6, 8)))
+    yield
+    fully_shard(model, offload_policy=Offload(parameters={"disk": 1}, folder=tempfile.gettempdir()))
+
+
+@mistake(StateError, "shards that rest on a disk were needed within a CUDA graph", "Leave parameters out of Offload")
+def a_graph_of_parameters_on_a_disk() -> Steps:
+    model = fully_shard(linear(), offload_policy=Offload(parameters={"disk": 1}, folder=tempfile.gettempdir()))
+    model(torch.ones(2, 8))
+    with pretending_to_capture():
+        yield
+        model(torch.ones(2, 8))
 
 
 @mistake(ConfigError, "Whole is to have states on a disk, as Offload says", "step_shards", sends=True)

@@ -21,7 +21,7 @@ ROOMS: dict[str, list[str] | None] = {
     "_fakes": None,
     "_compat": None,
     "device": ["lanes", "accelerator", "memory", "awaited", "current"],
-    "disk": ["folder", "pace", "files", "space", "tensors", "speed", "foresight"],
+    "disk": ["folder", "pace", "files", "buffers", "space", "tensors", "speed", "foresight"],
     "tape": ["recorder", "tape", "context"],
     "liveness": ["whereabouts", "store", "ring", "watchdog"],
     "comm": [
@@ -52,6 +52,7 @@ ROOMS: dict[str, list[str] | None] = {
         "group_wires",
         "gather",
         "gradients",
+        "gradients_on_disk",
         "reduction",
         "param_group",
         "payload_group",

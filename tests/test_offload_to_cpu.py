@@ -75,12 +75,27 @@ def test_every_fraction_gives_the_bits_of_none_in_every_case(make):
 
 
 def compare_with_disk(folder: str) -> None:
+    expected = trained_under("zero3", LOOPS[1], adamw, None)
+    states = Offload(optimizer={"cpu": 0.3, "disk": 0.5}, folder=folder)
+    shards = Offload(parameters={"cpu": 0.3, "disk": 0.3}, folder=folder)
     with few_bytes_a_portion():
-        policy = Offload(optimizer={"cpu": 0.3, "disk": 0.5}, folder=folder)
-        expected = trained_under("zero3", LOOPS[1], adamw, None)
-        assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)  # where the CPU computes
-        with dry.taped(values=True):
-            assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)
+        for policy in (states, shards):
+            assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)  # where the CPU computes
+            with dry.taped(values=True):
+                assert_same(trained_under("zero3", LOOPS[1], adamw, policy), expected)
+
+
+def test_units_on_a_disk_are_none_of_those_on_the_cpu(tmp_path):
+    with dry.world(2), dry.taped():
+        model = chain(
+            partial(fully_shard, offload_policy=Offload(parameters={"cpu": 0.3, "disk": 0.3}, folder=tmp_path))
+        )
+        units = units_in(model)
+        homes = homes_of(units)
+    where = {home: sum(unit.stored_nbytes for unit in units if homes[unit] is home) for home in Home}
+    assert where[Home.DISK] > 0 < where[Home.CPU]
+    assert {unit for unit in units if homes[unit] is Home.DISK} == {unit for unit in units if unit.rests_on_disk}
+    assert where[Home.CPU] >= 0.3 * sum(where.values()) > where[Home.CPU] - max(unit.stored_nbytes for unit in units)
 
 
 def test_a_part_on_the_cpu_and_a_part_on_a_disk(tmp_path):

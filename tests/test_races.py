@@ -1,6 +1,7 @@
 """No race on pretended lanes, and each wait of the engine is needed: without it there is one."""
 
 import re
+import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -265,18 +266,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "states offloaded": {"offload_policy": Offload(optimizer={"cpu": 0.6})},
     "all offloaded bf16": {"mp_policy": BF16, "offload_policy": ALL},
     "activations": {"offload_policy": Offload(activations={"cpu": 1.0})},
+    "disk": {"offload_policy": Offload(parameters={"disk": 1.0}, folder=tempfile.gettempdir())},
+    "disk bf16": {"mp_policy": BF16, "offload_policy": Offload(parameters={"disk": 1.0}, folder=tempfile.gettempdir())},
 }
 # Of what is away, all of it, and little at once: a storage of the layers here has 1 to 5 KB.
 AWAY = {"SMALLEST_BYTES": 1, "WINDOW_BYTES": 12_000}
 COMMON_LOOPS = ("steps", "accumulation", "replicas withheld", "failing backward")
-COMMON_OPTIONS = ("", "bf16", "offload", "states offloaded")
+COMMON_OPTIONS = ("", "bf16", "offload", "states offloaded", "disk")
 
 
 def scenarios() -> Iterator[tuple[str, str, str]]:
     for strategy in STRATEGIES:
         for loop in LOOPS:
             for option in OPTIONS:
-                if not ((loop == "Muon" and "offload" in option) or (strategy == "ddp" and option == "encoded")):
+                has_no_shards = strategy in ("ddp", "zero1", "hfsdp") and "disk" in option
+                is_refused = (loop == "Muon" and "offload" in option) or (strategy == "ddp" and option == "encoded")
+                if not (has_no_shards or is_refused or (loop == "capture" and "disk" in option)):
                     yield strategy, loop, option
 
 

@@ -632,7 +632,7 @@ def marks_of(param: Tensor) -> dict[str, Any]:
     return {name: value for name, value in vars(param).items() if name not in own}
 
 
-def tensor_without_memory(cls: type, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+def tensor_without_memory(cls: type, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """A contiguous tensor of the class `cls`, whose `__torch_dispatch__` answers for whatever is done with it."""
     return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 

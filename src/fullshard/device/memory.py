@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
@@ -58,12 +59,15 @@ def new_storage(nbytes: int, device: torch.device) -> torch.UntypedStorage:
 class MemoryKind:
     """A device's memory; or, `offloaded`, the host's beside an accelerator: page-locked, if `pinned`; and, if `copied`,
     the accelerator has a copy of what is sent from there.
+
+    With a `folder`, what is kept there for long rests in a file in that, and passes through memory of this kind.
     """
 
     device: torch.device
     offloaded: bool = False
     pinned: bool = False
     copied: bool = False
+    folder: Path | None = None
 
     def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A new 1-D buffer. Zeros, so that padding is never noise."""

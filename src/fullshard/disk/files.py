@@ -18,7 +18,7 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +68,11 @@ class DiskWork:
     def __init__(self, parts: Sequence[Future[None]], pace: DiskPace | None = None) -> None:
         self._parts = parts
         self._pace = pace
+
+    @classmethod
+    def of_all(cls, works: Iterable[DiskWork]) -> DiskWork:
+        """All of `works` as one."""
+        return cls([part for work in works for part in work._parts])
 
     @property
     def done(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fullshard._compat import FakeTensor
 from fullshard.disk.files import DiskFile, DiskWork, aligned
 
-__all__ = ["Extent", "Scratch"]
+__all__ = ["Extent", "Scratch", "shared_scratch"]
 
 
 class _NoFile:
@@ -86,6 +86,7 @@ class Extent:
         self._file = file
         self._offset = offset
         self.nbytes = nbytes
+        self.version = 0  # how often it was written to
         self._writes = _Writes()
 
     def __del__(self) -> None:
@@ -114,6 +115,7 @@ class Extent:
         end = start + source.numel()
         self._writes.wait(start, end)
         work = self._file.write(self._offset + start, source)
+        self.version += 1
         self._writes.add(start, end, work)
         return work
 
@@ -198,6 +200,19 @@ class Scratch:
         if start < end:
             insort(self._free, (start, end))
             self._free = list(_joined(self._free))
+
+
+def shared_scratch(folder: Path) -> Scratch:
+    """The scratch file in `folder` that all who ask for it share; dry runs have one of their own, which is no file."""
+    key = folder, isinstance(torch.empty(0), FakeTensor)
+    found = _shared.get(key)
+    if found is None:
+        found = _shared[key] = Scratch(folder, "shards", _SHARED_STEP)
+    return found
+
+
+_SHARED_STEP = 16 << 20  # bytes that it grows by, at least
+_shared: weakref.WeakValueDictionary[tuple[Path, bool], Scratch] = weakref.WeakValueDictionary()
 
 
 def _joined(stretches: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:

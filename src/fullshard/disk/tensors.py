@@ -38,7 +38,9 @@ class OnDisk(Tensor):
     start: int
 
     @staticmethod
-    def __new__(cls, extent: Extent, start: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> OnDisk:
+    def __new__(
+        cls, extent: Extent, start: int, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> OnDisk:
         made: OnDisk = tensor_without_memory(cls, shape, dtype, device)
         made.extent, made.start = extent, start
         return made
@@ -50,6 +52,8 @@ class OnDisk(Tensor):
         kwargs = kwargs or {}
         if func in _ALIASES or (func is torch.ops.aten.view.default and list(args[0].shape) == list(args[1])):
             return args[0]._alias()
+        if "_foreach_" in func._schema.name and len(args[0]) > 1:
+            return _one_by_one(func, args, kwargs)
         memory: dict[int, tuple[OnDisk, Tensor]] = {}
 
         def filled(value: Any) -> Any:
@@ -85,7 +89,7 @@ class OnDisk(Tensor):
         return self.fetch().__reduce_ex__(protocol)
 
     @property
-    def _stretch(self) -> tuple[int, int]:
+    def blocks(self) -> tuple[int, int]:
         """The whole blocks of the extent in which the values lie: where they begin and end."""
         return self.start // ALIGNMENT * ALIGNMENT, aligned(self.start + self.numel() * self.dtype.itemsize)
 
@@ -95,7 +99,7 @@ class OnDisk(Tensor):
         Raises:
             DiskError: they cannot be read.
         """
-        begin, end = self._stretch
+        begin, end = self.blocks
         buffer = aligned_buffer(end - begin)
         self.extent.read(buffer, begin).wait()
         return self._in(buffer, begin).to(self.device)
@@ -106,7 +110,7 @@ class OnDisk(Tensor):
         Raises:
             DiskError: they cannot be written.
         """
-        begin, end = self._stretch
+        begin, end = self.blocks
         buffer = aligned_buffer(end - begin)
         for at in {begin, end - ALIGNMENT} if buffer.numel() else ():  # what lies beside them in the same blocks
             self.extent.read(buffer[at - begin :][:ALIGNMENT], at).wait()
@@ -132,7 +136,7 @@ class OnDisk(Tensor):
         Raises:
             DiskError: they cannot be read or written.
         """
-        begin, end = self._stretch
+        begin, end = self.blocks
         memory = aligned_buffer(min(_COPY_NBYTES, end - begin))
         for at in range(begin, end, _COPY_NBYTES):
             buffer = memory[: end - at]
@@ -143,12 +147,12 @@ class OnDisk(Tensor):
     @property
     def room(self) -> int:
         """Bytes of whole blocks in which the values lie."""
-        begin, end = self._stretch
+        begin, end = self.blocks
         return end - begin
 
-    def over(self, block: Tensor) -> Tensor:
-        """This tensor's place in `block`, which is the memory of the whole extent: a view."""
-        return self._in(block, 0)
+    def over(self, block: Tensor, begin: int = 0) -> Tensor:
+        """This tensor's place in `block`, which is the memory of the extent from `begin` on: a view."""
+        return self._in(block, begin)
 
     def _in(self, block: Tensor, begin: int) -> Tensor:
         raw = block[self.start - begin :][: self.numel() * self.dtype.itemsize]
@@ -159,6 +163,20 @@ class OnDisk(Tensor):
 
     def _alias(self) -> OnDisk:
         return OnDisk(self.extent, self.start, self.shape, self.dtype, self.device)
+
+
+def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on lists of tensors, done on one of each at a time: all may be more than there is memory."""
+    number = len(args[0])
+
+    def nth(value: Any, i: int) -> Any:
+        return [value[i]] if isinstance(value, list | tuple) and len(value) == number else value
+
+    done = [
+        func(*(nth(value, i) for value in args), **{name: nth(value, i) for name, value in kwargs.items()})
+        for i in range(number)
+    ]
+    return None if func._schema.is_mutable else [it for result in done for it in result]
 
 
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})

@@ -80,6 +80,11 @@ class Expected:
         """True if a backward has still to come that needs `unit`."""
         return any(unit is left or unit in left.borrowed for forward in self.open for left in forward.left)
 
+    def beyond(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
+        """What comes after that which is gathered ahead, now that `order` has come to `unit`: the next to be read."""
+        depth = unit.options.prefetch_depth
+        return [] if chosen is not None else [self._units[number] for number in order.following(depth + 1)[depth:]]
+
     def ahead_in_forward(self, unit: Unit) -> list[Unit]:
         """What to gather ahead, now that forward comes to `unit`."""
         return self._ahead(unit, self.forward, unit.state.next_forward)

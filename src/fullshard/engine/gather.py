@@ -41,6 +41,15 @@ class Gather:
         """A number that grows whenever anybody writes to one of the shards in place."""
         return sum([param.sharded._version for param in self._params])
 
+    def read_ahead(self) -> None:
+        """Begin to have in memory what a gather sends, if it is elsewhere: one is to start soon."""
+        if not self.is_current:
+            self._storage.read_ahead()
+
+    def forget_ahead(self) -> None:
+        """Give back what was read ahead for a gather that did not start."""
+        self._storage.note_sent()
+
     @property
     def has_shards_alone(self) -> bool:
         """See `ShardStorage.is_alone`."""
@@ -75,6 +84,7 @@ class Gather:
         if self._sent is not None:
             self._scratch.give(self._sent)
             self._sent = None
+        self._storage.note_sent()
         unsharded.unpack()
         self.note_current()
 

@@ -6,7 +6,7 @@ makes of them is this rank's shards, in one buffer that every step uses again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -195,8 +195,9 @@ class Gradients:
         return [holders(shard) for shard in self._shards] != self._holders
 
     def shard_in(self, i: int, buffer: Tensor) -> Tensor:
-        """This rank's stretch of a shard buffer for parameter `i`, in its shape. The buffer starts its storage."""
-        return buffer.as_strided(*self._strided[i])
+        """This rank's stretch of a shard buffer for parameter `i`, in its shape."""
+        shape, strides, start = self._strided[i]
+        return buffer.as_strided(shape, strides, buffer.storage_offset() + start)
 
     def stretch_of(self, i: int, buffer: Tensor) -> Tensor:
         """This rank's stretch of a shard buffer for parameter `i`, 1-D, without padding."""
@@ -205,6 +206,18 @@ class Gradients:
     def give(self, i: int) -> None:
         """Let the optimizer see what lies in `flat` as the gradient of parameter `i`."""
         self.params[i].sharded.grad = self._shards[i]
+
+    def add(self, sums: Mapping[int, Tensor], *, are_own: bool) -> None:
+        """Add `sums`, this rank's shards by number of the parameter, to the gradients that the optimizer sees.
+
+        Unless they `are_own`, in `flat`, their memory is used again, and they may be of another dtype.
+        """
+        for i, shard in sums.items():
+            param = self.params[i]
+            if param.grad is None:
+                param.grad = shard.to(self.plan.contract.delivered, copy=not are_own)
+            else:
+                param.grad.add_(shard.to(self.plan.contract.delivered))
 
     def hand_over(self) -> None:
         """Leave the buffer to the optimizer's gradients alone, where to allocate another one is cheap.

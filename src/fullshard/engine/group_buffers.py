@@ -7,11 +7,13 @@ Where values rest follows from the placements and the dtypes:
     whole between steps, optimizer sharded     this rank's rows of the unsharded buffer  RowsOfUnsharded
     optimizer whole, compute cast              a whole buffer of its own                 WholeCopy
     optimizer whole                            the unsharded buffer                      UnshardedItself
+    parameters sharded, and rest on a disk     a scratch file                            ShardsOnDisk
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from functools import partial
 from math import prod
 
@@ -19,12 +21,18 @@ import torch
 from torch import Tensor
 
 from fullshard._compat import held_twice, storage_references
+from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.memory import Pool, typed_view
+from fullshard.disk.buffers import Buffer, buffers_of
+from fullshard.disk.files import DiskWork, aligned
+from fullshard.disk.space import shared_scratch
+from fullshard.disk.tensors import OnDisk
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.pack import Pack
+from fullshard.errors import StateError
 from fullshard.tape.recorder import allocating
 
-__all__ = ["ShardStorage", "Stretch", "UnshardedBuffer", "shard_storage_for"]
+__all__ = ["ShardStorage", "ShardsOnDisk", "Stretch", "UnshardedBuffer", "shard_storage_for"]
 
 Stretch = tuple[torch.UntypedStorage, int]
 """Memory from a byte offset of a storage on."""
@@ -82,6 +90,19 @@ class ShardStorage(ABC):
         memory. False if that is not known.
         """
         return storage_references(self.memory.untyped_storage()) == self._references and held_twice(self.shards)
+
+    @torch.no_grad()
+    def fill(self, values: Iterable[Tensor | None]) -> None:
+        """Have the shards hold `values`, one for each; as they are where that is None."""
+        for shard, value in zip(self.shards, values, strict=True):
+            if value is not None:
+                shard.copy_(value)
+
+    def read_ahead(self) -> None:  # noqa: B027  # what is in memory need not be read
+        """Begin to have in memory what `to_send` will send."""
+
+    def note_sent(self) -> None:  # noqa: B027  # nor freed
+        """Note that what `to_send` gave has been sent, or will not be."""
 
     @abstractmethod
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
@@ -181,6 +202,76 @@ class UnshardedItself(WholeCopy):
         ]
 
 
+class ShardsOnDisk(ShardStorage):
+    """This rank's shards in a scratch file, laid out as `OwnShards` are. See `OnDisk` for what `shards` are."""
+
+    def __init__(self, plan: GroupPlan) -> None:
+        super().__init__(plan)
+        folder, stored, device = plan.memory.folder, plan.contract.stored, plan.memory.device
+        assert folder is not None, "it rests in one"
+        self._nbytes = aligned(plan.layout.shard_numel * stored.itemsize)
+        self._extent = shared_scratch(folder).take(self._nbytes)
+        self._rests = [
+            OnDisk(self._extent, it.shard_offset * stored.itemsize, it.spec.shard_shape(plan.rank), stored, device)
+            for it in plan.layout.params
+        ]
+        self.shards = [*self._rests]
+        self._buffers = buffers_of(plan.device)
+        self._held: Buffer | None = None  # has been read, or is
+        self._reading = DiskWork([])
+        self._version = -1  # of the extent, as it was read
+
+    @torch.no_grad()
+    def fill(self, values: Iterable[Tensor | None]) -> None:
+        """See `ShardStorage.fill`. One write; where there are no values, and between shards, are zeros."""
+        buffer = self._buffers.take(self._nbytes)
+        buffer.data.zero_()
+        for shard, value in zip(self._rests, values, strict=True):
+            if value is not None:
+                shard.over(buffer.data).copy_(value)
+        self._buffers.give(buffer, self._extent.write(buffer.data))
+
+    def read_ahead(self) -> None:
+        """See `ShardStorage.read_ahead`. What is being read already is not read again, unless it has changed."""
+        if self._held is not None and self._version == self._extent.version:
+            return
+        self.note_sent()
+        held = self._buffers.take(self._nbytes)
+        self._reading, self._version = self._extent.read(held.data), self._extent.version
+        self._held = held
+
+    @property
+    def is_alone(self) -> bool:
+        """See `ShardStorage.is_alone`."""
+        return False
+
+    def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
+        """See `ShardStorage.to_send`: what was read; or, on another device or in another dtype, a copy of that."""
+        plan, layout, stored, taken = self.plan, self.plan.layout, self.plan.contract.stored, None
+        if is_capturing(plan.device):
+            raise StateError(
+                "shards that rest on a disk were needed within a CUDA graph, which reads no disk when it is replayed. "
+                "Leave parameters out of Offload, or capture no graph of this model."
+            )
+        self.read_ahead()
+        self._reading.wait()
+        assert self._held is not None, "it has been read"
+        shards = self._held.data[: layout.shard_numel * stored.itemsize].view(stored)
+        if plan.sent_dtype != stored or plan.memory.offloaded:
+            read, shards = shards, scratch.take(layout.shard_numel, plan.sent_dtype)
+            shards.copy_(read, non_blocking=True)
+            taken = shards
+            self.note_sent()
+        parts = [shards[it.part] for it in layout.in_place]
+        return [*parts, shards[layout.pack]] if layout.pack_numel else parts, taken
+
+    def note_sent(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            lanes = accelerator_for(self.plan.device).lanes
+            self._buffers.give(held, self._reading, lanes.gather.mark())
+
+
 def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> ShardStorage:
     """Memory for the shards of a group, as the table above has it. It holds zeros.
 
@@ -188,6 +279,8 @@ def shard_storage_for(plan: GroupPlan, unsharded: UnshardedBuffer | None) -> Sha
         plan: the group's.
         unsharded: its unsharded buffer, which must be there if parameters live in it.
     """
+    if plan.rests_on_disk:
+        return ShardsOnDisk(plan)
     if plan.keeps_copy:
         return CopiedShards(plan)
     if not plan.lives_in_unsharded:

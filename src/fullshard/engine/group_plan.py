@@ -12,6 +12,7 @@ import torch
 from fullshard.comm.mesh import Axes
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import MemoryKind
+from fullshard.disk.files import ALIGNMENT
 from fullshard.layout.group_layout import ON_A_QUEUE, PAIRWISE, GroupLayout, MessageRule, lay_out
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import DtypeContract
@@ -63,7 +64,9 @@ class GroupPlan:
         memory: MemoryKind,
     ) -> Self:
         """The plan for parameters of `shapes`, each cut along its one of `dims`, or as is best where that is None."""
-        layout = lay_out(shapes, axes.shard_world, contract.itemsize, dims, message_rule(axes))
+        smallest = min(contract.stored.itemsize, contract.delivered.itemsize)
+        step = 1 if memory.folder is None else ALIGNMENT // smallest
+        layout = lay_out(shapes, axes.shard_world, contract.itemsize, dims, message_rule(axes), step)
         return cls(layout, contract, options, axes, device, memory)
 
     def changed(self, contract: DtypeContract, device: torch.device, memory: MemoryKind) -> Self:
@@ -111,6 +114,11 @@ class GroupPlan:
         """True if parameters rest in the unsharded buffer itself."""
         return self.options.keeps_unsharded and not self.casts and not self.memory.offloaded
 
+    @property
+    def rests_on_disk(self) -> bool:
+        """True if shards, and their gradients, are in a file, and in memory only while they travel or are stepped."""
+        return self.memory.folder is not None and self.memory.device.type != "meta"
+
     @cached_property
     def keeps_copy(self) -> bool:
         """True if the device has a copy of shards that are in the host's memory: there are several gathers a step."""
@@ -157,6 +165,8 @@ class GroupPlan:
     def rest_numel(self) -> int:
         """Elements of the memory that shards rest in, beyond the unsharded buffer."""
         layout = self.layout
+        if self.rests_on_disk:
+            return 0
         if not self.shards_optimizer:
             return 0 if self.lives_in_unsharded else layout.unsharded_numel
         return layout.pack_numel if self.lives_in_unsharded else layout.shard_numel

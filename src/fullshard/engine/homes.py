@@ -39,16 +39,17 @@ def _homes(units: Sequence[Unit], policy: Offload) -> dict[Unit, Home]:
     homes = {}
     for unit in units:
         on_cpu = Home.CPU if unit in whole else Home.STEPPED_ON_CPU if unit in stepped else Home.DEVICE
-        homes[unit] = unit.home if unit.state.runtime is not None else on_cpu
+        is_settled = unit.rests_on_disk or unit.state.runtime is not None
+        homes[unit] = unit.home if is_settled else on_cpu
     return homes
 
 
 def _last(units: Sequence[Unit], nbytes: dict[Unit, int], fraction: float) -> set[Unit]:
-    """The last of `units` that have at least that fraction of the bytes."""
+    """The last of `units`, of those that rest on no disk, that have at least that fraction of the bytes of all."""
     wanted, taken = fraction * sum(nbytes.values()), 0
     chosen = set()
     for unit in reversed(units):
-        if taken < wanted:
+        if taken < wanted and not unit.rests_on_disk:
             taken += nbytes[unit]
             chosen.add(unit)
     return chosen

@@ -11,8 +11,10 @@ from torch import Tensor
 from fullshard._compat import address
 from fullshard.comm.mesh import own_part
 from fullshard.comm.wire import Pending
+from fullshard.disk.tensors import OnDisk
 from fullshard.engine.gather import Gather, gather_for
-from fullshard.engine.gradients import Gradients, GradientState
+from fullshard.engine.gradients import GradientState
+from fullshard.engine.gradients_on_disk import gradients_for
 from fullshard.engine.group_buffers import Stretch, UnshardedBuffer, shard_storage_for
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_wires import GroupWires
@@ -51,7 +53,7 @@ class ParamGroup:
         self.params = list(params)
         self._pack = pack
         self.wires = wires
-        self.gradients = Gradients(plan, self.params, state)
+        self.gradients = gradients_for(plan, self.params, state)
         self.gather = gather
         self._unsharded = unsharded
         self._note_shards()
@@ -59,7 +61,7 @@ class ParamGroup:
 
     def _note_shards(self) -> None:
         is_plain = all(type(param.local) is Tensor for param in self.params)
-        self._address: Callable[[Tensor], Any] = Tensor.data_ptr if is_plain else address
+        self._address: Callable[[Tensor], Any] = Tensor.data_ptr if is_plain else _place
         self._addresses = [self._address(param.local) for param in self.params]
         self._without_rows = [param for param in self.params if not param.local.numel()]  # have no address
 
@@ -76,13 +78,15 @@ class ParamGroup:
         pack = Pack(plan.layout, plan.rank)
         unsharded = stretch and UnshardedBuffer(plan, pack, stretch)
         storage = shard_storage_for(plan, unsharded)
-        params = []
+        params, own = [], []
         for source, param_layout, local in zip(sources, plan.layout.params, storage.shards, strict=True):
             params.append(ShardedParam(source, param_layout, local, plan))
-            if not source.param.is_meta:
-                placements = plan.axes.tensor_placements(param_layout.spec, sharded=plan.shards_optimizer)
-                local.copy_(own_part(source.local, plan.axes.mesh, placements))
-                params[-1].note_made_of(source.local)
+            placements = plan.axes.tensor_placements(param_layout.spec, sharded=plan.shards_optimizer)
+            own.append(None if source.param.is_meta else own_part(source.local, plan.axes.mesh, placements))
+        storage.fill(own)
+        for param, source, part in zip(params, sources, own, strict=True):
+            if part is not None:
+                param.note_made_of(source.local, part)
         return cls(plan, pack, params, gather_for(params, storage, wires), unsharded, wires, GradientState())
 
     def moved(self, plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> ParamGroup:
@@ -97,8 +101,8 @@ class ParamGroup:
         pack = Pack(plan.layout, plan.rank)
         unsharded = stretch and UnshardedBuffer(plan, pack, stretch)
         storage = shard_storage_for(plan, unsharded)
+        storage.fill([param.local for param in self.params])
         for param, param_layout, shard in zip(self.params, plan.layout.params, storage.shards, strict=True):
-            shard.copy_(param.local)
             param.local, param.layout = shard, param_layout
         gather = gather_for(self.params, storage, wires)
         return ParamGroup(plan, pack, self.params, gather, unsharded, wires, self.gradients.state)
@@ -206,3 +210,8 @@ class ParamGroup:
     def error_feedback_nbytes(self) -> int:
         """Bytes that error feedback of encoded gradients keeps."""
         return self.wires.error_feedback_nbytes
+
+
+def _place(local: Tensor) -> Any:
+    """A value that tells where a shard lies."""
+    return (id(local.extent), local.start) if isinstance(local, OnDisk) else address(local)

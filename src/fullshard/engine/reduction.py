@@ -23,7 +23,6 @@ from fullshard.device.lanes import Lanes
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.pack import Pack
-from fullshard.engine.sharded_param import ShardedParam
 from fullshard.tape.recorder import Origin, noting_wait
 
 __all__ = ["Reduction", "ReductionOf", "UnitReduction", "start_reduction"]
@@ -142,9 +141,9 @@ class Reduction(ABC):
 
     @property
     def is_read_by_host(self) -> bool:
-        """True if the host itself reads what has landed at once: to add it to what there is, or in hooks."""
-        if not self.has_to_land:
-            return False
+        """True if the host itself reads what has landed at once: to add it, to write it to a disk, or in hooks."""
+        if not self.has_to_land or self._plan.rests_on_disk:
+            return self.has_to_land
         params = [self._gradients.params[i] for i in self._summed]
         return self._accumulates or any(param.has_grad or grad_hooks(param.sharded) for param in params)
 
@@ -270,7 +269,7 @@ class ShardReduction(Reduction):
         self._shards.copy_(sums, non_blocking=True)
 
     def _deliver(self) -> None:
-        gradients, delivered, shards = self._gradients, self._plan.contract.delivered, self._shards
+        gradients, shards = self._gradients, self._shards
         is_fresh = [not gradients.params[i].has_grad for i in self._summed]
         if shards is not gradients.flat and all(is_fresh):
             shards = gradients.new_shards()
@@ -279,15 +278,8 @@ class ShardReduction(Reduction):
             for i in self._summed:
                 gradients.give(i)
             return
-        is_scratch = shards is not gradients.flat  # must not outlive this call
-        for i, fresh in zip(self._summed, is_fresh, strict=True):
-            param, shard = gradients.params[i], gradients.shard_in(i, shards)
-            if is_scratch:
-                shard = shard.to(delivered, copy=fresh)
-            if fresh:
-                param.grad = shard
-            else:
-                _add_grad(param, shard)
+        sums = {i: gradients.shard_in(i, shards) for i in self._summed}
+        gradients.add(sums, are_own=shards is gradients.flat)
 
 
 class OneLevelReduction(ShardReduction):
@@ -398,8 +390,8 @@ class WholeReduction(Reduction):
 
     def _deliver(self) -> None:
         for i, grad in self._grads.items():
-            param = self._gradients.params[i]
-            _add_grad(param, grad.view(param.layout.spec.shape).to(self._plan.contract.delivered))
+            whole = grad.view(self._plan.layout.params[i].spec.shape)
+            self._gradients.add({i: whole}, are_own=True)
 
 
 class UnitReduction:
@@ -500,10 +492,3 @@ class UnitReduction:
     def _complete_all(self) -> None:
         for reduction in self._reductions:
             reduction.complete()
-
-
-def _add_grad(param: ShardedParam, shard: Tensor) -> None:
-    if param.grad is None:
-        param.grad = shard
-    else:
-        param.grad.add_(shard)

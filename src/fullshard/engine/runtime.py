@@ -201,6 +201,7 @@ class Runtime:
         self.expected.end_forward(top)
         self.residency.forget_late()
         for unit in self.units:
+            unit.forget_ahead()
             unit.state.finished_modules.clear()
             over = not torch.is_grad_enabled() and unit.state.reshard_after_forward is not False
             if unit.state.users == 0 and not unit.state.awaits_backward:
@@ -353,6 +354,8 @@ class Runtime:
         return not unit.reshards_after_forward and self.expected.awaits_backward_of(unit)
 
     def _end_backward(self) -> None:
+        for unit in self.units:
+            unit.forget_ahead()
         if any(unit.is_on_cpu for unit in self.units):  # the optimizer reads their gradients next
             self._lanes.host.wait(self._lanes.offload.mark())
         accelerator_for(self._device).end_pass()
@@ -524,11 +527,15 @@ class Runtime:
         ahead = self.expected.ahead_in_forward(unit)
         if unit.options.prefetches_forward or unit.state.next_forward is not None:
             self.residency.prefetch(ahead, Phase.FORWARD)
+            for later in self.expected.beyond(unit, self.expected.forward, unit.state.next_forward):
+                later.read_ahead()
 
     def _prefetch_backward(self, unit: Unit) -> None:
         ahead = self.expected.ahead_in_backward(unit)
         if unit.options.backward_prefetch == "pre":
             self.residency.prefetch(ahead, Phase.BACKWARD)
+            for later in self.expected.beyond(unit, self.expected.backward, unit.state.next_backward):
+                later.read_ahead()
         self._postponed = ahead if unit.options.backward_prefetch == "post" else []
 
     def _free_recomputed(self, needed: Unit) -> None:

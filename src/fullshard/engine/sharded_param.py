@@ -26,6 +26,7 @@ from fullshard._compat import (
 )
 from fullshard.comm.mesh import Axes, own_part
 from fullshard.device.awaited import settled
+from fullshard.disk.tensors import OnDisk
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_view import ParamView, sends_payloads
 from fullshard.errors import StateError
@@ -131,9 +132,9 @@ class ShardedParam:
     def local(self, shard: Tensor) -> None:
         set_local_tensor(self.dtensor, shard)
 
-    def note_made_of(self, whole: Tensor) -> None:
-        """Note that this rank's shard, which has its values by now, was cut from `whole`."""
-        self._made_of = digest(whole), digest(self.local)
+    def note_made_of(self, whole: Tensor, own: Tensor | None = None) -> None:
+        """Note that this rank's shard, which has the values of `own` by now, was cut from `whole`."""
+        self._made_of = digest(whole), digest(self.local if own is None else own)
 
     @property
     def made_of(self) -> int | None:
@@ -275,6 +276,8 @@ def _dtensor(tensor: Tensor) -> DTensor:
 def digest(tensor: Tensor) -> int | None:
     """A number that hardly differs unless values do: of some, spread evenly. None for a tensor without memory."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if isinstance(local, OnDisk):
+        local = local.fetch()
     if not has_values(local):
         return None
     if holds_tensors(local):

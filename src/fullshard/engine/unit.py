@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from fullshard._compat import holds_tensors
 from fullshard.comm.mesh import Axes
 from fullshard.comm.wire import Pending
 from fullshard.device.accelerator import accelerator_for
@@ -36,7 +38,7 @@ from fullshard.engine.unit_plans import (
     stretches_of,
 )
 from fullshard.engine.unit_state import UnitState
-from fullshard.errors import StateError
+from fullshard.errors import ConfigError, StateError
 from fullshard.policy.offload import Home, OffloadPolicy
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
@@ -82,6 +84,8 @@ class Unit:
         self.axes = axes
         self.device = device
         self.home = options.offload.in_full.home_of_all  # until the root knows all of its units
+        if _goes_to_disk(options, sources):
+            self.home = Home.DISK
         self.state = UnitState(options.reshard_after_forward)
         self.form = Form.SHARDED
         self.keeps_unsharded = options.keeps_unsharded  # between steps
@@ -95,7 +99,7 @@ class Unit:
         self._shown: list[int] = []  # versions of shards that gathers come behind
         kinds = by_kind(sources)
         where = device_of(sources, device)
-        memory = MemoryKind(where) if where.type == "meta" else self._memory
+        memory = self._memory_at(where)
         plans = [plan_for(kind, options, where, memory) for kind in kinds]
         self.slot = Slot(where)
         self.collectives = _collectives_along([axes, *(plan.axes for plan in plans)], device)
@@ -115,6 +119,7 @@ class Unit:
         self._register_params()
         self._leaves = _leaves_beside(self.modules, self.params)
         self._show_sharded()
+        _made.add(self)
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {len(self.params)} parameters, {self.form.value})"
@@ -129,6 +134,11 @@ class Unit:
     def unsharded_nbytes(self) -> int:
         """Bytes of its unsharded parameters; of tensor subclasses' payloads, once these have been gathered."""
         return self.slot_nbytes + sum(param_group.apart_nbytes for param_group in self.param_groups)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes of its parameters as they are stored, on all ranks of the shard axis together."""
+        return sum(param.layout.spec.numel * param.sharded.itemsize for param in self.params)
 
     @property
     def _present_apart_nbytes(self) -> int:
@@ -167,7 +177,10 @@ class Unit:
         """The memory of its shards at `home`."""
         if home is Home.DEVICE:
             return MemoryKind(self.device)
-        if not accelerator_for(self.device).has_lanes:
+        beside = accelerator_for(self.device).has_lanes
+        if home is Home.DISK:
+            return MemoryKind(torch.device("cpu"), offloaded=beside, pinned=beside, folder=self._folder)
+        if not beside:
             return MemoryKind(torch.device("cpu"))
         pinned, copied = self.options.offload.in_full.pin_memory, home is Home.STEPPED_ON_CPU
         return MemoryKind(torch.device("cpu"), offloaded=True, pinned=pinned, copied=copied)
@@ -175,7 +188,12 @@ class Unit:
     @property
     def is_on_cpu(self) -> bool:
         """True if shards and gradients are on the CPU, and the optimizer steps them there, wherever compute runs."""
-        return self.home is not Home.DEVICE
+        return self.home in (Home.STEPPED_ON_CPU, Home.CPU)
+
+    @property
+    def rests_on_disk(self) -> bool:
+        """True if shards, gradients and the optimizer's state are on a disk between uses."""
+        return self.home is Home.DISK
 
     @property
     def is_offloaded(self) -> bool:
@@ -193,6 +211,16 @@ class Unit:
         trained = (param.sharded for param in self.params if param.sharded.requires_grad)
         return sum(param.numel() * param.dtype.itemsize for param in trained)
 
+    def _memory_at(self, device: torch.device) -> MemoryKind:
+        """Where shards live that are found on `device`, or were made of what was there."""
+        if device.type == "meta":
+            return MemoryKind(device, folder=self._folder)
+        return self._memory if self.is_on_cpu or self.rests_on_disk else MemoryKind(device)
+
+    @property
+    def _folder(self) -> Path | None:
+        return self.options.offload.in_full.disk_folder if self.rests_on_disk else None
+
     @property
     def description(self) -> str:
         """A text that is the same on all ranks: the name, and every parameter's FQN, shape and dtypes."""
@@ -202,7 +230,8 @@ class Unit:
             for param_group in self.param_groups
             for param in param_group.params
         )
-        return f"{self.name or 'the root'} ({'; '.join(params)})"
+        where = ", on a disk" if self.rests_on_disk else ""
+        return f"{self.name or 'the root'}{where} ({'; '.join(params)})"
 
     def digests(self, axes: Axes) -> list[int | None]:
         """Of the values that each parameter was made of on this rank; None where they are not known, or others now, or
@@ -355,6 +384,18 @@ class Unit:
             self._note("free", phase, nbytes)
         if phase is not Phase.FORWARD:
             self.release_secondary(phase)
+
+    def read_ahead(self) -> None:
+        """Begin to read shards that rest on a disk: a gather is to start soon."""
+        if self.rests_on_disk and self.form is Form.SHARDED and not self.is_meta:
+            for param_group in self.param_groups:
+                param_group.gather.read_ahead()
+
+    def forget_ahead(self) -> None:
+        """Give back what was read for a gather that did not start."""
+        if self.rests_on_disk and self.form is Form.SHARDED:
+            for param_group in self.param_groups:
+                param_group.gather.forget_ahead()
 
     def forget_gather(self) -> None:
         """Be sharded without the gather that is under way, for which other ranks did not come."""
@@ -515,11 +556,9 @@ class Unit:
         """The plan of `param_group` with the dtype and device that its shards have now."""
         shard = param_group.params[0].local
         contract = contract_for(self.options, param_group.params[0].view, shard.dtype, param_group.plan.contract.grad)
-        if shard.is_meta:
-            return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
-        if self.is_on_cpu:
-            return param_group.plan.changed(contract, self.device, self._memory)
-        return param_group.plan.changed(contract, shard.device, MemoryKind(shard.device))
+        stays = not shard.is_meta and (self.is_on_cpu or self.rests_on_disk)
+        device = self.device if stays else shard.device
+        return param_group.plan.changed(contract, device, self._memory_at(shard.device))
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -589,6 +628,33 @@ class Unit:
                     )
         with acting_for(origin, "messages"):
             return UnitReduction(reductions, read, lanes, origin)
+
+
+def _goes_to_disk(options: ShardOptions, sources: Sequence[Source]) -> bool:
+    """True if the shards of a new unit are to rest on a disk, so that of all units the policy's fraction does.
+
+    Of all that have the same policy and were not in a step yet: those of the model that is being made.
+
+    Raises:
+        ConfigError: their class has values in several tensors.
+    """
+    fraction = options.parameters_on_disk
+    if not fraction:
+        return False
+    wrapped = [source for source in sources if source.sends_payloads or holds_tensors(source.local)]
+    if wrapped:
+        raise ConfigError(
+            f"Offload(parameters={{'disk': {fraction}}}): {wrapped[0].fqn} is a {type(wrapped[0].local).__name__}, "
+            "whose values are in tensors of its own, which cannot rest on a disk. Give its unit a policy without "
+            "parameters."
+        )
+    beside = [unit for unit in _made if unit.state.runtime is None and unit.options.offload == options.offload]
+    there = sum(unit.whole_nbytes for unit in beside if unit.rests_on_disk)
+    nbytes = sum(source.local.numel() * source.local.itemsize for source in sources)
+    return there < fraction * (nbytes + sum(unit.whole_nbytes for unit in beside))
+
+
+_made: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def _collectives_along(each: Iterable[Axes], device: torch.device) -> dict[Axes, AxesCollectives]:

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from fullshard.layout.offsets import aligned_offsets
+from fullshard.layout.offsets import align, aligned_offsets
 from fullshard.layout.shard_spec import ShardSpec, choose_spec
 
 __all__ = [
@@ -162,12 +162,14 @@ def lay_out(
     itemsize: int,
     dims: Sequence[int | None] | None = None,
     rule: MessageRule = PAIRWISE,
+    part_step: int = 1,
 ) -> GroupLayout:
     """The layout of parameters of `shapes`, in order, where `itemsize` is the smallest element (bytes) that travels.
 
     Args:
         dims: the dim that each is sharded along, or None to leave it open.
         rule: which of them are worth a message.
+        part_step: shards in place, and the pack, start at multiples of so many elements in the shard buffer.
     """
     step = max(1, ALIGNMENT_BYTES // itemsize)
     chosen = dims or [None] * len(shapes)
@@ -176,10 +178,12 @@ def lay_out(
     unsharded_offsets, unsharded_numel = aligned_offsets(
         [region_numel(spec, i in in_place) for i, spec in enumerate(specs)], max(1, rule.start_step_bytes // itemsize)
     )
-    order = sorted(range(len(specs)), key=lambda i: i not in in_place)  # stable: in place first, then the pack
-    part_offsets, shard_numel = aligned_offsets([specs[i].part_numel for i in order], step)
-    shard_offsets = dict(zip(order, part_offsets, strict=True))
-    pack_offset = min((shard_offsets[i] for i in order if i not in in_place), default=shard_numel)
+    placed, packed = sorted(in_place), [i for i in range(len(specs)) if i not in in_place]
+    placed_offsets, pack_offset = aligned_offsets([specs[i].part_numel for i in placed], align(step, part_step))
+    packed_offsets, pack_numel = aligned_offsets([specs[i].part_numel for i in packed], step)
+    shard_numel = pack_offset + pack_numel
+    shard_offsets = dict(zip(placed, placed_offsets, strict=True))
+    shard_offsets |= {i: pack_offset + start for i, start in zip(packed, packed_offsets, strict=True)}
     params = tuple(
         ParamLayout(spec, i in in_place, unsharded_offsets[i], shard_offsets[i]) for i, spec in enumerate(specs)
     )

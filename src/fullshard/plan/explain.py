@@ -84,6 +84,12 @@ def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
         for what, fraction in on_cpu.items():
             if fraction:
                 yield f"{fraction:.0%} of the {what}{which} is on the CPU{'' if is_beside else ', as all is here'}"
+        there = sum(unit.rests_on_disk for unit in units if unit.options.offload == policy)
+        if there:
+            yield (
+                f"{there} of {count} units rest on a disk between uses, in {policy.disk_folder}: their shards, "
+                "gradients and optimizer's state"
+            )
         if policy.budget is not None:
             yield f"a budget of {policy.budget}{which}: all is away that can be until the first step of an optimizer"
         if policy.disk_fraction:

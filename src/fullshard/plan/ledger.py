@@ -29,6 +29,7 @@ from fullshard._compat import fake_tensors, inner_tensors, storage_watch
 from fullshard.comm.codec import codec_named
 from fullshard.comm.encoded import error_feedback_numel
 from fullshard.comm.mesh import resolve_groups
+from fullshard.disk.buffers import MOST_WRITING, buffers_of
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan
@@ -146,9 +147,13 @@ def predict_on_disk(
             numel = layout.spec.shard_numel(plan.rank) if plan.shards_optimizer else layout.spec.numel
             nbytes[id(param.sharded)] = cost.values * numel * plan.contract.stored.itemsize
     params = [param.sharded for unit in units for param in unit.params]
-    portions = [sum(nbytes[id(param)] for param in portion) for _, portion in portions_on_disk(params)]
-    buffers = (max(portions[turn::BUFFERS], default=0) for turn in range(BUFFERS))
-    return OnDiskCost(nbytes=sum(portions), buffer_nbytes=sum(buffers))
+    each = [portion for _, portion in portions_on_disk(params)]
+    portions = [sum(nbytes[id(param)] for param in portion) for portion in each]
+    buffers = sum(max(portions[turn::BUFFERS], default=0) for turn in range(BUFFERS))
+    resting = {id(param.sharded) for unit in units if unit.rests_on_disk for param in unit.params}
+    stepped = (sum(nbytes[id(it)] for it in portion if id(it) in resting) for portion in each)
+    passing = 2 * max(stepped, default=0) // max(1, cost.values)  # shards and gradients of a portion
+    return OnDiskCost(nbytes=sum(portions), buffer_nbytes=buffers + (MOST_WRITING + 2) * passing)
 
 
 def predict_on_cpu(
@@ -190,7 +195,7 @@ class _GroupBytes:
     @property
     def gradients(self) -> int:
         """Bytes of the gradients that the optimizer sees."""
-        if not self.is_trained:
+        if not self.is_trained or self.plan.rests_on_disk:
             return 0
         plan, layout = self.plan, self.plan.layout
         numel = layout.shard_numel if plan.shards_optimizer else sum(it.spec.numel for it in layout.params)
@@ -269,7 +274,9 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
     return Ledger(
         parameters=storage_bytes(params, (unit.slot.storage for unit in kept)) + copies + groups,
         gradients=gradients,
-        optimizer_state=storage_bytes(_state_tensors(optimizer)) + (0 if on_disk is None else on_disk.buffer_nbytes),
+        optimizer_state=storage_bytes(_state_tensors(optimizer))
+        + (0 if on_disk is None else on_disk.buffer_nbytes)
+        + (buffers_of(units[0].device).idle_nbytes if any(unit.rests_on_disk for unit in units) else 0),
         gathered_peak=record.gathered_peak_bytes(),
         activations=activations,
     )

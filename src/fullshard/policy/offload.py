@@ -21,6 +21,7 @@ class Home(Enum):
     DEVICE = "on the device"
     STEPPED_ON_CPU = "on the CPU, with a copy of the shards on the device"
     CPU = "on the CPU"
+    DISK = "on a disk"
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,11 @@ class Offload(OffloadPolicy):
             taken from the last one on, until they have at least that much: first those for the CPU, whose gradients
             are there too, and which the optimizer steps there, while the device keeps a copy of their shards; then
             those for the disk, for each optimizer by itself.
-        parameters: how much of the parameters rests where: `{"cpu": fraction}`. From the last unit on, too, and
-            without a copy on the device: shards travel for each gather. Their optimizer's state is on the CPU as well,
-            as part of what `optimizer` asks for.
+        parameters: how much of the shards rests where: `{"cpu": 0.25, "disk": 0.5}`. On the CPU from the last unit on,
+            too, and without a copy on the device: shards travel for each gather, and the optimizer's state is on the
+            CPU as well, as part of what `optimizer` asks for. On the disk as units are made, and not under strategies
+            that keep parameters whole: shards are read for each gather, gradients written as they are reduced, and the
+            optimizer's state rests there as well, on top of what `optimizer` says.
         activations: how much of what forward keeps for backward is away between the two, and where: in the host's
             memory (`"cpu"`: nothing changes where that is what computes) or on a disk. `{"cpu": 0.5, "disk": 0.25}` is
             half of the units and a quarter, the earliest on the disk. With checkpoints it is their inputs that travel.
@@ -109,18 +112,20 @@ class Offload(OffloadPolicy):
                     "Leave either out."
                 )
         _check_fractions("optimizer", self.optimizer, ("cpu", "disk"))
-        _check_fractions("parameters", self.parameters, ("cpu",))
+        _check_fractions("parameters", self.parameters, ("cpu", "disk"))
         _check_fractions("activations", self.activations, ("cpu", "disk"))
-        if self.cpu_fraction + self.disk_fraction > 1:
+        if self.cpu_fraction + max(self.disk_fraction, self.parameters.get("disk", 0.0)) > 1:
             raise ConfigError(
                 f"Offload(optimizer={dict(self.optimizer)}, parameters={dict(self.parameters)}): the optimizer's state "
                 f"is on the CPU wherever parameters are, so {self.cpu_fraction:g} of it is, and no more than "
                 f"{1 - self.cpu_fraction:g} can be on a disk."
             )
-        if (self.disk_fraction or self.activations.get("disk")) and self.folder is None:
+        named = {name: dict(getattr(self, name)) for name in ("optimizer", "parameters", "activations")}
+        if any(fractions.get("disk") for fractions in named.values()) and self.folder is None:
+            given = ", ".join(f"{name}={fractions}" for name, fractions in named.items() if fractions)
             raise ConfigError(
-                f"Offload(optimizer={dict(self.optimizer)}, activations={dict(self.activations)}) has no folder for "
-                'what is to rest on a disk. Name one on a disk of this machine: folder="/nvme/run".'
+                f"Offload({given}) has no folder for what is to rest on a disk. Name one on a disk of this machine: "
+                'folder="/nvme/run".'
             )
 
     @property

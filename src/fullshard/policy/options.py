@@ -47,10 +47,25 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         check_wires(self.precision, self.placements)
+        if self.parameters_on_disk:
+            self._check_parameters_on_disk()
         if type(self.shard_alignment) is not int or self.shard_alignment < 1:
             raise ConfigError(
                 f"shard_alignment={self.shard_alignment!r}: a number of elements from 1 on is needed. Pass the block "
                 "size of the optimizer's states, such as 256."
+            )
+
+    def _check_parameters_on_disk(self) -> None:
+        given = f"Offload(parameters={{'disk': {self.parameters_on_disk}}})"
+        if self.placements.parameters is Placement.WHOLE:
+            raise ConfigError(
+                f"{given}: this strategy keeps whole parameters in memory between steps, so there are no shards to "
+                "rest on a disk. Choose one that shards them, such as 'zero3' or 'hsdp'."
+            )
+        if self.precision.reduce_wire is not None:
+            raise ConfigError(
+                f"{given} with reduce_wire={self.precision.reduce_wire!r}: gradients that rest on a disk are laid out "
+                "in its blocks, so that encoded ones would be others than without it. Leave reduce_wire out."
             )
 
     @classmethod
@@ -81,6 +96,11 @@ class ShardOptions:
             broadcasts_buffers=broadcast_buffers,
             shard_alignment=shard_alignment,
         )
+
+    @property
+    def parameters_on_disk(self) -> float:
+        """How much of the shards of units with this policy rests on a disk."""
+        return self.offload.in_full.parameters.get("disk", 0.0)
 
     @property
     def activations(self) -> Mapping[str, float]:

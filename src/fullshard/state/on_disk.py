@@ -8,6 +8,8 @@ is written.
     disk       read 0   read 1   write 0, read 2   write 1, read 3   ...
     optimizer           step 0   step 1            step 2            ...
 
+Shards and gradients of units whose parameters rest there, too, are read with the states, and the shards written.
+
 The states are the same `DTensor`s all the time. What they hold is a view of a buffer while their portion is stepped,
 and an `OnDisk` tensor otherwise. A portion that has no states yet, or other ones than the file has room for, as in a
 first step or after `load_state_dict`, is stepped with those that it has, and gets an extent afterwards.
@@ -31,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard._compat import dtensor_like, holds_tensors, local_tensor, set_local_tensor
+from fullshard.disk.buffers import buffers_of
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
 from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Extent, Scratch
@@ -76,6 +79,7 @@ class _Portion:
     block: Tensor = field(default_factory=no_buffer)  # the same on the device that steps
     views: dict[Key, Tensor] = field(default_factory=dict)  # of the block: what its states hold while it is stepped
     reading: DiskWork | None = None
+    shards: ShardsInMemory | None = None  # those that rest there, and their gradients, while it is stepped
 
     @property
     def extent(self) -> Extent | None:
@@ -168,6 +172,10 @@ class StatesOnDisk:
                 self._empty(portion, optimizer)
                 raise
             self._begin_to_write(portion, optimizer, number)
+            if portion.shards is not None:
+                with self._failures.noted():
+                    portion.shards.end(writes=not self._failures)
+                portion.shards = None
             if portion is takes_room:
                 self._raise_failures()
         self._raise_failures()
@@ -221,9 +229,13 @@ class StatesOnDisk:
         self._failures.raise_on_every_rank(process_groups_along(units), units[0].device)
 
     def _begin_to_read(self, todo: Sequence[_Portion], number: int) -> None:
-        extent = todo[number].extent if number < len(todo) else None
+        if number >= len(todo):
+            return
+        portion = todo[number]
+        with self._failures.noted():
+            portion.shards = ShardsInMemory.of(portion.params)
+        extent = portion.extent
         if extent is not None:
-            portion = todo[number]
             portion.buffer = self._take_buffer(number, extent.nbytes)
             portion.reading = DiskWork([])
             with self._failures.noted():
@@ -241,7 +253,10 @@ class StatesOnDisk:
         return self._buffers[turn][:nbytes]
 
     def _fill(self, portion: _Portion, optimizer: Optimizer) -> None:
-        """Give the states of `portion` memory, with their values; with any, if these cannot be read."""
+        """Give what of `portion` rests on the disk memory, with its values; with any, if these cannot be read."""
+        if portion.shards is not None:
+            with self._failures.noted():
+                portion.shards.fill()
         if portion.reading is None:
             bring_to_memory(optimizer, portion.params)
             return
@@ -257,6 +272,9 @@ class StatesOnDisk:
 
     def _empty(self, portion: _Portion, optimizer: Optimizer) -> None:
         """Take the memory away again: what the file has is true."""
+        if portion.shards is not None:
+            portion.shards.end(writes=False)
+            portion.shards = None
         for key, value in _items(portion, optimizer):
             if key in portion.views and value._local_tensor is portion.views[key]:
                 set_local_tensor(value, portion.rests[key])
@@ -360,15 +378,32 @@ def _divided(params: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """`params` in portions: the same on every rank, though shards may differ in size."""
     portion: list[nn.Parameter] = []
     nbytes = 0
-    for param in params:
-        size = STATES * param.numel() * param.dtype.itemsize // _parts(param)
+    for its in _inseparable(params):
+        size = sum(_stepped_nbytes(param) for param in its)
         if portion and nbytes + size > PORTION_NBYTES:
             yield portion
             portion, nbytes = [], 0
-        portion.append(param)
+        portion += its
         nbytes += size
     if portion:
         yield portion
+
+
+def _inseparable(params: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Those whose shards lie in the same blocks of the disk, which are read and written as one."""
+    together: dict[int, list[nn.Parameter]] = {}
+    for number, param in enumerate(params):
+        managed = managed_by(param)
+        is_alone = managed is None or not managed.unit.rests_on_disk or managed.param.layout.in_place
+        together.setdefault(number if is_alone else -1, []).append(param)
+    return together.values()
+
+
+def _stepped_nbytes(param: nn.Parameter) -> int:
+    """Bytes that pass through the buffers of a step for `param`."""
+    managed = managed_by(param)
+    values = STATES if managed is None or not managed.unit.rests_on_disk else STATES + 2  # its shard, and the gradient
+    return values * param.numel() * param.dtype.itemsize // _parts(param)
 
 
 def _parts(param: Tensor) -> int:
@@ -376,6 +411,94 @@ def _parts(param: Tensor) -> int:
         return 1
     sizes = zip(param.placements, param.device_mesh.shape, strict=True)
     return prod(size for placement, size in sizes if placement.is_shard())
+
+
+# -- shards and gradients that are there ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Whole blocks of an extent, and where they are in a buffer."""
+
+    extent: Extent
+    start: int
+    end: int
+    offset: int
+
+
+class ShardsInMemory:
+    """Shards of a portion that rest on a disk, and gradients of it that do, in memory while they are stepped.
+
+    Args:
+        held: the `DTensor`s, and what each of them holds at rest.
+        is_shard: by the same numbers, whether it is a shard: what is written again.
+    """
+
+    def __init__(self, held: Sequence[tuple[DTensor, OnDisk]], is_shard: Sequence[bool]) -> None:
+        self._held = list(held)
+        blocks = _blocks([rest for _, rest in held])
+        self._stretches, nbytes = [], 0
+        for extent, start, end in blocks:
+            self._stretches.append(_Stretch(extent, start, end, nbytes))
+            nbytes += end - start
+        written = {id(rest.extent) for (_, rest), it in zip(held, is_shard, strict=True) if it}
+        self._written = [it for it in self._stretches if id(it.extent) in written]
+        self._buffers = buffers_of(held[0][1].device)
+        self._buffer = self._buffers.take(nbytes)
+        self._reading = DiskWork.of_all(it.extent.read(self._place(it), it.start) for it in self._stretches)
+
+    @classmethod
+    def of(cls, params: Iterable[nn.Parameter]) -> ShardsInMemory | None:
+        """Those of `params`, which are begun to be read; None if none of them rests on a disk."""
+        held: list[tuple[DTensor, OnDisk]] = []
+        is_shard = []
+        for param in params:
+            for tensor, is_param in ((param, True), (param.grad, False)) if param.grad is not None else ():
+                if isinstance(tensor, DTensor) and isinstance(tensor._local_tensor, OnDisk):
+                    held.append((tensor, tensor._local_tensor))
+                    is_shard.append(is_param)
+        return cls(held, is_shard) if held else None
+
+    def _place(self, stretch: _Stretch) -> Tensor:
+        return self._buffer.data[stretch.offset :][: stretch.end - stretch.start]
+
+    def fill(self) -> None:
+        """Have them hold memory, with their values; with any, if these cannot be read.
+
+        Raises:
+            DiskError: they cannot.
+        """
+        for tensor, rest in self._held:
+            around = (it for it in self._stretches if it.extent is rest.extent)
+            inside = next(it for it in around if it.start <= rest.start <= it.end)
+            set_local_tensor(tensor, rest.over(self._place(inside), inside.start))
+        self._reading.wait()
+
+    def end(self, *, writes: bool) -> None:
+        """Have nothing hold memory any more. Begin to write shards as they are now, if that is asked for.
+
+        Raises:
+            DiskError: what was written before could not be.
+        """
+        for tensor, rest in self._held:
+            set_local_tensor(tensor, rest)
+        works = [it.extent.write(self._place(it), it.start) for it in (self._written if writes else ())]
+        self._buffers.give(self._buffer, DiskWork.of_all([self._reading, *works]))
+
+
+def _blocks(rests: Iterable[OnDisk]) -> list[tuple[Extent, int, int]]:
+    """The blocks in which `rests` lie, as few stretches: where each begins and ends in its extent."""
+    by_extent: dict[int, tuple[Extent, list[tuple[int, int]]]] = {}
+    for rest in rests:
+        by_extent.setdefault(id(rest.extent), (rest.extent, []))[1].append(rest.blocks)
+    found: list[tuple[Extent, int, int]] = []
+    for extent, its in by_extent.values():
+        for start, end in sorted(its):
+            if found and found[-1][0] is extent and start <= found[-1][2]:
+                found[-1] = extent, found[-1][1], max(end, found[-1][2])
+            else:
+                found.append((extent, start, end))
+    return found
 
 
 # -- the units whose states are there ---------------------------------------------------------------------------------
@@ -421,7 +544,9 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
     for param in params:
         managed = managed_by(param)
         policy = None if managed is None else managed.unit.options.offload
-        if managed is None or not param.requires_grad or not isinstance(policy, Offload) or not policy.disk_fraction:
+        if managed is None or not param.requires_grad or not isinstance(policy, Offload):
+            continue
+        if not policy.disk_fraction and not managed.unit.rests_on_disk:
             continue
         known = next((units for other, units in by_policy if other == policy), None)
         if known is None:
@@ -431,8 +556,11 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
     for policy, units in by_policy:
         homes = homes_of(list(units))
         nbytes = {unit: sum(param.numel() * param.dtype.itemsize for param in its) for unit, its in units.items()}
-        wanted, taken = policy.disk_fraction * sum(nbytes.values()), 0
+        wanted = policy.disk_fraction * sum(nbytes.values())
+        taken = sum(size for unit, size in nbytes.items() if unit.rests_on_disk)
         for unit in reversed(units):
-            if taken < wanted and homes[unit] is Home.DEVICE:
+            if unit.rests_on_disk:
+                yield policy.disk_folder, units[unit]
+            elif taken < wanted and homes[unit] is Home.DEVICE:
                 taken += nbytes[unit]
                 yield policy.disk_folder, units[unit]

@@ -1,0 +1,122 @@
+"""Gradients of a parameter group that rest on a disk from their reduction to the optimizer's step.
+
+They are summed in a buffer, which is written behind. What the optimizer sees are `OnDisk` tensors; what steps them
+gives them memory first.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from fullshard.disk.buffers import Buffer, buffers_of
+from fullshard.disk.files import aligned
+from fullshard.disk.space import Extent, shared_scratch
+from fullshard.disk.tensors import OnDisk
+from fullshard.engine.gradients import Gradients, GradientState
+from fullshard.engine.group_plan import GroupPlan
+from fullshard.engine.sharded_param import ShardedParam
+
+__all__ = ["GradientsOnDisk", "gradients_for"]
+
+
+class GradientsOnDisk(Gradients):
+    """The gradients of a group whose shards rest on a disk."""
+
+    def __init__(self, plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> None:
+        super().__init__(plan, params, state)
+        self._nbytes = aligned(plan.layout.shard_numel * plan.contract.delivered.itemsize)
+        self._buffers = buffers_of(plan.device)
+        self._buffer: Buffer | None = None  # which `flat` lies in
+        self._extent: Extent | None = None  # where they rest
+        self._counts: list[tuple[int, ...]] = []  # what `_references` says while nobody else refers to them
+        self._given: list[int] = []  # parameters whose gradients lie in `flat`
+
+    def new_shards(self) -> Tensor:
+        """A buffer for the gradient shards, in the dtype that is delivered, until `hand_over`."""
+        if self.flat is None:
+            self._buffer = self._buffers.take(self._nbytes)
+            self.flat = self._typed(self._buffer)
+        return self.flat
+
+    def _typed(self, buffer: Buffer) -> Tensor:
+        delivered = self.plan.contract.delivered
+        return buffer.data[: self.plan.layout.shard_numel * delivered.itemsize].view(delivered)
+
+    def give(self, i: int) -> None:
+        """See `Gradients.give`. It does from `hand_over` on."""
+        self._given.append(i)
+
+    def hand_over(self) -> None:
+        """Begin to write what was given, and let the optimizer see it."""
+        given, self._given = self._given, []
+        buffer, self._buffer, self.flat = self._buffer, None, None
+        if buffer is None:
+            return
+        work = None
+        if given:
+            work = self._room().write(buffer.data)
+            self._show(given)
+        self._buffers.give(buffer, work)
+
+    def add(self, sums: Mapping[int, Tensor], *, are_own: bool) -> None:
+        """See `Gradients.add`. What rests there is read and written in one go."""
+        resting = [i for i in sums if self._rests(i)]
+        fresh = [i for i in sums if not self.params[i].has_grad]
+        extent = self._extent if resting else self._room()
+        assert extent is not None, "something rests there"
+        buffer = self._buffers.take(self._nbytes)
+        extent.read(buffer.data).wait()
+        flat, delivered = self._typed(buffer), self.plan.contract.delivered
+        for i, shard in sums.items():
+            if i in fresh:
+                self.shard_in(i, flat).copy_(shard)
+            elif i in resting:
+                self.shard_in(i, flat).add_(shard.to(delivered))
+            else:
+                super().add({i: shard}, are_own=False)
+        self._buffers.give(buffer, extent.write(buffer.data))
+        self._show(fresh)
+
+    def drop_shards(self) -> None:
+        """See `Gradients.drop_shards`. Their room on the disk is free once nobody looks at them any more."""
+        super().drop_shards()
+        if self._buffer is not None:
+            self._buffers.give(self._buffer)
+        self._buffer = self._extent = None
+        self._given = []
+
+    def _rests(self, i: int) -> bool:
+        """True if the optimizer's gradient of parameter `i` is what rests in the extent."""
+        grad = self.params[i].grad
+        return isinstance(grad, OnDisk) and grad.extent is self._extent
+
+    def _room(self) -> Extent:
+        """Where to write all of them: where the last ones are, unless somebody still refers to any of those."""
+        if self._extent is None or self._counts != self._references():
+            plan, delivered = self.plan, self.plan.contract.delivered
+            assert plan.memory.folder is not None, "they rest there"
+            self._shards = []
+            self._extent = extent = shared_scratch(plan.memory.folder).take(self._nbytes)
+            for placed, param in zip(plan.layout.params, self.params, strict=True):
+                shape = placed.spec.shard_shape(plan.rank)
+                rests = OnDisk(extent, placed.shard_offset * delivered.itemsize, shape, delivered, plan.memory.device)
+                self._shards.append(param.placed(rests))
+            self._counts = self._references()
+        return self._extent
+
+    def _references(self) -> list[tuple[int, ...]]:
+        """How many refer to what the optimizer saw the last time; the same numbers as long as nobody else does."""
+        own = [(sys.getrefcount(shard), shard._use_count()) for shard in self._shards]  # type: ignore[attr-defined]
+        return [*own, (sys.getrefcount(self._extent),)]
+
+    def _show(self, indices: Iterable[int]) -> None:
+        for i in indices:
+            self.params[i].sharded.grad = self._shards[i]
+
+
+def gradients_for(plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> Gradients:
+    """The gradients of a group, in memory or on a disk."""
+    return (GradientsOnDisk if plan.rests_on_disk else Gradients)(plan, params, state)

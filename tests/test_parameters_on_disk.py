@@ -1,0 +1,278 @@
+"""Parameters and gradients on a disk: the bits of a run without, in little memory, whatever is done with them."""
+
+import copy
+import errno
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from small_models import BLOCKS, SmallGPT, batch, loss_of, my_part, small_gpt, trained, wholes
+from test_offload_to_disk import LOOPS, Make, adamw, few_bytes_a_portion, learn, momentum, muon, on_the_disk
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fullshard.disk.space
+from fullshard import DiskError, Offload, dry, fully_shard
+from fullshard.checkpoint import async_save, load, restore_snapshot, save, snapshot
+from fullshard.disk.buffers import MOST_WRITING, buffers_of
+from fullshard.disk.files import ALIGNMENT, aligned
+from fullshard.disk.tensors import OnDisk
+from fullshard.engine.registry import units_in
+from fullshard.plan.explain import explain
+from fullshard.plan.ledger import measure_ledger, peak_during, predict_ledger, storage_bytes
+from fullshard.state.on_disk import BUFFERS, states_on_disk
+from fullshard.state.summon import summon_full_params
+from fullshard.testing import assert_same
+
+
+def build(fraction: float | None, folder: Path, strategy: str = "zero3", mp_policy: Any = None, **options: Any) -> Any:
+    """A model of several units, so much of whose shards rests on the disk; blocks have `mp_policy`."""
+    return shard(small_gpt(BLOCKS), fraction, folder, strategy=strategy, mp_policy=mp_policy, **options)
+
+
+def shard(model: SmallGPT, fraction: float | None, folder: Path, mp_policy: Any = None, **options: Any) -> Any:
+    policy = None if fraction is None else Offload(parameters={"disk": fraction}, folder=folder / "scratch")
+    for block in model.blocks:
+        fully_shard(block, mp_policy=mp_policy, offload_policy=policy, **options)
+    return fully_shard(model, offload_policy=policy, **options)
+
+
+def locals_of(model: nn.Module) -> list[Tensor]:
+    return [param.to_local() for param in model.parameters() if isinstance(param, DTensor)]
+
+
+def resting(model: nn.Module) -> list[bool]:
+    return [isinstance(local, OnDisk) for local in locals_of(model)]
+
+
+def plain_sgd(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Without states."""
+    return [torch.optim.SGD(trained(model), lr=0.05)]
+
+
+# -- the bits of none -------------------------------------------------------------------------------------------------
+
+
+@few_bytes_a_portion()
+def compare(folder: Path, strategies: Sequence[str], cases: Sequence[tuple[Make, int]], fractions: Any) -> None:
+    for make, number in cases:
+        expected: list[Any] = []
+        for strategy in strategies:
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")) if "hsdp" in strategy else None
+            options = {"mesh": mesh}
+            for fraction in (None, *fractions) if not expected or mesh else fractions:
+                loop = dict(LOOPS[number])
+                model = build(fraction, folder, strategy, loop.pop("mp_policy", None), **options)
+                optimizers = make(model)
+                left = learn(model, optimizers, **loop)
+                if fraction is None:
+                    expected = left
+                assert_same(left, expected, name=f"{strategy}, {make.__name__}, {fraction}, {LOOPS[number]}")
+                units = units_in(model)
+                sizes = [unit.whole_nbytes for unit in units]
+                there = [size for unit, size in zip(units, sizes, strict=True) if unit.rests_on_disk]
+                assert (fraction or 0) * sum(sizes) <= sum(there) <= (fraction or 0) * sum(sizes) + max(sizes)
+                for unit in units:
+                    assert {isinstance(param.local, OnDisk) for param in unit.params} <= {unit.rests_on_disk}
+                if fraction == 1.0 and make is not plain_sgd:
+                    assert all(all(on_the_disk(it)) for it in optimizers)
+
+
+def test_every_fraction_gives_the_bits_of_none(tmp_path):
+    run_ranks(2, compare, tmp_path, ["zero3"], [(adamw, 0), (adamw, 1), (momentum, 2)], [0.5, 1.0])
+    run_ranks(2, compare, tmp_path, ["zero2"], [(muon, 0), (plain_sgd, 1)], [1.0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, world):
+    strategies = ["zero3", "zero2", *(["hsdp"] if world == 4 else [])]
+    cases = [(make, number) for make in (adamw, momentum, muon, plain_sgd) for number in range(3)]
+    run_ranks(world, compare, tmp_path, strategies, cases, [0.3, 1.0], timeout=500)
+
+
+# -- whoever looks ----------------------------------------------------------------------------------------------------
+
+
+@few_bytes_a_portion()
+def look(folder: Path) -> None:
+    there, plain = build(1.0, folder), build(None, folder)
+    assert all(resting(there)) and storage_bytes(there.parameters()) == 0
+    before = copy.deepcopy(there)
+    assert all(resting(before))
+
+    with torch.no_grad():
+        for param in (*there.parameters(), *plain.parameters()):
+            param.mul_(2)
+    for model in (there, plain):
+        with summon_full_params(model), torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+    assert_same(wholes(there), wholes(plain), name="written to in place")
+
+    left = []
+    for model in (there, plain):
+        [optimizer] = adamw(model)
+        for step in range(2):
+            loss_of(model, my_part(batch(step))).backward()
+            kept = [param.grad for param in trained(model)]
+            norm = torch.nn.utils.clip_grad_norm_(trained(model), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        loss_of(model, my_part(batch(5))).backward()
+        left.append([norm.full_tensor(), [it.full_tensor() for it in kept if it is not None], wholes(model)])
+        optimizer.zero_grad(set_to_none=False)
+        assert all(not param.grad.full_tensor().any() for param in trained(model))
+        optimizer.zero_grad()
+    assert_same(left[0], left[1], name="torch's clipping, and gradients that somebody has kept")
+
+    state = before.state_dict()
+    for model in (there, plain):
+        model.load_state_dict(state)
+        model.double()
+    assert all(resting(there)) and {local.dtype for local in locals_of(there)} == {torch.float64}
+    assert_same(wholes(there), wholes(plain), name="loaded, and cast")
+
+
+def test_whoever_looks_sees_true_values_and_whoever_writes_changes_them(tmp_path):
+    run_ranks(2, look, tmp_path)
+
+
+# -- checkpoints, and models without values ---------------------------------------------------------------------------
+
+
+@few_bytes_a_portion()
+def save_all(folder: Path) -> None:
+    model = build(1.0, folder)
+    [optimizer] = adamw(model)
+    learn(model, [optimizer], range(2))
+    save(folder / "save", model=model, optimizer=optimizer, step=2)
+    saved = async_save(folder / "async_save", model=model, optimizer=optimizer, step=2)
+    taken = snapshot(model=model, optimizer=optimizer)
+    left = learn(model, [optimizer], range(2, 4))  # while it is written
+    saved.wait()
+    restore_snapshot(taken, model=model, optimizer=optimizer)
+    assert_same(learn(model, [optimizer], range(2, 4)), left, name="from a snapshot")
+    if dist.get_rank() == 0:
+        torch.save(left[-2:], folder / "left.pt")
+
+
+@few_bytes_a_portion()
+def load_all(folder: Path) -> None:
+    left = torch.load(folder / "left.pt", weights_only=False)
+    for name, fraction in (("save", None), ("save", 0.5), ("async_save", 1.0)):
+        model = build(fraction, folder)
+        [optimizer] = adamw(model)
+        load(folder / name, model=model, optimizer=optimizer)
+        assert any(resting(model)) == bool(fraction)
+        with torch.device("meta"):
+            empty = small_gpt(BLOCKS)
+        load(folder / name, model=shard(empty, fraction, folder))
+        assert any(resting(empty)) == bool(fraction)
+        assert_same(wholes(empty), wholes(model), name="a model that had no values")
+        if dist.get_world_size() == 2:
+            assert_same(learn(model, [optimizer], range(2, 4))[-2:], left, name=f"{name}, {fraction}")
+
+
+def test_checkpoints_are_loaded_with_another_fraction_or_none_and_another_world_size(tmp_path):
+    run_ranks(2, save_all, tmp_path)
+    for world in (2, 3):
+        run_ranks(world, load_all, tmp_path)
+
+
+# -- how much memory --------------------------------------------------------------------------------------------------
+
+
+LAYERS, WIDTH = 12, 256
+
+
+def layers(fraction: float | None, folder: Path) -> nn.Module:
+    policy = None if fraction is None else Offload(parameters={"disk": fraction}, folder=folder / "scratch")
+    each = [fully_shard(nn.Linear(WIDTH, WIDTH), offload_policy=policy) for _ in range(LAYERS)]
+    return fully_shard(nn.Sequential(*each), offload_policy=policy)
+
+
+@few_bytes_a_portion()
+def weigh(folder: Path) -> None:
+    torch.manual_seed(0)
+    shards = aligned((WIDTH * WIDTH + WIDTH) * 4 // dist.get_world_size()) + 2 * ALIGNMENT
+    model, made = peak_during(partial(layers, 1.0, folder))
+    assert made <= 8 * shards * dist.get_world_size(), "no more than a layer, and what is written of others"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def step() -> None:
+        model(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    _, later = peak_during(step)
+    world, buffers = dist.get_world_size(), 2 * MOST_WRITING + BUFFERS
+    # Whole parameters and gradients of two units each, what passes through buffers, and what a step is about to write.
+    assert later <= (4 * world + buffers) * 2 * shards
+    assert buffers_of(torch.device("cpu")).idle_nbytes <= buffers * 2 * shards
+    states = states_on_disk(optimizer)
+    assert states is not None and len(states.portions) == 2 * LAYERS
+
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+    grads = [param.grad.to_local() for param in model.parameters()]
+    assert all(isinstance(grad, OnDisk) for grad in grads)
+    optimizer.zero_grad()
+    found = measure_ledger(model, optimizer, lambda: model(torch.randn(4, WIDTH)).square().mean())
+    predicted = predict_ledger(model)
+    assert (predicted.parameters, predicted.gradients) == (found.parameters, found.gradients) == (0, 0)
+    assert "12 of 13 units rest on a disk between uses" in explain(model)
+
+
+def test_memory_is_that_of_few_units_from_the_making_of_the_model_on(tmp_path):
+    run_ranks(2, weigh, tmp_path)
+
+
+@pytest.mark.parametrize("lanes", ["cpu", "gpu"])
+def test_a_dry_run_knows_it_and_makes_no_file(tmp_path, monkeypatch, lanes):
+    monkeypatch.setattr(fullshard.disk.space, "DiskFile", None)
+    peaks = {}
+    for fraction in (None, 0.5, 1.0):
+        tape = dry.run(
+            partial(layers, fraction, tmp_path), lambda: torch.randn(4, WIDTH), world=2, steps=2, lanes=lanes
+        )
+        assert not dry.races(tape)
+        peaks[fraction] = tape.peak_bytes() + (lanes == "gpu") * tape.peak_bytes(of_host=True)
+    shards = (WIDTH * WIDTH + WIDTH) * 4 // 2
+    assert peaks[None] - peaks[1.0] >= 4 * shards * (LAYERS - 8), "parameters, gradients and two states"
+    assert peaks[None] > peaks[0.5] > peaks[1.0]
+
+
+# -- when the disk fails ----------------------------------------------------------------------------------------------
+
+
+@few_bytes_a_portion()
+def fail(folder: Path) -> None:
+    for call in ("preadv", "pwritev"):
+        model = build(1.0, folder)
+        [optimizer] = adamw(model)
+        loss_of(model, my_part(batch(0))).backward()
+        real = getattr(os, call)
+
+        def broken(*args: Any) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        setattr(os, call, broken)
+        try:
+            with pytest.raises(DiskError, match="go on from the last checkpoint, on another disk"):
+                optimizer.step()
+                loss_of(model, my_part(batch(1)))
+        finally:
+            setattr(os, call, real)
+
+
+def test_a_disk_that_fails_is_an_error_that_says_so(tmp_path):
+    run_ranks(1, fail, tmp_path)
