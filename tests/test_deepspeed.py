@@ -482,11 +482,11 @@ PLAIN = {"train_batch_size": 4}
                     "offload_param": {"device": "cpu"},
                 }
             },
-            "offload_param.device='cpu': name a folder",
+            "offload_param.device='cpu' with nvme_path=/nvme: name one folder",
         ),
         (
-            {"zero_optimization": {"offload_param": {"device": "nvme"}}},
-            "offload_param.device='nvme' has no counterpart",
+            {"zero_optimization": {"offload_param": {"device": "tape"}}},
+            "offload_param.device='tape' has no counterpart",
         ),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 1.3}}}, "each from 0 to 1"),
         ({"zero_optimization": {"zero_quantized_weights": True}}, "Set bf16.enabled: gathers move bfloat16"),
@@ -559,6 +559,9 @@ def test_honoured_keys_are_read():
     on_disk = {"device": "nvme", "nvme_path": "/nvme", "ratio": 0.3, "pipeline_read": True}
     found = read({**PLAIN, "zero_optimization": {"stage": 2, "offload_optimizer": on_disk}}, world=2)
     assert found.offload == Offload(optimizer={"disk": 0.3}, folder="/nvme")
+    both = {"stage": 3, "offload_optimizer": on_disk, "offload_param": {"device": "nvme", "nvme_path": "/nvme"}}
+    found = read({**PLAIN, "zero_optimization": both}, world=2)
+    assert found.offload == Offload(optimizer={"disk": 0.3}, parameters={"disk": 1}, folder="/nvme")
     assert read(PLAIN, world=2).clips_to == 1.0  # as DeepSpeed does
 
 

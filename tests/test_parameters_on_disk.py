@@ -23,10 +23,19 @@ from fullshard import DiskError, Offload, dry, fully_shard
 from fullshard.checkpoint import async_save, load, restore_snapshot, save, snapshot
 from fullshard.disk.buffers import MOST_WRITING, buffers_of
 from fullshard.disk.files import ALIGNMENT, aligned
+from fullshard.disk.foresight import Traffic
+from fullshard.disk.pace import pace_of
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.registry import units_in
 from fullshard.plan.explain import explain
-from fullshard.plan.ledger import measure_ledger, peak_during, predict_ledger, storage_bytes
+from fullshard.plan.ledger import (
+    OnDiskCost,
+    measure_ledger,
+    peak_during,
+    predict_ledger,
+    predict_on_disk,
+    storage_bytes,
+)
 from fullshard.state.on_disk import BUFFERS, states_on_disk
 from fullshard.state.summon import summon_full_params
 from fullshard.testing import assert_same
@@ -276,3 +285,45 @@ def fail(folder: Path) -> None:
 
 def test_a_disk_that_fails_is_an_error_that_says_so(tmp_path):
     run_ranks(1, fail, tmp_path)
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+def moved(folder: Path, microbatches: int, clips: bool) -> tuple[float, float]:
+    """What four steps have read and written of what is foretold. The last writes of a step may come in the next."""
+    policy = Offload(parameters={"disk": 1.0}, folder=folder)
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+    for layer in model:
+        fully_shard(layer, offload_policy=policy)
+    fully_shard(model, offload_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(5):
+        for microbatch in range(microbatches):
+            model.set_requires_gradient_sync(microbatch == microbatches - 1)
+            model(torch.ones(2, 256)).sum().backward()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            before = pace_of(folder).total
+    found, cost = pace_of(folder).total.since(before), predict_on_disk(model)
+    foretold = Traffic.of_optimizer(1, bytes_each=cost.nbytes) + Traffic.of_parameters(
+        cost.shard_nbytes, gathers=2 * microbatches, clips=clips
+    )
+    return found.read_bytes / (4 * foretold.read_bytes), found.written_bytes / (4 * foretold.written_bytes)
+
+
+def test_a_step_moves_the_bytes_that_are_foretold(tmp_path):
+    for number, (microbatches, clips) in enumerate([(1, False), (3, True)]):
+        for found in run_ranks(2, moved, tmp_path / str(number), microbatches, clips):
+            assert found == pytest.approx((1, 1), rel=0.1)
+
+
+def test_a_strategy_that_could_not_have_them_there_is_reckoned_in_memory(tmp_path):
+    with dry.world(2), dry.taped():
+        there, here = build(0.6, tmp_path), build(None, tmp_path)
+        for strategy in ("ddp", "zero1"):
+            assert predict_ledger(there, strategy=strategy) == predict_ledger(here, strategy=strategy)
+            assert predict_on_disk(there, strategy=strategy) == OnDiskCost()

@@ -117,6 +117,7 @@ def test_computing_blocks_again_changes_no_loss(two_ranks: Path, tmp_path: Path)
     "flags",
     [
         ("--offload-optimizer", "1", "--offload-activations", "1"),
+        ("--offload-parameters", "1"),
         pytest.param(("--offload-budget", "1GB"), marks=pytest.mark.slow),
     ],
 )

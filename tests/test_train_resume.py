@@ -206,6 +206,10 @@ def test_auto_needs_to_know_where():
         (["--reduce-wire", "fp8"], "Take one of bf16, int8 or int4"),
         (["--reduce-wire", "bf16", "--reduce-dtype", "bfloat16"], "summed in float32"),
         (["--offload-optimizer", "1.5"], "--offload-optimizer 1.5: is a part of the whole, from 0 to 1"),
+        (
+            ["--offload-parameters", "0.7", "--offload-optimizer-cpu", "0.5", "--offload-folder", "."],
+            "--offload-parameters 0.7 puts on a disk what",
+        ),
         (["--offload-activations", "0.5"], "--offload-activations 0.5 needs --offload-folder"),
     ],
 )

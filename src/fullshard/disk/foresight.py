@@ -43,6 +43,25 @@ class Traffic:
         return cls(room_bytes=nbytes, read_bytes=nbytes, written_bytes=nbytes)
 
     @classmethod
+    def of_parameters(cls, nbytes: int, *, gathers: int = 2, reductions: int = 1, clips: bool = False) -> Traffic:
+        """That of shards and their gradients, beside the optimizer's state.
+
+        Shards are read for each gather. Gradients are written as they are reduced; further reductions read them first.
+        The optimizer reads both, and writes shards.
+
+        Args:
+            nbytes: of the shards of the ranks of this host.
+            gathers: of each unit in a step: 2 in a microbatch under zero3, 1 under zero2.
+            reductions: in a step: those of the microbatches whose gradients are synced.
+            clips: whether gradients are clipped, which reads them twice and writes them once.
+        """
+        return cls(
+            room_bytes=2 * nbytes,
+            read_bytes=nbytes * (gathers + reductions + 1 + 2 * clips),
+            written_bytes=nbytes * (reductions + 1 + clips),
+        )
+
+    @classmethod
     def of_activations(cls, nbytes: int, *, microbatches: int = 1) -> Traffic:
         """That of kept activations, `nbytes` in a microbatch: written in forward, read in backward."""
         moved = nbytes * microbatches

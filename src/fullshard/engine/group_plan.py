@@ -14,6 +14,7 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import MemoryKind
 from fullshard.disk.files import ALIGNMENT
 from fullshard.layout.group_layout import ON_A_QUEUE, PAIRWISE, GroupLayout, MessageRule, lay_out
+from fullshard.policy.offload import OffloadPolicy
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import DtypeContract
 from fullshard.policy.strategy import Placement, Placements
@@ -76,12 +77,18 @@ class GroupPlan:
         return self.of(shapes, dims, contract, self.options, self.axes, device, memory)
 
     def under(self, group_size: int | None, placements: Placements) -> GroupPlan:
-        """The plan for the same parameters on the same mesh under other placements, and with other groups of ranks."""
+        """The plan for the same parameters on the same mesh under other placements, and with other groups of ranks.
+
+        What rests on a disk is in memory where placements keep it whole.
+        """
         precision = self.options.precision
         if placements.optimizer is Placement.WHOLE:
             precision = replace(precision, gather_wire=None)  # nothing is gathered
-        axes = replace(self.axes, group_size=group_size)
-        return replace(self, axes=axes, options=replace(self.options, placements=placements, precision=precision))
+        offload, memory = self.options.offload, self.memory
+        if placements.parameters is Placement.WHOLE and self.options.parameters_on_disk:
+            offload, memory = OffloadPolicy(), replace(memory, folder=None)
+        options = replace(self.options, placements=placements, precision=precision, offload=offload)
+        return replace(self, axes=replace(self.axes, group_size=group_size), options=options, memory=memory)
 
     def needs_wires_of(self, other: GroupPlan) -> bool:
         """True if the same wires serve both: as many messages, and the same encodings."""

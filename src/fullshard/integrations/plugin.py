@@ -48,6 +48,7 @@ class ShardingPlugin:
         ignored_modules: modules to leave as they are, or a regular expression that matches their whole names.
         cpu_offload: whether shards, their gradients and the optimizer step stay on the CPU.
         offload_optimizer: how much of the optimizer's state rests on a disk, from 0 to 1, as `Offload` has it.
+        offload_parameters: how much of the parameters rests on a disk, with gradients and the optimizer's state.
         offload_optimizer_cpu: how much of it is on the CPU, which steps it, from 0 to 1.
         offload_parameters_cpu: how much of the parameters rests on the CPU, from 0 to 1.
         offload_activations: how much of what forward keeps for backward is on a disk meanwhile, from 0 to 1.
@@ -80,6 +81,7 @@ class ShardingPlugin:
     ignored_modules: str | tuple[nn.Module, ...] | None = None
     cpu_offload: bool = False
     offload_optimizer: float = 0.0
+    offload_parameters: float = 0.0
     offload_optimizer_cpu: float = 0.0
     offload_parameters_cpu: float = 0.0
     offload_activations: float = 0.0
@@ -145,14 +147,17 @@ class ShardingPlugin:
         return Offload(
             budget=self.offload_budget,
             optimizer={"cpu": self.offload_optimizer_cpu, "disk": self.offload_optimizer},
-            parameters={"cpu": self.offload_parameters_cpu},
+            parameters={"cpu": self.offload_parameters_cpu, "disk": self.offload_parameters},
             activations={"disk": self.offload_activations},
             folder=self.offload_folder,
         )
 
     @property
     def _fractions(self) -> dict[str, float]:
-        names = ("offload_optimizer", "offload_optimizer_cpu", "offload_parameters_cpu", "offload_activations")
+        names = (
+            *("offload_optimizer", "offload_parameters", "offload_activations"),
+            *("offload_optimizer_cpu", "offload_parameters_cpu"),
+        )
         return {name: getattr(self, name) for name in names}
 
     @classmethod
@@ -411,6 +416,7 @@ HONOURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "offload_folder": _as_is,
     "offload_optimizer": _fraction,
     "offload_optimizer_cpu": _fraction,
+    "offload_parameters": _fraction,
     "offload_parameters_cpu": _fraction,
     "output_dtype": _dtype,
     "param_dtype": _dtype,

@@ -39,8 +39,9 @@ from fullshard.engine.registry import units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import owned
+from fullshard.policy.offload import Home
+from fullshard.policy.strategy import Placement, ShardingStrategy, resolve_placements
 from fullshard.policy.strategy import Placements as StrategyPlacements
-from fullshard.policy.strategy import ShardingStrategy, resolve_placements
 from fullshard.state.on_disk import BUFFERS, portions_on_disk, states_on_disk
 from fullshard.tape.recorder import recording
 
@@ -121,9 +122,10 @@ def predict_ledger(
 
 @dataclass(frozen=True, kw_only=True)
 class OnDiskCost:
-    """Bytes of optimizer state on the disk, without padding to whole blocks, and of the buffers in memory for it."""
+    """Bytes on the disk, without padding to whole blocks, and of the buffers in memory for the optimizer's step."""
 
-    nbytes: int = 0
+    nbytes: int = 0  # of the optimizer's state
+    shard_nbytes: int = 0  # of parameters; their gradients take as much
     buffer_nbytes: int = 0
 
 
@@ -146,14 +148,23 @@ def predict_on_disk(
         for param, layout in zip(param_group.params, plan.layout.params, strict=True):
             numel = layout.spec.shard_numel(plan.rank) if plan.shards_optimizer else layout.spec.numel
             nbytes[id(param.sharded)] = cost.values * numel * plan.contract.stored.itemsize
+    resting = [unit for unit in units if unit.rests_on_disk]
     params = [param.sharded for unit in units for param in unit.params]
+    if placements.parameters is Placement.WHOLE:  # then they could not
+        params = [param.sharded for unit in units if unit not in resting for param in unit.params]
+        resting = []
     each = [portion for _, portion in portions_on_disk(params)]
     portions = [sum(nbytes[id(param)] for param in portion) for portion in each]
     buffers = sum(max(portions[turn::BUFFERS], default=0) for turn in range(BUFFERS))
-    resting = {id(param.sharded) for unit in units if unit.rests_on_disk for param in unit.params}
-    stepped = (sum(nbytes[id(it)] for it in portion if id(it) in resting) for portion in each)
+    apart = {id(param.sharded) for unit in resting for param in unit.params}
+    stepped = (sum(nbytes[id(it)] for it in portion if id(it) in apart) for portion in each)
     passing = 2 * max(stepped, default=0) // max(1, cost.values)  # shards and gradients of a portion
-    return OnDiskCost(nbytes=sum(portions), buffer_nbytes=buffers + (MOST_WRITING + 2) * passing)
+    shards = [param_group.plan for unit in resting for param_group in unit.param_groups]
+    return OnDiskCost(
+        nbytes=sum(portions),
+        shard_nbytes=sum(plan.layout.shard_numel * plan.contract.stored.itemsize for plan in shards),
+        buffer_nbytes=buffers + (MOST_WRITING + 2) * passing,
+    )
 
 
 def predict_on_cpu(
@@ -233,13 +244,14 @@ class _GroupBytes:
 
 def _groups(units: Sequence[Unit], group_size: int | None, placements: StrategyPlacements) -> list[_GroupBytes]:
     """The parameter groups of `units`, which are all of a root's, under `placements`."""
-    return [
-        _GroupBytes(
-            replace(param_group.plan.under(group_size, placements), memory=unit.memory_at(home)), param_group.is_trained
-        )
-        for unit, home in homes_of(units).items()
-        for param_group in unit.param_groups
-    ]
+    found = []
+    for unit, home in homes_of(units).items():
+        could_not = home is Home.DISK and placements.parameters is Placement.WHOLE
+        memory = unit.memory_at(Home.DEVICE if could_not else home)
+        for param_group in unit.param_groups:
+            plan = replace(param_group.plan.under(group_size, placements), memory=memory)
+            found.append(_GroupBytes(plan, param_group.is_trained))
+    return found
 
 
 def _feedback_of_wholes(numels: Sequence[int], world: int) -> int:

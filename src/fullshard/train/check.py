@@ -107,6 +107,7 @@ def _check_memory(settings: MemorySettings, parallelism: ParallelSettings) -> No
 def _check_offload(settings: MemorySettings) -> None:
     on_disk = {
         "offload-optimizer": settings.offload_optimizer,
+        "offload-parameters": settings.offload_parameters,
         "offload-activations": settings.offload_activations,
     }
     on_cpu = {
@@ -119,11 +120,11 @@ def _check_offload(settings: MemorySettings) -> None:
         if name in on_disk and fraction and settings.offload_folder is None:
             raise ConfigError(f"--{name} {fraction:g} needs --offload-folder: a folder on a disk of this machine.")
     most = max(on_cpu.values())
-    if most + settings.offload_optimizer > 1:
+    name = max(("offload-optimizer", "offload-parameters"), key=lambda it: on_disk[it])
+    if most + on_disk[name] > 1:
         raise ConfigError(
-            f"--offload-optimizer {settings.offload_optimizer:g} puts on a disk what --offload-optimizer-cpu or "
-            f"--offload-parameters-cpu has on the CPU already: {most:g} of the optimizer's state. Together they are no "
-            "more than 1."
+            f"--{name} {on_disk[name]:g} puts on a disk what --offload-optimizer-cpu or --offload-parameters-cpu has "
+            f"on the CPU already: {most:g} of the optimizer's state. Together they are no more than 1."
         )
     if settings.offload_budget is not None:
         parse_size(settings.offload_budget, "--offload-budget", "memory")

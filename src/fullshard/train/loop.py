@@ -214,8 +214,8 @@ class Trainer:
         self.foresight.steps = FirstSteps(self.model, self.optimizer, self.foresight.peak, done)
 
     def foresee_disk(self, step_s: float) -> None:
-        """Show what the disk of the optimizer's state costs in a step that takes `step_s` without it."""
-        if self.settings.memory.offload_optimizer:
+        """Show what the disk costs in a step that takes `step_s` without it."""
+        if self.settings.memory.offload_optimizer or self.settings.memory.offload_parameters:
             try:
                 self.display.show_disk(disk_lines(self.model, self.settings, self.rank, step_s))
             except DiskError as error:

@@ -22,6 +22,7 @@ from fullshard.plan.ledger import Ledger, predict_on_disk
 from fullshard.plan.memory import State
 from fullshard.plan.memory_used import PeakMemory, memory_for_a_rank
 from fullshard.plan.prediction import Prediction, predict
+from fullshard.policy.strategy import Placement, resolve_placements
 from fullshard.train.model import GPT, byte_losses, shape_of
 from fullshard.train.parallelism import rows_of
 from fullshard.train.ranks import Rank
@@ -97,7 +98,7 @@ class Foresight:
 
 
 def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: float) -> list[str]:
-    """What the optimizer's state on a disk will cost the ranks of this machine, each of which has as much as `rank`.
+    """What states and parameters on a disk will cost the ranks of this machine, each of which has as much as `rank`.
 
     Args:
         model: sharded.
@@ -110,9 +111,12 @@ def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: fl
     """
     folder = settings.memory.offload_folder
     assert folder is not None, "checked with the fraction"
-    nbytes = predict_on_disk(model).nbytes * rank.local_world
-    traffic = Traffic(room_bytes=nbytes, read_bytes=nbytes, written_bytes=nbytes)
-    speed, ranks = measure(Path(folder), seconds=MEASURING_S), rank.local_world
+    cost, ranks = predict_on_disk(model), rank.local_world
+    gathers = 2 if resolve_placements(settings.parallelism.strategy).parameters_in_step is not Placement.WHOLE else 1
+    traffic = Traffic.of_optimizer(ranks, bytes_each=cost.nbytes) + Traffic.of_parameters(
+        ranks * cost.shard_nbytes, gathers=gathers * settings.optimization.accumulate, clips=True
+    )
+    speed = measure(Path(folder), seconds=MEASURING_S)
     pace_of(Path(folder)).expect(lambda read, written: speed.seconds(ranks * read, ranks * written))
     return foresee(speed, traffic, step_s=step_s).lines(settings.optimization.steps)
 

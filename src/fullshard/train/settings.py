@@ -100,6 +100,9 @@ class MemorySettings:
     offload_optimizer: float = 0.0
     """Part of the optimizer's state that rests on a disk between steps, from 0 to 1. fullshard disk says what that
     costs."""
+    offload_parameters: float = 0.0
+    """Part of the parameters, from 0 to 1, that rests on a disk between uses, with their gradients and their
+    optimizer's state. Not for strategies that keep parameters whole."""
     offload_optimizer_cpu: float = 0.0
     """Part of the optimizer's state, from 0 to 1, that is on the CPU, which steps it. On a machine that computes on the
     CPU this changes nothing."""
@@ -109,7 +112,7 @@ class MemorySettings:
     """Part of the blocks, from 0 to 1, whose activations are on a disk between forward and backward."""
     offload_budget: MaybeStr = None
     """Memory that the tensors of a rank may take on the device that computes, such as 20GB: the least is away, in
-    --offload-folder, with which they fit. Instead of --offload-optimizer and --offload-activations."""
+    --offload-folder, with which they fit. Instead of all of these fractions."""
     offload_folder: MaybePath = None
     """Folder on a disk of this machine for what is offloaded; each rank has scratch files of its own there."""
 

@@ -61,7 +61,7 @@ def offload_of(settings: MemorySettings) -> Offload:
         return Offload(budget=settings.offload_budget, folder=settings.offload_folder)
     return Offload(
         optimizer={"cpu": settings.offload_optimizer_cpu, "disk": settings.offload_optimizer},
-        parameters={"cpu": settings.offload_parameters_cpu},
+        parameters={"cpu": settings.offload_parameters_cpu, "disk": settings.offload_parameters},
         activations={"disk": settings.offload_activations},
         folder=settings.offload_folder,
     )

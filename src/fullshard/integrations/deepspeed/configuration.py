@@ -252,22 +252,24 @@ def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
     devices, pins = {}, found.get(zero + "cpu_offload_use_pin_memory", True)
     for which, old in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
         device = found.get(f"{zero}{which}.device") or "none"
-        if device not in ("none", "cpu", *(["nvme"] if which == "offload_optimizer" else [])):
+        if device not in ("none", "cpu", "nvme"):
             raise ConfigError(
-                f"{zero}{which}.device={device!r} has no counterpart. Write cpu, or none to keep it on the device; the "
-                "optimizer's state alone may rest on a disk, by offload_optimizer.device=nvme."
+                f"{zero}{which}.device={device!r} has no counterpart. Write cpu, nvme, or none for the device."
             )
         devices[which] = "cpu" if device == "none" and found.get(zero + old) else device
         pins = found.get(f"{zero}{which}.pin_memory", pins)
-    ratio, folder = found.get(zero + "offload_optimizer.ratio"), found.get(zero + "offload_optimizer.nvme_path")
-    if devices["offload_optimizer"] == "nvme":
-        if not folder or devices["offload_param"] == "cpu":
+    ratio = found.get(zero + "offload_optimizer.ratio")
+    folders = {found.get(f"{zero}{which}.nvme_path") or None for which in devices if devices[which] == "nvme"}
+    if folders:
+        if len(folders) > 1 or None in folders or "cpu" in devices.values():
             raise ConfigError(
-                f"{zero}offload_optimizer.device='nvme' with nvme_path={folder!r} and offload_param.device="
-                f"{devices['offload_param']!r}: name a folder on a disk of each host, and leave parameters on the "
-                "device (offload_param.device=none)."
+                f"{zero}offload_optimizer.device={devices['offload_optimizer']!r} and offload_param.device="
+                f"{devices['offload_param']!r} with nvme_path={', '.join(map(str, folders))}: name one folder on a "
+                "disk of each host for both, and have nothing on the CPU beside it."
             )
-        return Offload(optimizer={"disk": 1.0 if ratio is None else float(ratio)}, folder=folder)
+        states = 0.0 if devices["offload_optimizer"] == "none" else 1.0 if ratio is None else float(ratio)
+        shards = float(devices["offload_param"] == "nvme")
+        return Offload(optimizer={"disk": states}, parameters={"disk": shards}, folder=folders.pop())
     if "cpu" not in devices.values():
         return OffloadPolicy()
     share = 0.0 if devices["offload_optimizer"] == "none" else 1.0 if ratio is None else float(ratio)

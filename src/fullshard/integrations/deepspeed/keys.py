@@ -154,11 +154,13 @@ _ALL = (
     ),
     _honoured(
         _ZERO + "offload_param.device",
-        "cpu: shards rest on the CPU and nowhere else, and so do gradients and the optimizer's state. nvme is refused.",
+        "cpu: shards rest on the CPU and nowhere else, and so do gradients and the optimizer's state. nvme: all of "
+        "these rest on a disk between uses, from stage 2 on.",
     ),
     _honoured(
         _ZERO + "offload_optimizer.nvme_path", "The folder on that disk; each rank has a scratch file of its own."
     ),
+    _honoured(_ZERO + "offload_param.nvme_path", "The same folder."),
     _honoured(
         _ZERO + "offload_optimizer.ratio",
         "How much of the optimizer's state is there, on the CPU (as Twin-Flow) or on the disk: all if left out.",
@@ -170,7 +172,7 @@ _ALL = (
     _honoured(_ZERO + "cpu_offload_use_pin_memory", "As offload_optimizer.pin_memory."),
     _refused(_ZERO + "offload_optimizer.super_offload", "Leave it out: the optimizer steps as torch has it."),
     *_needless(
-        "States stream through three buffers, read ahead and written behind, and no parameter rests on a disk.",
+        "What is on a disk streams through few buffers, read ahead and written behind.",
         *(
             f"{_ZERO}offload_{which}.{key}"
             for which, keys in {
@@ -181,7 +183,7 @@ _ALL = (
                     "fast_init",
                     "cpuadam_cores_perc",
                 ),
-                "param": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu"),
+                "param": ("buffer_count", "buffer_size", "max_in_cpu"),
             }.items()
             for key in keys
         ),
