@@ -21,6 +21,7 @@ since that takes the room of all others too. See [Note: a disk that fails on one
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -33,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard._compat import dtensor_like, holds_tensors, local_tensor, set_local_tensor
+from fullshard.device.accelerator import accelerator_for
 from fullshard.disk.buffers import buffers_of
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer
 from fullshard.disk.pace import pace_of
@@ -87,6 +89,24 @@ class _Portion:
         return next((rest.extent for rest in self.rests.values()), None)
 
     @property
+    def is_offloaded(self) -> bool:
+        """True if the CPU steps it, beside the device that computes."""
+        managed = managed_by(self.params[0])
+        return managed is not None and managed.unit.is_offloaded
+
+    def where_it_is_stepped(self) -> AbstractContextManager[object]:
+        """A context in which tensors are made there."""
+        managed = managed_by(self.params[0])
+        if managed is None or not managed.unit.is_offloaded:
+            return nullcontext()
+        return accelerator_for(managed.unit.device).on_host()
+
+    def new_buffer(self, nbytes: int) -> Tensor:
+        """Memory for its states, on their way or, where the CPU steps them, while they are stepped."""
+        with self.where_it_is_stepped():
+            return aligned_buffer(nbytes)
+
+    @property
     def has_grads(self) -> bool:
         """True if there is anything to step."""
         return any(param.grad is not None for param in self.params)
@@ -121,7 +141,7 @@ class StatesOnDisk:
             _Portion(params, scratches.setdefault(folder, Scratch(folder, name))) for folder, params in portions
         ]
         self._portion_of = {id(param): portion for portion in self._portions for param in portion.params}
-        self._buffers = [no_buffer() for _ in range(BUFFERS)]
+        self._buffers = {is_host: [no_buffer() for _ in range(BUFFERS)] for is_host in (False, True)}
         self._writes = [DiskWork([]) for _ in range(BUFFERS)]
         self._failures = DiskFailures()
 
@@ -133,7 +153,7 @@ class StatesOnDisk:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes of the buffers at present."""
-        return sum(buffer.numel() for buffer in self._buffers)
+        return sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
 
     @property
     def portions(self) -> list[int]:
@@ -166,8 +186,11 @@ class StatesOnDisk:
             self._begin_to_read(todo, number + 1)
             self._fill(portion, optimizer)
             try:
-                if not self._failures or isinstance(optimizer, StepsInPortions):  # which sends messages as it steps
+                if isinstance(optimizer, StepsInPortions):  # which sends messages as it steps, and says what goes where
                     run(portion.params)
+                elif not self._failures:
+                    with portion.where_it_is_stepped():
+                        run(portion.params)
             except BaseException:
                 self._empty(portion, optimizer)
                 raise
@@ -236,21 +259,21 @@ class StatesOnDisk:
             portion.shards = ShardsInMemory.of(portion.params)
         extent = portion.extent
         if extent is not None:
-            portion.buffer = self._take_buffer(number, extent.nbytes)
+            portion.buffer = self._take_buffer(portion, number, extent.nbytes)
             portion.reading = DiskWork([])
             with self._failures.noted():
                 portion.reading = extent.read(portion.buffer)
 
-    def _take_buffer(self, number: int, nbytes: int) -> Tensor:
-        """The first `nbytes` of the buffer whose turn it is with the portion `number`, once it is free."""
-        turn = number % BUFFERS
+    def _take_buffer(self, portion: _Portion, number: int, nbytes: int) -> Tensor:
+        """The first `nbytes` of the buffer whose turn it is with `portion`, the one of that number, once it is free."""
+        turn, buffers = number % BUFFERS, self._buffers[portion.is_offloaded]
         writing, self._writes[turn] = self._writes[turn], DiskWork([])
         with self._failures.noted():
             writing.wait()
-        if self._buffers[turn].numel() < nbytes:
-            self._buffers[turn] = no_buffer()  # before there is another
-            self._buffers[turn] = aligned_buffer(nbytes)
-        return self._buffers[turn][:nbytes]
+        if buffers[turn].numel() < nbytes:
+            buffers[turn] = no_buffer()  # before there is another
+            buffers[turn] = portion.new_buffer(nbytes)
+        return buffers[turn][:nbytes]
 
     def _fill(self, portion: _Portion, optimizer: Optimizer) -> None:
         """Give what of `portion` rests on the disk memory, with its values; with any, if these cannot be read."""
@@ -305,7 +328,7 @@ class StatesOnDisk:
             assert portion.extent is not None
             nbytes = portion.extent.nbytes
             # The buffer of its turn has what the states hold at the moment, if they are filled.
-            portion.buffer = aligned_buffer(nbytes) if filled else self._take_buffer(number, nbytes)
+            portion.buffer = portion.new_buffer(nbytes) if filled else self._take_buffer(portion, number, nbytes)
             portion.block = portion.buffer.to(_device(portion.rests))
             portion.views = {key: rest.over(portion.block) for key, rest in portion.rests.items()}
         for key, value in states.items():
