@@ -92,10 +92,10 @@ def test_units_on_a_disk_are_none_of_those_on_the_cpu(tmp_path):
         )
         units = units_in(model)
         homes = homes_of(units)
-    where = {home: sum(unit.stored_nbytes for unit in units if homes[unit] is home) for home in Home}
+    where = {home: sum(unit.whole_nbytes for unit in units if homes[unit] is home) for home in Home}
     assert where[Home.DISK] > 0 < where[Home.CPU]
     assert {unit for unit in units if homes[unit] is Home.DISK} == {unit for unit in units if unit.rests_on_disk}
-    assert where[Home.CPU] >= 0.3 * sum(where.values()) > where[Home.CPU] - max(unit.stored_nbytes for unit in units)
+    assert where[Home.CPU] >= 0.3 * sum(where.values()) > where[Home.CPU] - max(unit.whole_nbytes for unit in units)
 
 
 def test_a_part_on_the_cpu_and_a_part_on_a_disk(tmp_path):

@@ -35,7 +35,7 @@ def homes_of(units: Sequence[Unit]) -> dict[Unit, Home]:
 
 def _homes(units: Sequence[Unit], policy: Offload) -> dict[Unit, Home]:
     stepped = _last(units, {unit: unit.trained_nbytes for unit in units}, policy.cpu_fraction)
-    whole = _last(units, {unit: unit.stored_nbytes for unit in units}, policy.parameters.get("cpu", 0.0))
+    whole = _last(units, {unit: unit.whole_nbytes for unit in units}, policy.parameters.get("cpu", 0.0))
     homes = {}
     for unit in units:
         on_cpu = Home.CPU if unit in whole else Home.STEPPED_ON_CPU if unit in stepped else Home.DEVICE

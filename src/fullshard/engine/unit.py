@@ -99,7 +99,7 @@ class Unit:
         self._shown: list[int] = []  # versions of shards that gathers come behind
         kinds = by_kind(sources)
         where = device_of(sources, device)
-        memory = self._memory_at(where)
+        memory = self._memory_found_on(where)
         plans = [plan_for(kind, options, where, memory) for kind in kinds]
         self.slot = Slot(where)
         self.collectives = _collectives_along([axes, *(plan.axes for plan in plans)], device)
@@ -139,6 +139,12 @@ class Unit:
     def whole_nbytes(self) -> int:
         """Bytes of its parameters as they are stored, on all ranks of the shard axis together."""
         return sum(param.layout.spec.numel * param.sharded.itemsize for param in self.params)
+
+    @property
+    def trained_nbytes(self) -> int:
+        """Of these, the bytes of parameters that are trained."""
+        trained = (param for param in self.params if param.sharded.requires_grad)
+        return sum(param.layout.spec.numel * param.sharded.itemsize for param in trained)
 
     @property
     def _present_apart_nbytes(self) -> int:
@@ -200,22 +206,11 @@ class Unit:
         """True if that CPU is beside the device that computes."""
         return self._memory.offloaded
 
-    @property
-    def stored_nbytes(self) -> int:
-        """Bytes of its parameters as they are stored, on all ranks together."""
-        return sum(param.sharded.numel() * param.sharded.dtype.itemsize for param in self.params)
-
-    @property
-    def trained_nbytes(self) -> int:
-        """Of these, the bytes of parameters that are trained."""
-        trained = (param.sharded for param in self.params if param.sharded.requires_grad)
-        return sum(param.numel() * param.dtype.itemsize for param in trained)
-
-    def _memory_at(self, device: torch.device) -> MemoryKind:
+    def _memory_found_on(self, device: torch.device) -> MemoryKind:
         """Where shards live that are found on `device`, or were made of what was there."""
         if device.type == "meta":
             return MemoryKind(device, folder=self._folder)
-        return self._memory if self.is_on_cpu or self.rests_on_disk else MemoryKind(device)
+        return MemoryKind(device) if self.home is Home.DEVICE else self._memory
 
     @property
     def _folder(self) -> Path | None:
@@ -556,9 +551,9 @@ class Unit:
         """The plan of `param_group` with the dtype and device that its shards have now."""
         shard = param_group.params[0].local
         contract = contract_for(self.options, param_group.params[0].view, shard.dtype, param_group.plan.contract.grad)
-        stays = not shard.is_meta and (self.is_on_cpu or self.rests_on_disk)
+        stays = not (shard.is_meta or self.home is Home.DEVICE)
         device = self.device if stays else shard.device
-        return param_group.plan.changed(contract, device, self._memory_at(shard.device))
+        return param_group.plan.changed(contract, device, self._memory_found_on(shard.device))
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

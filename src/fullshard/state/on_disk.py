@@ -91,15 +91,18 @@ class _Portion:
     @property
     def is_offloaded(self) -> bool:
         """True if the CPU steps it, beside the device that computes."""
+        return self._unit.is_offloaded
+
+    @property
+    def _unit(self) -> Unit:
         managed = managed_by(self.params[0])
-        return managed is not None and managed.unit.is_offloaded
+        assert managed is not None, "what has a policy has a unit"
+        unit: Unit = managed.unit
+        return unit
 
     def where_it_is_stepped(self) -> AbstractContextManager[object]:
         """A context in which tensors are made there."""
-        managed = managed_by(self.params[0])
-        if managed is None or not managed.unit.is_offloaded:
-            return nullcontext()
-        return accelerator_for(managed.unit.device).on_host()
+        return accelerator_for(self._unit.device).on_host() if self.is_offloaded else nullcontext()
 
     def new_buffer(self, nbytes: int) -> Tensor:
         """Memory for its states, on their way or, where the CPU steps them, while they are stepped."""
