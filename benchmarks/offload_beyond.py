@@ -16,7 +16,8 @@ and the same of the optimizer's step. Its rates are measured before each run. Go
 memory of each rank within what the dry run says + 2 %; the loss falls. The last line is the result as JSON.
 
 malloc is told to give larger pieces back to the system (MALLOC_MMAP_THRESHOLD_): what it keeps between others it would
-keep for good, which no plan knows.
+keep for good, which no plan knows. Since that makes them new each time, PyTorch is told to take huge pages for them
+(THP_MEM_ALLOC_ENABLE), of which few are to be made.
 
 This needs Linux with a control group of memory that may be made (version 1, at /sys/fs/cgroup/memory).
 """
@@ -53,6 +54,7 @@ TIMES, TIME_GOAL, MEMORY_GOAL = 3.0, 1.15, 1.02
 STATES = 16  # bytes for each parameter
 GROUPS = Path("/sys/fs/cgroup/memory")
 THRESHOLD = 1 << 20  # bytes from which on malloc gives memory back when it is freed
+WATCHED = 3  # steps in which memory is looked at
 FEW = (2, 6)  # blocks of the models that compute in memory
 
 
@@ -142,12 +144,14 @@ def watching(found: dict[str, int], interval: float = 0.02) -> Iterator[None]:
 def with_fullshard(shape: Shape, folder: Path, count: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     before, peak = pages(), dict[str, int]()
-    with watching(peak):
+    with watching(peak):  # which takes a fifth of both cores: these steps' times count for nothing
         model = build(shape, Offload(parameters={"disk": 1.0}, folder=folder))
         built = peak.get("peak", 0)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         tokens = batch(shape, range(dist.get_rank(), dist.get_rank() + 1))
-        found: dict[str, Any] = steps(model, optimizer, tokens, count)
+        watched = steps(model, optimizer, tokens, WATCHED)
+    found: dict[str, Any] = steps(model, optimizer, tokens, count)
+    found["loss"] = watched["loss"] + found["loss"]
     return {**found, "built_nbytes": built - before, "peak_nbytes": peak["peak"] - before, "before_nbytes": before}
 
 
@@ -215,7 +219,7 @@ def run_under(limit: int, arguments: list[str]) -> dict[str, Any]:
 
     try:
         command = [sys.executable, __file__, *arguments]
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD)}
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(THRESHOLD), "THP_MEM_ALLOC_ENABLE": "1"}
         ran = subprocess.run(command, env=environment, preexec_fn=join, stdout=subprocess.PIPE, text=True, check=False)
         found: dict[str, Any] = {"exit": ran.returncode} if ran.returncode else json.loads(ran.stdout.splitlines()[-1])
         found["group_peak_nbytes"] = int((group / "memory.max_usage_in_bytes").read_text())

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from fullshard._compat import FakeTensor
 from fullshard.device.accelerator import Accelerator, accelerator_for
 from fullshard.device.lanes import Mark
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned_buffer, aligned_part
@@ -90,14 +88,8 @@ class Buffers:
     def _new(self, nbytes: int) -> Tensor:
         accelerator = accelerator_for(self._device)
         if not accelerator.has_lanes:
-            is_dry = isinstance(torch.empty(0), FakeTensor)
-            return aligned_buffer(nbytes) if is_dry or not nbytes else _pages(nbytes)
+            return aligned_buffer(nbytes)
         return aligned_part(accelerator.host_zeros(nbytes + ALIGNMENT, torch.uint8, pinned=True))
-
-
-def _pages(nbytes: int) -> Tensor:
-    """Memory that goes back to the system as soon as it is dropped: `malloc` keeps what lies between others."""
-    return torch.frombuffer(mmap(-1, nbytes, MAP_PRIVATE | MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 _buffers: WeakKeyDictionary[Accelerator, dict[torch.device, Buffers]] = WeakKeyDictionary()
