@@ -4,9 +4,11 @@ import copy
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -285,6 +287,50 @@ def fail(folder: Path) -> None:
 
 def test_a_disk_that_fails_is_an_error_that_says_so(tmp_path):
     run_ranks(1, fail, tmp_path)
+
+
+@few_bytes_a_portion()
+def fail_on_one_rank(folder: Path) -> None:
+    """Where shards are read for a forward, for one without gradients, and for a backward, whose gradients are written
+    by several microbatches.
+    """
+    model = build(1.0, folder)
+    rows = my_part(batch(0))
+    with torch.no_grad():
+        before = loss_of(model, rows)
+    broken = OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def forward() -> None:
+        loss_of(model, rows)
+
+    def evaluation() -> None:
+        with torch.no_grad():
+            loss_of(model, rows)
+
+    def backward() -> None:
+        loss.backward()
+
+    def second_backward() -> None:
+        loss_of(model, rows).backward()
+
+    cases = [(forward, "preadv"), (evaluation, "preadv"), (backward, "preadv"), (second_backward, "pwritev")]
+    for fails, call in cases:
+        loss = loss_of(model, rows)
+        if fails is second_backward:
+            loss.backward()
+        here = mock.patch(f"os.{call}", side_effect=broken) if dist.get_rank() == 1 else nullcontext()
+        with here, pytest.raises(DiskError, match=f"^rank 1: .*errno {errno.EIO}") as raised:
+            for _ in range(2):  # a write that goes on when a pass ends is looked for in the next
+                fails()
+        assert "rank 0" not in str(raised.value), fails.__name__
+        model.zero_grad()
+        if call == "preadv":  # nothing was lost
+            with torch.no_grad():
+                assert_same(loss_of(model, rows), before, name=fails.__name__)
+
+
+def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_of_them_and_no_loss(tmp_path):
+    run_ranks(2, fail_on_one_rank, tmp_path)
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Scratch
 from fullshard.engine.away import WINDOW_BYTES, Away, Store, written_to
 from fullshard.engine.findings import DiskFailures
-from fullshard.engine.registry import buffers_of, process_groups_along
+from fullshard.engine.registry import buffers_of
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Offload
 
@@ -162,17 +162,16 @@ class Activations:
         self._tiers = tiers_of(self._units)
         self._stores.clear()
 
-    def end_backward(self) -> None:
-        """Tell all ranks, each of which has ended the same backward, if the disk of one of them has failed.
+    @property
+    def disk_failures(self) -> DiskFailures | None:
+        """What the disk could not do for those on it; None if there are none there."""
+        return self._failures if "disk" in self._tiers.values() else None
 
-        Raises:
-            DiskError: one has.
-        """
+    def end_backward(self) -> None:
+        """Note that a backward has ended well."""
         self.backwards += 1
         self.held_whole = self.held_whole or not all(unit.state.syncs_gradients for unit in self._units)
-        if "disk" in self._tiers.values():
-            self._failures.raise_on_every_rank(process_groups_along(self._units), self._device)
-            self._look_at_disks()
+        self._look_at_disks()
 
     def _look_at_disks(self) -> None:
         """Say if a disk has become slow; where states are on it, too, their steps look."""

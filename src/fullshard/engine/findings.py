@@ -4,13 +4,13 @@
 A rank that raises where it meets the failure leaves the others in their next collective, of which it will not be part.
 Nothing can be sent there in its place: whoever waits in a collective waits for data, and on NCCL nobody looks at what
 comes. So the failure is noted, the rank goes on with whatever is in memory where something could not be read, and all
-ranks meet at the next moment at which they all do the same: at the end of a backward, or of a step. There they add up
-one number, and raise the same error if it is not zero. What was computed meanwhile is of no use to anybody then.
+ranks meet at the next moment at which they all do the same: at the end of a forward, a backward, or a step. There they
+add up one number, and raise the same error if it is not zero. What was computed meanwhile is of no use to anybody then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -53,9 +53,14 @@ def findings_of_all(
 
 
 class DiskFailures:
-    """What the disk could not do for this rank, until all ranks are told. See the note above."""
+    """What the disk could not do for this rank, until all ranks are told. See the note above.
 
-    def __init__(self) -> None:
+    Args:
+        are_told: whether all ranks are going to be told. Otherwise a failure is raised where it is met.
+    """
+
+    def __init__(self, *, are_told: bool = True) -> None:
+        self.are_told = are_told
         self._errors: list[DiskError] = []
 
     def __bool__(self) -> bool:
@@ -63,11 +68,22 @@ class DiskFailures:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A context that a `DiskError` leaves, and is noted."""
+        """A context that a `DiskError` leaves, and is noted; or is raised, if nobody is going to be told."""
         try:
             yield
         except DiskError as error:
+            if not self.are_told:
+                raise
             self._errors.append(error)
+
+    def take(self) -> list[DiskError]:
+        """What was noted, which is forgotten here."""
+        errors, self._errors = self._errors, []
+        return errors
+
+    def add(self, errors: Iterable[DiskError]) -> None:
+        """Note `errors`, which others have met."""
+        self._errors += errors
 
     def raise_on_every_rank(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         """Raise on all ranks that `groups` reach if the disk of any of them has failed; a collective.
@@ -75,7 +91,7 @@ class DiskFailures:
         Raises:
             DiskError: one has; with the first failure of each.
         """
-        errors, self._errors = self._errors, []
+        errors = self.take()
         here = torch.full((1,), float(len(errors)), device=device)
         found = findings_of_all(lambda: [(dist.get_rank(), str(it)) for it in errors[:1]], here, groups, _ORIGIN)
         if found is None:

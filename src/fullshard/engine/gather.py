@@ -9,6 +9,7 @@ from torch import Tensor
 from fullshard.comm.two_level import TwoLevelGathers
 from fullshard.comm.wire import Gathers, Pending
 from fullshard.device.memory import Pool
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_buffers import ShardStorage, UnshardedBuffer
 from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.sharded_param import ShardedParam
@@ -49,6 +50,11 @@ class Gather:
     def forget_ahead(self) -> None:
         """Give back what was read ahead for a gather that did not start."""
         self._storage.note_sent()
+
+    @property
+    def disk_failures(self) -> DiskFailures | None:
+        """What the disk could not do that shards rest on; None if they rest on none."""
+        return self._storage.failures
 
     @property
     def has_shards_alone(self) -> bool:

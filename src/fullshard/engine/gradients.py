@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fullshard._compat import holders, storage_holders
 from fullshard.device.accelerator import accelerator_for, is_capturing
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.layout.offsets import contiguous_strides
@@ -47,6 +48,8 @@ class Gradients:
         params: its parameters.
         state: what earlier microbatches have left.
     """
+
+    failures: DiskFailures | None = None  # of the disk that they rest on
 
     def __init__(self, plan: GroupPlan, params: Sequence[ShardedParam], state: GradientState) -> None:
         self.plan = plan

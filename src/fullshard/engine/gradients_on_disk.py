@@ -15,6 +15,7 @@ from fullshard.disk.buffers import Buffer, buffers_of
 from fullshard.disk.files import aligned
 from fullshard.disk.space import Extent, shared_scratch
 from fullshard.disk.tensors import OnDisk
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.gradients import Gradients, GradientState
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.sharded_param import ShardedParam
@@ -33,6 +34,7 @@ class GradientsOnDisk(Gradients):
         self._extent: Extent | None = None  # where they rest
         self._counts: list[tuple[int, ...]] = []  # what `_references` says while nobody else refers to them
         self._given: list[int] = []  # parameters whose gradients lie in `flat`
+        self.failures: DiskFailures = DiskFailures(are_told=False)
 
     def new_shards(self) -> Tensor:
         """A buffer for the gradient shards, in the dtype that is delivered, until `hand_over`."""
@@ -56,13 +58,18 @@ class GradientsOnDisk(Gradients):
         if buffer is None:
             return
         work = None
-        if given:
-            work = self._room().write(buffer.data)
-            self._show(given)
+        with self.failures.noted():
+            if given:
+                work = self._room().write(buffer.data)
+                self._show(given)
         self._buffers.give(buffer, work)
 
     def add(self, sums: Mapping[int, Tensor], *, are_own: bool) -> None:
         """See `Gradients.add`. What rests there is read and written in one go."""
+        with self.failures.noted():
+            self._add(sums)
+
+    def _add(self, sums: Mapping[int, Tensor]) -> None:
         resting = [i for i in sums if self._rests(i)]
         fresh = [i for i in sums if not self.params[i].has_grad]
         extent = self._extent if resting else self._room()

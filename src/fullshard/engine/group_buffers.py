@@ -27,6 +27,7 @@ from fullshard.disk.buffers import Buffer, buffers_of
 from fullshard.disk.files import DiskWork, aligned
 from fullshard.disk.space import shared_scratch
 from fullshard.disk.tensors import OnDisk
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.pack import Pack
 from fullshard.errors import StateError
@@ -73,6 +74,7 @@ class ShardStorage(ABC):
     """
 
     shards: list[Tensor]
+    failures: DiskFailures | None = None  # of the disk that they rest on
 
     def __init__(self, plan: GroupPlan) -> None:
         self.plan = plan
@@ -220,6 +222,7 @@ class ShardsOnDisk(ShardStorage):
         self._held: Buffer | None = None  # has been read, or is
         self._reading = DiskWork([])
         self._version = -1  # of the extent, as it was read
+        self.failures: DiskFailures = DiskFailures(are_told=False)
 
     @torch.no_grad()
     def fill(self, values: Iterable[Tensor | None]) -> None:
@@ -236,9 +239,10 @@ class ShardsOnDisk(ShardStorage):
         if self._held is not None and self._version == self._extent.version:
             return
         self.note_sent()
-        held = self._buffers.take(self._nbytes)
-        self._reading, self._version = self._extent.read(held.data), self._extent.version
-        self._held = held
+        self._held = self._buffers.take(self._nbytes)
+        self._reading, self._version = DiskWork([]), self._extent.version
+        with self.failures.noted():
+            self._reading = self._extent.read(self._held.data)
 
     @property
     def is_alone(self) -> bool:
@@ -246,7 +250,10 @@ class ShardsOnDisk(ShardStorage):
         return False
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
-        """See `ShardStorage.to_send`: what was read; or, on another device or in another dtype, a copy of that."""
+        """See `ShardStorage.to_send`: what was read; or, on another device or in another dtype, a copy of that.
+
+        Other ranks wait for it: what could not be read is sent as it is in memory, and the failure noted.
+        """
         plan, layout, stored, taken = self.plan, self.plan.layout, self.plan.contract.stored, None
         if is_capturing(plan.device):
             raise StateError(
@@ -254,7 +261,8 @@ class ShardsOnDisk(ShardStorage):
                 "Leave parameters out of Offload, or capture no graph of this model."
             )
         self.read_ahead()
-        self._reading.wait()
+        with self.failures.noted():
+            self._reading.wait()
         assert self._held is not None, "it has been read"
         shards = self._held.data[: layout.shard_numel * stored.itemsize].view(stored)
         if plan.sent_dtype != stored or plan.memory.offloaded:

@@ -12,6 +12,7 @@ from fullshard._compat import address
 from fullshard.comm.mesh import own_part
 from fullshard.comm.wire import Pending
 from fullshard.disk.tensors import OnDisk
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.gather import Gather, gather_for
 from fullshard.engine.gradients import GradientState
 from fullshard.engine.gradients_on_disk import gradients_for
@@ -169,6 +170,11 @@ class ParamGroup:
     def present_apart_nbytes(self) -> int:
         """Bytes of these that are in memory."""
         return 0
+
+    @property
+    def disk_failures(self) -> list[DiskFailures]:
+        """What the disk could not do that shards and gradients rest on, of each; none if they rest on no disk."""
+        return [it for it in (self.gather.disk_failures, self.gradients.failures) if it is not None]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

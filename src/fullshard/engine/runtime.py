@@ -34,6 +34,7 @@ from fullshard.device.lanes import Lanes
 from fullshard.engine.activations import Activations
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import check_ranks_agree
+from fullshard.engine.disks import Disks
 from fullshard.engine.expected import Expected
 from fullshard.engine.homes import homes_of
 from fullshard.engine.microbatches import Microbatches
@@ -92,6 +93,7 @@ class Runtime:
             unit.state.is_root = root in unit.modules
             unit.state.data_ranks = data_ranks
         self.activations = Activations(units)
+        self.disks = Disks(self.units)
 
     @property
     def _device(self) -> torch.device:
@@ -180,6 +182,7 @@ class Runtime:
         if self.phase is not Phase.IDLE:
             self.recover()
         self.phase = Phase.FORWARD
+        self.disks.begin_pass()
         self._is_in_pipeline = in_pipeline_stage()
         self.residency.show_compute_s_work()
         if is_capturing(self._device):
@@ -211,6 +214,7 @@ class Runtime:
                     unit.release_secondary(Phase.FORWARD)
         accelerator_for(self._device).end_pass()
         self.phase = Phase.IDLE
+        self.disks.end_pass()
 
     def _leave(self, unit: Unit) -> None:
         self.residency.release(unit)
@@ -248,6 +252,7 @@ class Runtime:
         """The number of the backward that is executing; the first call in one arranges for its end."""
         if self.phase is not Phase.BACKWARD:
             self.phase = Phase.BACKWARD
+            self.disks.begin_pass()
             self.serial += 1
             self._creates_graph = torch.is_grad_enabled()
             self.expected.begin_backward()
@@ -339,6 +344,7 @@ class Runtime:
             self.residency.slots.end_microbatch(is_typical=self.expected.backward.agrees)
         tallies = self.reductions.take_tallies()
         self._check_whole()
+        self.disks.end_pass(self.activations.disk_failures)
         self.activations.end_backward()
         self.reductions.check_finite(tallies)
 
@@ -392,6 +398,7 @@ class Runtime:
     def recover(self) -> None:
         """Be idle again after an exception left a forward or a backward unfinished. Its gradients are dropped."""
         self.activations.recover()
+        self.disks.forget()
         self._stack.clear()
         self._calls.clear()
         self.residency.forget_late()
@@ -456,6 +463,7 @@ class Runtime:
         """Begin to gather all units for forwards and backwards that come; the first call begins the step."""
         if not self._is_open:
             self._is_open = True
+            self.disks.begin_pass()
             self.residency.show_compute_s_work()
             self._begin_microbatch()
         for unit in self.units:
@@ -520,8 +528,10 @@ class Runtime:
             self._reshard_after_backward(unit)
         self._end_backward()
         self._is_open = self._has_forward = False
+        tallies = self.reductions.take_tallies()
+        self.disks.end_pass(self.activations.disk_failures)
         self.activations.end_backward()
-        self.reductions.check_finite(self.reductions.take_tallies())
+        self.reductions.check_finite(tallies)
 
     def _prefetch_forward(self, unit: Unit) -> None:
         ahead = self.expected.ahead_in_forward(unit)

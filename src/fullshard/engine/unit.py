@@ -19,6 +19,7 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import Lanes, Mark
 from fullshard.device.memory import MemoryKind, Slot
 from fullshard.engine.at_rest import accept_calls, refuse_calls
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_buffers import Stretch
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_wires import AxesCollectives, GroupWires
@@ -170,6 +171,11 @@ class Unit:
     def shard_device(self) -> torch.device:
         """The device on which shards live, or will once they have memory."""
         return self._memory.device
+
+    @property
+    def disk_failures(self) -> list[DiskFailures]:
+        """What the disk could not do that it rests on: see `engine/disks.py`."""
+        return [it for param_group in self.param_groups for it in param_group.disk_failures]
 
     def offload_as(self, policy: OffloadPolicy) -> None:
         """Have states and activations away as `policy` says, from the next step and forward on."""
