@@ -40,6 +40,7 @@ from fullshard.plan.ledger import (
 )
 from fullshard.state.on_disk import BUFFERS, states_on_disk
 from fullshard.state.summon import summon_full_params
+from fullshard.tape.recorder import recording
 from fullshard.testing import assert_same
 
 
@@ -331,6 +332,28 @@ def fail_on_one_rank(folder: Path) -> None:
 
 def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_of_them_and_no_loss(tmp_path):
     run_ranks(2, fail_on_one_rank, tmp_path)
+
+
+@few_bytes_a_portion()
+def raise_in_forward(folder: Path) -> None:
+    model = build(1.0, folder)
+    rows = my_part(batch(0))
+    with recording() as whole:
+        before = loss_of(model, rows)
+    raising = mock.patch.object(model, "forward", side_effect=by_hand)
+    with recording() as record, raising, pytest.raises(RuntimeError, match="by hand"):
+        model(rows)
+    told = whole.names()[-1]
+    assert told == "all_reduce" and told not in record.names(), "nobody else need come"
+    assert_same(loss_of(model, rows), before)
+
+
+def by_hand(*args: Any) -> None:
+    raise RuntimeError("by hand")
+
+
+def test_a_forward_that_raises_sends_nothing_at_its_end(tmp_path):
+    run_ranks(2, raise_in_forward, tmp_path)
 
 
 # -- what it costs ----------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ the schedule add to whole gradients as they like, and `finalize_backward` reduce
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -171,7 +172,7 @@ class Runtime:
             call.within.left.append(unit)
         self._leave(unit)
         if not self._stack and not in_backward():
-            self._end_forward(unit)
+            self._end_forward(unit, raised=output is None and sys.exc_info()[1] is not None)
         if self._stack:
             _note(self._stack[-1][0], Phase.FORWARD)
         else:
@@ -196,7 +197,7 @@ class Runtime:
         self.activations.begin_forward()
         self.microbatches.begin(counts=torch.is_grad_enabled() and not self.expected.open)
 
-    def _end_forward(self, top: Unit) -> None:
+    def _end_forward(self, top: Unit, *, raised: bool) -> None:
         for unit in self.units:
             unit.settle()  # that no forward came to
         if any(unit.is_on_cpu for unit in self.units):  # the user may write to shards next
@@ -214,7 +215,10 @@ class Runtime:
                     unit.release_secondary(Phase.FORWARD)
         accelerator_for(self._device).end_pass()
         self.phase = Phase.IDLE
-        self.disks.end_pass()
+        if raised:
+            self.disks.forget()  # other ranks may be elsewhere
+        else:
+            self.disks.end_pass()
 
     def _leave(self, unit: Unit) -> None:
         self.residency.release(unit)
