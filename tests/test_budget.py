@@ -2,7 +2,9 @@
 
 import gc
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,21 +12,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
-from small_models import batch, loss_of, my_part, small_gpt, trained, wholes
+from small_models import batch, chain, inputs, loss_of, my_part, small_gpt, trained, wholes
 from test_offload_to_disk import on_the_disk, states_of
+from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import ConfigError, Offload, fully_shard
+from fullshard import ConfigError, Offload, dry, fully_shard
 from fullshard.checkpoint import load, save
+from fullshard.device.accelerator import accelerator_for
 from fullshard.engine import activations, away
+from fullshard.engine.homes import homes_of, stepped_on_cpu_in_turn
 from fullshard.engine.registry import units_in
 from fullshard.plan.explain import explain
 from fullshard.plan.hardware import hardware
 from fullshard.plan.ledger import peak_during, storage_bytes
+from fullshard.policy.offload import Home
 from fullshard.policy.tiers import Tier, least_that_fits
 from fullshard.report.reading import read_run
 from fullshard.state import on_disk
 from fullshard.state.on_disk import states_on_disk
+from fullshard.tape.tape import HOST
 from fullshard.testing import assert_same
 from fullshard.train.options import parse_settings
 from fullshard.train.predicting import Machine, predicted
@@ -144,6 +151,198 @@ def learn_more(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> li
 
 def test_states_that_were_loaded_before_the_first_step_are_where_the_budget_has_them(tmp_path):
     run_ranks(2, resume, tmp_path)
+
+
+# -- beside an accelerator --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    _shrink(monkeypatch.setattr)
+
+
+def _shrink(setattr: Callable[[Any, str, int], None]) -> None:
+    setattr(activations, "SMALLEST_BYTES", 1)
+    for module in (activations, away):
+        setattr(module, "WINDOW_BYTES", 4096)
+
+
+def needed(refused: Any) -> tuple[int, int]:
+    """The bytes with all away that can be, and with nothing."""
+    found = re.search(r"needs (\d+) bytes .*of (\d+) if nothing is.*Give budget=(\d+), ", str(refused.value))
+    assert found is not None
+    least, most, told = map(int, found.groups())
+    assert least == told
+    return least, most
+
+
+def on_the_cpu(model: Any) -> list[bool]:
+    return [unit.home is Home.STEPPED_ON_CPU for unit in units_in(model)]
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+def test_beside_an_accelerator_states_go_to_the_cpu_as_far_as_is_missing(strategy, microbatches):
+    made: list[Any] = []
+
+    def make(budget: int) -> Any:
+        made.append(chain(partial(fully_shard, strategy=strategy, offload_policy=Offload(budget=budget))))
+        return made[-1]
+
+    def tape_of(budget: int) -> dry.Tape:
+        return dry.run(partial(make, budget), inputs, world=2, steps=3, microbatches=microbatches)
+
+    with pytest.raises(ConfigError, match="a rank needs") as refused:
+        tape_of(1000)
+    assert "folder" not in str(refused.value), "states need none"
+    least, most = needed(refused)
+    with pytest.raises(ConfigError, match=f"Give budget={least}"):
+        tape_of(least - 1)
+    before = [True] * 5
+    for part in range(8):
+        budget = least + (most - least) * part // 7
+        tape = tape_of(budget)
+        assert tape.peak_bytes() <= budget
+        assert tape.peak_bytes() >= 0.74 * budget or part not in (0, 7), "what was counted, and not much less"
+        assert not dry.races(tape)
+        now, units = on_the_cpu(made[-1]), units_in(made[-1])
+        assert now <= before, "the more there is, the less is away"
+        in_turn = stepped_on_cpu_in_turn(units)
+        assert [unit for unit in in_turn if unit.home is Home.STEPPED_ON_CPU] == in_turn[: sum(now)]
+        policy = units[0].options.offload
+        wanted = policy.optimizer.get("cpu", 0.0) * sum(unit.trained_nbytes for unit in units)
+        assert round(wanted) == sum(unit.trained_nbytes for unit, it in zip(units, now, strict=True) if it)
+        assert not policy.activations or all(now), "states go first"
+        before = now
+    assert not any(before)
+
+
+@pytest.mark.usefixtures("small_windows")
+def test_a_byte_less_has_one_unit_away_as_its_fraction_would():
+
+    def peak(policy: Offload) -> int:
+        made = partial(chain, partial(fully_shard, strategy="zero3", offload_policy=policy))
+        return dry.run(made, inputs, world=2, steps=3).peak_bytes()
+
+    with pytest.raises(ConfigError, match="a rank needs") as refused:
+        peak(Offload(budget=1000))
+    _, most = needed(refused)
+    everything = peak(Offload(budget=most))
+    assert everything == peak(Offload())
+    assert peak(Offload(budget=most - 1)) == peak(Offload(optimizer={"cpu": 0.2})), "one unit goes"
+
+
+def learn_beside(policy: Offload | None, strategy: str, microbatches: int = 1, max_norm: float | None = None) -> Any:
+    """The model and all that training leaves: losses, weights, states."""
+    model = build(policy, strategy)
+    optimizer = torch.optim.AdamW(trained(model), lr=1e-2, fused=True)
+    left = []
+    for step in range(3):
+        for number in range(microbatches):
+            model.set_requires_gradient_sync(number == microbatches - 1)
+            loss = loss_of(model, my_part(batch(10 * step + number)))
+            loss.backward()
+            left.append(loss.detach().clone())
+        if max_norm is not None:
+            left.append(fullshard.clip_grad_norm_(trained(model), max_norm).clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, [*left, wholes(model), states_of(optimizer)]
+
+
+def choose_beside(strategy: str, loop: dict[str, Any]) -> None:
+    _shrink(setattr)
+    _, expected = learn_beside(None, strategy, **loop)
+    with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
+        learn_beside(Offload(budget=1000), strategy, **loop)
+    least, most = needed(refused)
+    counts = set()
+    for budget in (least, most - 1, most):
+        with dry.taped(values=True) as tape:
+            model, found = learn_beside(Offload(budget=budget), strategy, **loop)
+        assert_same(found, expected, name=f"{strategy}, {loop}, {budget} of {least} to {most}")
+        assert not dry.races(tape)
+        mine, every = on_the_cpu(model), [None] * dist.get_world_size()
+        dist.all_gather_object(every, mine)
+        assert all(it == mine for it in every)
+        counts.add(sum(mine))
+    assert counts == {len(mine), 1, 0}, "all, as few as will do, and none"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "loop"),
+    [
+        pytest.param("zero3", {"max_norm": 1.0}, id="zero3"),
+        pytest.param("ddp", {"microbatches": 2}, id="ddp"),
+        pytest.param("zero2", {"microbatches": 2}, id="zero2", marks=pytest.mark.slow),
+        pytest.param("zero1", {"max_norm": 1.0}, id="zero1", marks=pytest.mark.slow),
+    ],
+)
+def test_units_that_come_back_from_the_cpu_change_no_bit(strategy, loop):
+    run_ranks(2, choose_beside, strategy, loop)
+
+
+def resume_beside(folder: Path) -> None:
+    """States that are loaded when nobody knows the homes yet are where their units are from the first step on."""
+    _shrink(setattr)
+    first = build(None)
+    optimizer = torch.optim.AdamW(trained(first), fused=True)
+    learn_more(first, optimizer, range(2))
+    save(folder / "run", model=first, optimizer=optimizer, step=2)
+    expected = learn_more(first, optimizer, range(2, 4))
+    with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
+        learn_beside(Offload(budget=1000), "zero3")
+    budget = needed(refused)[1] - 1
+    with dry.taped(values=True):
+        model = build(Offload(budget=budget))
+        assert set(homes_of(units_in(model)).values()) == {Home.STEPPED_ON_CPU}
+        assert "100% of the optimizer's state is on the CPU" in explain(model)
+        optimizer = torch.optim.AdamW(trained(model), fused=True)
+        load(folder / "run", model=model, optimizer=optimizer)
+        found = learn_more(model, optimizer, range(2, 4))
+        memory_of = accelerator_for(torch.device("cpu")).memory_of
+        for unit in units_in(model):
+            for param in unit.params:
+                states = optimizer.state[param.sharded].values()
+                where = {memory_of(it._local_tensor) for it in states if isinstance(it, DTensor)} | {
+                    memory_of(param.local)
+                }
+                assert (where == {HOST}) == (unit.home is Home.STEPPED_ON_CPU)
+                assert len(where) == 1
+        assert {True, False} == set(on_the_cpu(model))
+    assert_same(found, expected)
+
+
+def test_states_that_were_loaded_are_in_the_memory_that_steps_them(tmp_path):
+    run_ranks(2, resume_beside, tmp_path)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "zero1", "ddp"])
+def test_a_graph_that_waits_while_its_units_move_finds_its_values(strategy):
+    """What forward has saved views of stays in the same storage, whatever the home of the shards."""
+    run_ranks(1, backward_after_a_move, strategy)
+
+
+def backward_after_a_move(strategy: str) -> None:
+    def run(*, moves: bool) -> list[Any]:
+        with dry.taped(values=True):
+            model = chain(partial(fully_shard, strategy=strategy, offload_policy=Offload(optimizer={"cpu": 1.0})))
+            loss = model(inputs()).square().mean()
+            loss.backward(retain_graph=True)
+            first = [param.grad.full_tensor().clone() for param in model.parameters()]
+            if moves:
+                for unit, home in zip(units_in(model), [Home.DEVICE, Home.STEPPED_ON_CPU] * 3, strict=False):
+                    unit.rest(home)
+                    unit.rest(Home.DEVICE)
+                assert not any(unit.is_on_cpu for unit in units_in(model))
+                memory_of = accelerator_for(torch.device("cpu")).memory_of
+                assert HOST not in {memory_of(it.to_local()) for p in model.parameters() for it in (p, p.grad)}
+            assert_same([param.grad.full_tensor() for param in model.parameters()], first)
+            loss.backward()
+            return [param.grad.full_tensor() for param in model.parameters()]
+
+    assert_same(run(moves=True), run(moves=False))
 
 
 def record(folder: Path) -> None:

@@ -9,12 +9,13 @@ is around all others.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from fullshard.device.accelerator import accelerator_for
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Home, Offload
 
-__all__ = ["homes_of"]
+__all__ = ["homes_of", "rest_as_asked", "stepped_on_cpu_in_turn"]
 
 
 def homes_of(units: Sequence[Unit]) -> dict[Unit, Home]:
@@ -29,27 +30,41 @@ def homes_of(units: Sequence[Unit]) -> dict[Unit, Home]:
         if policy not in policies:
             policies.append(policy)
             alike = [other for other in units if other.options.offload.in_full == policy]
-            homes |= _homes(alike, policy)
+            asked = _asked(alike, policy)
+            homes |= {unit: unit.home if unit.state.runtime is not None else asked[unit] for unit in alike}
     return homes
 
 
-def _homes(units: Sequence[Unit], policy: Offload) -> dict[Unit, Home]:
-    stepped = _last(units, {unit: unit.trained_nbytes for unit in units}, policy.cpu_fraction)
-    whole = _last(units, {unit: unit.whole_nbytes for unit in units}, policy.parameters.get("cpu", 0.0))
+def rest_as_asked(units: Sequence[Unit], policy: Offload) -> None:
+    """Have `units`, which share the fractions of `policy` from now on, rest where these have them. Between steps."""
+    for unit, home in _asked(units, policy).items():
+        unit.rest(home)
+
+
+def stepped_on_cpu_in_turn(units: Sequence[Unit]) -> list[Unit]:
+    """Those of `units` that have states which can be on the CPU, in the order in which they go there."""
+    return [unit for unit in reversed(units) if unit.trained_nbytes and not unit.rests_on_disk]
+
+
+def _asked(units: Sequence[Unit], policy: Offload) -> dict[Unit, Home]:
+    beside = accelerator_for(units[0].device).has_lanes
+    there = [unit for unit in reversed(units) if not unit.rests_on_disk]
+    whole = _first(there, lambda unit: unit.whole_nbytes, policy.parameters.get("cpu", 0.0), units)
+    in_turn, fraction = stepped_on_cpu_in_turn(units), policy.states_on_cpu(beside=beside)
+    stepped = _first(in_turn, lambda unit: unit.trained_nbytes, fraction, units)
     homes = {}
     for unit in units:
         on_cpu = Home.CPU if unit in whole else Home.STEPPED_ON_CPU if unit in stepped else Home.DEVICE
-        is_settled = unit.rests_on_disk or unit.state.runtime is not None
-        homes[unit] = unit.home if is_settled else on_cpu
+        homes[unit] = unit.home if unit.rests_on_disk else on_cpu
     return homes
 
 
-def _last(units: Sequence[Unit], nbytes: dict[Unit, int], fraction: float) -> set[Unit]:
-    """The last of `units`, of those that rest on no disk, that have at least that fraction of the bytes of all."""
-    wanted, taken = fraction * sum(nbytes.values()), 0
-    chosen = set()
-    for unit in reversed(units):
-        if taken < wanted and not unit.rests_on_disk:
-            taken += nbytes[unit]
+def _first(in_turn: Sequence[Unit], nbytes: Callable[[Unit], int], fraction: float, of: Sequence[Unit]) -> set[Unit]:
+    """The first of `in_turn` that have at least that fraction of the bytes `of` all."""
+    wanted = round(fraction * sum(map(nbytes, of)))  # a fraction that was made of bytes gives these again
+    taken, chosen = 0, set()
+    for unit in in_turn:
+        if taken < wanted:
+            taken += nbytes(unit)
             chosen.add(unit)
     return chosen

@@ -43,7 +43,7 @@ from fullshard.errors import ConfigError, StateError
 from fullshard.policy.offload import Home, OffloadPolicy
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
-from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, noting_wait
+from fullshard.tape.recorder import Event, Origin, Phase, acting_for, active_recorder, allocating, noting_wait
 
 __all__ = ["Form", "Unit"]
 
@@ -84,7 +84,10 @@ class Unit:
         self.options = options
         self.axes = axes
         self.device = device
-        self.home = options.offload.in_full.home_of_all  # until the root knows all of its units
+        beside = accelerator_for(device).has_lanes
+        self.home = options.offload.in_full.home_of_all(beside=beside)  # until the root knows all of its units
+        if self.home is Home.STEPPED_ON_CPU and not any(source.param.requires_grad for source in sources):
+            self.home = Home.DEVICE
         if _goes_to_disk(options, sources):
             self.home = Home.DISK
         self.state = UnitState(options.reshard_after_forward)
@@ -526,13 +529,29 @@ class Unit:
     @torch.inference_mode(False)
     @torch.no_grad()
     def rest(self, home: Home) -> None:
-        """Have the shards at `home` from now on, with their gradients and the optimizer's state."""
-        self.home = home
-        if not self.is_meta and any(param_group.plan.memory != self._memory for param_group in self.param_groups):
-            self._lie_as([it.plan.changed(it.plan.contract, self.device, self._memory) for it in self.param_groups])
+        """Have the shards at `home` from now on, with their gradients. The optimizer's state follows in its next step.
 
-    def _lie_as(self, plans: Sequence[GroupPlan]) -> None:
-        """Move the parameter groups to memory as `plans` have it, with the values that the shards have now."""
+        Between steps only. Graphs that wait for a backward find what they have saved views of in the same storage.
+        """
+        self.home = home
+        if self.is_meta or all(param_group.plan.memory == self._memory for param_group in self.param_groups):
+            return
+        self.settle()
+        self.reshard()
+        grads = {param: param.grad for param in self.params if param.grad is not None}
+        plans = [it.plan.changed(it.plan.contract, self.device, self._memory) for it in self.param_groups]
+        self._lie_as(plans, self.slot)
+        for param, grad in grads.items():
+            with allocating("gradient shards"):
+                param.grad = self._memory.zeros(grad.numel(), grad.dtype).view(grad.shape).copy_(grad)
+
+    def _lie_as(self, plans: Sequence[GroupPlan], slot: Slot | None = None) -> None:
+        """Move the parameter groups to memory as `plans` have it, with the values that the shards have now.
+
+        Args:
+            plans: one for each group.
+            slot: for the unsharded parameters: the present one, if these stay as they are. If None, a new one.
+        """
         collectives = self.collectives
         if plans and plans[0].memory.device.type != "meta":
             self.device = plans[0].device
@@ -540,12 +559,14 @@ class Unit:
         with self.slot.dropping_views():
             for param_group in self.param_groups:
                 param_group.lie_in(None)
-        slot = Slot(plans[0].device if plans else self.device)
+        is_new = slot is None
+        slot = slot or Slot(plans[0].device if plans else self.device)
         stretches = self._occupy(slot, plans)
         for i, (param_group, plan, stretch) in enumerate(zip(self.param_groups, plans, stretches, strict=True)):
             is_same = self.collectives == collectives and plan.needs_wires_of(param_group.plan)
             bound = param_group.wires if is_same else GroupWires.bind(plan, self.collectives[plan.axes])
-            bound.forget_errors()
+            if is_new:
+                bound.forget_errors()
             self.param_groups[i] = param_group.moved(plan, bound, stretch)
         self.slot, self._has_views = slot, self._occupies_lastingly(slot)
         slot.count_references()

@@ -80,7 +80,8 @@ def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
         count = sum(unit.options.offload.in_full == policy for unit in units)
         which = "" if len(policies) == 1 and count == len(units) else f" of {count} units"
         is_beside = accelerator_for(units[0].device).has_lanes
-        on_cpu = {"optimizer's state": policy.cpu_fraction, "parameters": policy.parameters.get("cpu", 0.0)}
+        states_on_cpu = policy.states_on_cpu(beside=is_beside)
+        on_cpu = {"optimizer's state": states_on_cpu, "parameters": policy.parameters.get("cpu", 0.0)}
         for what, fraction in on_cpu.items():
             if fraction:
                 yield f"{fraction:.0%} of the {what}{which} is on the CPU{'' if is_beside else ', as all is here'}"
@@ -92,7 +93,7 @@ def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
             )
         if policy.budget is not None:
             yield f"a budget of {policy.budget}{which}: all is away that can be until the first step of an optimizer"
-        if policy.disk_fraction:
+        if policy.disk_fraction and states_on_cpu < 1:
             yield f"{policy.disk_fraction:.0%} of the optimizer's state{which} rests on a disk, in {policy.disk_folder}"
         computes = "" if is_beside else ", where the CPU computes,"
         for tier, place in (("disk", f"in {policy.folder}"), ("cpu", f"in the host's memory{computes}")):

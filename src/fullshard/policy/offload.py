@@ -81,7 +81,8 @@ class Offload(OffloadPolicy):
         pin_memory: whether CPU memory for shards is page-locked, so that copies run beside compute.
         budget: instead of fractions, the memory that a rank's tensors may take on the device that computes: bytes, or
             words such as "20GB". Until the first step of an optimizer, all is away that can be; from then on the least
-            that fits, chosen by `state/budget.py`, the same on all ranks.
+            that fits, chosen by `state/budget.py`, the same on all ranks: of units, the optimizer's state, on the CPU
+            beside an accelerator, and in `folder` where the CPU computes; then what forward keeps.
 
     Raises:
         ConfigError: a fraction is not within 0 and 1, a tier is unknown, `folder` is missing, or both a budget and
@@ -133,12 +134,23 @@ class Offload(OffloadPolicy):
         """See `OffloadPolicy.in_full`."""
         return self
 
-    @property
-    def home_of_all(self) -> Home:
-        """The home that all units have; the device, as long as it is not known which of them have another."""
+    def home_of_all(self, *, beside: bool) -> Home:
+        """The home that all units have; the device, as long as it is not known which of them have another.
+
+        Args:
+            beside: see `states_on_cpu`.
+        """
         if self.parameters.get("cpu", 0.0) == 1:
             return Home.CPU
-        return Home.STEPPED_ON_CPU if self.cpu_fraction == 1 else Home.DEVICE
+        return Home.STEPPED_ON_CPU if self.states_on_cpu(beside=beside) == 1 else Home.DEVICE
+
+    def states_on_cpu(self, *, beside: bool) -> float:
+        """How much of the optimizer's state is on the CPU: of a budget all that can be, until fractions are chosen.
+
+        Args:
+            beside: whether that CPU is beside the device that computes. If not, a budget gains nothing by it.
+        """
+        return self.cpu_fraction if self.budget is None else float(beside)
 
     @property
     def cpu_fraction(self) -> float:

@@ -11,32 +11,44 @@ alike, in every run alike. A rank needs the more of
                            + what is kept and gradients: the larger, or both if microbatches add up
     the step               parameters + states + gradients + a copy of the largest of them
 
-Before it, all is away that can be, so that a model which fits at all comes so far.
+Of units that the CPU steps beside the device, a copy of the shards is left of parameters, and no states; of gradients,
+what is on its way down: those of two units. Whole ones, of four: two are copied into a message meanwhile.
+
+Before it, all is away that can be, so that a model which fits at all comes so far: units rest on the CPU, and those
+that fit come to the device then, with gradients, and with states that were loaded (`Unit.rest`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from itertools import islice
+from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fullshard._compat import FakeTensor, local_tensor
+from fullshard._compat import FakeTensor, local_tensor, set_local_tensor
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
+from fullshard.disk.tensors import OnDisk
 from fullshard.engine import away
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
+from fullshard.engine.group_plan import GroupPlan
+from fullshard.engine.homes import rest_as_asked, stepped_on_cpu_in_turn
 from fullshard.engine.managed import managed_by
+from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.registry import process_groups_along
 from fullshard.engine.runtime import Runtime, runtime_or_none
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.policy.offload import Offload
+from fullshard.policy.offload import Home, Offload
+from fullshard.policy.strategy import Placement
 from fullshard.policy.tiers import Tier, least_that_fits
 from fullshard.state import on_disk
 from fullshard.tape.recorder import Origin, Phase
@@ -66,6 +78,7 @@ def choose_for_budget(optimizer: Optimizer) -> None:
         policies = [policy for unit in runtime.units if (policy := _open(unit)) is not None]
         if policies:
             _choose(runtime, policies[0], optimizer)
+    _bring_beside(optimizer, params)
     _seen.add(optimizer)
 
 
@@ -76,47 +89,88 @@ def _open(unit: Unit) -> Offload | None:
 
 
 @dataclass(frozen=True)
+class _UnitNeeds:
+    """Bytes of one unit that a rank needs on the device if nothing is away, as far as they can be elsewhere."""
+
+    kept: int  # by forward for backward
+    gradients: int
+    states: int
+    shards: int  # beyond the copy of them that stays on the device while the CPU steps them
+
+
+@dataclass(frozen=True)
 class _Needs:
     """Bytes that a rank needs if nothing is away. See [Note: what a budget goes by]."""
 
     parameters: int
-    gradients: int
-    states: int
     gathered: int
     whole_gradients: int
-    largest: int  # working memory of a step
-    largest_states: int  # of one parameter
+    steps_at_once: int  # 1 if an optimizer makes temporaries of all gradients at once, as on an accelerator
+    largest: int  # gradient of a parameter
     adds_up: int  # 1 if a step has several microbatches
-    kept_by_unit: tuple[int, ...]  # by forward for backward
+    steps_wholes: int  # 1 if each rank steps whole parameters, whose gradients are no others than those of backward
+    held_whole: int  # 1 if whole gradients wait for a later microbatch
+    units: tuple[_UnitNeeds, ...]
+
+    @property
+    def gradients(self) -> int:
+        """Of all units."""
+        return sum(unit.gradients for unit in self.units)
+
+    @property
+    def states(self) -> int:
+        """Of all units."""
+        return sum(unit.states for unit in self.units)
 
     @property
     def kept(self) -> int:
-        """By all units."""
-        return sum(self.kept_by_unit)
+        """By forward for backward, of all units."""
+        return sum(unit.kept for unit in self.units)
 
     @property
     def working(self) -> int:
         """What is computed within a unit beyond what it keeps, as far as that can be told."""
-        return max(self.kept_by_unit)
+        return max(unit.kept for unit in self.units)
 
-    def at_most(self, *, gone: int = 0, buffers: int = 0) -> int:
-        """Bytes that are needed at once, with so much of what forward keeps away, and buffers for it."""
+    def at_most(self, on_cpu: Collection[int] = (), *, gone: int = 0, buffers: int = 0) -> int:
+        """Bytes that are needed on the device at once.
+
+        Args:
+            on_cpu: the numbers of units that the CPU beside it steps.
+            gone: how much of what forward keeps is away.
+            buffers: for that.
+        """
+        there = [self.units[number] for number in on_cpu]
+        gradients = self.gradients - sum(unit.gradients for unit in there)
+        resting = self.parameters - sum(unit.shards for unit in there)
+        resting += self.states - sum(unit.states for unit in there)
         kept = self.kept - gone + min(buffers, gone)
-        both = kept + self.gradients if self.adds_up else max(kept, self.gradients)
-        passes = self.gathered + self.whole_gradients + self.working + both
-        return self.parameters + self.states + max(passes, self.gradients + self.largest)
+        both = kept + gradients if self.adds_up else max(kept, gradients)
+        passes = self.gathered + self.whole_gradients + self.working + both + self._on_their_way(there)
+        temporaries = 2 * (gradients if self.steps_at_once else min(self.largest, gradients))
+        return resting + max(passes, gradients + temporaries)
+
+    def _on_their_way(self, units: Sequence[_UnitNeeds]) -> int:
+        """Gradients of `units`, which the CPU steps, that are on the device at once until they have come down."""
+        gradients = sorted(unit.gradients for unit in units)
+        if not self.steps_wholes:
+            return sum(gradients[-2:])
+        return sum(gradients) + sum(gradients[-2:]) if self.held_whole else sum(gradients[-4:])
 
     def over_all_ranks(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> _Needs:
         """The largest of each number over the ranks that `groups` reach."""
-        names = [field.name for field in fields(self)][:-1]
-        mine = [*(getattr(self, name) for name in names), *self.kept_by_unit]
+        names = [field.name for field in fields(self) if field.name != "units"]
+        mine = [getattr(self, name) for name in names] + [number for unit in self.units for number in astuple(unit)]
         numbers = torch.tensor(mine, dtype=torch.int64, device=device)
         for group in groups:
             collectives_for(group, device).combine(numbers, dist.ReduceOp.MAX, origin=_ORIGIN)
         if isinstance(numbers, FakeTensor):  # a dry run, whose ranks are all like this one
             return self
-        most = numbers.tolist()
-        return _Needs(**dict(zip(names, most, strict=False)), kept_by_unit=tuple(most[len(names) :]))
+        most = iter(numbers.tolist())
+        common = {name: next(most) for name in names}
+        width = len(fields(_UnitNeeds))
+        units = tuple(_UnitNeeds(*islice(most, width)) for _ in self.units)
+        return _Needs(**common, units=units)
 
 
 def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
@@ -124,16 +178,16 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
     assert budget is not None
     needs = _needs(runtime, optimizer).over_all_ranks(process_groups_along(runtime.units), runtime.units[0].device)
     units = [unit for unit in runtime.units if _open(unit) == policy]
-    tiers = [*_states_tiers(policy, units, needs), *_activations_tiers(policy, runtime, units, needs)]
-    chosen, least = least_that_fits(needs.at_most(), budget, tiers)
+    chosen, least = least_that_fits(needs.at_most(), budget, _tiers(policy, runtime, units, needs))
     if least > budget:
-        raise _too_small(policy, needs, least)
+        raise _too_small(policy, units, needs, least)
     fractions: dict[str, dict[str, float]] = {"optimizer": {}, "activations": {}}
     for tier, fraction in chosen:
         fractions[tier.what][tier.where] = fraction
     decided = replace(policy, budget=None, **fractions)  # type: ignore[arg-type]  # the names are those of tiers
     for unit in units:
         unit.offload_as(decided)
+    rest_as_asked(units, decided)
     on_disk.choose_portions_anew(units)
     runtime.activations.choose_anew()
     if dist.get_rank() == 0:
@@ -150,24 +204,52 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
 def _needs(runtime: Runtime, optimizer: Optimizer) -> _Needs:
     units, placements = runtime.units, runtime.units[0].options.placements
     size = units[0].axes.group_size
-    groups = [param_group for unit in units for param_group in unit.param_groups]
-    trained = [param.sharded for unit in units for param in unit.params if param.sharded.requires_grad]
-    has_lanes = accelerator_for(units[0].device).has_lanes
-    each = [local_tensor(param).nbytes for param in trained]
+    here = [_plan_on_device(unit, param_group) for unit in units for param_group in unit.param_groups]
     whole = sorted((unit.unsharded_nbytes for unit in units), reverse=True)
-    if keeps_whole := all(unit.keeps_unsharded for unit in units):
+    if steps_wholes := placements.optimizer is Placement.WHOLE:
         whole = []
+    stepped = [local_tensor(param).nbytes for unit in units if _is_stepped_here(unit) for param in _trained(unit)]
     return _Needs(
-        parameters=sum(it.plan.rest_nbytes for it in groups) + kept_between_steps(units, size, placements),
-        gradients=sum(each),
-        states=sum(_values(optimizer, param) * nbytes for param, nbytes in zip(trained, each, strict=True)),
-        gathered=0 if keeps_whole else gathered_peak(units, size, placements),
+        parameters=sum(plan.rest_nbytes for plan in here if not plan.memory.offloaded)
+        + sum(plan.copy_nbytes for plan in here)
+        + kept_between_steps(units, size, placements),
+        gathered=0 if all(unit.keeps_unsharded for unit in units) else gathered_peak(units, size, placements),
         whole_gradients=sum(whole if runtime.activations.held_whole else whole[:2]),
-        largest=2 * (sum(each) if has_lanes else max(each, default=0)),  # of all at once on an accelerator
-        largest_states=on_disk.STATES * max(each, default=0),
+        steps_at_once=int(accelerator_for(units[0].device).has_lanes),
+        largest=max(stepped, default=0),
         adds_up=int(runtime.activations.backwards > 1),
-        kept_by_unit=tuple(runtime.activations.most_kept[unit] for unit in units),
+        steps_wholes=int(steps_wholes),
+        held_whole=int(runtime.activations.held_whole),
+        units=tuple(_needs_of(unit, runtime, optimizer) for unit in units),
     )
+
+
+def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
+    """What of `unit` can be elsewhere. Nothing, of states, where a policy of its own has the CPU step it already."""
+    each = [(param, local_tensor(param).nbytes) for param in _trained(unit)] if _is_stepped_here(unit) else []
+    here = [_plan_on_device(unit, param_group) for param_group in unit.param_groups]
+    there = [replace(plan, memory=unit.memory_at(Home.STEPPED_ON_CPU)) for plan in here]
+    return _UnitNeeds(
+        kept=runtime.activations.most_kept[unit],
+        gradients=sum(nbytes for _, nbytes in each),
+        states=sum(_values(optimizer, param) * nbytes for param, nbytes in each),
+        shards=sum(plan.rest_nbytes for plan in here) - sum(plan.copy_nbytes for plan in there),
+    )
+
+
+def _is_stepped_here(unit: Unit) -> bool:
+    """True if the device that computes steps `unit`, or will if nothing is chosen to be away."""
+    return _open(unit) is not None or not unit.is_offloaded
+
+
+def _plan_on_device(unit: Unit, param_group: ParamGroup) -> GroupPlan:
+    """The plan of a group of `unit` as it is if nothing is away."""
+    plan: GroupPlan = param_group.plan
+    return plan if _open(unit) is None else replace(plan, memory=unit.memory_at(Home.DEVICE))
+
+
+def _trained(unit: Unit) -> list[nn.Parameter]:
+    return [param.sharded for param in unit.params if param.sharded.requires_grad]
 
 
 def _values(optimizer: Optimizer, param: nn.Parameter) -> int:
@@ -185,35 +267,76 @@ def _values(optimizer: Optimizer, param: nn.Parameter) -> int:
     return {"Muon": 1, "Adagrad": 1, "ASGD": 1}.get(name, on_disk.STATES)
 
 
-def _states_tiers(policy: Offload, units: Sequence[Unit], needs: _Needs) -> list[Tier]:
-    if policy.folder is None:
-        return []
+def _tiers(policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs) -> list[Tier]:
+    """What can be away, the cheapest first. Beside an accelerator the host's memory has room for all states."""
+    if not accelerator_for(units[0].device).has_lanes:
+        disk = [] if policy.folder is None else [_states_on_disk(units, needs)]
+        kept = [] if policy.activations_tier == "cpu" else [_activations(policy, runtime, units, needs, [])]
+        return disk + kept
+    numbers = [runtime.units.index(unit) for unit in stepped_on_cpu_in_turn(units)]
+    states = _states_on_cpu(runtime, units, needs, numbers)
+    most = max((freed for _, freed in states.steps), default=0)
+    used = next((count for count, (_, freed) in enumerate(states.steps, 1) if freed == most > 0), 0)
+    return [states, _activations(policy, runtime, units, needs, numbers[:used])]
+
+
+def _states_on_cpu(runtime: Runtime, units: Sequence[Unit], needs: _Needs, numbers: Sequence[int]) -> Tier:
+    total = sum(unit.trained_nbytes for unit in units)
+    steps, taken = [], 0
+    for count, number in enumerate(numbers, 1):
+        taken += runtime.units[number].trained_nbytes
+        steps.append((taken / total, needs.at_most() - needs.at_most(numbers[:count])))
+    return Tier(what="optimizer", where="cpu", steps=steps)
+
+
+def _states_on_disk(units: Sequence[Unit], needs: _Needs) -> Tier:
     sizes = [sum(it.sharded.numel() for it in unit.params if it.sharded.requires_grad) for unit in reversed(units)]
-    portion = max(on_disk.PORTION_NBYTES, needs.largest_states)
+    portion = max(on_disk.PORTION_NBYTES, on_disk.STATES * needs.largest)
     steps, taken = [], 0
     for size in filter(None, sizes):
         taken += size
         nbytes = needs.states * taken // sum(sizes)
         steps.append((taken / sum(sizes), nbytes - min(nbytes, on_disk.BUFFERS * portion)))
-    return [Tier(what="optimizer", where="disk", steps=steps)]
+    return Tier(what="optimizer", where="disk", steps=steps)
 
 
-def _activations_tiers(policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs) -> list[Tier]:
-    where = policy.activations_tier
-    if where == "cpu" and not accelerator_for(units[0].device).has_lanes:
-        return []
+def _activations(
+    policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs, on_cpu: Collection[int]
+) -> Tier:
+    """That of what forward keeps, when the CPU steps the units of the numbers `on_cpu` already."""
     ordered = sorted(units, key=lambda unit: unit.state.is_root)
-    kept = dict(zip(runtime.units, needs.kept_by_unit, strict=True))
     steps, taken = [], 0
     for number, unit in enumerate(ordered, 1):
-        taken += kept[unit]
-        freed = needs.at_most() - needs.at_most(gone=taken, buffers=2 * away.WINDOW_BYTES)
+        taken += needs.units[runtime.units.index(unit)].kept
+        freed = needs.at_most(on_cpu) - needs.at_most(on_cpu, gone=taken, buffers=2 * away.WINDOW_BYTES)
         steps.append((number / len(ordered), freed))
-    return [Tier(what="activations", where=where, steps=steps)]
+    return Tier(what="activations", where=policy.activations_tier, steps=steps)
 
 
-def _too_small(policy: Offload, needs: _Needs, least: int) -> ConfigError:
-    remedy = "" if policy.folder is not None else ", or name a folder on a disk, where the optimizer's state can be"
+def _bring_beside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Have states that were loaded before the homes of units were known in the memory in which they are stepped."""
+    follow = {id(param) for group in optimizer.param_groups if _counts_follow(group) for param in group["params"]}
+    for param in params:
+        managed, state = managed_by(param), optimizer.state.get(param)
+        if managed is None or not state or managed.unit.rests_on_disk:
+            continue
+        shard, accelerator = managed.param.local, accelerator_for(managed.unit.device)
+        for name, value in state.items():
+            if isinstance(value, DTensor) and not isinstance(value._local_tensor, OnDisk):
+                set_local_tensor(value, accelerator.beside(value._local_tensor, shard))
+            elif isinstance(value, Tensor) and (value.numel() > 1 or id(param) in follow):
+                state[name] = moved = accelerator.beside(value, shard)
+                vars(moved).update(vars(value))
+
+
+def _counts_follow(group: Mapping[str, Any]) -> bool:
+    """True if counts of steps are where the parameters of `group` are, and not on the CPU wherever these are."""
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _too_small(policy: Offload, units: Sequence[Unit], needs: _Needs, least: int) -> ConfigError:
+    can_go = policy.folder is None and not accelerator_for(units[0].device).has_lanes
+    remedy = ", or name a folder on a disk, where the optimizer's state can be" if can_go else ""
     return ConfigError(
         f"Offload(budget={policy.budget!r}): a rank needs {least} bytes with all away that can be, of "
         f"{needs.at_most()} if nothing is: {needs.parameters} of parameters, {needs.gradients} of gradients, "

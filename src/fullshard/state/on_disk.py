@@ -582,7 +582,7 @@ def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Para
     for policy, units in by_policy:
         homes = homes_of(list(units))
         nbytes = {unit: sum(param.numel() * param.dtype.itemsize for param in its) for unit, its in units.items()}
-        wanted = policy.disk_fraction * sum(nbytes.values())
+        wanted = round(policy.disk_fraction * sum(nbytes.values()))  # as in `homes.py`
         taken = sum(size for unit, size in nbytes.items() if unit.rests_on_disk)
         for unit in reversed(units):
             if unit.rests_on_disk:
