@@ -121,7 +121,7 @@ def choose(folder: Path) -> None:
 
 
 def test_a_budget_is_kept_with_the_least_away_and_changes_no_bit(tmp_path):
-    run_ranks(2, choose, tmp_path)
+    run_ranks(2, choose, tmp_path, timeout=200)
 
 
 def resume(folder: Path) -> None:
