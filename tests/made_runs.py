@@ -18,11 +18,12 @@ from fullshard.report.run import (
     Shard,
     Span,
     TensorHeld,
+    Tier,
     UnitTimes,
     WhatIf,
 )
 
-__all__ = ["HOSTILE", "bare_run", "exhausted", "findings_of", "hostile", "made_run"]
+__all__ = ["HOSTILE", "bare_run", "exhausted", "findings_of", "hostile", "made_run", "offloaded"]
 
 HOSTILE = "</script><script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'>\"&{{ 7 * 7 }}\u2028"
 MIB = 2**20
@@ -116,6 +117,20 @@ def made_run(
                 gain_s=0.037,
                 command="fullshard train --size small --strategy zero2",
             ),
+        ),
+    )
+
+
+def offloaded(run: Run) -> Run:
+    """The run with some of everything away."""
+    on_disk = {"parameters": 190 * MIB, "gradients": 190 * MIB, "optimizer state": 570 * MIB, "activations": 820 * MIB}
+    on_cpu = {"parameters": 95 * MIB, "gradients": 95 * MIB, "optimizer state": 190 * MIB}
+    return replace(
+        run,
+        tiers=(
+            Tier(name="device", at_rest=dict.fromkeys(on_disk, 400 * MIB), comes={}, goes={}),
+            Tier(name="CPU", at_rest=on_cpu, comes={"parameters": 47.5 * MIB}, goes={"gradients": 95.0 * MIB}),
+            Tier(name="disk", at_rest=on_disk, comes={**on_disk, "parameters": 570.0 * MIB}, goes={**on_disk}),
         ),
     )
 

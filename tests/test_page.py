@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_runs import HOSTILE, bare_run, exhausted, findings_of, hostile, made_run
+from made_runs import HOSTILE, bare_run, exhausted, findings_of, hostile, made_run, offloaded
 
 import fullshard.cli.report
 from fullshard.cli import main
-from fullshard.report.causes import find_causes, verdict
+from fullshard.report.causes import find_causes, tier_lines, verdict
 from fullshard.report.page import DATA, PAGE, TRACE, write
 from fullshard.report.run import PARTS, Finding, Run
 from fullshard.report.shown import shown
@@ -54,7 +54,9 @@ def cases() -> dict[str, Case]:
     large = made_run(ranks=64, steps=1000, units=500, late=17, prefix="module.language_model.model.decoder.")
     return {
         "healthy": Case(
-            made_run(tell_every=5), says=("No cause of lost time",), leaves_out=("Out of memory", "Beside")
+            made_run(tell_every=5),
+            says=("No cause of lost time",),
+            leaves_out=("Out of memory", "Beside", "Where it rests", "Offload"),
         ),
         "faulty": Case(
             faulty, findings_of(faulty), says=("one unit too large", "Simulated gain: 140 ms", "Rank 3 on node-0 is")
@@ -63,6 +65,11 @@ def cases() -> dict[str, Case]:
         "64 ranks and 500 units": Case(large, findings_of(large), says=("Rank 17", "Shown are 3 of 64 ranks")),
         "hostile names": Case(hostile(faulty), findings_of(faulty)),
         "hardly anything": Case(bare_run(), says=("Not measured: memory by state",)),
+        "offloaded": Case(
+            offloaded(faulty),
+            findings_of(faulty),
+            says=("Where it rests", "from the disk, a step", "to the CPU, a step", "598 MB"),
+        ),
         "two runs": Case(
             faulty,
             findings_of(faulty),
@@ -132,6 +139,25 @@ def test_means_over_steps_keep_the_time_of_all_steps() -> None:
     for place, part in enumerate(PARTS):
         whole = np.dot(over["parts"][part], counts)
         assert whole == pytest.approx(run.parts_s[..., place].mean(0).sum(), rel=1e-3, abs=1e-3), part
+
+
+def test_rows_of_tiers_add_up_to_what_there_is() -> None:
+    run = offloaded(made_run())
+    told = shown(run, ())["tiers"]
+    bytes_of = {row["name"]: row["nbytes"] for row in told["rows"]}
+    assert list(bytes_of)[:3] == ["on the device", "on the CPU", "on the disk"]
+    for it in run.tiers:
+        assert bytes_of[f"on the {it.name}"] == sum(it.at_rest.values())
+        assert bytes_of.get(f"from the {it.name}, a step", 0) == pytest.approx(sum(it.comes.values()), rel=1e-5)
+        assert bytes_of.get(f"to the {it.name}, a step", 0) == pytest.approx(sum(it.goes.values()), rel=1e-5)
+    assert told["away_bytes"] == bytes_of["on the CPU"] + bytes_of["on the disk"]
+    assert told["moved_bytes"] == pytest.approx(sum(row["nbytes"] for row in told["rows"] if row["moves"]), rel=1e-5)
+    for row in told["rows"]:
+        assert sum(row["by_state"].values()) == pytest.approx(row["nbytes"], rel=1e-5)
+        assert set(row["by_state"]) <= set(told["states"])
+    assert [line.split(":")[0] for line in tier_lines(run)] == list(bytes_of)[:3]
+    assert shown(made_run(), ())["tiers"] is None
+    assert tier_lines(made_run()) == []
 
 
 def test_what_was_not_measured_is_none_and_not_zero() -> None:

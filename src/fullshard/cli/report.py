@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.command_line import MaybePath, parse, take_words
-from fullshard.report.causes import find_causes, verdict
+from fullshard.report.causes import find_causes, tier_lines, verdict
 from fullshard.report.page import write
 from fullshard.report.rank_file import rank_files
 from fullshard.report.reading import read_run
@@ -66,11 +66,11 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _write(folder: Path, against: Path | None) -> tuple[Path, str]:
-    """Write the page of the run in `folder`: its path, and the verdict."""
+    """Write the page of the run in `folder`: its path, and the verdict, with what is away."""
     found = read_run(folder)
     other = None if against is None else read_run(against)
     findings = find_causes(found)
-    return write(found, findings, folder, against=other), verdict(found, findings)
+    return write(found, findings, folder, against=other), "\n".join([verdict(found, findings), *tier_lines(found)])
 
 
 def _state(folder: Path) -> list[tuple[int, int]]:

@@ -55,10 +55,20 @@ class Traffic:
             reductions: in a step: those of the microbatches whose gradients are synced.
             clips: whether gradients are clipped, which reads them twice and writes them once.
         """
+        return cls.of_shards(nbytes, gathers=gathers) + cls.of_gradients(nbytes, reductions=reductions, clips=clips)
+
+    @classmethod
+    def of_shards(cls, nbytes: int, *, gathers: int = 2, is_stepped: bool = True) -> Traffic:
+        """That of shards alone: the first half of `of_parameters`. Those that are not stepped are not written."""
+        return cls(room_bytes=nbytes, read_bytes=nbytes * (gathers + is_stepped), written_bytes=nbytes * is_stepped)
+
+    @classmethod
+    def of_gradients(cls, nbytes: int, *, reductions: int = 1, clips: bool = False) -> Traffic:
+        """That of their gradients alone: the second half."""
         return cls(
-            room_bytes=2 * nbytes,
-            read_bytes=nbytes * (gathers + reductions + 1 + 2 * clips),
-            written_bytes=nbytes * (reductions + 1 + clips),
+            room_bytes=nbytes,
+            read_bytes=nbytes * (reductions + 2 * clips),
+            written_bytes=nbytes * (reductions + clips),
         )
 
     @classmethod

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fullshard._compat import FakeTensor
+from fullshard.device.travel import travel
 from fullshard.disk.files import DiskFile, DiskWork, aligned
 
 __all__ = ["Extent", "Scratch", "shared_scratch"]
@@ -81,7 +82,8 @@ def _meet(write: tuple[int, int, DiskWork], start: int, end: int) -> bool:
 class Extent:
     """A stretch of a scratch file, of whole blocks of the disk. See [Note: an extent is given back by dropping it]."""
 
-    def __init__(self, scratch: Scratch, file: DiskFile | _NoFile, offset: int, nbytes: int) -> None:
+    def __init__(self, scratch: Scratch, file: DiskFile | _NoFile, offset: int, nbytes: int, state: str) -> None:
+        self.state = state  # whose bytes they are, for `travel`
         self._scratch = scratch  # which closes its file once nobody needs it
         self._file = file
         self._offset = offset
@@ -104,6 +106,7 @@ class Extent:
             DiskError: what was written there last could not be.
         """
         self._writes.wait(start, start + into.numel())
+        travel.note("disk", self.state, came=into.numel())
         return self._file.read(self._offset + start, into)
 
     def write(self, source: Tensor, start: int = 0) -> DiskWork:
@@ -114,6 +117,7 @@ class Extent:
         """
         end = start + source.numel()
         self._writes.wait(start, end)
+        travel.note("disk", self.state, went=source.numel())
         work = self._file.write(self._offset + start, source)
         self.version += 1
         self._writes.add(start, end, work)
@@ -149,14 +153,16 @@ class Scratch:
         self._take_back(wait=True)
         return sum(end - start for start, end in self._free)
 
-    def take(self, nbytes: int, more: int = 0) -> Extent:
+    def take(self, nbytes: int, more: int = 0, *, state: str = "other") -> Extent:
         """A new extent of `nbytes`, a multiple of ALIGNMENT; about `more` bytes are going to be taken after it.
+
+        `state` is whose bytes they are, see `device/travel.py`.
 
         Raises:
             DiskError: there is no such room, and the disk has no more.
         """
         if not nbytes:
-            return Extent(self, _NoFile(0), 0, 0)
+            return Extent(self, _NoFile(0), 0, 0, state)
         self._take_back()
         start = self._found(nbytes)
         if start is None:
@@ -164,7 +170,7 @@ class Scratch:
             self._give(before, self.nbytes)
             start = self._found(nbytes)
         assert start is not None and self._file is not None, "there is room by now"
-        return Extent(self, self._file, start, nbytes)
+        return Extent(self, self._file, start, nbytes, state)
 
     def _grow(self, nbytes: int) -> int:
         """Have so many bytes more: where they begin."""

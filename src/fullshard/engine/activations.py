@@ -16,7 +16,7 @@ unit around. The same holds for all other hooks that a user sets.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -116,6 +116,8 @@ class Activations:
         self._kept = dict.fromkeys(units, 0)  # their bytes, by unit
         self.most_kept = dict.fromkeys(units, 0)  # of the forward with the most
         self.backwards = 0  # that have ended
+        self._put_before: dict[str, int] = {}  # bytes by tier, when this forward began
+        self._most_put: dict[str, int] = {}
         self.held_whole = False  # gradients were not reduced at the end of one of them
 
     @property
@@ -123,11 +125,19 @@ class Activations:
         """Those that are in use, for statistics."""
         return tuple(self._stores.values())
 
+    @property
+    def most_away(self) -> Mapping[str, int]:
+        """The most bytes that one forward has put away, by tier: "cpu" or "disk"."""
+        put = {tier: store.put_bytes - self._put_before.get(tier, 0) for tier, store in self._stores.items()}
+        return {tier: max(nbytes, self._most_put.get(tier, 0)) for tier, nbytes in put.items()}
+
     def begin_forward(self) -> None:
         """Note that a new forward of the root begins: what it saves shares nothing with the last one's."""
         if not self._tiers:
             return
         self._device = self._units[0].device
+        self._most_put = dict(self.most_away)
+        self._put_before = {tier: store.put_bytes for tier, store in self._stores.items()}
         self._known.clear()
         self._order = []
         self._counted.clear()
@@ -161,6 +171,7 @@ class Activations:
         """Go by what the policies of the units say now, from the next forward on."""
         self._tiers = tiers_of(self._units)
         self._stores.clear()
+        self._put_before, self._most_put = {}, {}
 
     @property
     def disk_failures(self) -> DiskFailures | None:

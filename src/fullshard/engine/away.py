@@ -27,6 +27,7 @@ from fullshard._compat import FakeTensor, backward_number, storage_references
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import Mark
 from fullshard.device.memory import typed_view
+from fullshard.device.travel import travel
 from fullshard.disk.files import ALIGNMENT, DiskWork, aligned, aligned_buffer, aligned_part
 from fullshard.disk.space import Extent, Scratch
 from fullshard.engine.findings import DiskFailures
@@ -148,6 +149,8 @@ class Store:
                 target.copy_(flat)
         if self._writes(away.buffer):
             self._write_those_sent(away)
+        if self.scratch is None:
+            travel.note("cpu", "activations", went=nbytes)
         order.append(weakref.ref(away))
         self._leaving.append(order[-1])
         self._leaving_bytes += room
@@ -168,7 +171,7 @@ class Store:
         assert self.scratch is not None and away.buffer is not None
         away.stays = True
         with self.failures.noted():
-            away.extent = self.scratch.take(away.room_bytes)
+            away.extent = self.scratch.take(away.room_bytes, state="activations")
             away.writing = away.extent.write(away.buffer.data[: away.room_bytes])
             away.stays = False
 
@@ -253,6 +256,8 @@ class Store:
         away.back = torch.empty(away.nbytes, dtype=torch.uint8, device=self.device)
         with torch.no_grad(), lanes.offload.after(lanes.compute):
             away.back.copy_(held, non_blocking=True)
+        if self.scratch is None:
+            travel.note("cpu", "activations", came=away.nbytes)
         away.came = away.buffer.read_by = lanes.offload.mark()
 
     def _read_ahead(self, away: Away) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from fullshard.comm.two_level import TwoLevelGathers
 from fullshard.comm.wire import Gathers, Pending
 from fullshard.device.memory import Pool
+from fullshard.device.travel import travel
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_buffers import ShardStorage, UnshardedBuffer
 from fullshard.engine.group_wires import GroupWires
@@ -149,6 +150,8 @@ class LocalGather(Gather):
         """See `Gather.start`. Nothing is sent."""
         if not self._storage.plan.lives_in_unsharded:
             unsharded.flat.copy_(self._storage.memory, non_blocking=True)
+            if self._storage.plan.memory.offloaded:
+                travel.note("cpu", "parameters", came=unsharded.flat.nbytes)
         return Pending()
 
     def finish(self, unsharded: UnshardedBuffer) -> None:

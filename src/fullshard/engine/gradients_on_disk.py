@@ -106,7 +106,7 @@ class GradientsOnDisk(Gradients):
             plan, delivered = self.plan, self.plan.contract.delivered
             assert plan.memory.folder is not None, "they rest there"
             self._shards = []
-            self._extent = extent = shared_scratch(plan.memory.folder).take(self._nbytes)
+            self._extent = extent = shared_scratch(plan.memory.folder).take(self._nbytes, state="gradients")
             for placed, param in zip(plan.layout.params, self.params, strict=True):
                 shape = placed.spec.shard_shape(plan.rank)
                 rests = OnDisk(extent, placed.shard_offset * delivered.itemsize, shape, delivered, plan.memory.device)

@@ -23,6 +23,7 @@ from torch import Tensor
 from fullshard._compat import held_twice, storage_references
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.memory import Pool, typed_view
+from fullshard.device.travel import travel
 from fullshard.disk.buffers import Buffer, buffers_of
 from fullshard.disk.files import DiskWork, aligned
 from fullshard.disk.space import shared_scratch
@@ -133,6 +134,8 @@ class OwnShards(ShardStorage):
         if plan.sent_dtype != plan.contract.stored or plan.memory.offloaded:
             shards = taken = scratch.take(plan.layout.shard_numel, plan.sent_dtype)
             shards.copy_(self.memory, non_blocking=True)
+            if plan.memory.offloaded:
+                travel.note("cpu", "parameters", came=shards.nbytes)
         return self._parts_of(shards), taken
 
     def _parts_of(self, shards: Tensor) -> list[Tensor]:
@@ -158,6 +161,7 @@ class CopiedShards(OwnShards):
             changed = True
         if changed:
             self._copy.copy_(self.memory, non_blocking=True)
+            travel.note("cpu", "parameters", came=self._copy.nbytes)
         return self._parts_of(self._copy), None
 
 
@@ -212,7 +216,7 @@ class ShardsOnDisk(ShardStorage):
         folder, stored, device = plan.memory.folder, plan.contract.stored, plan.memory.device
         assert folder is not None, "it rests in one"
         self._nbytes = aligned(plan.layout.shard_numel * stored.itemsize)
-        self._extent = shared_scratch(folder).take(self._nbytes)
+        self._extent = shared_scratch(folder).take(self._nbytes, state="parameters")
         self._rests = [
             OnDisk(self._extent, it.shard_offset * stored.itemsize, it.spec.shard_shape(plan.rank), stored, device)
             for it in plan.layout.params

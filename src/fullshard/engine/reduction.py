@@ -20,6 +20,7 @@ from fullshard._compat import grad_hooks, shares_memory
 from fullshard.comm.two_level import TwoLevelSums
 from fullshard.comm.wire import PartSums, Pending, Sums, TermName
 from fullshard.device.lanes import Lanes
+from fullshard.device.travel import travel
 from fullshard.engine.gradients import Gradients
 from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.pack import Pack
@@ -156,6 +157,10 @@ class Reduction(ABC):
     def land(self) -> None:
         """Copy the sums to the host's memory. Where work is queued, it is queued then, and not done."""
 
+    def _note_landed(self, sums: Tensor) -> None:
+        if not self._plan.rests_on_disk:
+            travel.note("cpu", "gradients", went=sums.nbytes)
+
     def deliver(self) -> None:
         """Let the sharded parameters have their gradients, added to what they have already."""
         if self._finishes:
@@ -267,6 +272,7 @@ class ShardReduction(Reduction):
         else:
             self._shards = self._gradients.new_shards()
         self._shards.copy_(sums, non_blocking=True)
+        self._note_landed(sums)
 
     def _deliver(self) -> None:
         gradients, shards = self._gradients, self._shards
@@ -386,6 +392,7 @@ class WholeReduction(Reduction):
         for i, grad in self._grads.items():
             self._grads[i] = memory.zeros(grad.numel(), delivered)
             self._grads[i].copy_(grad.view(-1), non_blocking=True)
+            self._note_landed(grad)
             self._kept.append(grad)
 
     def _deliver(self) -> None:

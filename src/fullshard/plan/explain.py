@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from torch import nn
 
@@ -14,7 +15,8 @@ from fullshard.engine.runtime import runtime_or_none
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
-from fullshard.plan.ledger import predict_error_feedback, predict_ledger, predict_on_cpu, predict_on_disk
+from fullshard.plan.ledger import predict_error_feedback, predict_ledger, predict_on_disk, predict_tiers
+from fullshard.plan.resting import activations_away, predict_travel
 from fullshard.policy.offload import Home, Offload
 
 __all__ = ["explain", "offload_lines"]
@@ -155,7 +157,7 @@ def _order(units: Sequence[Unit], names: Mapping[nn.Module, str]) -> Iterator[st
 def _bytes(model: nn.Module) -> Iterator[str]:
     ledger = predict_ledger(model)
     error_feedback = predict_error_feedback(model)
-    on_disk, on_cpu = predict_on_disk(model), predict_on_cpu(model)
+    on_disk = predict_on_disk(model)
     yield ""
     yield "bytes on this rank, by formula, with AdamW and without activations:"
     for state in ("parameters", "gradients", "optimizer_state", "gathered_peak", "total"):
@@ -164,10 +166,28 @@ def _bytes(model: nn.Module) -> Iterator[str]:
             yield f"    of these    {_size(error_feedback):>16} is quantisation error feedback"
         if state == "optimizer_state" and on_disk.nbytes:
             yield f"    of these    {_size(on_disk.buffer_nbytes):>16} are buffers for what is on the disk"
-    if on_cpu:
-        yield f"  {'on the CPU':16}{_size(on_cpu):>12}, shards, gradients and optimizer state"
-    if on_disk.nbytes:
-        yield f"  {'on the disk':16}{_size(on_disk.nbytes):>12}, optimizer state; read and written in each step"
+    yield from _away(model)
+
+
+def _away(model: nn.Module) -> Iterator[str]:
+    """What rests on the CPU and on a disk, and what travels there and back; of activations, what has been put away."""
+    kept = activations_away(model)
+    tiers, travel = predict_tiers(model, activations=kept), predict_travel(model, activations=kept)
+    for tier, name in (("cpu", "on the CPU"), ("disk", "on the disk")):
+        if not tiers[tier].total:
+            continue
+        yield f"  {name:16}{_size(tiers[tier].total):>12}: {_states(asdict(tiers[tier]))}"
+        moved = {state: it for (place, state), it in travel.items() if place == tier}
+        for way, each in (
+            ("comes", {state: it.came for state, it in moved.items()}),
+            ("goes there", {state: it.went for state, it in moved.items()}),
+        ):
+            said = _states(each) or "nothing"
+            yield f"    {way:14}{_size(sum(each.values())):>12} in a step of one microbatch: {said}"
+
+
+def _states(nbytes: Mapping[str, int]) -> str:
+    return ", ".join(f"{state.replace('_', ' ')} {_size(it)}" for state, it in nbytes.items() if it)
 
 
 def _size(nbytes: float) -> str:

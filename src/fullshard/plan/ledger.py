@@ -17,7 +17,7 @@ By formula, for the units of a model, with N ranks on the shard axis and the lay
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -46,17 +46,23 @@ from fullshard.state.on_disk import BUFFERS, portions_on_disk, states_on_disk
 from fullshard.tape.recorder import recording
 
 __all__ = [
+    "TIERS",
     "Ledger",
     "OnDiskCost",
     "OptimizerCost",
     "measure_ledger",
     "peak_during",
+    "plans_at_home",
     "predict_activations",
     "predict_error_feedback",
     "predict_ledger",
     "predict_on_cpu",
     "predict_on_disk",
+    "predict_tiers",
 ]
+
+TIERS = ("device", "cpu", "disk")
+"""Where bytes are: on the device that computes, on the CPU beside it, or on a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,19 +110,67 @@ def predict_ledger(
     Raises:
         ConfigError: the model has no units.
     """
+    return predict_tiers(model, strategy=strategy, optimizer=optimizer, activations={"device": activations})["device"]
+
+
+def predict_tiers(
+    model: nn.Module,
+    *,
+    strategy: str | ShardingStrategy | StrategyPlacements | None = None,
+    optimizer: OptimizerCost | None = None,
+    activations: Mapping[str, int] | None = None,
+) -> dict[str, Ledger]:
+    """The ledgers of this rank by formula, of each of TIERS: "device", which computes, "cpu" beside it, and "disk".
+
+    Each byte is in one of them. Where the CPU computes, it is the device. Buffers through which states on a disk pass
+    are where these are stepped.
+
+    Args:
+        model: see `predict_ledger`.
+        strategy: likewise.
+        optimizer: likewise.
+        activations: by tier, bytes that forward saves for backward.
+
+    Raises:
+        ConfigError: the model has no units.
+    """
     units, size, placements = _under(model, strategy)
-    cost = optimizer or OptimizerCost()
+    cost, kept = optimizer or OptimizerCost(), activations or {}
     every = _groups(units, size, placements)
-    here = [it for it in every if not it.plan.memory.offloaded]
     on_disk = predict_on_disk(model, strategy=strategy, optimizer=cost)
-    return Ledger(
-        parameters=sum(it.plan.rest_nbytes for it in here)
+    here, there = (
+        _in_memory([it for it in every if it.plan.memory.offloaded == beside], cost, on_disk, is_beside=beside)
+        for beside in (False, True)
+    )
+    device = replace(
+        here,
+        parameters=here.parameters
         + sum(it.plan.copy_nbytes for it in every)
         + kept_between_steps(units, size, placements),
-        gradients=sum(it.gradients for it in here) + sum(it.error_feedback for it in every),
-        optimizer_state=sum(it.optimizer(cost) for it in here) - on_disk.nbytes + on_disk.buffer_nbytes,
+        gradients=here.gradients + sum(it.error_feedback for it in every),
         gathered_peak=gathered_peak(units, size, placements),
-        activations=activations,
+    )
+    disk = Ledger(
+        parameters=on_disk.shard_nbytes,
+        gradients=sum(it.gradients_on_disk for it in every),
+        optimizer_state=on_disk.nbytes,
+        gathered_peak=0,
+        activations=0,
+    )
+    found = zip(TIERS, (device, there, disk), strict=True)
+    return {tier: replace(ledger, activations=kept.get(tier, 0)) for tier, ledger in found}
+
+
+def _in_memory(groups: Sequence[_GroupBytes], cost: OptimizerCost, on_disk: OnDiskCost, *, is_beside: bool) -> Ledger:
+    """What parameter groups have in the device's memory, or in that of the CPU beside it."""
+    away = on_disk.beside_nbytes if is_beside else on_disk.nbytes - on_disk.beside_nbytes
+    buffers = on_disk.buffer_nbytes if is_beside == (on_disk.beside_nbytes > 0) else 0
+    return Ledger(
+        parameters=sum(it.plan.rest_nbytes for it in groups),
+        gradients=sum(it.gradients for it in groups),
+        optimizer_state=sum(it.optimizer(cost) for it in groups) - away + buffers,
+        gathered_peak=0,
+        activations=0,
     )
 
 
@@ -125,6 +179,7 @@ class OnDiskCost:
     """Bytes on the disk, without padding to whole blocks, and of the buffers in memory for the optimizer's step."""
 
     nbytes: int = 0  # of the optimizer's state
+    beside_nbytes: int = 0  # of these, what the CPU steps beside the device that computes
     shard_nbytes: int = 0  # of parameters; their gradients take as much
     buffer_nbytes: int = 0
 
@@ -157,11 +212,13 @@ def predict_on_disk(
     portions = [sum(nbytes[id(param)] for param in portion) for portion in each]
     buffers = sum(max(portions[turn::BUFFERS], default=0) for turn in range(BUFFERS))
     apart = {id(param.sharded) for unit in resting for param in unit.params}
+    beside = {id(param.sharded) for unit in resting if unit.is_offloaded for param in unit.params}
     stepped = (sum(nbytes[id(it)] for it in portion if id(it) in apart) for portion in each)
     passing = 2 * max(stepped, default=0) // max(1, cost.values)  # shards and gradients of a portion
     shards = [param_group.plan for unit in resting for param_group in unit.param_groups]
     return OnDiskCost(
         nbytes=sum(portions),
+        beside_nbytes=sum(nbytes[it] for portion in each for it in map(id, portion) if it in beside),
         shard_nbytes=sum(plan.layout.shard_numel * plan.contract.stored.itemsize for plan in shards),
         buffer_nbytes=buffers + (MOST_WRITING + 2) * passing,
     )
@@ -180,10 +237,18 @@ def predict_on_cpu(
     Raises:
         ConfigError: the model has no units.
     """
-    units, size, placements = _under(model, strategy)
-    cost = optimizer or OptimizerCost()
-    there = [it for it in _groups(units, size, placements) if it.plan.memory.offloaded]
-    return sum(it.plan.rest_nbytes + it.gradients + it.optimizer(cost) for it in there)
+    return predict_tiers(model, strategy=strategy, optimizer=optimizer)["cpu"].total
+
+
+def plans_at_home(model: nn.Module) -> Iterator[tuple[Unit, GroupPlan, bool]]:
+    """The units of `model`, the plans of their parameter groups where they rest or are going to, and whether these are
+    trained.
+
+    Raises:
+        ConfigError: the model has no units.
+    """
+    units, size, placements = _under(model, None)
+    yield from ((it.unit, it.plan, it.is_trained) for it in _groups(units, size, placements))
 
 
 def predict_error_feedback(model: nn.Module) -> int:
@@ -200,13 +265,23 @@ def predict_error_feedback(model: nn.Module) -> int:
 class _GroupBytes:
     """Bytes of one parameter group's states, which follow from its plan."""
 
+    unit: Unit
     plan: GroupPlan
     is_trained: bool
 
     @property
     def gradients(self) -> int:
         """Bytes of the gradients that the optimizer sees."""
-        if not self.is_trained or self.plan.rests_on_disk:
+        return 0 if self.plan.rests_on_disk else self._gradients
+
+    @property
+    def gradients_on_disk(self) -> int:
+        """Bytes of those that rest on a disk."""
+        return self._gradients if self.plan.rests_on_disk else 0
+
+    @property
+    def _gradients(self) -> int:
+        if not self.is_trained:
             return 0
         plan, layout = self.plan, self.plan.layout
         numel = layout.shard_numel if plan.shards_optimizer else sum(it.spec.numel for it in layout.params)
@@ -250,7 +325,7 @@ def _groups(units: Sequence[Unit], group_size: int | None, placements: StrategyP
         memory = unit.memory_at(Home.DEVICE if could_not else home)
         for param_group in unit.param_groups:
             plan = replace(param_group.plan.under(group_size, placements), memory=memory)
-            found.append(_GroupBytes(plan, param_group.is_trained))
+            found.append(_GroupBytes(unit, plan, param_group.is_trained))
     return found
 
 

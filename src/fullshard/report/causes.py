@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from fullshard.report.figures import ENOUGH_STEPS, Figures, amount, milliseconds, percent
 from fullshard.report.rules import RULES, Rule
 from fullshard.report.run import PARTS, Finding, Run
 
-__all__ = ["find_causes", "verdict"]
+__all__ = ["find_causes", "tier_lines", "verdict"]
 
 
 def find_causes(run: Run) -> tuple[Finding, ...]:
@@ -47,6 +48,20 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
     if shares[rest] >= _WORTH_SAYING:
         said += f", and most of the rest is {_PARTS_SAID[rest]}, {percent(shares[rest])}"
     return f"{said}.{_room(figures)}"
+
+
+def tier_lines(run: Run) -> list[str]:
+    """Where what the first rank has rests, and what it moves in a step: a line a tier; none if nothing is away."""
+    return [
+        f"on the {it.name}: {_said(it.at_rest)}"
+        + (f"; a step brings {_said(it.comes)} from there and takes {_said(it.goes)}" if it.comes or it.goes else "")
+        for it in run.tiers
+    ]
+
+
+def _said(by_state: Mapping[str, float]) -> str:
+    each = ", ".join(f"{state} {amount(nbytes)}" for state, nbytes in by_state.items())
+    return f"{amount(sum(by_state.values()))} ({each})" if each else "nothing"
 
 
 _COMPUTES = ("forward", "backward", "optimizer")

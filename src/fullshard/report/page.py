@@ -75,6 +75,7 @@ _CHARTED = (
     "units",
     "memory",
     "held",
+    "tiers",
     "ranks",
     "shards",
     "training",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from fullshard.device.lanes import LANES
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import ShardSpec
+from fullshard.plan.memory import State
 from fullshard.report.rank_file import lines_in, parsed, rank_files
 from fullshard.report.run import (
     PARTS,
@@ -25,6 +26,7 @@ from fullshard.report.run import (
     Shard,
     Span,
     TensorHeld,
+    Tier,
     UnitTimes,
     WhatIf,
 )
@@ -124,6 +126,7 @@ def read_run(folder: Path) -> Run:
         what_ifs=tuple(WhatIf(**it) for it in first.what_ifs.get("v", ())),
         out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
         links_gb_s=links if all(links) else (),
+        tiers=_tiers(first),
     )
 
 
@@ -143,6 +146,30 @@ def _elsewhere(ranks: Sequence[_Rank]) -> dict[str, str]:
             f"it is busy {busy_s:.3g} s, of which a rank waits {waited_s:.3g} s at most"
         )
     return {name: said for name, said in found.items() if said}
+
+
+_TIERS = {"device": "device", "cpu": "CPU", "disk": "disk"}
+
+
+def _tiers(rank: _Rank) -> tuple[Tier, ...]:
+    """Where what this rank has rests, and what it moves in a step; none if nothing is away."""
+    moved: dict[str, list[dict[str, float]]] = {}
+    for place, state, *each in rank.units.get("travelled", ()):
+        for ways, nbytes in zip(moved.setdefault(place, [{}, {}]), each, strict=True):
+            if nbytes:
+                ways[state] = nbytes / rank.units["steps"]
+    at_rest = rank.units.get("at_rest", {})
+    if not any(sum(held.values()) for tier, held in at_rest.items() if tier != "device"):
+        return ()
+    held = {tier: {state: nbytes for state, nbytes in states.items() if nbytes} for tier, states in at_rest.items()}
+    kept = rank.memory.get("by_state", {}).get(State.ACTIVATIONS.value)
+    if kept:
+        held["device"]["activations"] = max(kept)
+    return tuple(
+        Tier(name=name, at_rest=held[tier], comes=moved.get(tier, [{}, {}])[0], goes=moved.get(tier, [{}, {}])[1])
+        for tier, name in _TIERS.items()
+        if tier == "device" or held[tier] or tier in moved
+    )
 
 
 def _number(rank: _Rank) -> int:

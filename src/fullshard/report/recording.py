@@ -21,17 +21,19 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import LANES
+from fullshard.device.travel import Journeys, travel
 from fullshard.disk.pace import Moved, paces
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.plan.explain import offload_lines
 from fullshard.plan.memory_used import memory_for_a_rank
+from fullshard.plan.resting import measure_tiers
 from fullshard.report.elsewhere import check_home, open_home
 from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shards_of, strategy_of, units_of
 from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
-from fullshard.report.run import PARTS, WhatIf
+from fullshard.report.run import PARTS, STATES, WhatIf
 from fullshard.report.running_out import MemoryGuard, holders_said, is_out_of_memory
 from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts, is_kept_whole
 from fullshard.report.usage import UsageMeter
@@ -121,6 +123,8 @@ class RunReport:
         self._units: dict[str, UnitCounts] = {}
         self._host_waits: dict[str, tuple[int, float]] = {}
         self._disks: dict[Path, Moved] = {}  # what they had moved before steps were counted
+        self._travelled: Journeys = {}  # likewise
+        self._at_rest: dict[str, dict[str, int]] = {}
         self._counted = 0  # steps, in both
         self._best_bytes_per_s = 0.0
         self._units_every_s = _UNITS_FIRST_S
@@ -288,8 +292,11 @@ class RunReport:
             self._tell(number, self._told.pop(number))
         if nth == WATCHED_STEP:
             self._disks = {pace.folder: pace.total for pace in paces()}
+            self._travelled = travel.total
         if nth > WATCHED_STEP:
             self._counted += 1
+            if self._counted == 1:  # by now what a budget leaves open has been decided
+                self._at_rest = self._rests()
             self._best_bytes_per_s = max(self._best_bytes_per_s, step.best_bytes_per_s)
             for name, counts in step.units.items():
                 self._units.setdefault(name, UnitCounts()).add(counts)
@@ -377,9 +384,20 @@ class RunReport:
                 str(pace.folder): [pace.held_bytes, *astuple(pace.total.since(self._disks.get(pace.folder, Moved())))]
                 for pace in paces()
             },
+            at_rest=self._at_rest,
+            travelled=[
+                [place, state, it.came, it.went] for (place, state), it in travel.since(self._travelled).items()
+            ],
         )
         self._units_every_s *= 2  # only the last line counts: a long run has some dozen
         self._units_due = time.monotonic() + self._units_every_s
+
+    def _rests(self) -> dict[str, dict[str, int]]:
+        """What this rank has in each tier, by state; empty if nothing is to be away."""
+        if not any(offload_lines(units_in(self._model))):
+            return {}
+        tiers = measure_tiers(self._model, self._optimizers)
+        return {tier: {state: getattr(it, state.replace(" ", "_")) for state in STATES} for tier, it in tiers.items()}
 
     def _write_spans(self, step: StepTaken) -> None:
         pieces = step.pieces[:_MOST_SPANS]

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "PARTS",
+    "STATES",
     "Finding",
     "HostWait",
     "Memory",
@@ -23,12 +24,15 @@ __all__ = [
     "Shard",
     "Span",
     "TensorHeld",
+    "Tier",
     "UnitTimes",
     "WhatIf",
 ]
 
 PARTS = ("input", "forward", "backward", "gather", "reduce", "optimizer", "checkpoint", "other")
 """The parts that a step is split into, which add up to it. `gather` and `reduce` are what is exposed of them."""
+STATES = ("parameters", "gradients", "optimizer state", "activations")
+"""What rests, on the device or away from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +148,19 @@ class WhatIf:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tier:
+    """A place where something rests, and what travels between it and the device in a step; of one rank, by state.
+
+    States are STATES; and "other", of what travels.
+    """
+
+    name: str  # "device", "CPU" or "disk"
+    at_rest: Mapping[str, int]  # bytes; without what is not known
+    comes: Mapping[str, float]  # bytes that come from there in a step: the mean over steps
+    goes: Mapping[str, float]  # bytes that go there
+
+
+@dataclass(frozen=True, kw_only=True)
 class OutOfMemory:
     """The allocation that failed, or would soon have."""
 
@@ -188,4 +205,5 @@ class Run:
     starved_s: NDArray[np.float64] | None = None  # ready to run, the program had no core to run on; (ranks, steps)
     output_nbytes: int = 0  # of what the root's forward returns: logits, mostly
     host_waits: tuple[HostWait, ...] = ()
+    tiers: tuple[Tier, ...] = ()  # the device first; none if nothing is away
     links_gb_s: tuple[float, ...] = ()  # as `link_gb_s`, by rank: what came to it from the rank before it

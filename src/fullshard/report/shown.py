@@ -16,7 +16,19 @@ import torch
 from numpy.typing import NDArray
 
 from fullshard.device.lanes import LANES
-from fullshard.report.run import PARTS, Finding, Memory, OutOfMemory, Run, Shard, Span, TensorHeld, UnitTimes
+from fullshard.report.run import (
+    PARTS,
+    STATES,
+    Finding,
+    Memory,
+    OutOfMemory,
+    Run,
+    Shard,
+    Span,
+    TensorHeld,
+    Tier,
+    UnitTimes,
+)
 
 __all__ = ["in_order", "memory_curve", "plain", "shown", "timeline"]
 
@@ -55,6 +67,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         "units": _units(run),
         "memory": memory_curve(run.memory),
         "held": _held(run),
+        "tiers": _tiers(run.tiers),
         "ranks": _ranks(run),
         "shards": _shards(run.shards),
         "training": _training(run),
@@ -312,6 +325,27 @@ def _held(run: Run) -> dict[str, Any] | None:
     ends = [bucket.stop - 1 for bucket in _buckets(run.held_bytes.shape[1], _POINTS)]
     held = run.held_bytes[:, ends]
     return {"at": run.steps[ends], "median": np.median(held, axis=0).astype(np.int64), "most": held.max(axis=0)}
+
+
+def _tiers(tiers: Sequence[Tier]) -> dict[str, Any] | None:
+    """Rows of bytes by state: what rests in each tier, and what comes from it and goes there in a step."""
+    if not tiers:
+        return None
+    rows = [_row(f"on the {it.name}", it.at_rest) for it in tiers]
+    for it in tiers:
+        for way, moved in (("from", it.comes), ("to", it.goes)) if it.comes or it.goes else ():
+            rows.append({**_row(f"{way} the {it.name}, a step", moved), "moves": True})
+    found = {state for it in tiers for each in (it.at_rest, it.comes, it.goes) for state in each}
+    return {
+        "states": in_order(found, STATES),
+        "rows": rows,
+        "away_bytes": sum(sum(it.at_rest.values()) for it in tiers if it.name != "device"),
+        "moved_bytes": sum(sum(moved.values()) for it in tiers for moved in (it.comes, it.goes)),
+    }
+
+
+def _row(name: str, by_state: Mapping[str, float]) -> dict[str, Any]:
+    return {"name": name, "moves": False, "by_state": dict(by_state), "nbytes": sum(by_state.values())}
 
 
 def _ranks(run: Run) -> dict[str, Any] | None:

@@ -360,7 +360,7 @@ class StatesOnDisk:
         others = (it for it in self._portions if it.extent is None and it is not portion)
         lacking = [it for it in others if it.scratch is portion.scratch]
         more = sum(aligned(end * it.nbytes // max(1, portion.nbytes)) + ALIGNMENT for it in lacking)
-        extent = portion.scratch.take(aligned(end), more)
+        extent = portion.scratch.take(aligned(end), more, state="optimizer state")
         portion.rests = {
             key: OnDisk(extent, start, form.shape, form.dtype, form.device)
             for (key, form), start in zip(forms.items(), starts, strict=True)

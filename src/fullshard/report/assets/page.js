@@ -275,6 +275,31 @@
     };
   };
 
+  // ---- tiers
+
+  const RESTING = { parameters: "parameters at rest", gradients: "gradients that the optimizer sees" };
+  charts.tiers = (box) => {
+    const { states, rows } = run.tiers;
+    const last = (row) => states.filter((it) => row.by_state[it]).pop();
+    return {
+      legend: { show: false },
+      grid: { left: 8, right: narrow(box) ? 62 : 84, top: 4, bottom: 8, containLabel: true },
+      xAxis: sizes({ axisLabel: { showMaxLabel: false } }),
+      yAxis: names(rows.map((it) => it.name), { inverse: true, axisLine: { show: false }, axisLabel: { width: narrow(box) ? 104 : 160, overflow: "break", lineHeight: 14 } }),
+      tooltip: pointed((found) => {
+        const row = rows[found[0].dataIndex];
+        return tip(row.name, [["all", size(row.nbytes)], ...states.filter((it) => row.by_state[it]).map((it) => [it, size(row.by_state[it]), stateColor(RESTING[it] || it)])]);
+      }),
+      series: states.map((state) => ({
+        name: state, type: "bar", stack: "all", barWidth: 18, itemStyle: { color: stateColor(RESTING[state] || state) },
+        data: rows.map((row) => ({
+          value: row.by_state[state] ?? 0, itemStyle: { opacity: row.moves ? 0.7 : 1 },
+          label: last(row) === state ? labelled("right", size(row.nbytes)) : { show: false },
+        })),
+      })),
+    };
+  };
+
   // ---- ranks
 
   charts.ranks = () => {

@@ -1,0 +1,204 @@
+"""Where everything rests, and what travels in a step: tiers add up to the whole, and formulas say what is counted."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from shared_ranks import run_ranks
+from torch import nn
+
+from fullshard import CPUOffloadPolicy, MixedPrecisionPolicy, Offload, OffloadPolicy, dry, explain, fully_shard, report
+from fullshard.device.travel import Journeys, travel
+from fullshard.disk.files import ALIGNMENT
+from fullshard.plan.ledger import (
+    TIERS,
+    Ledger,
+    plans_at_home,
+    predict_ledger,
+    predict_on_cpu,
+    predict_on_disk,
+    predict_tiers,
+)
+from fullshard.plan.resting import activations_away, measure_tiers, predict_travel
+from fullshard.report.reading import read_run
+from fullshard.report.steps import WATCHED_STEP
+
+WIDTH, LAYERS = 128, 4  # shards of 2 ranks are whole blocks of a disk
+ROWS = 256
+KEPT = ROWS * WIDTH * 4  # of a layer's forward
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def layers(policy: OffloadPolicy | None, **options: Any) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    for layer in model:
+        fully_shard(layer, offload_policy=policy, **options)
+    return fully_shard(model, offload_policy=policy, **options)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, microbatches: int, clips: bool) -> None:
+    for _ in range(microbatches):
+        model(torch.ones(ROWS, WIDTH)).sum().backward()
+    if clips:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def travelled(
+    policy: OffloadPolicy | None, microbatches: int, clips: bool, **options: Any
+) -> tuple[Journeys, Journeys]:
+    """What two steps have moved, each; and what one moves by formula."""
+    model = layers(policy, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        step(model, optimizer, microbatches, clips)
+    before = travel.total
+    for _ in range(2):
+        step(model, optimizer, microbatches, clips)
+    found = {key: (it.came / 2, it.went / 2) for key, it in travel.since(before).items() if it.came or it.went}
+    foretold = predict_travel(model, microbatches=microbatches, clips=clips, activations=activations_away(model))
+    return found, {key: (it.came, it.went) for key, it in foretold.items()}
+
+
+LOOPS = [(1, False), (2, True)]
+
+
+def agree(found: Journeys, foretold: Journeys, microbatches: int, clips: bool, where: Any) -> None:
+    """To a byte; but what is on its way out when backward asks for it does not come, one storage here; and to scale
+    what lies on a disk reads the blocks at its ends.
+    """
+    assert found.keys() == foretold.keys(), where
+    for (tier, state), (came, went) in found.items():
+        less, more = 0, 0
+        if state == "activations":
+            less = microbatches * KEPT
+        elif clips and (tier, state) == ("disk", "gradients"):
+            more = LAYERS * 2 * ALIGNMENT
+        assert went == foretold[tier, state][1], (tier, state, where)
+        assert foretold[tier, state][0] - less <= came <= foretold[tier, state][0] + more, (tier, state, where)
+
+
+@mock.patch("fullshard.engine.activations.WINDOW_BYTES", KEPT)
+def to_disk(folder: Path) -> None:
+    for number, (microbatches, clips) in enumerate(LOOPS):
+        for strategy in ("zero3", "zero2"):
+            for name, share in (("parameters", 1.0), ("parameters", 0.5), ("optimizer", 0.5), ("activations", 1.0)):
+                policy = Offload(folder=folder / f"{number}-{strategy}-{name}-{share}", **{name: {"disk": share}})
+                found, foretold = travelled(policy, microbatches, clips, strategy=strategy)
+                agree(found, foretold, microbatches, clips, (found, foretold, microbatches, strategy, policy))
+
+
+def test_a_step_moves_to_and_from_a_disk_what_the_law_says(tmp_path):
+    run_ranks(2, to_disk, tmp_path)
+
+
+SOME = Offload(optimizer={"cpu": 0.5}, parameters={"cpu": 0.25})
+ON_CPU = (SOME, Offload(optimizer={"cpu": 1.0}), CPUOffloadPolicy(), Offload(activations={"cpu": 0.5}))
+
+
+@mock.patch("fullshard.engine.activations.WINDOW_BYTES", KEPT)
+def to_cpu() -> None:
+    for microbatches, clips in LOOPS[:2]:
+        for strategy in ("zero3", "zero2", "ddp"):
+            for policy in ON_CPU:
+                for precision in (None, BF16)[: 1 + (strategy == "zero3")]:
+                    with dry.taped(values=True):
+                        found, foretold = travelled(policy, microbatches, clips, strategy=strategy, mp_policy=precision)
+                    agree(
+                        found,
+                        foretold,
+                        microbatches,
+                        clips,
+                        (found, foretold, microbatches, strategy, policy, precision),
+                    )
+
+
+def test_a_step_moves_to_and_from_the_cpu_what_the_law_says():
+    run_ranks(2, to_cpu)
+
+
+# -- where it rests ---------------------------------------------------------------------------------------------------
+
+
+def summed(tiers: dict[str, Ledger], state: str) -> int:
+    return sum(getattr(it, state) for it in tiers.values())
+
+
+def tiers_of(folder: Path, beside: bool) -> None:
+    """Every byte is in one tier, and all tiers together have what a run without offload has in memory."""
+    plain = predict_ledger(layers(None))
+    cases = [{"optimizer": {"disk": 0.5}}, {"parameters": {"disk": 0.5}}, {"parameters": {"disk": 1.0}}]
+    cases += [{"optimizer": {"cpu": 0.5}, "parameters": {"cpu": 0.25}}, {"optimizer": {"cpu": 0.5, "disk": 0.5}}]
+    for number, case in enumerate(cases):
+        model = layers(Offload(folder=folder / str(number), **case))
+        tiers = predict_tiers(model)
+        assert tuple(tiers) == TIERS
+        assert tiers["device"] == predict_ledger(model)
+        assert tiers["cpu"].total == predict_on_cpu(model)
+        on_disk = predict_on_disk(model)
+        copies = sum(plan.copy_nbytes for _, plan, _ in plans_at_home(model))
+        assert summed(tiers, "parameters") == plain.parameters + copies, case
+        assert summed(tiers, "gradients") == plain.gradients, case
+        assert summed(tiers, "optimizer_state") == plain.optimizer_state + on_disk.buffer_nbytes, case
+        assert all(nbytes >= 0 for it in tiers.values() for nbytes in asdict(it).values()), case
+        if not beside:
+            assert tiers["cpu"].total == 0
+        share = case.get("parameters", {}).get("disk", 0.0)
+        assert tiers["disk"].parameters == tiers["disk"].gradients == round(share * plain.parameters)
+        optimizer = torch.optim.AdamW(model.parameters())
+        step(model, optimizer, 1, clips=False)
+        # Tiers of a run, whose states are those that there are, are those of the formula.
+        assert measure_tiers(model, [optimizer]) == predict_tiers(model), case
+
+
+def pretended(folder: Path) -> None:
+    with dry.taped(values=True):
+        tiers_of(folder, beside=True)
+
+
+def test_tiers_add_up_to_a_run_without_offload(tmp_path):
+    run_ranks(2, tiers_of, tmp_path, False)
+    run_ranks(2, pretended, tmp_path / "beside")
+
+
+# -- told -------------------------------------------------------------------------------------------------------------
+
+
+COUNTED = 4  # steps whose numbers count
+
+
+def reported(folder: Path, share: float) -> tuple[Any, Any, str]:
+    """The tiers of a report of some steps, those of the ledgers with what travels by formula, and what is explained."""
+    policy = Offload(parameters={"disk": share}, folder=folder / "scratch") if share else None
+    model = layers(policy)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with report(model, folder):
+        for _ in range(WATCHED_STEP + COUNTED):
+            step(model, optimizer, 1, clips=False)
+    return read_run(folder).tiers, (measure_tiers(model, [optimizer]), predict_travel(model)), explain(model)
+
+
+def test_a_report_has_what_rests_on_the_disk_and_what_a_step_moves(tmp_path):
+    told, (tiers, moved), text = run_ranks(1, reported, tmp_path, 0.5)[0]
+    assert [it.name for it in told] == ["device", "disk"]
+    device, disk = told
+    for it, ledger in ((device, tiers["device"]), (disk, tiers["disk"])):
+        for state in ("parameters", "gradients", "optimizer state"):
+            assert it.at_rest.get(state, 0) == getattr(ledger, state.replace(" ", "_")), (it.name, state)
+    assert device.at_rest["activations"] >= LAYERS * KEPT // 2
+    assert not device.comes and not device.goes
+    assert disk.comes.keys() == {state for _, state in moved}
+    for (_, state), it in moved.items():  # what is read ahead of the first forward that counts was read before it
+        ahead = WIDTH * WIDTH * 4 / COUNTED if state == "parameters" else 0
+        assert it.came - ahead <= disk.comes[state] <= it.came, state
+    assert disk.goes == {state: it.went for (_, state), it in moved.items()}
+    assert "on the disk" in text and "in a step of one microbatch" in text
+
+
+def test_a_report_of_a_run_without_offload_has_nothing_new(tmp_path):
+    told, _, text = run_ranks(1, reported, tmp_path, 0.0)[0]
+    assert told == ()
+    assert "on the disk" not in text and "microbatch" not in text
