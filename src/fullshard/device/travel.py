@@ -1,8 +1,8 @@
 """Bytes that travel between the memory that computes and where things rest, counted where they are moved.
 
 Places are "cpu", the host's memory beside an accelerator, and "disk". What passes through the host's memory on its way
-to or from a disk counts as the disk's. States are "parameters", "gradients", "optimizer state" and "activations";
-"other" is what is none of them, such as the copies of a checkpoint.
+to or from a disk counts as the disk's. States are STATES; "other" is what is none of them, such as the copies of a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from threading import Lock
 
-__all__ = ["Journeys", "Travelled", "travel"]
+__all__ = ["STATES", "Journeys", "Travelled", "travel"]
+
+STATES = ("parameters", "gradients", "optimizer state", "activations")
+"""What rests, on the device or away from it."""
 
 
 @dataclass(frozen=True)

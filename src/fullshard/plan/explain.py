@@ -8,6 +8,7 @@ from dataclasses import asdict
 from torch import nn
 
 from fullshard.device.accelerator import accelerator_for
+from fullshard.device.travel import STATES
 from fullshard.engine.homes import homes_of
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.registry import clean_fqn, units_in
@@ -177,7 +178,7 @@ def _away(model: nn.Module) -> Iterator[str]:
         if not tiers[tier].total:
             continue
         yield f"  {name:16}{_size(tiers[tier].total):>12}: {_states(asdict(tiers[tier]))}"
-        moved = {state: it for (place, state), it in travel.items() if place == tier}
+        moved = {state: travel[tier, state] for state in STATES if (tier, state) in travel}
         for way, each in (
             ("comes", {state: it.came for state, it in moved.items()}),
             ("goes there", {state: it.went for state, it in moved.items()}),

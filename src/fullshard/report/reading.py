@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fullshard.device.lanes import LANES
+from fullshard.device.travel import STATES
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import ShardSpec
 from fullshard.plan.memory import State
@@ -154,7 +155,7 @@ _TIERS = {"device": "device", "cpu": "CPU", "disk": "disk"}
 def _tiers(rank: _Rank) -> tuple[Tier, ...]:
     """Where what this rank has rests, and what it moves in a step; none if nothing is away."""
     moved: dict[str, list[dict[str, float]]] = {}
-    for place, state, *each in rank.units.get("travelled", ()):
+    for place, state, *each in sorted(rank.units.get("travelled", ()), key=lambda it: [*STATES, it[1]].index(it[1])):
         for ways, nbytes in zip(moved.setdefault(place, [{}, {}]), each, strict=True):
             if nbytes:
                 ways[state] = nbytes / rank.units["steps"]

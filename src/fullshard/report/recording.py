@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import LANES
-from fullshard.device.travel import Journeys, travel
+from fullshard.device.travel import STATES, Journeys, travel
 from fullshard.disk.pace import Moved, paces
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.registry import units_in
@@ -33,7 +33,7 @@ from fullshard.report.elsewhere import check_home, open_home
 from fullshard.report.facts import facts_of, link_bytes_per_s, rank_facts, shards_of, strategy_of, units_of
 from fullshard.report.memory_watch import MemoryWatch, can_be_watched
 from fullshard.report.rank_file import RankFile, finite, is_closed, path_of
-from fullshard.report.run import PARTS, STATES, WhatIf
+from fullshard.report.run import PARTS, WhatIf
 from fullshard.report.running_out import MemoryGuard, holders_said, is_out_of_memory
 from fullshard.report.steps import PAUSE, WATCHED_STEP, Piece, StepRecorder, StepTaken, UnitCounts, is_kept_whole
 from fullshard.report.usage import UsageMeter

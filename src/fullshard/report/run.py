@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 __all__ = [
     "PARTS",
-    "STATES",
     "Finding",
     "HostWait",
     "Memory",
@@ -31,8 +30,6 @@ __all__ = [
 
 PARTS = ("input", "forward", "backward", "gather", "reduce", "optimizer", "checkpoint", "other")
 """The parts that a step is split into, which add up to it. `gather` and `reduce` are what is exposed of them."""
-STATES = ("parameters", "gradients", "optimizer state", "activations")
-"""What rests, on the device or away from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +148,7 @@ class WhatIf:
 class Tier:
     """A place where something rests, and what travels between it and the device in a step; of one rank, by state.
 
-    States are STATES; and "other", of what travels.
+    States are those of `device/travel.py`, and "other", of what travels.
     """
 
     name: str  # "device", "CPU" or "disk"

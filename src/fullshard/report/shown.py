@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from fullshard.device.lanes import LANES
+from fullshard.device.travel import STATES
 from fullshard.report.run import (
     PARTS,
-    STATES,
     Finding,
     Memory,
     OutOfMemory,
