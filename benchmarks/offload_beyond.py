@@ -9,6 +9,9 @@ common, and what the system caches for them. The systems, in processes of their 
     fullshard  Offload(parameters={"disk": 1.0}), on zero3; built block by block
     mmap       plain PyTorch in one process with both cores, on the same batch: parameters, gradients and states are
                torch.from_file tensors, which the system reads and writes as it likes
+    deepspeed  only if it is named by --systems: ZeRO stage 3 with parameters and the optimizer on "nvme", on gloo. It
+               needs `pip install deepspeed==0.19.8`, a C++ compiler and libaio's headers (libaio-dev). Gradients are
+               in memory all the same, so that three times does not fit: take fewer --times
 
 The floor of a step is what computing takes with everything in memory (of models of few blocks, without limit, carried
 on in a straight line), or what the disk takes for the bytes that must pass in forward and backward, whichever is more;
@@ -23,8 +26,11 @@ This needs Linux with a control group of memory that may be made (version 1, at 
 """
 
 import argparse
+import importlib
+import importlib.util
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -196,10 +202,71 @@ def with_mmap(shape: Shape, folder: Path, count: int) -> dict[str, Any]:
             path.unlink()
 
 
+def prepare_deepspeed() -> None:
+    """Compile DeepSpeed's operations, which is not to happen under the limit."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise SystemExit("no deepspeed: pip install deepspeed==0.19.8; and have libaio-dev and a C++ compiler")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    run_ranks(1, deepspeed_operations, timeout=1800)
+
+
+def deepspeed_operations() -> None:
+    accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
+    for name in ("AsyncIOBuilder", "CPUAdamBuilder", "ShareMemCommBuilder"):
+        accelerator.create_op_builder(name).load(verbose=False)
+
+
+def deepspeed_config(shape: Shape, folder: Path) -> dict[str, Any]:
+    """Parameters and states on the disk, with buffers for the largest parameter, and units of the step as small.
+
+    DeepSpeed's own sizes (buffers of 100 million elements, a step of a billion at once) are more than the limit.
+    """
+    largest = shape.mlp_ratio * shape.width**2
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.01}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {**nvme, "buffer_count": 6, "buffer_size": largest // RANKS},
+            "offload_optimizer": {**nvme, "buffer_count": 5},
+            "sub_group_size": largest // RANKS,
+            "reduce_bucket_size": largest,
+            "stage3_prefetch_bucket_size": largest,
+            "stage3_max_live_parameters": 3 * largest,
+            "stage3_max_reuse_distance": 0,
+            "overlap_comm": False,
+        },
+    }
+
+
+def with_deepspeed(shape: Shape, folder: Path, count: int) -> dict[str, Any]:
+    deepspeed = importlib.import_module("deepspeed")
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo")
+    config = deepspeed_config(shape, folder)
+    torch.manual_seed(0)
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = Model(replace(shape, layers=0))
+        for _ in range(shape.layers):
+            model.blocks.append(Block(shape))
+    engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+    return steps(engine, engine, batch(shape, range(dist.get_rank(), dist.get_rank() + 1)), count)
+
+
+def ranks_with_deepspeed(shape: Shape, folder: Path, count: int) -> dict[str, Any]:
+    try:
+        return run_ranks(RANKS, with_deepspeed, shape, folder, count, timeout=1500)[0]
+    finally:
+        shutil.rmtree(folder / "zero_stage_3", ignore_errors=True)
+
+
 SYSTEMS: dict[str, Callable[[Shape, Path, int], dict[str, Any]]] = {
     "fullshard": lambda *args: run_ranks(RANKS, with_fullshard, *args, timeout=1500)[0],
     "mmap": with_mmap,
+    "deepspeed": ranks_with_deepspeed,
 }
+USUAL = ["fullshard", "mmap"]  # what is compared without being asked for
 
 
 # -- under a limit ----------------------------------------------------------------------------------------------------
@@ -283,7 +350,8 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--systems", nargs="+", default=list(SYSTEMS), choices=list(SYSTEMS))
+    parser.add_argument("--times", type=float, default=TIMES, help="the states, of the limit")
+    parser.add_argument("--systems", nargs="+", default=USUAL, choices=list(SYSTEMS))
     parser.add_argument("--system", choices=list(SYSTEMS), help=argparse.SUPPRESS)  # run it, under the limit
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -292,7 +360,9 @@ def main() -> None:
         print(json.dumps(SYSTEMS[args.system](shape, args.folder, args.steps)))
         return
     states = STATES * numel_of(shape)
-    limit = int(states / TIMES)
+    limit = int(states / args.times)
+    if "deepspeed" in args.systems:
+        prepare_deepspeed()
     print(f"{numel_of(shape) / 1e6:.0f} million parameters: {states / 1e9:.2f} GB of states under {limit / 1e9:.2f} GB")
     plan = predicted(shape, args.folder)
     result: dict[str, Any] = {
