@@ -34,6 +34,16 @@ def written(x: Tensor) -> Any:
     return y.add_(1), y.zero_(), y.copy_(x), torch._foreach_mul([x, y], 2.0), torch.stack([y, y], out=x.new_empty(0))
 
 
+def given_outs(x: Tensor) -> Any:
+    """What is to be written is of the right shape, or of none yet; several at once give nothing."""
+    rows, columns = x.shape
+    each = [x.new_empty(rows, 1) for _ in range(columns)]
+    torch.split_with_sizes_copy(x, [1] * columns, dim=1, out=each)
+    products = [torch.mm(x, x.t(), out=x.new_empty(shape)) for shape in ((rows, rows), (0,))]
+    chunks = torch._chunk_cat([x, x], 0, 2, out=x.new_empty(2, 2 * -(-rows // 2) * columns))
+    return *products, *each, chunks, x.new_empty(1, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 def trained(x: Tensor) -> Any:
     """A loss with its gradients, by attention and fused cross-entropy."""
     weight = torch.empty(x.shape[1], 12).requires_grad_()
@@ -56,7 +66,7 @@ def told(result: Any, given: Tensor) -> list[Any]:
     return [each, shared, [torch._C._dispatch_key_set(it) for it in leaves]]
 
 
-@pytest.mark.parametrize("run", [views, new, written, trained])
+@pytest.mark.parametrize("run", [views, new, written, given_outs, trained])
 def test_quick_fakes_are_as_torch_makes_them(run: Callable[[Tensor], Any]) -> None:
     """The first time, and again once they are known; for a like tensor, and for one of another layout."""
     quick, slow = QuickFakes(), FakeTensorMode(allow_non_fake_inputs=True)

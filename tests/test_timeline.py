@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fullshard.plan.allocator import TapeAllocator
 from fullshard.plan.costs import Costs
-from fullshard.plan.timeline import Timeline, lay_out
+from fullshard.plan.timeline import Timeline, lay_out, lay_out_parts
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Operation, Recorded, Waited
 
@@ -155,6 +155,15 @@ def test_nothing_overlaps_on_a_lane_and_no_second_is_lost(entries):
         assert sum(idle) == pytest.approx(timeline.starved_s(lane))
     carried = sorted((it.start, it.end) for it in timeline.placed if isinstance(it.entry, Collective))
     assert all(end <= start for (_, end), (start, _) in pairwise(carried))
+
+
+@given(tapes(), st.integers(0, 40))
+def test_parts_are_laid_out_as_by_themselves(entries, count):
+    """Also where computing takes longer beside a collective."""
+    costs = replace(COSTS, slowdown=0.5)
+    first, both = lay_out_parts((entries[:count], entries[count:]), costs)
+    assert first == lay_out(entries[:count], costs)
+    assert both == lay_out(entries, costs)
 
 
 @given(tapes())

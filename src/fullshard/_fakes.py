@@ -20,7 +20,6 @@ __all__ = ["ASKS_DEVICE", "QuickFakes"]
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _NOT_TOLD_BY_SHAPES = frozenset(("data_dependent_output", "dynamic_output_shape", "inplace_view"))  # tags
-_NOTHING = object()
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
 ASKS_DEVICE = torch.ops.prim.device.default
 """What torch itself asks of a tensor several times an operation."""
@@ -38,9 +37,16 @@ class _Like:
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """The argument of that number."""
+    """The argument of that number, those with names behind the others."""
 
     number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What is no tensor."""
+
+    value: Any
 
 
 class QuickFakes(FakeTensorMode):
@@ -67,20 +73,26 @@ class QuickFakes(FakeTensorMode):
             return args[0].device
         if not _is_told_by_shapes(func):
             return self.dispatch(func, types, args, kwargs)
-        key = [func, torch.get_default_dtype()]
-        if not self._add(key, args) or (kwargs and not self._add(key, [it for pair in kwargs.items() for it in pair])):
+        given = (*args, *kwargs.values())
+        key = self._key(func, given, kwargs)
+        if key is None:
             return self.dispatch(func, types, args, kwargs)
         if func.is_view or func is _UNSAFE_VIEW:
             with in_kernel_invocation_manager(self):
                 viewed = func(*args, **kwargs)
             return self._wrapped(viewed, args[0].fake_device)
-        known = tuple(key)
-        if known not in self._known:
+        if key not in self._known:
             result = self.dispatch(func, types, args, kwargs)
-            self._known[known] = self._told(result, args)
+            is_same = self._key(func, given, kwargs) == key  # unless what it writes to was of another shape before
+            self._known[key] = self._told(result, given) if is_same else None
             return result
-        told = self._known[known]
-        return self.dispatch(func, types, args, kwargs) if told is None else self._made(told, args)
+        told = self._known[key]
+        return self.dispatch(func, types, args, kwargs) if told is None else self._made(told, given)
+
+    def _key(self, func: Any, given: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+        """All that a result can depend on; None if an argument is not plain."""
+        key = [func, torch.get_default_dtype(), *kwargs]
+        return tuple(key) if self._add(key, given) else None
 
     def _add(self, key: list[Any], args: Sequence[Any]) -> bool:
         """Add to `key` what a result can depend on; False if an argument is not plain."""
@@ -112,8 +124,8 @@ class QuickFakes(FakeTensorMode):
         return None if None in each or len(storages) < len(tensors) else tuple(each)
 
     def _told_one(self, result: Any, args: Sequence[Any]) -> Any:
-        if result is None:
-            return _NOTHING
+        if result is None or (type(result) in _PLAIN and all(type(arg) in _PLAIN for arg in args)):
+            return _Value(result)
         given = next((_Given(number) for number, arg in enumerate(args) if arg is result), None)
         if given is not None or type(result) is not FakeTensor:
             return given
@@ -131,8 +143,8 @@ class QuickFakes(FakeTensorMode):
             return self._wrapped(empty, told.device)
         if type(told) is _Given:
             return args[told.number]
-        if told is _NOTHING:
-            return None
+        if type(told) is _Value:
+            return told.value
         return tuple([self._made(it, args) for it in told])
 
     def _wrapped(self, meta: Any, device: torch.device) -> Any:
@@ -159,9 +171,8 @@ def _is_told_by_shapes(func: Any) -> bool:
     name = str(func._overloadpacket).removeprefix("aten.")
     if any(tag.name in _NOT_TOLD_BY_SHAPES for tag in func.tags) or name.startswith("lift_fresh"):
         return False
-    if func.is_view and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
-        return False  # it may copy, as `to` does
-    return not any(it.is_out for it in func._schema.arguments)
+    may_copy = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+    return not (func.is_view and may_copy)  # as `to` does
 
 
 def _storages(tree: Any) -> set[int]:

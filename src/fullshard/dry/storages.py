@@ -32,6 +32,7 @@ class Storages:
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._known: dict[int, _Known] = {}
+        self._told: dict[Access, Access] = {}  # each once: of tensors that are used again, the same
         self._last = 0
 
     def note_allocated(self, storage: torch.UntypedStorage, lane: str, purpose: str = "", ranks: int = 1) -> None:
@@ -65,11 +66,11 @@ class Storages:
             self.note_allocated(storage, GIVEN)
             known = self._known[storage._cdata]
         start = int(tensor.storage_offset())
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         numel, size = tensor.numel(), tensor.itemsize
-        stop = start + last + 1 if numel else start
+        stop = start + (numel if tensor.is_contiguous() else _spanned(tensor))
         touched = numel * size if numel < stop - start else None
-        return Access(known.number, start * size, stop * size, touched)
+        access = Access(known.number, start * size, stop * size, touched)
+        return self._told.setdefault(access, access)
 
     def forget(self) -> None:
         """Take no notice any more."""
@@ -94,3 +95,9 @@ class Storages:
         if known.nbytes:
             self._tape.note(Free(known.number, known.nbytes, known.lane, self._tape.origin, known.ranks))
             known.nbytes = 0
+
+
+def _spanned(tensor: Tensor) -> int:
+    """Elements from the first of `tensor` to its last, and those that it leaves out in between."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 if tensor.numel() else 0

@@ -88,7 +88,7 @@ class Watch(TorchDispatchMode):
         kind = _kind(func)
         if kind == "view" and FakeTensor in types:
             return func(*args, **kwargs)
-        given = list(_tensors((args, kwargs)))
+        given = _tensors((args, kwargs))
         if self._fakes is not None and are_real(given) and kind != "constant":  # such as the ranks of a mesh
             with outside_of_modes():
                 return func(*args, **kwargs)
@@ -100,14 +100,14 @@ class Watch(TorchDispatchMode):
             return self._collect(func, args, kwargs)
         name = str(func._overloadpacket)
         lane = self._lane_for(given)
-        written = list(_tensors(_written(func, args, kwargs)))
+        written = _tensors(_written(func, args, kwargs))
         if name == _COPIES_INTO_FIRST_RESULT:
-            given = list(_tensors(args[0]))
+            given = _tensors(args[0])
         reads = () if name in _NO_VALUES else tuple(map(self._storages.access, _without(given, written, func)))
         writes = tuple(map(self._storages.access, written))
         result = self._run(name, func, args, kwargs)
-        made = []
-        for tensor in _tensors(result):
+        results, made = _tensors(result), []
+        for tensor in results:
             if not self._storages.is_known(tensor) and not tensor.is_meta:
                 self._storages.note_allocated(tensor.untyped_storage(), lane)
                 made.append(tensor)
@@ -117,13 +117,13 @@ class Watch(TorchDispatchMode):
             writes += (self._storages.access(result[0]),)
         writes += tuple(map(self._storages.access, made))
         flops = flops_of(func, args, kwargs, result)
-        told = next(itertools.chain(_tensors(result), written, given)).dtype
+        told = next(itertools.chain(results, written, given)).dtype
         dtype = str(told).removeprefix("torch.")
         skipped = skipped_flops_of(func, args, kwargs, flops) if flops else 0
         origin, copies = self._tape.origin, name in _COPIES
         crosses = copies and self._crosses(given)
         self._tape.note(Operation(name, lane, origin, reads, writes, flops, copies, dtype, skipped, crosses))
-        if self._accelerator.has_lanes and lane != HOST and self._holds_host(name, given, args, kwargs):
+        if self._accelerator.has_lanes and lane != HOST and self._holds_host(name, crosses, args, kwargs):
             self._accelerator.hold_host(lane, name)
         return result
 
@@ -137,13 +137,11 @@ class Watch(TorchDispatchMode):
         """The lane that an operation runs on: the host's if it touches the host's memory only."""
         return HOST if given and all(map(self._storages.is_host, given)) else self._accelerator.lane
 
-    def _holds_host(self, name: str, given: Sequence[Tensor], args: Any, kwargs: Any) -> bool:
-        """True if the host waits until the operation is over."""
+    def _holds_host(self, name: str, crosses: bool, args: Any, kwargs: Any) -> bool:
+        """True if the host waits until the operation is over. `crosses` is of the tape's `Operation`."""
         if name in _READ_BY_HOST:
             return True
-        if not self._crosses(given) or name not in _COPIES:
-            return False
-        return not (kwargs.get("non_blocking") or (name == "aten.copy_" and len(args) > 2 and args[2]))
+        return crosses and not (kwargs.get("non_blocking") or (name == "aten.copy_" and len(args) > 2 and args[2]))
 
     def _crosses(self, given: Sequence[Tensor]) -> bool:
         """True if some tensors are in the host's memory and others in an accelerator's."""
@@ -188,7 +186,7 @@ class Watch(TorchDispatchMode):
         """Write a collective down, and carry it out unless its tensors are fakes."""
         reads, writes, sizes = [], [], []
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            tensors = list(_tensors(value))
+            tensors = _tensors(value)
             if not argument.name.startswith("output"):
                 reads += [self._storages.access(tensor) for tensor in tensors]
                 sizes += [tensor.nbytes for tensor in tensors]
@@ -253,12 +251,17 @@ def _replaces(func: OpOverload) -> bool:
     return func._overloadname == "out" or (func.namespace == "fsdp" and bool(_writing(func)))
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def _tensors(tree: Any) -> list[Tensor]:
     """The tensors in arguments or results."""
     if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
-    elif isinstance(tree, list | tuple):
+        return [tree]
+    if isinstance(tree, dict):
+        return _tensors(list(tree.values()))
+    found: list[Tensor] = []
+    if isinstance(tree, list | tuple):
         for value in tree:
-            yield from _tensors(value)
+            if isinstance(value, Tensor):
+                found.append(value)
+            elif isinstance(value, list | tuple | dict):
+                found += _tensors(value)
+    return found

@@ -195,18 +195,26 @@ class Costs:
         dims = _dims(operation, flops) if self.multiprocessors else None
         if dims is None:
             return flops / rate
-        rows, inner, columns = dims
-        each = rate / self.multiprocessors
-        return min(
-            self._waves(ceil(rows / high) * ceil(columns / wide), high * wide, inner, cuts) / each
-            + (2 * cuts * rows * columns * _PARTIAL_SUM_BYTES / self.memory_bytes_per_s if cuts > 1 else 0.0)
-            for high, wide in _TILES
-            for cuts in _INNER_CUTS
-        )
+        return _tiled_s(*dims, self.multiprocessors, rate, self.memory_bytes_per_s)
 
-    def _waves(self, tiles: int, tile: int, inner: float, cuts: int) -> float:
-        """FLOPs, one after the other, of the multiprocessor that has most."""
-        return ceil(tiles * cuts / self.multiprocessors) * 2 * tile * inner / cuts
+
+@lru_cache(maxsize=4096)
+def _tiled_s(
+    rows: int, inner: int, columns: int, multiprocessors: int, flops_per_s: float, memory_bytes_per_s: float
+) -> float:
+    """Seconds of a product that is cut into tiles, in waves over the multiprocessors: by the fastest of its cuts."""
+    each = flops_per_s / multiprocessors
+
+    def most_flops(tile: int, tiles: int, cuts: int) -> float:
+        """Those of the multiprocessor that has most, one after the other."""
+        return ceil(tiles * cuts / multiprocessors) * 2 * tile * inner / cuts
+
+    return min(
+        most_flops(high * wide, ceil(rows / high) * ceil(columns / wide), cuts) / each
+        + (2 * cuts * rows * columns * _PARTIAL_SUM_BYTES / memory_bytes_per_s if cuts > 1 else 0.0)
+        for high, wide in _TILES
+        for cuts in _INNER_CUTS
+    )
 
 
 def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -156,19 +155,20 @@ _PURPOSES = {
 def _states(entries: list[Entry]) -> dict[int, State]:
     """The state that each allocation is for, by its place: what the engine says, else what becomes of the memory."""
     states: dict[int, State] = {}
-    forwards = [place for place, entry in enumerate(entries) if entry.origin.phase is Phase.FORWARD]
-    open_since: dict[int, int] = {}  # the place of the allocation of each storage that is alive
+    forwards = 0  # entries of forwards so far
+    open_since: dict[int, tuple[int, int]] = {}  # of each storage that is alive: its allocation's place, and `forwards`
     reduced: set[int] = set()  # places of those that a reduction has read
     for place, entry in enumerate(entries):
+        phase = entry.origin.phase
+        forwards += phase is Phase.FORWARD
         if isinstance(entry, Allocation):
-            open_since[entry.storage] = place
-        elif isinstance(entry, Operation | Collective) and entry.origin.phase is Phase.POST_BACKWARD:
-            reduced.update(open_since[it.storage] for it in entry.reads if it.storage in open_since)
+            open_since[entry.storage] = place, forwards
+        elif isinstance(entry, Operation | Collective) and phase is Phase.POST_BACKWARD:
+            reduced.update(open_since[it.storage][0] for it in entry.reads if it.storage in open_since)
         elif isinstance(entry, Free) and entry.storage in open_since:
-            since = open_since.pop(entry.storage)
-            outlives = bisect(forwards, place) > bisect(forwards, since)
-            states[since] = _state(entries[since], entry.origin.phase, since in reduced, outlives)
-    for since in open_since.values():
+            since, before = open_since.pop(entry.storage)
+            states[since] = _state(entries[since], phase, since in reduced, outlives=forwards > before)
+    for since, _ in open_since.values():
         states[since] = _state(entries[since], None, since in reduced, outlives=True)
     return states
 

@@ -16,14 +16,14 @@ collective before. Collectives are not slowed down, and every rank is taken to c
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from fullshard.plan.allocator import TapeAllocator
 from fullshard.plan.costs import Costs
 from fullshard.tape.tape import HOST, Allocation, Collective, Entry, Free, Operation, Recorded, Waited
 
-__all__ = ["Placed", "Stall", "Timeline", "lay_out"]
+__all__ = ["Placed", "Stall", "Timeline", "lay_out", "lay_out_parts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,19 @@ def lay_out(entries: Iterable[Entry], costs: Costs | None = None, memory: TapeAl
     before, each segment that is asked for or given back takes the host time. Where some have to be given back to make
     room, the host waits first until every lane is done, as `cudaFree` does.
     """
+    (laid,) = lay_out_parts((entries,), costs, memory)
+    return laid
+
+
+def lay_out_parts(
+    parts: Iterable[Iterable[Entry]], costs: Costs | None = None, memory: TapeAllocator | None = None
+) -> Iterator[Timeline]:
+    """What `lay_out` gives of the first part, of the first two as one, and so on: each entry is laid out once."""
     layout = _Layout(costs or Costs(), memory)
-    for entry in entries:
-        layout.place(entry)
-    return Timeline(layout.placed, layout.stalls, layout.now)
+    for part in parts:
+        for entry in part:
+            layout.place(entry)
+        yield Timeline(list(layout.placed), list(layout.stalls), layout.now)
 
 
 _BESIDE = 32  # collectives that are remembered, to find those that run beside something
@@ -138,6 +147,7 @@ class _Layout:
         self._communicators: dict[tuple[int, ...], _Point] = defaultdict(_Point)
         self._marks: dict[int, _Point] = {}
         self._carried: deque[tuple[float, float]] = deque(maxlen=_BESIDE)  # when collectives ran
+        self._carried_until = 0.0
 
     def place(self, entry: Entry) -> None:
         match entry:
@@ -151,13 +161,14 @@ class _Layout:
                 self.placed.append(Placed(entry, begun, begun, self.now))
             case Operation():
                 self.now += self._costs.host_s
-                self._run(entry, self._costs.of_operation(entry), _Point(), beside=self._costs.beside(entry))
+                self._run(entry, self._costs.of_operation(entry), _Point())
             case Collective():
                 self.now += self._costs.host_collective_s
                 communicator = self._communicators[entry.ranks]
                 ran = self._run(entry, self._costs.of_collective(entry), communicator)
                 self._communicators[entry.ranks] = _Point(ran.end, ran)
                 self._carried.append((ran.start, ran.end))
+                self._carried_until = max(self._carried_until, ran.end)
             case Recorded():
                 self.now += self._costs.host_mark_s
                 self._marks[entry.mark] = self._reached(entry.lane)
@@ -175,16 +186,13 @@ class _Layout:
             )
         self.now += self._costs.segment_s * (memory.asked + memory.given_back - calls)
 
-    def _run(
-        self, entry: Operation | Collective, seconds: float, communicator: _Point, beside: float | None = None
-    ) -> Placed:
+    def _run(self, entry: Operation | Collective, seconds: float, communicator: _Point) -> Placed:
         """Place `entry` on its lane: behind what is there, what it waits for, and what its communicator carries.
 
         Args:
             entry: what is placed.
-            seconds: that it takes.
+            seconds: that it takes by itself.
             communicator: when it is free.
-            beside: seconds that it takes beside a collective; as many, if None.
         """
         lane = self._lanes[entry.lane]
         last = communicator if communicator.time > lane.ready.time else lane.ready
@@ -192,8 +200,10 @@ class _Layout:
         start = max(could, last.time)
         if start > could:
             self.stalls.append(Stall(entry.lane, could, start, last.cause))
-        slowed = beside is not None and beside > seconds
-        end = self._end_beside(start, seconds, beside) if slowed and beside else start + seconds
+        end = start + seconds
+        if isinstance(entry, Operation) and start < self._carried_until:
+            beside = self._costs.beside(entry)
+            end = self._end_beside(start, seconds, beside) if beside > seconds else end
         placed = Placed(entry, self.now, start, end)
         self.placed.append(placed)
         lane.done = _Point(placed.end, placed)

@@ -10,7 +10,7 @@ from fullshard.plan.costs import Costs
 from fullshard.plan.memory import State
 from fullshard.plan.prediction import model_flops
 from fullshard.plan.process import process_memory
-from fullshard.plan.timeline import Timeline, lay_out
+from fullshard.plan.timeline import Timeline, lay_out_parts
 from fullshard.planner.tapes import Tapes
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Collective, Entry, Operation, Tape
@@ -25,31 +25,24 @@ LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits
 def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[Any, float]:
     """What adds up from block to block: seconds, FLOPs, bytes. ("each", ...) is of one more microbatch.
 
-    Costs of a CPU know what its cache and its heap hold. So each layout has its own, and such a step came before it.
+    Costs of a CPU know what its cache and its heap hold: such a step came before it.
     """
-    step = tapes.at(rows)
-    before = (*tapes.tape.entries[: tapes.begins[1]], *step)
-
-    def spent_by(entries: Sequence[Entry]) -> tuple[Timeline, dict[Any, float]]:
-        costs = make_costs()
-        for entry in before:
-            costs.note_before(entry)
-        laid = lay_out(entries, costs)
-        return laid, _spent(laid, costs)
-
-    _, found = spent_by(step)
-    found |= {
-        "flops": model_flops(step),
-        "sent": float(sum(sum(it.sizes) for it in step if isinstance(it, Collective))),
-    }
-    second = next((place for place, entry in enumerate(step) if entry.origin.microbatch == 2), None)
-    if second is None:
-        each = dict.fromkeys(found, 0.0)
-    else:
-        first, each = spent_by(step[:second])
-        each |= {"flops": found["flops"] / 2, "step": first.end_of(COMPUTE)}
-        each["sent"] = float(sum(sum(it.sizes) for it in step[:second] if isinstance(it, Collective)))
+    step, costs = tapes.at(rows), make_costs()
+    for entry in (*tapes.tape.entries[: tapes.begins[1]], *step):
+        costs.note_before(entry)
+    second = next((place for place, entry in enumerate(step) if entry.origin.microbatch == 2), len(step))
+    of_first, of_all = lay_out_parts((step[:second], step[second:]), costs)
+    found = _spent(of_all, costs) | {"flops": model_flops(step), "sent": _sent(step)}
+    each = dict.fromkeys(found, 0.0)
+    if second < len(step):
+        each = _spent(of_first, costs) | {"flops": found["flops"] / 2, "sent": _sent(step[:second])}
+        each["step"] = of_first.end_of(COMPUTE)
     return {**found, **{("each", name): seconds for name, seconds in each.items()}}
+
+
+def _sent(entries: Sequence[Entry]) -> float:
+    """Bytes that a rank gives to collectives."""
+    return float(sum(sum(it.sizes) for it in entries if isinstance(it, Collective)))
 
 
 def held_of(tapes: Tapes, kind: str) -> dict[Any, float]:

@@ -192,14 +192,13 @@ def what_ifs(plan: Plan) -> list[WhatIf]:
 
 
 def _fastest(sketches: Sequence[tuple[Any, Question]]) -> Figures | None:
-    each = [
+    usable = sketches[0][1].cluster.usable_bytes if sketches else 0.0
+    fitting = [
         made.figures(rows, count)
         for made, question in sketches
         for rows, count in question.shapes_of(made.program)
-        if made.most_rows is None or rows <= made.most_rows
+        if (made.most_rows is None or rows <= made.most_rows) and made.needed_bytes(rows) <= usable
     ]
-    usable = sketches[0][1].cluster.usable_bytes if sketches else 0.0
-    fitting = [it for it in each if it.needed_bytes <= usable]
     return min(fitting, key=lambda it: it.seconds_a_row, default=None)
 
 

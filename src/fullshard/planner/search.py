@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -569,6 +570,7 @@ class Workers:
         if sys.platform == "linux" and cores > 1 and not self._question.subject.values:
             context = multiprocessing.get_context("fork")
             _ASKED.append(self._question)
+            gc.freeze()  # what is there already is not looked through again, which would copy it in each process
             self.at_once = min(cores, 8)
             self._pool = ProcessPoolExecutor(self.at_once, mp_context=context)
         return self

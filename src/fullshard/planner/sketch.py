@@ -108,8 +108,10 @@ class Sketch:
         return sorted({entry.name for entry in entries if not entry.name.startswith(_KNOWN)})
 
     def on(self, hardware: Hardware) -> Sketch:
-        """The same tapes on another machine with as many ranks on a host."""
-        return replace(self, cluster=replace(self.cluster, hardware=hardware), _found={})
+        """The same tapes on another machine of its kind with as many ranks on a host; so their memory is the same."""
+        other = copy(self)
+        other.cluster, other._found = replace(self.cluster, hardware=hardware), {}
+        return other
 
     def with_on_disk(self, share: float) -> Sketch:
         """The same with so much of the optimizer's state on the disk: the same tapes, and what is read off them."""
@@ -131,6 +133,8 @@ class Sketch:
     @property
     def disk_buffers_bytes(self) -> float:
         """Of memory that what is on the disk passes through: see `state/on_disk.py`."""
+        if not self.program.disk:
+            return 0.0
         model = self.subject.model
         largest = 0.0
         if model is not None:

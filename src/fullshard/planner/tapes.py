@@ -91,7 +91,9 @@ def with_one_more_row(longer: Tapes, first: Tapes) -> Tapes | None:
         else:
             step.append(entry)  # of more tensors at once: an optimizer's or the engine's own, whatever the rows
     tape = _joined(longer, step)
-    return replace(longer, two=step, tape=tape, begins=[*longer.begins[:3], len(tape.entries)])
+    told = replace(longer, two=step, tape=tape, begins=[*longer.begins[:3], len(tape.entries)])
+    told.pairs = list(zip(longer.one, step, strict=True))
+    return told
 
 
 def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
@@ -109,18 +111,18 @@ def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
     for entry in step:
         if isinstance(entry, Allocation):
             renamed.add(entry.storage)
-            tape.entries.append(replace(entry, storage=entry.storage + more))
+            tape.entries.append(entry._replace(storage=entry.storage + more))
         elif isinstance(entry, Free) and entry.storage in renamed:
             renamed.discard(entry.storage)
-            tape.entries.append(replace(entry, storage=entry.storage + more))
+            tape.entries.append(entry._replace(storage=entry.storage + more))
         elif isinstance(entry, Free) and (waiting := left.get((entry.lane, entry.nbytes))):
-            tape.entries.append(replace(entry, storage=waiting.pop(0)))
+            tape.entries.append(entry._replace(storage=waiting.pop(0)))
         elif isinstance(entry, Operation | Collective):
             reads, writes = (
-                tuple(replace(it, storage=it.storage + more) if it.storage in renamed else it for it in those)
+                tuple(it._replace(storage=it.storage + more) if it.storage in renamed else it for it in those)
                 for those in (entry.reads, entry.writes)
             )
-            tape.entries.append(replace(entry, reads=reads, writes=writes))
+            tape.entries.append(entry._replace(reads=reads, writes=writes))
         elif not (isinstance(entry, Free) and entry.storage in mine):
             tape.entries.append(entry)
     return tape
@@ -173,17 +175,16 @@ def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
                 tuple(Access(it.storage, 0, it.nbytes + b.nbytes - a.nbytes) for it, a, b in zip(*those, strict=False))
                 for those in ((entry.reads, one.reads, two.reads), (entry.writes, one.writes, two.writes))
             ]
-            return replace(
-                entry,
+            return entry._replace(
                 reads=each[0],
                 writes=each[1],
                 flops=entry.flops + two.flops - one.flops,
                 skipped_flops=entry.skipped_flops + two.skipped_flops - one.skipped_flops,
             )
         case Allocation(), Allocation(), Allocation():
-            return replace(entry, nbytes=entry.nbytes + two.nbytes - one.nbytes)
+            return entry._replace(nbytes=entry.nbytes + two.nbytes - one.nbytes)
         case Free(), Free(), Free():
-            return replace(entry, nbytes=entry.nbytes + two.nbytes - one.nbytes)
+            return entry._replace(nbytes=entry.nbytes + two.nbytes - one.nbytes)
     return entry
 
 
@@ -206,9 +207,9 @@ def _scaled(one: Entry, two: Entry, more: int) -> Entry:
                 one.crosses,
             )
         case Allocation(), Allocation():
-            return replace(one, nbytes=_told(one.nbytes, two.nbytes, more))
+            return one._replace(nbytes=_told(one.nbytes, two.nbytes, more))
         case Free(), Free():
-            return replace(one, nbytes=_told(one.nbytes, two.nbytes, more))
+            return one._replace(nbytes=_told(one.nbytes, two.nbytes, more))
     return one
 
 

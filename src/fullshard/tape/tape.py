@@ -2,14 +2,14 @@
 
 A tape is a recorder that is told more: every operation and collective with the bytes that it reads and writes, every
 allocation and free, every mark that a lane sets and every wait for one. Who watches for that is `dry/`; races, memory,
-times and reports are read off a tape, and nothing else describes what the engine does.
+times and reports are read off a tape, and nothing else describes what the engine does. A tape has many thousands of
+entries: they are tuples with names, which are quick to make and to send to another process.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from fullshard.tape.recorder import Origin, Recorder
 
@@ -20,8 +20,7 @@ HOST = "host"
 """The lane of the host, which has memory of its own beside an accelerator."""
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """Some bytes of a storage, from `start` up to `stop`. Storages are numbered as they first appear."""
 
     storage: int
@@ -35,8 +34,7 @@ class Access:
         return self.stop - self.start if self.touched is None else self.touched
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(NamedTuple):
     """An operation of torch's on a lane: what it reads and writes, and the floating-point operations it takes.
 
     `copies` tells whether it moves values and computes none. `dtype` is that of what it gives, such as "bfloat16".
@@ -62,8 +60,7 @@ class Operation:
         return sum(access.nbytes for access in (*self.reads, *self.writes))
 
 
-@dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(NamedTuple):
     """A collective on a lane: its process group's ranks, and the bytes of each tensor that this rank gives."""
 
     name: str
@@ -75,8 +72,7 @@ class Collective:
     sizes: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(NamedTuple):
     """Memory that a storage got, from the memory that is kept for a lane. `purpose` is what the engine says it is for;
     empty for what the user's modules, autograd and optimizers allocate. So many `ranks` of a host have it in common.
     """
@@ -94,8 +90,7 @@ class Allocation:
         return self.nbytes / self.ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Free:
+class Free(NamedTuple):
     """Memory that a storage gave back to the lane that it was from. `ranks` as of its allocation."""
 
     storage: int
@@ -110,8 +105,7 @@ class Free:
         return self.nbytes / self.ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(NamedTuple):
     """A numbered mark behind all work queued on a lane so far."""
 
     mark: int
@@ -119,8 +113,7 @@ class Recorded:
     origin: Origin
 
 
-@dataclass(frozen=True, slots=True)
-class Waited:
+class Waited(NamedTuple):
     """A lane goes on only after a mark. `site` is where in the source that was asked for."""
 
     mark: int
