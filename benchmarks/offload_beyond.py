@@ -11,7 +11,7 @@ common, and what the system caches for them. The systems, in processes of their 
                torch.from_file tensors, which the system reads and writes as it likes
     deepspeed  only if it is named by --systems: ZeRO stage 3 with parameters and the optimizer on "nvme", on gloo. It
                needs `pip install deepspeed==0.19.8`, a C++ compiler and libaio's headers (libaio-dev). Gradients are
-               in memory all the same, so that three times does not fit: take fewer --times
+               in memory all the same: 16 layers did not fit with --times 1.5 (docs/log.md)
 
 The floor of a step is what computing takes with everything in memory (of models of few blocks, without limit, carried
 on in a straight line), or what the disk takes for the bytes that must pass in forward and backward, whichever is more;
