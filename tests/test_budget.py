@@ -23,6 +23,7 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.engine import activations, away
 from fullshard.engine.homes import homes_of, stepped_on_cpu_in_turn
 from fullshard.engine.registry import units_in
+from fullshard.optim import step_shards
 from fullshard.plan.explain import explain
 from fullshard.plan.hardware import hardware
 from fullshard.plan.ledger import peak_during, storage_bytes
@@ -122,6 +123,18 @@ def choose(folder: Path) -> None:
 
 def test_a_budget_is_kept_with_the_least_away_and_changes_no_bit(tmp_path):
     run_ranks(2, choose, tmp_path, timeout=200)
+
+
+def choose_for_shards() -> None:
+    model = build(Offload(budget="1GB"))
+    optimizer = step_shards(adamw(trained(model)))
+    loss_of(model, my_part(batch(0))).backward()
+    optimizer.step()
+    assert all(unit.options.offload.budget is None for unit in units_in(model))
+
+
+def test_an_optimizer_that_is_said_to_step_shards_chooses_too():
+    run_ranks(1, choose_for_shards)
 
 
 def resume(folder: Path) -> None:
