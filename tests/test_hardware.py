@@ -38,6 +38,8 @@ def test_figures_are_in_an_order_that_machines_have(name):
     assert machine.flops_per_s["float16"] <= machine.flops_per_s.get("float8", float("inf"))
     assert machine.memory_bytes_per_s > machine.link.bytes_per_s > machine.network.bytes_per_s
     assert machine.link.step_s < machine.network.step_s < 1e-3
+    assert machine.memory_bytes_per_s * machine.ranks_per_host > machine.host_memory_bytes_per_s > 1e10
+    assert any("host_memory_bytes_per_s" in source for source in machine.sources) or name == "h200"
     for share in (machine.fitted.matmul_share, machine.fitted.memory_share):
         assert 0 < share < 1
     assert 0 < machine.attention.backward <= machine.attention.forward < 1

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fullshard import CPUOffloadPolicy, Offload, OffloadPolicy, dry, fully_shard
 from fullshard._compat import make_dtensor, set_local_tensor
-from fullshard.engine.homes import homes_of
+from fullshard.engine.homes import fractions_of, homes_of
 from fullshard.engine.registry import units_in
 from fullshard.optim import local_steps
 from fullshard.plan.explain import explain
@@ -320,6 +320,15 @@ def test_the_last_units_are_on_the_cpu_until_there_are_as_many_as_was_asked_for(
     assert homes(Offload(optimizer={"cpu": 0.5}, parameters={"cpu": 0.1})) == [device] * 2 + [stepped] * 2 + [on_cpu]
     assert homes(Offload(parameters={"cpu": 1})) == homes(CPUOffloadPolicy()) == [on_cpu] * 5
     assert homes(Offload(optimizer={"cpu": 1})) == [stepped] * 5
+
+
+def test_fractions_have_one_unit_more_there_each():
+    with dry.world(2), dry.taped():
+        units = units_in(chain(fully_shard))
+        fractions = fractions_of(units)
+    assert fractions == sorted(fractions) and len(fractions) == len(units) and fractions[-1] == 1
+    for count, fraction in enumerate(fractions, 1):
+        assert homes(Offload(optimizer={"cpu": fraction})).count(Home.STEPPED_ON_CPU) == count
 
 
 def test_names_choose_policies():

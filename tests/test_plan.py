@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from fullshard import ConfigError, Offload, dry
 from fullshard.disk.speed import TYPICAL
 from fullshard.engine.registry import units_in
+from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.plan.hardware import described, hardware
-from fullshard.plan.memory import State
+from fullshard.plan.memory import State, memory_peak
+from fullshard.plan.prediction import steps_of
 from fullshard.plan.process import FIRST_STEPS_NBYTES
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.candidates import CHECKPOINTING, STRATEGIES, Candidate, Cluster, Program, programs, share_rows
@@ -28,7 +30,7 @@ from fullshard.planner.search import Question, largest_rows, least_hosts, neares
 from fullshard.planner.settings import MachineSettings, PlanSettings
 from fullshard.planner.shorten import block_lists, shortened
 from fullshard.planner.sketch import sketch
-from fullshard.planner.steps import take_steps
+from fullshard.planner.steps import fractions_on_cpu, take_steps
 from fullshard.planner.subject import Subject, gpt_subject, named_subject, own_loss
 from fullshard.train.options import parse_settings
 from fullshard.train.settings import ModelSettings
@@ -73,6 +75,14 @@ def test_a_short_model_tells_of_the_whole_one(strategy, kept, accumulates):
     for state in State:
         assert short.by_state[state] == pytest.approx(whole.by_state[state], rel=0.01, abs=0.001 * whole.peak_bytes)
     assert (short.flops, short.sent_bytes) == pytest.approx((whole.flops, whole.sent_bytes))
+
+
+@pytest.mark.parametrize(("strategy", "kept"), [("zero3", "none"), ("ddp", "every-2"), ("zero2", "every-1")])
+def test_a_short_model_that_the_cpu_steps_tells_of_the_whole_one(strategy, kept):
+    program = Program(strategy=strategy, checkpointing=kept, accumulates=True, cpu=1.0)
+    short, whole = (sketch(gpt(9), H100, program, shortens=shortens).figures(2, 5) for shortens in (True, False))
+    for name in ("peak_bytes", "needed_bytes", "host_bytes", "step_s"):
+        assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=0.01), name
 
 
 class BatchFirst(nn.Module):
@@ -217,16 +227,93 @@ def states_bytes_of(made: Any) -> float:
     return sum(2 * it.numel() * it.element_size() for it in made.subject.model.parameters()) / made.cluster.world
 
 
-def test_the_disk_is_considered_where_nothing_fits_and_said(capsys):
-    """Of a model whose states alone are too large for the ranks that there are, unless part of them is elsewhere."""
-    argv = ["--size", "xl", "--hardware", "h100-80", "--per-host", "1", "--gpu-memory", "0.055", "--global-batch", "1"]
-    argv += ["--strategies", "ddp", "--checkpointing", "every-1"]
+# Of a model of which 1.40 GB are usable; it needs 1.72 GB with all on the device.
+TIGHT = ["--size", "xl", "--layers", "6", "--per-host", "1", "--gpu-memory", "0.0165", "--global-batch", "1"]
+TIGHT += ["--strategies", "ddp", "--checkpointing", "every-1"]
+
+
+def test_the_disk_is_considered_where_nothing_else_fits_and_said(tmp_path, capsys):
+    """Where the host's memory has no room for what would be on the CPU."""
+    (tmp_path / "small.toml").write_text('like = "h100-80"\nname = "small"\nhost_memory_bytes = 0.25e9')
+    argv = [*TIGHT, "--hardware", str(tmp_path / "small.toml")]
     code, said = told(capsys, *argv)
     assert code == 0, said
+    assert "1 of which a host's memory cannot hold enough, with states on the CPU" in said
     assert "of the optimizer's state on a disk" in said and "TB written a day" in said
     assert 'offload_policy=Offload(optimizer={"disk": 0.' in said and "--offload-optimizer 0." in said
     code, said = told(capsys, *argv, "--why", "ddp")
     assert code == 1 and re.search(r"Nearest to fitting: .*% of states on disk.* fits, with", said), said
+
+
+def test_states_are_on_the_cpu_before_any_are_on_a_disk(capsys):
+    code, said = told(capsys, *TIGHT)
+    assert code == 0 and "disk" not in said, said
+    assert "ddp, 29% on CPU" in said and "29% of the optimizer's state on the CPU" in said
+    assert 'offload_policy=Offload(optimizer={"cpu": 0.29})' in said and "--offload-optimizer-cpu 0.29" in said
+    assert re.search(r"The CPUs of a host step it in 0.4\d GB of page-locked memory, of 2,000.0 GB: .* 150 GB/s", said)
+
+
+def tight(question: Question, part: float) -> Question:
+    """With usable memory between what `zero3` needs with all of the optimizer's state on the CPU, 0, and with none."""
+    every, none = (question.asked(Program(strategy="zero3", cpu=share)).needed_bytes(1) for share in (1.0, 0.0))
+    assert every < none
+    memory = question.cluster.hardware.memory_bytes
+    return replace(question, cluster=replace(question.cluster, share=(every + part * (none - every)) / memory))
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5, 0.9])
+def test_the_least_is_on_the_cpu_that_fits(part):
+    """By dry runs of the whole model: it does with that fraction, and not with a unit less, or none."""
+    one_shape = asked(cluster=H100, global_batch=8, strategies=("zero3",))
+    question = tight(one_shape, part)
+    usable, found = question.cluster.usable_bytes, search(question).best
+    assert found is not None and found.sketch.program.strategy == "zero3"
+    fractions = fractions_on_cpu(question.subject, question.cluster, found.sketch.program)
+    assert len(fractions) == 7
+    place = fractions.index(found.sketch.program.cpu)
+    for share in (*fractions[place - 1 : place], 0.0):
+        less = replace(found.sketch.program, cpu=share)
+        assert sketch(question.subject, question.cluster, less, shortens=False).needed_bytes(1) > usable
+    assert found.figures.needed_bytes <= usable
+    assert found.figures.host_bytes == pytest.approx(16 * numel(question) * found.sketch.program.cpu / 8, rel=0.25)
+    tape = run_pasted(question, found)
+    assert memory_peak(tape).nbytes == pytest.approx(found.figures.peak_bytes, rel=0.001)
+    assert memory_peak(tape, of_host=True).nbytes == pytest.approx(found.figures.host_bytes, rel=0.001)
+
+
+def numel(question: Question) -> int:
+    assert question.subject.model is not None
+    return sum(it.numel() for it in question.subject.model.parameters())
+
+
+def run_pasted(question: Question, found: Any) -> dry.Tape:
+    """Steps of the lines to paste."""
+    names: dict[str, Any] = {}
+    program, subject = found.sketch.program, question.subject
+    with dry.world(question.cluster.world), dry.taped() as tape:
+        exec("\n".join(python_lines(subject, program, found.figures, question.cluster)), names)
+        for _ in range(3):
+            subject.loss(names["model"], subject.make_batch(1)).backward()
+            clip_grad_norm_(names["model"].parameters(), 1.0)
+            names["optimizer"].step()
+            names["optimizer"].zero_grad()
+    assert len(steps_of(tape.entries)) == 3
+    return tape
+
+
+def test_the_cpu_steps_once_a_step_however_many_microbatches():
+    """And a slower one makes the step longer, but for what the device hides."""
+    made = asked(cluster=H100).asked(Program(strategy="zero3", accumulates=True, cpu=1.0))
+    machine = H100.hardware
+    slow = made.on(replace(machine, host_memory_bytes_per_s=machine.host_memory_bytes_per_s / 100))
+    (few, many), (slow_few, slow_many) = ([it.figures(1, count).step_s for count in (2, 12)] for it in (made, slow))
+    assert slow_few > 1.5 * few
+    assert slow_many - slow_few == pytest.approx(many - few, rel=0.01)
+
+
+def test_where_the_cpu_computes_none_are_elsewhere():
+    cluster = Cluster(hardware=measured_here(), hosts=1, per_host=2, share=1e-6)
+    assert not any(it.sketch.program.cpu for it in search(asked(cluster=cluster, strategies=("zero3",))).found)
 
 
 def test_programs_are_those_of_the_machines():
@@ -272,6 +359,7 @@ def test_lines_to_paste_run_and_do_what_they_say(strategy, kept):
         checkpointing=kept,
         accumulates=True,
         prefetch_depth=2 if kept == "none" else 1,
+        cpu=0.25 if kept == "every-2" else 0.0,
         disk=0.25 if kept == "every-1" else 0.0,
     )
     cluster = replace(TWO_HOSTS, per_host=2)
@@ -288,13 +376,15 @@ def test_lines_to_paste_run_and_do_what_they_say(strategy, kept):
         assert all(unit.options.placements == options.placements for unit in units)
         assert all(unit.options.precision == options.precision for unit in units)
         policy = unit_policy(units[0])
+        assert policy.cpu_fraction == program.cpu
         assert policy.disk_fraction == program.disk and (not program.disk or policy.disk_folder == TYPICAL.folder)
-    flags = train_flags(subject, program, figures, cluster)
+    flags = train_flags(subject, replace(program, checkpointing="none") if program.cpu else program, figures, cluster)
     if flags is not None:
         settings = parse_settings(flags.split(" train ")[1].split())
         assert settings.parallelism.strategy == strategy and settings.optimization.batch == 8
         assert settings.memory.activation_checkpointing == (kept == "every-1")
         assert settings.memory.offload_optimizer == program.disk
+        assert settings.memory.offload_optimizer_cpu == program.cpu
 
 
 def test_keys_for_the_trainer_are_its_own():
@@ -304,7 +394,7 @@ def test_keys_for_the_trainer_are_its_own():
         model = transformers.GPT2LMHeadModel(config)
     subject = replace(gpt(), model=model, train_flags=(), is_transformers=True)
     hsdp = Program(strategy="hsdp", checkpointing="every-1", disk=0.5)
-    for program in (hsdp, Program(strategy="hpz", offload=True)):
+    for program in (hsdp, Program(strategy="hpz", offload=True), Program(strategy="zero3", cpu=0.3)):
         figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=3))
         text = trainer_arguments(subject, program, figures, H100)
         found = eval(text.replace("...,", ""), {"TrainingArguments": dict})

@@ -10,12 +10,14 @@ is around all others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, count, pairwise
+from math import floor
 
 from fullshard.device.accelerator import accelerator_for
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Home, Offload
 
-__all__ = ["homes_of", "rest_as_asked", "stepped_on_cpu_in_turn"]
+__all__ = ["fractions_of", "homes_of", "rest_as_asked", "stepped_on_cpu_in_turn"]
 
 
 def homes_of(units: Sequence[Unit]) -> dict[Unit, Home]:
@@ -44,6 +46,21 @@ def rest_as_asked(units: Sequence[Unit], policy: Offload) -> None:
 def stepped_on_cpu_in_turn(units: Sequence[Unit]) -> list[Unit]:
     """Those of `units` that have states which can be on the CPU, in the order in which they go there."""
     return [unit for unit in reversed(units) if unit.trained_nbytes and not unit.rests_on_disk]
+
+
+def fractions_of(units: Sequence[Unit]) -> list[float]:
+    """The fractions of the optimizer's state with which one of these units is stepped on the CPU, two, and so on to
+    all: of those that do the same the one with the fewest digits.
+    """
+    ends = list(accumulate((unit.trained_nbytes for unit in stepped_on_cpu_in_turn(units)), initial=0))
+    return [_fraction_between(low, high, ends[-1]) for low, high in pairwise(ends)]
+
+
+def _fraction_between(low: int, high: int, total: int) -> float:
+    """That asks `_first` for more than `low` bytes of `total`, and no more than `high`."""
+    scales = (10.0**digits for digits in count(2))
+    fractions = ((floor(high / total * scale) - less) / scale for scale in scales for less in (0, 1))
+    return next(it for it in fractions if low < round(it * total) <= high)
 
 
 def _asked(units: Sequence[Unit], policy: Offload) -> dict[Unit, Home]:

@@ -86,7 +86,7 @@ class Costs:
         host_collective_s: to ask for a collective, with the engine's own work around it.
         host_mark_s: to set a mark, or to let a lane wait for one.
         segment_s: to ask the device for a segment of memory, or to give one back; assumed.
-        host_memory_bytes_per_s: of copies within the host's memory.
+        host_memory_bytes_per_s: that the CPU reads and writes for this rank, while others of its host do so, too.
         host_link_bytes_per_s: of copies between the host's memory and an accelerator's.
     """
 
@@ -267,5 +267,6 @@ def costs_of(hardware: Hardware, *, dtype: str = "bfloat16", ranks: int | None =
         slowdown=hardware.collective_multiprocessors / (parts - hardware.collective_multiprocessors) if parts else 0.0,
         host_s=fitted.host_s,
         host_collective_s=_OPERATIONS_OF_A_COLLECTIVE * fitted.host_s,
+        host_memory_bytes_per_s=hardware.host_memory_bytes_per_s / hardware.ranks_per_host,
         host_link_bytes_per_s=hardware.host_link_bytes_per_s,
     )

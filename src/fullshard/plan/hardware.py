@@ -103,6 +103,7 @@ class Hardware:
         network: between hosts, each rank's share of them.
         host_link_bytes_per_s: between an accelerator and its host's memory, one way.
         host_memory_bytes: of a host.
+        host_memory_bytes_per_s: of it, what the CPUs of a host read and write together while all its ranks step there.
         fitted: what was measured.
         sources: where the figures are from, one sentence each.
         multiprocessors: how many parts of an accelerator compute tiles of a matrix product by themselves (streaming
@@ -126,6 +127,7 @@ class Hardware:
     host_memory_bytes: float
     fitted: Fitted
     sources: tuple[str, ...]
+    host_memory_bytes_per_s: float = 160e9
     multiprocessors: int = 0
     collective_multiprocessors: int = 0
     attention: Attention | None = None

@@ -174,12 +174,16 @@ def _most_by_state(tape: Tape, since: int) -> Mapping[State, int]:
 
 
 def steps_of(entries: Sequence[Entry]) -> list[int]:
-    """The places at which steps begin: with the first forward, and with each that follows an optimizer's step."""
-    begins, stepped = [], True
+    """The places at which steps begin: with the first forward, and with each that follows an optimizer's step.
+
+    What the CPU puts off of a step until the next forward does not end a step: there is no backward before it.
+    """
+    begins, stepped, has_gradients = [], True, False
     for place, entry in enumerate(entries):
         phase = entry.origin.phase
-        if phase is Phase.STEP:
-            stepped = True
+        has_gradients |= phase in (Phase.PRE_BACKWARD, Phase.BACKWARD, Phase.POST_BACKWARD)
+        if phase is Phase.STEP and has_gradients:
+            stepped, has_gradients = True, False
         elif stepped and phase is Phase.FORWARD:
             begins.append(place)
             stepped = False

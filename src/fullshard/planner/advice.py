@@ -39,6 +39,9 @@ def python_lines(subject: Subject, program: Program, figures: Figures, cluster: 
     if program.offload:
         imports.add("CPUOffloadPolicy")
         options.append("offload_policy=CPUOffloadPolicy()")
+    if program.cpu:
+        imports.add("Offload")
+        options.append(f'offload_policy=Offload(optimizer={{"cpu": {program.cpu:g}}})')
     if program.disk:
         imports.add("Offload")
         share, folder = f'{{"disk": {program.disk:g}}}', json.dumps(str(cluster.disk.folder))
@@ -86,6 +89,8 @@ def train_flags(subject: Subject, program: Program, figures: Figures, cluster: C
         flags.append(f"--reduce-wire {program.reduce_wire}")
     if program.checkpointing == "every-1":
         flags.append("--activation-checkpointing")
+    if program.cpu:
+        flags.append(f"--offload-optimizer-cpu {program.cpu:g}")
     if program.disk:
         flags.append(f"--offload-optimizer {program.disk:g} --offload-folder {cluster.disk.folder}")
     start = (
@@ -115,6 +120,8 @@ def trainer_arguments(subject: Subject, program: Program, figures: Figures, clus
         config["activation_checkpointing"] = True
     if program.offload:
         config["cpu_offload"] = True
+    if program.cpu:
+        config["offload_optimizer_cpu"] = program.cpu
     if program.disk:
         config |= {"offload_optimizer": program.disk, "offload_folder": str(cluster.disk.folder)}
     if program.prefetch_depth > 1:

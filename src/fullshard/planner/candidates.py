@@ -17,7 +17,7 @@ from fullshard.fully_shard import shard_in_place
 from fullshard.integrations.placing import repeated_layers
 from fullshard.plan.costs import Costs, costs_of
 from fullshard.plan.hardware import Hardware
-from fullshard.policy.offload import CPUOffloadPolicy
+from fullshard.policy.offload import CPUOffloadPolicy, Offload, OffloadPolicy
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.policy.strategy import Placement, Placements, resolve_placements
@@ -129,6 +129,8 @@ class Program:
         syncs_each: whether gradients are reduced after each of them, instead of once (`no_sync` before that).
         gather_wire: encoding of parameters in gathers; None for none.
         reduce_wire: of gradients in reductions.
+        cpu: how much of the optimizer's state is on the CPU, which steps it. Of a program that is to be looked at, 1:
+            as much of it as is needed.
         disk: how much of the optimizer's state rests on the disk of each host. Of a program that is to be looked at, 1:
             as much of it as is needed.
     """
@@ -142,6 +144,7 @@ class Program:
     syncs_each: bool = False
     gather_wire: str | None = None
     reduce_wire: str | None = None
+    cpu: float = 0.0
     disk: float = 0.0
 
     def __str__(self) -> str:
@@ -150,6 +153,8 @@ class Program:
             parts.append(f"checkpoints {self.checkpointing}")
         if self.offload:
             parts.append("offload")
+        if self.cpu:
+            parts.append(f"{self.cpu:.0%} of states on the CPU")
         if self.disk:
             parts.append(f"{self.disk:.0%} of states on disk")
         if self.prefetch_depth != 1:
@@ -178,13 +183,19 @@ class Program:
             param_dtype=param, reduce_dtype=reduce, gather_wire=self.gather_wire, reduce_wire=self.reduce_wire
         )
 
+    def offload_policy(self) -> OffloadPolicy | None:
+        """What is on the CPU. What is on a disk is added to what a run without it takes."""
+        if self.offload:
+            return CPUOffloadPolicy()
+        return Offload(optimizer={"cpu": self.cpu}) if self.cpu else None
+
     def options(self, per_host: int) -> ShardOptions:
         """What units are made with."""
         return replace(
             ShardOptions.of(
                 self.placements(per_host),
                 mp_policy=self.policy(),
-                offload_policy=CPUOffloadPolicy() if self.offload else None,
+                offload_policy=self.offload_policy(),
             ),
             prefetch_depth=self.prefetch_depth,
         )

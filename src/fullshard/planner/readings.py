@@ -10,14 +10,14 @@ from fullshard.plan.costs import Costs
 from fullshard.plan.memory import State
 from fullshard.plan.prediction import model_flops
 from fullshard.plan.process import process_memory
-from fullshard.plan.timeline import Timeline, lay_out_parts
+from fullshard.plan.timeline import Timeline, lay_out, lay_out_parts
 from fullshard.planner.tapes import Tapes
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.tape.tape import Collective, Entry, Operation, Tape
 
 __all__ = ["LIMITS", "held_of", "region_peaks", "times_of"]
 
-COMPUTE = "compute"
+COMPUTE, GATHER = "compute", "gather"
 LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits", "disk")
 """What a second of the compute lane may go to."""
 
@@ -35,6 +35,8 @@ def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[A
     found = _spent(of_all, costs) | {"flops": model_flops(step), "sent": _sent(step)}
     each = dict.fromkeys(found, 0.0)
     if second < len(step):
+        again = _again(step, second)
+        of_first = of_first if len(again) == second else lay_out(again, costs)
         each = _spent(of_first, costs) | {"flops": found["flops"] / 2, "sent": _sent(step[:second])}
         each["step"] = of_first.end_of(COMPUTE)
     return {**found, **{("each", name): seconds for name, seconds in each.items()}}
@@ -43,6 +45,22 @@ def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[A
 def _sent(entries: Sequence[Entry]) -> float:
     """Bytes that a rank gives to collectives."""
     return float(sum(sum(it.sizes) for it in entries if isinstance(it, Collective)))
+
+
+def _again(step: Sequence[Entry], second: int) -> list[Entry]:
+    """What each further microbatch does, too, of the first one of `step`, before the place `second`: all but steps of
+    the CPU that had been put off until then, and copies of what these gave.
+    """
+    copied = {entry.origin.unit for entry in step[second:] if _goes_up(entry)}
+    return [
+        entry
+        for entry in step[:second]
+        if not (entry.origin.phase is Phase.STEP or (_goes_up(entry) and entry.origin.unit not in copied))
+    ]
+
+
+def _goes_up(entry: Entry) -> bool:
+    return isinstance(entry, Operation) and entry.crosses and entry.lane == GATHER
 
 
 def held_of(tapes: Tapes, kind: str) -> dict[Any, float]:

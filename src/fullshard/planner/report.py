@@ -94,6 +94,7 @@ def row(plan: Plan, found: Found) -> list[str]:
     program, figures = found.sketch.program, found.figures
     candidate, subject = figures.candidate, plan.question.subject
     name = program.strategy + (", offload" if program.offload else "")
+    name += f", {program.cpu:.0%} on CPU" if program.cpu else ""
     name += f", {program.disk:.0%} on disk" if program.disk else ""
     name += f", {program.prefetch_depth} ahead" if program.prefetch_depth > 1 else ""
     name += f", {program.precision}" if len(plan.question.precisions) > 1 else ""
@@ -117,6 +118,8 @@ def said(plan: Plan) -> list[str]:
     if best is None:
         return [*lines, _nothing_fits(plan)]
     lines.append(f"Recommended: {_named(best)}. {_reason(best, plan)}")
+    if best.sketch.program.cpu:
+        lines.append(_on_cpu(best, plan))
     if best.sketch.program.disk:
         lines.append(_on_disk(best, plan))
     if second is not None:
@@ -197,7 +200,7 @@ def _fastest(sketches: Sequence[tuple[Any, Question]]) -> Figures | None:
         made.figures(rows, count)
         for made, question in sketches
         for rows, count in question.shapes_of(made.program)
-        if (made.most_rows is None or rows <= made.most_rows) and made.needed_bytes(rows) <= usable
+        if made.can_tell(rows) and made.needed_bytes(rows) <= usable
     ]
     return min(fitting, key=lambda it: it.seconds_a_row, default=None)
 
@@ -318,6 +321,7 @@ def _named(found: Found) -> str:
         "every-1": "with every block checkpointed",
     }[program.checkpointing]
     more = ", shards on the CPU" if program.offload else ""
+    more += f", {program.cpu:.0%} of the optimizer's state on the CPU" if program.cpu else ""
     more += f", {program.disk:.0%} of the optimizer's state on a disk" if program.disk else ""
     more += f", {program.prefetch_depth} units gathered ahead" if program.prefetch_depth > 1 else ""
     each = f"{count.rows} row{'s' * (count.rows > 1)} a microbatch"
@@ -335,6 +339,18 @@ def _reason(best: Found, plan: Plan) -> str:
     return (
         f"Nothing simulated that fits {beyond}: {_ms(figures.step_s)} ms a step, of which {share:.0%} are "
         f"{figures.limited_by}, in {figures.needed_bytes / usable:.0%} of the usable memory."
+    )
+
+
+def _on_cpu(best: Found, plan: Plan) -> str:
+    """What a host holds and steps, and how fast it was taken to be."""
+    cluster = plan.question.cluster
+    machine = cluster.hardware
+    nbytes, rate = best.figures.host_bytes * cluster.per_host, machine.host_memory_bytes_per_s / cluster.per_host
+    return (
+        f"The CPUs of a host step it in {_gb(nbytes)} of page-locked memory, of {_gb(machine.host_memory_bytes)}: for "
+        f"each rank they read and write {rate / 1e9:.3g} GB/s (assumed: host_memory_bytes_per_s of the description), "
+        f"and copies go at {machine.host_link_bytes_per_s / 1e9:.3g} GB/s each way."
     )
 
 

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import sys
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from fullshard.planner.candidates import (
     share_rows,
 )
 from fullshard.planner.sketch import Figures, Sketch, sketch
-from fullshard.planner.steps import MakeOptimizer
+from fullshard.planner.steps import MakeOptimizer, fractions_on_cpu
 from fullshard.planner.subject import Subject
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
@@ -65,8 +66,8 @@ class Question:
         strategies: those to consider.
         checkpointing: likewise.
         precisions: likewise.
-        offload: whether shards on the CPU, and the optimizer's state on a disk, are considered even where something
-            fits without.
+        offload: whether the optimizer's state on the CPU or on a disk, and shards on the CPU, are considered even where
+            something fits without.
         wires: encodings of gathers and of reductions, which change the numbers.
         max_norm: clips gradients, if given.
         make_optimizer: makes the optimizer of parameters; fused AdamW if None.
@@ -125,6 +126,16 @@ class Question:
     def asked(self, program: Program) -> Sketch:
         """The sketch of `program`."""
         return sketch(self.subject, self.cluster, program, max_norm=self.max_norm, make_optimizer=self.make_optimizer)
+
+
+def with_cpu(question: Question, programs: Iterable[Program]) -> list[Program]:
+    """Those of `programs` that have all on the device, with as much of the optimizer's state on the CPU as is needed.
+
+    None where the CPU computes, or where the user's function says where states are.
+    """
+    if question.cluster.hardware.kind == "cpu" or question.subject.make_sharded is not None:
+        return []
+    return [replace(program, cpu=1.0) for program in programs if not (program.offload or program.disk)]
 
 
 def with_disk(programs: Iterable[Program]) -> list[Program]:
@@ -191,12 +202,15 @@ def search(question: Question, *, tell: Callable[[str], None] = lambda it: None)
         ConfigError: the model cannot be run dry, or the ranks cannot share the global batch.
     """
     plan = _searched(question, question.programs(), tell)
+    if plan.best is None or question.offload:
+        fitting = {it.sketch.program for it in plan.fitting}
+        wanted = with_cpu(question, (it for it in question.programs() if it not in fitting))
+        _add(plan, _searched_on_cpu(question, wanted, tell), "states on the CPU")
     if plan.best is None and not question.offload and question.subject.make_sharded is None:
         tell("nothing fits: the same with shards on the CPU, or part of the optimizer's state on a disk")
         offloaded = replace(question, offload=True)
-        again = _searched(offloaded, [it for it in offloaded.programs() if it.offload or it.disk], tell, plan.found)
-        plan.found += again.found
-        plan.left_out |= {f"{reason}, with offload": count for reason, count in again.left_out.items()}
+        wanted = [it for it in offloaded.programs() if it.offload or it.disk]
+        _add(plan, _searched(offloaded, wanted, tell, plan.found), "offload")
     best = plan.best
     if best is not None and best.figures.limits["gathers"] > (1 - _NO_MATTER) * best.figures.step_s:
         ahead = replace(best.sketch.program, prefetch_depth=2)
@@ -206,6 +220,12 @@ def search(question: Question, *, tell: Callable[[str], None] = lambda it: None)
         if found is not None and found.fits and found.figures.step_s < _NO_MATTER * best.figures.step_s:
             plan.found.append(found)
     return plan
+
+
+def _add(plan: Plan, more: Plan, what: str) -> None:
+    """Have in `plan` what was found with something elsewhere, too."""
+    plan.found += more.found
+    plan.left_out |= {f"{reason}, with {what}": count for reason, count in more.left_out.items()}
 
 
 def _searched(
@@ -263,15 +283,11 @@ def _answer(question: Question, made: Sketch) -> Found | None:
     usable = question.cluster.usable_bytes
     if made.program.disk:
         return _answer_on_disk(question, made)
-    shapes = [
-        (rows, count)
-        for rows, count in question.shapes_of(made.program)
-        if made.most_rows is None or rows <= made.most_rows
-    ]
+    shapes = [it for it in question.shapes_of(made.program) if made.can_tell(it[0])]
     if not shapes:
         return None
     small = [made.figures(rows, count) for rows, count in shapes if made.needed_bytes(rows) <= usable]
-    fitting = [it for it in small if _host_fits(question.cluster, it)]
+    fitting = [it for it in small if made.program.cpu == 1 or _host_fits(question.cluster, it)]  # a part of it may
     if fitting:
         chosen = min(fitting, key=lambda it: it.seconds_a_row)
     else:
@@ -282,7 +298,7 @@ def _answer(question: Question, made: Sketch) -> Found | None:
 def _answer_on_disk(question: Question, made: Sketch) -> Found | None:
     """Of candidates with the least on the disk with which they fit, the fastest; with all on it, if none does."""
     usable = question.cluster.usable_bytes
-    shapes = [it for it in question.shapes_of(made.program) if made.most_rows is None or it[0] <= made.most_rows]
+    shapes = [it for it in question.shapes_of(made.program) if made.can_tell(it[0])]
     shares = {shape: made.least_on_disk(shape[0], usable) for shape in shapes}
     if not shapes or any(share == 0 for share in shares.values()):
         return None
@@ -300,11 +316,121 @@ def _answer_on_disk(question: Question, made: Sketch) -> Found | None:
     return Found(part, figures, bool(fitting), largest_rows(part, usable))
 
 
-def _host_fits(cluster: Cluster, figures: Figures) -> bool:
-    """True if all ranks of a host have room in its memory for what is offloaded."""
+def _host_fits(cluster: Cluster, figures: Figures, share: float = 1.0) -> bool:
+    """True if all ranks of a host have room in its memory for what is offloaded, or for `share` of that."""
     if cluster.hardware.kind == "cpu":
         return True
-    return figures.host_bytes * cluster.per_host <= 0.9 * cluster.hardware.host_memory_bytes
+    return share * figures.host_bytes * cluster.per_host <= 0.9 * cluster.hardware.host_memory_bytes
+
+
+# ---------------------------------------------------------------------------------- the optimizer's state on the CPU
+
+
+def _searched_on_cpu(question: Question, wanted: Iterable[Program], tell: Callable[[str], None]) -> Plan:
+    """The plan of `wanted`, which have all of the optimizer's state on the CPU: with the least there that fits.
+
+    With all of it blocks are alike, and few of them tell of the rest. Of a part the whole model is simulated: only of
+    the `_CHOSEN` likeliest, and of none that would be no faster than one of them even if the CPU took no time.
+    """
+    plan = _searched(question, wanted, tell)
+    candidates = [it.sketch for it in plan.found if it.fits]
+    plan.found = [it for it in plan.found if not it.fits]
+    if not candidates:
+        return plan
+    fractions = fractions_on_cpu(question.subject, question.cluster, candidates[0].program)
+    spans = [_span(question, made) for made in candidates]
+    with Workers(question) as ask:
+        for span in sorted((it for it in spans if it is not None), key=lambda it: it.seconds_a_row):
+            if len(plan.fitting) >= _CHOSEN:
+                plan.leave_out(f"behind the {_CHOSEN} likeliest")
+            elif plan.best and span.least_seconds_a_row >= _NO_MATTER * plan.best.figures.seconds_a_row:
+                plan.leave_out(f"that cannot be {1 - _NO_MATTER:.0%} faster than the best")
+            else:
+                tell(f"{span.made.program.strategy}, some {span.share:.0%} of states on the CPU")
+                figures, made = _least_on_cpu(ask, span, fractions)
+                if _host_fits(question.cluster, figures):
+                    plan.found.append(Found(made, figures, True, largest_rows(made, question.cluster.usable_bytes)))
+                else:
+                    plan.leave_out(_NO_ROOM)
+    if no_room := spans.count(None):
+        plan.left_out[_NO_ROOM] = plan.left_out.get(_NO_ROOM, 0) + no_room
+    return plan
+
+
+_CHOSEN = 2
+_NO_ROOM = "of which a host's memory cannot hold enough"
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A program with all of the optimizer's state on the CPU, and what is guessed of it with the least that fits.
+
+    Args:
+        made: with all of it there.
+        rows: of a microbatch, of the shape that is likely to be the fastest.
+        microbatches: of a step, likewise.
+        share: of the state that has to be there.
+        seconds_a_row: with that share, likewise.
+        least_seconds_a_row: if the CPU took no time.
+    """
+
+    made: Sketch
+    rows: int
+    microbatches: int
+    share: float
+    seconds_a_row: float
+    least_seconds_a_row: float
+
+
+def _span(question: Question, made: Sketch) -> _Span | None:
+    """The guess, along a line from no state on the CPU to all of it; None if a host has no room for so much."""
+    cluster, hardware = question.cluster, question.cluster.hardware
+    free = made.on(replace(hardware, host_memory_bytes_per_s=_AT_ONCE, host_link_bytes_per_s=_AT_ONCE))
+    guesses = []
+    for rows, count in question.shapes_of(made.program):
+        spare = cluster.usable_bytes - made.needed_bytes(rows) if made.can_tell(rows) else -1.0
+        if spare < 0:
+            continue
+        figures, least = made.figures(rows, count), free.figures(rows, count)
+        share = max(0.0, 1 - spare / (_FREED * figures.host_bytes))
+        if _host_fits(cluster, figures, share):
+            seconds = least.seconds_a_row + share * (figures.seconds_a_row - least.seconds_a_row)
+            guesses.append(_Span(made, rows, count, share, seconds, least.seconds_a_row))
+    return min(guesses, key=lambda it: it.seconds_a_row, default=None)
+
+
+_AT_ONCE = 1e30  # bytes a second
+_FREED = 0.8
+"""About so much of what is on the CPU is free on the device: of 16 bytes of a parameter of AdamW's all but a copy."""
+
+
+_BY_LINE = 5
+"""Simulations up to which the next is chosen along a line; in the middle from then on."""
+
+
+def _least_on_cpu(ask: Workers, span: _Span, fractions: Sequence[float]) -> tuple[Figures, Sketch]:
+    """The program with the first of `fractions` with which it fits, simulated; with all, if no other one does.
+
+    Two are simulated at once: the one that is likely to be the first, and the one before it, to know that it is.
+    """
+    program, usable = span.made.program, span.made.cluster.usable_bytes
+    fits_not, fits = -1, len(fractions) - 1
+    made = {fits: span.made}
+    over = {fits: span.made.needed_bytes(span.rows) - usable}
+    share = span.share
+    while fits - fits_not > 1:
+        place = min(max(bisect_left(fractions, share), fits_not + 1), fits - 1)
+        pair = [it for it in (place - 1, place) if fits_not < it]
+        futures = [ask(replace(program, cpu=fractions[it])) for it in pair]
+        made |= {it: ask.sketch(future) for it, future in zip(pair, futures, strict=True)}
+        over |= {it: made[it].needed_bytes(span.rows) - usable for it in pair}
+        fits_not = max([fits_not, *(it for it in pair if over[it] > 0)])
+        fits = min([fits, *(it for it in pair if over[it] <= 0)])
+        share = (fractions[max(0, fits_not)] + fractions[fits]) / 2
+        if fits_not >= 0 and len(made) <= _BY_LINE:
+            part = over[fits_not] / (over[fits_not] - over[fits])
+            share = fractions[fits_not] + part * (fractions[fits] - fractions[fits_not])
+    return made[fits].figures(span.rows, span.microbatches), made[fits]
 
 
 def largest_rows(made: Sketch, usable: float) -> int:
@@ -368,7 +494,7 @@ def _leanest(question: Question, hosts: int, per_host: int, tell: Callable[[str]
 
 def nearest(question: Question, program: Program) -> list[Found]:
     """`program` and its like with other checkpoints, or with sums after each microbatch, those that need least first;
-    with as much on a disk as is needed, if none of these fits.
+    if none of these fits, with as much of the optimizer's state on the CPU as is needed; and then on a disk.
 
     None of those whose states alone do not fit. Steps of any number of rows are taken to have one a rank.
     """
@@ -376,6 +502,8 @@ def nearest(question: Question, program: Program) -> list[Found]:
     likes = [replace(program, checkpointing=kept) for kept in question.checkpointing]
     likes += [replace(it, syncs_each=True) for it in likes if it.accumulates and it.strategy != "ddp"]
     found = _searched(everything, likes, lambda it: None).found
+    if not any(it.fits for it in found):
+        found += _searched_on_cpu(everything, with_cpu(question, likes), lambda it: None).found
     if not any(it.fits for it in found):
         found += _searched(everything, with_disk(likes), lambda it: None, found).found
     return sorted(found, key=lambda it: it.figures.needed_bytes)
@@ -397,6 +525,9 @@ def states_bytes(question: Question, program: Program, activations: float = 0.0)
     stored, trained = size.nbytes, size.trained_nbytes
     if program.offload:
         return activations
+    if 0 < program.cpu < 1:
+        none, every = (states_bytes(question, replace(program, cpu=share), activations) for share in (0.0, 1.0))
+        return none + program.cpu * (every - none)
     placements = program.placements(question.cluster.per_host)
     shards = question.cluster.per_host if placements.replicated else question.cluster.world
     parts = {Placement.WHOLE: 1, Placement.SHARDED: shards, Placement.GROUPED: question.cluster.per_host}
@@ -406,13 +537,16 @@ def states_bytes(question: Question, program: Program, activations: float = 0.0)
         held += stored / parts[placements.parameters] / (1 if param is None else 2)
         held -= stored / parts[placements.optimizer] if param is None else 0.0
     at_step = held + trained / parts[placements.optimizer]
+    if program.cpu:  # which has all that the optimizer needs; here there is a copy in the compute dtype
+        held, at_step = stored / parts[placements.parameters] / (1 if param is None else 2), 0.0
     sums = trained / parts[placements.gradients]
     if program.accumulates and not program.syncs_each and placements.gradients is Placement.SHARDED:
         sums = trained / (1 if reduce is None or reduce.itemsize == 4 else 2)  # whole, until they are reduced
     in_step = 0.0
     if placements.parameters_in_step is not placements.parameters:
         in_step = stored / parts[placements.parameters_in_step] / (1 if param is None else 2)
-    forward = held + in_step + activations + (sums if program.accumulates else 0.0)
+    adds_up = program.accumulates and not (program.cpu and program.syncs_each)
+    forward = held + in_step + activations + (sums if adds_up else 0.0)
     return max(at_step, forward)
 
 
@@ -486,8 +620,7 @@ class _Bounds:
     def learn(self, made: Sketch) -> None:
         """Take in what was simulated."""
         usable = self._question.cluster.usable_bytes
-        shapes = self._question.shapes_of(made.program)
-        shapes = [it for it in shapes if made.most_rows is None or it[0] <= made.most_rows]
+        shapes = [it for it in self._question.shapes_of(made.program) if made.can_tell(it[0])]
         fitting = [it for it in shapes if made.needed_bytes(it[0]) <= usable] or [min(shapes)] if shapes else []
         kept = made.program.checkpointing
         if fitting:

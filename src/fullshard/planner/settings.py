@@ -88,7 +88,8 @@ class SearchSettings:
     """Names among bf16 (gradients summed in fp32), bf16-reduce (in bf16) and fp32. They change numbers, so only one is
     considered if left out: bf16 on accelerators, fp32 on CPUs."""
     offload: bool = False
-    """Consider shards on the CPU, and part of the optimizer's state on a disk, even where something fits without."""
+    """Consider part of the optimizer's state on the CPU or on a disk, and shards on the CPU, even where something fits
+    without."""
     gather_wire: MaybeStr = None
     """Encoding of gathered parameters: int8 or fp8. It changes numbers, so it is never chosen unasked."""
     reduce_wire: MaybeStr = None

@@ -96,6 +96,10 @@ class Sketch:
             return 1
         return None if all(each.is_straight for each in self.tapes) else self.tapes[0].rows + 1
 
+    def can_tell(self, rows: int) -> bool:
+        """True if a step with so many rows can be told."""
+        return self.most_rows is None or rows <= self.most_rows
+
     @cached_property
     def dtype(self) -> str:
         """In which most FLOPs are done."""
@@ -156,7 +160,7 @@ class Sketch:
         Raises:
             ConfigError: what is on the tape changes with the rows, so that it cannot be told for so many.
         """
-        if self.most_rows is not None and rows > self.most_rows:
+        if not self.can_tell(rows):
             raise ConfigError(
                 f"{rows} rows: what the model does differs with them; up to {self.most_rows} can be told."
             )
@@ -280,11 +284,12 @@ def sketch(
     make_optimizer: MakeOptimizer | None = None,
     shortens: bool = True,
 ) -> Sketch:
-    """Take steps of `program` dry, by models of few blocks where there are lists of like ones.
+    """Take steps of `program` dry, by models of few blocks where there are lists of like ones that are stepped alike.
 
     Raises:
         ConfigError: the model cannot be run dry, or reads values.
     """
+    shortens = shortens and program.cpu in (0.0, 1.0)  # which blocks are on the CPU depends on how many there are
     lists = block_lists(subject.model) if shortens and subject.model is not None else []
     whole = {each.fqn: each.length for each in lists}
 
@@ -319,5 +324,9 @@ def sketch(
 
 
 def _few(blocks: BlockList, program: Program) -> int:
-    """Blocks of the shortest model: as many as are needed for one that has neighbours, and even as the list is."""
-    return BASE + (program.checkpointing == "every-2" and (blocks.length - BASE) % 2)
+    """Blocks of the shortest model: as many as are needed for one that has neighbours, and even as the list is.
+
+    One more where gradients go to the CPU: of three blocks none is over before all of them are under way.
+    """
+    least = BASE + (program.cpu > 0)
+    return least + (program.checkpointing == "every-2" and (blocks.length - least) % 2)

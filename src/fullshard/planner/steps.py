@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from fullshard import dry
 from fullshard.dry.run import fused_adamw
+from fullshard.engine.homes import fractions_of
 from fullshard.engine.hooks import without_sync
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
@@ -27,7 +28,7 @@ from fullshard.planner.tapes import Tapes
 from fullshard.tape.recorder import Origin, Phase, note_origin
 from fullshard.tape.tape import Entry, Operation
 
-__all__ = ["MakeOptimizer", "take_steps"]
+__all__ = ["MakeOptimizer", "fractions_on_cpu", "take_steps"]
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -44,7 +45,14 @@ def take_steps(
     max_norm: float | None,
     make_optimizer: MakeOptimizer | None,
 ) -> Tapes:
-    """Steps with so many rows a microbatch. In the first, no order is known yet."""
+    """Steps with so many rows a microbatch. In the first, no order is known yet.
+
+    Where the CPU steps, what it does for a step is done in the next one's forward, but for the first step. So there is
+    one more before the second of them.
+    """
+    steps = list(rows_of_steps if subject.any_rows else (1, 1))
+    if program.cpu:
+        steps.insert(1, steps[0])
     microbatches = 2 if program.accumulates else 1
     lanes: Any = "gpu" if cluster.hardware.kind == "gpu" else "cpu"
     gc.freeze()  # what is there already is not looked through again, which would take as long as a step
@@ -57,7 +65,7 @@ def take_steps(
             params = [param for param in model.parameters() if param.requires_grad]
             optimizer = (make_optimizer or fused_adamw)(params)
             begins = []
-            for step, rows in enumerate(rows_of_steps if subject.any_rows else (1, 1)):
+            for step, rows in enumerate(steps):
                 note_origin(_BETWEEN)
                 begins.append(len(tape.entries))
                 _step(subject, program, model, optimizer, rows, microbatches if step else 1, max_norm)
@@ -65,12 +73,20 @@ def take_steps(
             raise _told(subject, error, error.__cause__ or error) from error
         except (NotImplementedError, TypeError) as error:
             raise _told(subject, error, error) from error
+        if program.cpu:
+            del begins[1]
         begins += [len(tape.entries)] * (4 - len(begins))
     one = tape.entries[begins[1] : begins[2]]
     two = tape.entries[begins[2] : begins[3]] or one
     if not subject.values:
         _check_reads_no_values(subject, cluster, one)
     return Tapes(lengths, tape, begins, one, two, rows_of_steps[1] if subject.any_rows else 1)
+
+
+def fractions_on_cpu(subject: Subject, cluster: Cluster, program: Program) -> list[float]:
+    """The fractions of the optimizer's state by which one unit more is stepped on the CPU each, up to all."""
+    with dry.world(cluster.world, ranks_per_host=cluster.per_host), dry.taped(values=subject.values):
+        return fractions_of(units_in(_made(subject, cluster, program, {})))
 
 
 def _made(subject: Subject, cluster: Cluster, program: Program, lengths: dict[str, int]) -> nn.Module:
