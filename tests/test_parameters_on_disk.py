@@ -291,6 +291,20 @@ def test_a_disk_that_fails_is_an_error_that_says_so(tmp_path):
 
 
 @few_bytes_a_portion()
+def fail_where_nobody_is_told(folder: Path) -> None:
+    """An evaluation of a stage whose backwards are finalized by hand, which this has none of."""
+    model = build(1.0, folder)
+    model.set_manual_backward_finalization(True)
+    broken = mock.patch("os.preadv", side_effect=OSError(errno.EIO, os.strerror(errno.EIO)))
+    with torch.no_grad(), broken, pytest.raises(DiskError, match="go on from the last checkpoint"):
+        loss_of(model, my_part(batch(0)))
+
+
+def test_a_disk_that_fails_is_an_error_at_once_where_no_backward_comes_to_tell_of_it(tmp_path):
+    run_ranks(1, fail_where_nobody_is_told, tmp_path)
+
+
+@few_bytes_a_portion()
 def fail_on_one_rank(folder: Path) -> None:
     """Where shards are read for a forward, for one without gradients, and for a backward, whose gradients are written
     by several microbatches.

@@ -12,9 +12,9 @@ must then be multiples of ALIGNMENT. Elsewhere the same calls go through the cac
 
 [Note: memory that a disk fills]
 A request past the cache goes to the disk as a list of pages, which the system looks up and holds one by one. Of pages
-of 2 MiB there are few: a request takes a third of the system's time, and a virtual disk half of its own. So large
-buffers are mapped by themselves, and the system is asked for huge pages. They also go back to it as soon as they are
-dropped, which `malloc` does not do with what lies between others.
+of 2 MiB there are few: 2 and not 1024 in a request of 4 MiB. So large buffers are mapped by themselves, and the system
+is asked for huge pages. They also go back to it as soon as they are dropped, which `malloc` does not do with what lies
+between others.
 """
 
 from __future__ import annotations

@@ -467,7 +467,8 @@ class Runtime:
         """Begin to gather all units for forwards and backwards that come; the first call begins the step."""
         if not self._is_open:
             self._is_open = True
-            self.disks.begin_pass()
+            if torch.is_grad_enabled():  # or nobody comes to `finalize_backward`, where all ranks are told
+                self.disks.begin_pass()
             self.residency.show_compute_s_work()
             self._begin_microbatch()
         for unit in self.units:

@@ -711,6 +711,7 @@ class Workers:
     def __exit__(self, *exception: Any) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+            gc.unfreeze()  # the caller's garbage is to be found again
             _ASKED.pop()
 
     def __call__(self, program: Program) -> Future[Any]:
