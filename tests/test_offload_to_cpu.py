@@ -21,7 +21,7 @@ from fullshard.engine.homes import fractions_of, homes_of
 from fullshard.engine.registry import units_in
 from fullshard.optim import local_steps
 from fullshard.plan.explain import explain
-from fullshard.plan.ledger import predict_ledger, predict_on_cpu
+from fullshard.plan.ledger import predict_ledger, predict_tiers
 from fullshard.plan.memory import State, memory_peak
 from fullshard.policy.offload import Home
 from fullshard.tape.recorder import Phase
@@ -291,10 +291,10 @@ def test_the_ledger_and_explain_know_what_is_on_the_cpu():
     with dry.world(2), dry.taped():
         policy = Offload(optimizer={"cpu": 0.45}, parameters={"cpu": 0.2})
         model = chain(partial(fully_shard, offload_policy=policy))
-        predicted, on_cpu, text = predict_ledger(model), predict_on_cpu(model), explain(model)
+        predicted, on_cpu, text = predict_ledger(model), predict_tiers(model)["cpu"].total, explain(model)
         model(inputs())
         assert predict_ledger(model) == predicted
-        assert predict_on_cpu(model) == on_cpu
+        assert predict_tiers(model)["cpu"].total == on_cpu
         plain = predict_ledger(chain(fully_shard))
     nbytes = shard_nbytes()
     assert plain.parameters - predicted.parameters == nbytes

@@ -17,7 +17,6 @@ from fullshard.plan.ledger import (
     Ledger,
     plans_at_home,
     predict_ledger,
-    predict_on_cpu,
     predict_on_disk,
     predict_tiers,
 )
@@ -137,7 +136,6 @@ def tiers_of(folder: Path, beside: bool) -> None:
         tiers = predict_tiers(model)
         assert tuple(tiers) == TIERS
         assert tiers["device"] == predict_ledger(model)
-        assert tiers["cpu"].total == predict_on_cpu(model)
         on_disk = predict_on_disk(model)
         copies = sum(plan.copy_nbytes for _, plan, _ in plans_at_home(model))
         assert summed(tiers, "parameters") == plain.parameters + copies, case

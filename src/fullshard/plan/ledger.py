@@ -56,7 +56,6 @@ __all__ = [
     "predict_activations",
     "predict_error_feedback",
     "predict_ledger",
-    "predict_on_cpu",
     "predict_on_disk",
     "predict_tiers",
 ]
@@ -222,22 +221,6 @@ def predict_on_disk(
         shard_nbytes=sum(plan.layout.shard_numel * plan.contract.stored.itemsize for plan in shards),
         buffer_nbytes=buffers + (MOST_WRITING + 2) * passing,
     )
-
-
-def predict_on_cpu(
-    model: nn.Module,
-    *,
-    strategy: str | ShardingStrategy | StrategyPlacements | None = None,
-    optimizer: OptimizerCost | None = None,
-) -> int:
-    """Bytes of shards, gradients and optimizer state on the CPU, beside the device that computes: 0 if that is the CPU.
-
-    Arguments as of `predict_ledger`.
-
-    Raises:
-        ConfigError: the model has no units.
-    """
-    return predict_tiers(model, strategy=strategy, optimizer=optimizer)["cpu"].total
 
 
 def plans_at_home(model: nn.Module) -> Iterator[tuple[Unit, GroupPlan, bool]]:
