@@ -1,11 +1,16 @@
 """Are the causes of slow runs found? Faults are planted in real runs of CPU ranks, and the report is asked.
 
     python benchmarks/planted_faults.py
+    python benchmarks/planted_faults.py --pretended-clock
 
 Ranks train a small model with the recorder on. What computes, or carries, takes its time by sleeping (in forward, in
 backward, on a link of given latency and rate, in a loader), so that a fault is as large as it is meant to be on a
 machine that others use, too, and a run with nothing planted is healthy there. Engine, collectives, recorder and
 reader are those of every run. The last line is JSON.
+
+On a pretended clock nobody sleeps: each rank has a clock of its own that goes on by what it would have slept, and waits
+for the other ranks' where a collective does. Then the same is told whatever else the machine does, and soon; faults of
+the machine's own cores cannot be planted in it.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +42,7 @@ from torch.utils.checkpoint import checkpoint as recomputing
 from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from fullshard.checkpoint import save
 from fullshard.comm.collectives import Collectives
-from fullshard.report import recording
+from fullshard.report import recording, usage
 from fullshard.report.causes import find_causes, verdict
 from fullshard.report.reading import read_run
 from fullshard.report.recording import report
@@ -72,6 +78,7 @@ class Plant:
         recomputes: whether blocks are recomputed in backward.
         frozen: whether blocks are frozen.
         outputs: of the head.
+        of_cores: whether it is planted in the machine's cores.
     """
 
     title: str
@@ -94,6 +101,7 @@ class Plant:
     recomputes: bool = False
     frozen: bool = False
     outputs: int = WIDTH
+    of_cores: bool = False
 
 
 # -- the model and its loop -------------------------------------------------------------------------------------------
@@ -189,8 +197,53 @@ def in_bfloat16(model: Model, strategy: str = "zero3") -> nn.Module:
     return each_block(model, strategy=strategy, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
 
+class Clock:
+    """The machine's: what ranks wait for one another shows on it by itself."""
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which this is what the program, engine and recorder ask for the time, and sleep by."""
+        yield
+
+    def meet(self, group: tuple[int, ...], until: float) -> Callable[[], float]:
+        """What tells the time at which a collective of `group` is over that this rank is through with at `until`."""
+        return lambda: until
+
+
+class PretendedClock(Clock):
+    """One of the rank's own, which goes on by what it sleeps, and in collectives to where the latest rank is."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._now = name, 0.0
+        self._met: Counter[tuple[int, ...]] = Counter()
+        self._store = dist.distributed_c10d._get_default_store()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        known = usage._opened
+
+        def opened(path: str) -> int | None:
+            return None if path.endswith("schedstat") else known(path)  # no rank is without a core on this clock
+
+        with (
+            patch.object(time, "perf_counter", lambda: self._now),
+            patch.object(time, "sleep", self._sleep),
+            patch.object(usage, "_opened", opened),
+        ):
+            yield
+
+    def _sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+    def meet(self, group: tuple[int, ...], until: float) -> Callable[[], float]:
+        self._met[group] += 1
+        keys = {rank: f"{self._name}/{group}/{self._met[group]}/{rank}" for rank in group}
+        self._store.set(keys[dist.get_rank()], repr(until))
+        return lambda: max(float(self._store.get(key)) for key in keys.values())
+
+
 @contextmanager
-def link(latency_s: float, bytes_per_s: float) -> Iterator[None]:
+def link(latency_s: float, bytes_per_s: float, clock: Clock) -> Iterator[None]:
     """A link of the rank's, which carries one message after another, beside whatever the rank computes."""
     original, free_at = Collectives.start, 0.0
 
@@ -199,24 +252,28 @@ def link(latency_s: float, bytes_per_s: float) -> Iterator[None]:
             nonlocal free_at
             finish = begin()
             free_at = max(free_at, time.perf_counter()) + latency_s + call.sent_nbytes / bytes_per_s
+            over_at = clock.meet(self._ranks, free_at)
 
-            def finish_late(until: float = free_at) -> None:
+            def finish_late() -> None:
                 finish()
-                time.sleep(max(0.0, until - time.perf_counter()))
+                time.sleep(max(0.0, over_at() - time.perf_counter()))
 
             return finish_late
 
         return original(self, call, slowly)
 
-    with patch.object(Collectives, "start", start if latency_s or bytes_per_s < float("inf") else original):
+    with (
+        patch.object(Collectives, "start", start),
+        patch.object(recording, "link_bytes_per_s", lambda device: None),  # what was measured here is another link
+    ):
         yield
 
 
-def run_rank(planted: int, folder: Path) -> None:
+def run_rank(planted: int, folder: Path, clock: Clock) -> None:
     """Train on this rank, with the recorder on. Runs go by their place in PLANTS, as functions cannot be sent."""
     plant, rank = PLANTS[planted], dist.get_rank()
     torch.manual_seed(0)
-    with plant.around(rank), link(plant.latency_s, plant.bytes_per_s):
+    with plant.around(rank), clock.running(), link(plant.latency_s, plant.bytes_per_s, clock):
         model = (plant.shard or each_block)(Model(plant, rank))
         optimizer = torch.optim.SGD([it for it in model.parameters() if it.requires_grad], lr=1e-3)
         kept: list[Any] = []
@@ -308,7 +365,7 @@ def little_memory(rank: int) -> Iterator[None]:
 
 
 SLOW = {"latency_s": 1e-3, "bytes_per_s": 10 * MB}  # a block of 132 kB: 66 kB to send, 7.6 ms
-DEEP = {"rows": {0: 16384, 1: 16384}, "steps": 6, "forward_s": 0.0}
+DEEP = {"rows": {0: 16384, 1: 16384}, "steps": 6, "forward_s": 0.001}
 
 FAULTS = (
     Plant(title="a loader of 80 ms a batch", cause="slow input", said="all ranks", input_s={0: 0.08, 1: 0.08}),
@@ -316,7 +373,13 @@ FAULTS = (
     Plant(
         title="four times as many rows on rank 1", cause="unequal work", said="rank 1", row_s=2e-4, rows={0: 16, 1: 64}
     ),
-    Plant(title="rank 1 stopped for two thirds of its time", cause="throttled rank", said="rank 1", around=pulses),
+    Plant(
+        title="rank 1 stopped for two thirds of its time",
+        cause="throttled rank",
+        said="rank 1",
+        around=pulses,
+        of_cores=True,
+    ),
     Plant(
         title="the second of two hosts at half the speed",
         cause="slow host",
@@ -333,6 +396,7 @@ FAULTS = (
         steps=8,
         forward_s=0.002,
         around=busy_cores,
+        of_cores=True,
     ),
     Plant(title="no wrapping", cause="one unit for all", said="one unit", shard=fully_shard, **SLOW),
     Plant(
@@ -388,7 +452,7 @@ FAULTS = (
         outputs=40_000,
         rows={0: 512, 1: 512},
         steps=4,
-        forward_s=0.0,
+        forward_s=0.001,
     ),
     Plant(
         title="a tensor of 8 MB kept in each step",
@@ -453,27 +517,31 @@ class Answer:
         return [it.cause for it in self.findings if it.cause != self.plant.cause]
 
 
-def run_all(world: int, folder: str, only: str) -> None:
+def run_all(world: int, folder: str, only: str, *, pretended_clock: bool) -> None:
     """On a rank: all runs of so many ranks, one after another. What one has freed the next one does not find."""
     torch.set_num_threads(1)
-    for place, plant in chosen(only):
+    for place, plant in chosen(only, pretended_clock):
         if plant.world == world:
             gc.collect()
             ctypes.CDLL(None).malloc_trim(0)  # or a leak would fill pages that the process has already
-            run_rank(place, Path(folder) / str(place))
+            clock = PretendedClock(plant.title) if pretended_clock else Clock()
+            run_rank(place, Path(folder) / str(place), clock)
 
 
-def chosen(only: str) -> list[tuple[int, Plant]]:
-    return [(place, plant) for place, plant in enumerate(PLANTS) if only in plant.title]
+def chosen(only: str, pretended_clock: bool) -> list[tuple[int, Plant]]:
+    """The runs whose title has these words, by their place in PLANTS."""
+    here = [(place, plant) for place, plant in enumerate(PLANTS) if only in plant.title]
+    return [(place, plant) for place, plant in here if not (plant.of_cores and pretended_clock)]
 
 
-def answers(only: str = "") -> list[Answer]:
+def answers(only: str = "", *, pretended_clock: bool = False) -> list[Answer]:
     """All runs, and what the report says of each."""
+    runs = chosen(only, pretended_clock)
     with tempfile.TemporaryDirectory() as folder:
-        for world in sorted({plant.world for _, plant in chosen(only)}):
-            run_ranks(world, run_all, world, folder, only, timeout=300)
+        for world in sorted({plant.world for _, plant in runs}):
+            run_ranks(world, partial(run_all, world, folder, only, pretended_clock=pretended_clock), timeout=300)
         found = []
-        for place, plant in chosen(only):
+        for place, plant in runs:
             run = read_run(Path(folder) / str(place))
             findings = find_causes(run)
             found.append(Answer(plant, run, findings, verdict(run, findings)))
@@ -483,7 +551,9 @@ def answers(only: str = "") -> list[Answer]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="runs whose title has these words")
-    given = answers(parser.parse_args().only)
+    parser.add_argument("--pretended-clock", action="store_true", help="nobody sleeps; load counts for nothing")
+    args = parser.parse_args()
+    given = answers(args.only, pretended_clock=args.pretended_clock)
     print("| planted | told as | said | others | |\n|---|---|---|---|---|")
     for it in given:
         cause = it.told[0] if it.told else "-"

@@ -22,6 +22,14 @@ def hosts() -> Iterator[tuple[Host, Host]]:
         pytest.skip(str(reason))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What `fullshard calibrate` has written for this user is neither read nor replaced."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("settings")))
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _ranks_of_one_module() -> Iterator[None]:
     """No module meets ranks that another one has used."""

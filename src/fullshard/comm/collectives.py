@@ -12,12 +12,12 @@ lost meanwhile is named. All that this package sends over a process group goes t
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from time import perf_counter
 from typing import Any
 from zlib import crc32
 
@@ -369,7 +369,7 @@ class Channel(Wire):
 def _note_launched(event: Event | None) -> None:
     """Note that the program goes on beside a collective, all of which has been queued if there is a queue."""
     if event is not None:
-        event.launched = perf_counter()
+        event.launched = time.perf_counter()
         if event.began is not None:
             event.ended = stamp_here()
 

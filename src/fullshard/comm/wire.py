@@ -14,10 +14,10 @@ Sums are taken in rank order 0..N-1 and divided once, so that a sum has the same
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Pending:
         """
         finish, self._finish = self._finish, None
         if self._event is not None:
-            self._event.awaited = perf_counter()
+            self._event.awaited = time.perf_counter()
         if finish is not None:
             finish()
         if self._event is not None:

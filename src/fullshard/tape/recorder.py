@@ -10,11 +10,11 @@ Nothing is recorded unless a recorder is active:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
-from time import perf_counter
 from typing import TypeVar
 
 from fullshard.device.current import stamp_here
@@ -60,6 +60,10 @@ class Origin:
     note: str = ""
 
 
+def _now() -> float:
+    return time.perf_counter()
+
+
 @dataclass(slots=True)
 class Event:
     """One thing the engine did.
@@ -81,7 +85,7 @@ class Event:
     sent_bytes: int = 0
     messages: int = 0
     ranks: tuple[int, ...] = ()
-    start: float = field(default_factory=perf_counter)
+    start: float = field(default_factory=_now)
     end: float | None = None
     launched: float | None = None
     awaited: float | None = None
@@ -90,7 +94,7 @@ class Event:
 
     def finish(self) -> None:
         """Note that it is over."""
-        self.end = perf_counter()
+        self.end = _now()
 
 
 COLLECTIVES = (
