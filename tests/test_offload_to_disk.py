@@ -220,6 +220,30 @@ def test_steps_with_hooks_closures_and_gaps_are_those_of_a_run_without(tmp_path)
     run_ranks(1, step_in_every_way, tmp_path)
 
 
+@few_bytes_a_portion()
+def hook_the_steps_of_one_rank(folder: Path) -> None:
+    """Ranks send the same, and a first step holds no more, whichever of them have hooks."""
+
+    def run(hooks: bool) -> tuple[list[Any], list[Any]]:
+        model, called = build(1.0, folder), []
+        optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
+        if hooks:
+            optimizer.register_step_pre_hook(lambda *its: called.append(its))
+            handle = optimizer.register_step_post_hook(lambda *its: called.append(its) or handle.remove())
+        loss_of(model, my_part(batch(0))).backward()
+        _, most = peak_during(optimizer.step)
+        return [most, learn(model, [optimizer])], [its == (optimizer, (optimizer,), {}) for its in called]
+
+    expected, none = run(hooks=False)
+    found, called = run(hooks=dist.get_rank() == 0)
+    assert_same(found, expected)
+    assert not none and called == ([True] * 5 if dist.get_rank() == 0 else []), "once before each, and once after"
+
+
+def test_hooks_of_one_rank_alone_change_nothing(tmp_path):
+    run_ranks(2, hook_the_steps_of_one_rank, tmp_path)
+
+
 # -- how much, and in how much memory ---------------------------------------------------------------------------------
 
 

@@ -113,6 +113,7 @@ __all__ = [
     "unwatched_propagation",
     "waited",
     "weak_storage",
+    "withhold_step_hooks",
     "without_step_hooks",
 ]
 
@@ -186,6 +187,23 @@ def saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None
 def weak_storage(storage: torch.UntypedStorage) -> Any:
     """What keeps the address of `storage` from being another's, but not its memory."""
     return StorageWeakRef(storage)
+
+
+def withhold_step_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Have the step of `optimizer` that has begun call none of these hooks; gives back what lets later ones call them.
+
+    The dictionaries stay those that handles of hooks know.
+    """
+    known: list[dict[int, Any]] = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    held = [dict(hooks) for hooks in known]
+    for hooks in known:
+        hooks.clear()
+
+    def give_back() -> None:
+        for hooks, its in zip(known, held, strict=True):
+            hooks.update(its)
+
+    return give_back
 
 
 @contextmanager

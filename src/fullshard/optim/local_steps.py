@@ -28,6 +28,7 @@ from fullshard._compat import (
     has_step_hooks,
     make_dtensor,
     outside_of_graphs,
+    withhold_step_hooks,
     without_step_hooks,
 )
 from fullshard.device.accelerator import accelerator_for
@@ -320,6 +321,8 @@ def _placed_as(param: DTensor, value: Any) -> Any:
 _BY_PARAMETER = frozenset({torch.optim.Adafactor})  # besides the elementwise ones; whole parameters, one by one
 _given: weakref.WeakKeyDictionary[Optimizer, list[list[Tensor]]] = weakref.WeakKeyDictionary()
 """The parameters by group of those that have stepped them already, when their own step begins."""
+_withheld: weakref.WeakKeyDictionary[Optimizer, Callable[[], None]] = weakref.WeakKeyDictionary()
+"""Gives them the hooks of the user's again, which that step is not to call a second time."""
 
 
 Run = Callable[[Sequence[Tensor]], None]
@@ -336,8 +339,8 @@ def _step_in_portions(
         step_all: calls what it is given with the parameters of each portion.
     """
     with without_step_hooks(optimizer) as (before, after):
-        for hook in before:
-            args, kwargs = hook(optimizer, args, kwargs) or (args, kwargs)
+        for hook in before:  # which is given what torch gives it
+            (_, *args), kwargs = hook(optimizer, (optimizer, *args), kwargs) or ((optimizer, *args), kwargs)
         closure, *others = args or (kwargs.get("closure"),)
         options = {name: value for name, value in kwargs.items() if name != "closure"}
         loss = None
@@ -358,7 +361,7 @@ def _step_in_portions(
         step_all(run)
         _note_end_of_step()
         for hook in after:
-            hook(optimizer, args, kwargs)
+            hook(optimizer, (optimizer, *args), kwargs)
     return loss
 
 
@@ -455,8 +458,8 @@ def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Step `optimizer`, whose own step begins, in parts if it has any, and leave it without parameters until that is
     over.
 
-    With hooks of the user's, which are to come first, or with a closure, it takes its step by itself: its states are
-    all in memory then, and go to the disk afterwards.
+    With a closure, it takes its step by itself: its states are all in memory then, and go to the disk afterwards. Hooks
+    of the user's, which some ranks alone may have, change nothing: they are called here, around all parts.
     """
     disk = None if isinstance(optimizer, StepsInPortions) else states_on_disk(optimizer)
     on_cpu = _on_cpu(optimizer)
@@ -471,15 +474,21 @@ def _step_in_place_of(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "fullshard.optim; or, if it treats elements by themselves, fullshard.optim.step_shards(optimizer)."
         )
     _given[optimizer] = [group["params"] for group in optimizer.param_groups]
-    if len(args) == 1 and not kwargs and not has_step_hooks(optimizer):  # the optimizer is one
+    if len(args) == 1 and not kwargs:  # the optimizer is one
         step_all = partial(_step_apart, optimizer, disk, on_cpu, may_wait=False)
         _step_outside_of_graphs(optimizer, step_all, type(optimizer).step, (), {})
+        _withheld[optimizer] = withhold_step_hooks(optimizer)
         for group in optimizer.param_groups:
             group["params"] = []
 
 
+def _nothing() -> None:
+    """What there is to do where no hooks were withheld."""
+
+
 def _give_back(optimizer: Optimizer) -> None:
-    """Let `optimizer` have its parameters again, and their states rest on the disk."""
+    """Let `optimizer` have its parameters and hooks again, and their states rest on the disk."""
+    _withheld.pop(optimizer, _nothing)()
     given = _given.pop(optimizer, None)
     if given is None:
         return
