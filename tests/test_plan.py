@@ -387,6 +387,37 @@ def test_lines_to_paste_run_and_do_what_they_say(strategy, kept):
         assert settings.memory.offload_optimizer_cpu == program.cpu
 
 
+def test_lines_to_paste_are_of_what_was_planned(models):
+    """The user's optimizer, the norm that clips, and when gradients are reduced."""
+    pytest.importorskip("transformers")
+    program = Program(strategy="zero3", accumulates=True, syncs_each=True)
+    figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=2))
+    subject = named_subject(f"{models}:make_model", f"{models}:make_batch", None).with_optimizer(f"{models}:sgd")
+    names: dict[str, Any] = {}
+    with dry.world(8):
+        exec("\n".join(python_lines(subject, program, figures, H100, 0.5)), names)
+    assert isinstance(names["optimizer"], torch.optim.SGD)
+    assert "clip_grad_norm_(model.parameters(), 0.5)" in python_lines(subject, program, figures, H100, 0.5)
+    reduced_once = replace(program, syncs_each=False)
+    for norm, told in ((0.5, 0.5), (None, 0.0), (1.0, 1.0)):
+        flags = train_flags(gpt(), reduced_once, figures, H100, norm)
+        assert flags is not None
+        assert parse_settings(flags.split(" train ")[1].split()).optimization.clip == told
+        for each in (program, reduced_once):
+            arguments = keys_for_the_trainer(replace(subject, is_transformers=True), each, figures, norm)
+            assert arguments.get("max_grad_norm", 1.0) == told
+            kwargs = arguments.get("accelerator_config", {}).get("gradient_accumulation_kwargs", {})
+            assert kwargs.get("sync_each_batch", False) == each.syncs_each
+    assert train_flags(subject, reduced_once, figures, H100) is None
+
+
+def keys_for_the_trainer(subject: Subject, program: Program, figures: Any, max_norm: float | None) -> dict[str, Any]:
+    text = trainer_arguments(subject, program, figures, H100, max_norm)
+    assert text is not None
+    found: dict[str, Any] = eval(text, {"TrainingArguments": lambda folder, **keys: keys})
+    return found
+
+
 def test_keys_for_the_trainer_are_its_own():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16)
@@ -396,8 +427,7 @@ def test_keys_for_the_trainer_are_its_own():
     hsdp = Program(strategy="hsdp", checkpointing="every-1", disk=0.5)
     for program in (hsdp, Program(strategy="hpz", offload=True), Program(strategy="zero3", cpu=0.3)):
         figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=3))
-        text = trainer_arguments(subject, program, figures, H100)
-        found = eval(text.replace("...,", ""), {"TrainingArguments": dict})
+        found = keys_for_the_trainer(subject, program, figures, 1.0)
         told = (Path(__file__).parent.parent / "docs/transformers.md").read_text()
         assert all(f"`{key}`" in told for key in found["fsdp_config"])
         assert found["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["GPT2Block"]
@@ -432,6 +462,20 @@ def make_sharded():
     return fully_shard(model)
 
 
+class Indexed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x, y=None):
+        return self.blocks[5](self.blocks[0](x))
+
+
+class Wrong(Indexed):
+    def forward(self, x):
+        return super().forward(x).view(5, -1)
+
+
 class Asks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -454,6 +498,18 @@ def make_batch(rows):
 
 def one_row():
     return torch.randn(1, 4, 32)
+
+
+def pair(rows):
+    return make_batch(rows), make_batch(rows)
+
+
+def numbered(number):
+    return torch.randn(8, 4, 32)
+
+
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
 
 
 def not_a_model():
@@ -500,8 +556,9 @@ def test_a_user_s_own_model(models, capsys):
 
 
 def test_a_model_that_the_user_shards(models, capsys):
-    code, out = told(capsys, "--model", f"{models}.py:make_sharded", "--batch", f"{models}.py:one_row", "--json", "-")
-    report = json.loads(out)
+    argv = ["--hardware", "h100-80", "--model", f"{models}.py:make_sharded", "--batch", f"{models}.py:one_row"]
+    code = run([*argv, "--json", "-"])
+    report = json.loads(capsys.readouterr().out)
     assert (code, report["recommended"]["strategy"], report["recommended"]["rows"]) == (0, "own", 1)
 
 
@@ -524,6 +581,15 @@ def test_other_questions(capsys, tmp_path):
     assert (tmp_path / "plan.html").stat().st_size > 1000
     code, out = told(capsys, *size, "--why", "zero3", "--gpu-memory", "0.000001")
     assert code == 1 and " over." in out and "The peak of tensors is" in out and "largest tensors" in out
+
+
+def test_the_largest_microbatch_is_that_of_all_programs():
+    """However few are simulated: those that need the least for a row come first."""
+    tight = replace(TWO_HOSTS, share=0.005)
+    question = asked(cluster=tight, global_batch=None, largest=True, checkpointing=("none", "every-1"), most=2)
+    found, every = search(replace(question, exhaustive=False)), search(question)
+    assert len(found.found) == 2 < len(every.found)
+    assert max(it.largest for it in found.found) == max(it.largest for it in every.found)
 
 
 def test_the_fewest_ranks_are_those_on_which_it_just_fits():
@@ -560,9 +626,41 @@ def test_values_are_measured_if_asked(models, capsys):
     assert told(capsys, *argv, "--measure")[0] == 0
 
 
+def test_a_model_that_counts_on_its_blocks_is_not_shortened(models):
+    subject = named_subject(f"{models}:Indexed", f"{models}:make_batch", None)
+    assert sketch(subject, H100, Program(strategy="zero3")).whole == {}
+
+
+OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (
+            ["--model", "my_training:Wrong", "--batch", "my_training:make_batch"],
+            r"py:\d+: .*view.*RuntimeError.*--measure",
+        ),
+        (
+            ["--model", "my_training:Item", "--batch", "my_training:pair"],
+            "Item.forward does not take a batch of .*--loss",
+        ),
+        (["--model", "my_training:make_model", "--batch", "my_training:numbered"], "the same for 1 row and for 2"),
+        ([*OWN, "--optimizer", "my_training:one_row"], "It is called with a list of parameters"),
+        ([*OWN, "--optimizer", "my_training:make_batch"], r"py:\d+: .*TypeError"),
+        ([*OWN, "--optimizer", "builtins:list"], "returned list, but must return an optimizer"),
+        ([*OWN, "--loss", "my_training:one_row"], "called with the model and a batch"),
+        ([*OWN, "--seq", "8"], "--seq: not for a model of --model"),
+        (["--size", "nano", "--batch", "my_training:make_batch"], "--batch: not for a model of --size.*take --model"),
+        (["--size", "nano", "--fits-on", "--why", "zero3"], "--fits-on and --why are questions of their own"),
+        (["--size", "nano", "--largest-batch", "--global-batch", "8"], "Leave --global-batch out"),
+        (["--size", "nano", "--why", "zero3", "--html", "x.html"], "Leave --html out"),
+        (["--size", "nano", "--against", "x"], "Leave --size out"),
+        (["--size", "nano", "--most", "-1"], "--most -1: must be 0 or more"),
+        (
+            ["--model", "my_training:make_sharded", "--batch", "my_training:make_batch", "--strategies", "zero3"],
+            "--strategies: .* shards its model itself",
+        ),
         (["--size", "nano", "--hardware", "h1000"], "no hardware of that name .* h100-80"),
         (["--size", "nano", "--hardware", "here"], "Run `fullshard calibrate` first"),
         (["--size", "nano", "--global-batch", "9"], "8 ranks cannot share 9 rows evenly. Take 8 or 16"),

@@ -16,9 +16,16 @@ from fullshard.planner.subject import Subject
 __all__ = ["python_lines", "train_flags", "trainer_arguments"]
 
 
-def python_lines(subject: Subject, program: Program, figures: Figures, cluster: Cluster) -> list[str]:
-    """A script's lines from the model to the optimizer, and the loop over microbatches."""
-    imports = {"fully_shard"}
+def python_lines(
+    subject: Subject, program: Program, figures: Figures, cluster: Cluster, max_norm: float | None = 1.0
+) -> list[str]:
+    """A script's lines from the model to the optimizer, and a step: the loop over microbatches, clipped to `max_norm`.
+
+    They are for a script that has called `init_process_group`.
+    """
+    imports = {"fully_shard"} if subject.model is not None else set()
+    if max_norm is not None:
+        imports.add("clip_grad_norm_")
     options = []
     before: list[str] = []
     if program.strategy == "hfsdp":
@@ -52,12 +59,9 @@ def python_lines(subject: Subject, program: Program, figures: Figures, cluster: 
         lines = ["from functools import partial", "", *lines]
         names = ["checkpoint", *_selective_names(program)]
         lines.append(f"from torch.utils.checkpoint import {', '.join(sorted(names, key=str.lower))}")
-    lines += (
-        ["", f"from fullshard import {', '.join(sorted(imports, key=str.lower))}"]
-        if subject.model is not None
-        else [""]
-    )
-    lines += [*subject.paste, ""]
+    lines += ["", *([f"from fullshard import {', '.join(sorted(imports, key=str.lower))}"] if imports else [])]
+    import_line, optimizer = subject.paste_optimizer
+    lines += [*([import_line] if import_line else []), *subject.paste, ""]
     if subject.model is not None:
         lines += [*before, f"options = dict({', '.join(options)})"]
         lines += [f"blocks = {units}"]
@@ -65,11 +69,12 @@ def python_lines(subject: Subject, program: Program, figures: Figures, cluster: 
         lines += ["for block in blocks:", "    fully_shard(block, **options)", "fully_shard(model, **options)"]
     if program.prefetch_depth > 1:
         lines += _prefetching(program.prefetch_depth)
-    lines += ["optimizer = torch.optim.AdamW(model.parameters(), fused=True)"]
-    return [*lines, "", *_loop(program, figures)]
+    return [*lines, f"optimizer = {optimizer}", "", *_step(program, figures, max_norm)]
 
 
-def train_flags(subject: Subject, program: Program, figures: Figures, cluster: Cluster) -> str | None:
+def train_flags(
+    subject: Subject, program: Program, figures: Figures, cluster: Cluster, max_norm: float | None = 1.0
+) -> str | None:
     """The command of the trainer; None if it has no such options, or the model is not its own."""
     known = program.strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2")
     simple = program.checkpointing in ("none", "every-1") and not program.offload and program.prefetch_depth == 1
@@ -89,19 +94,21 @@ def train_flags(subject: Subject, program: Program, figures: Figures, cluster: C
         flags.append(f"--reduce-wire {program.reduce_wire}")
     if program.checkpointing == "every-1":
         flags.append("--activation-checkpointing")
+    if max_norm != 1.0:
+        flags.append(f"--clip {max_norm or 0:g}")
     if program.cpu:
         flags.append(f"--offload-optimizer-cpu {program.cpu:g}")
     if program.disk:
         flags.append(f"--offload-optimizer {program.disk:g} --offload-folder {cluster.disk.folder}")
-    start = (
-        "fullshard" if hosts == 1 else f"torchrun --nnodes {hosts} --nproc-per-node {world // hosts} -m fullshard.cli"
-    )
     if hosts == 1:
-        flags.append(f"--ranks {world}")
-    return f"{start} train {' '.join(flags)}"
+        return f"fullshard train {' '.join(flags)} --ranks {world}"
+    start = f"torchrun --nnodes {hosts} --nproc-per-node {cluster.per_host} --rdzv-backend c10d"
+    return f"{start} --rdzv-endpoint FIRST_HOST:29400 -m fullshard.cli train {' '.join(flags)}"
 
 
-def trainer_arguments(subject: Subject, program: Program, figures: Figures, cluster: Cluster) -> str | None:
+def trainer_arguments(
+    subject: Subject, program: Program, figures: Figures, cluster: Cluster, max_norm: float | None = 1.0
+) -> str | None:
     """Arguments of `TrainingArguments` of transformers; None for what they have no keys of."""
     if not subject.is_transformers or program.strategy in ("own", "hfsdp"):
         return None
@@ -132,11 +139,18 @@ def trainer_arguments(subject: Subject, program: Program, figures: Figures, clus
     arguments = [
         f"per_device_train_batch_size={figures.candidate.rows}",
         f"gradient_accumulation_steps={figures.candidate.microbatches}",
+        *([_SUMS_EACH] if program.syncs_each else []),
+        *([f"max_grad_norm={max_norm or 0:g}"] if max_norm != 1.0 else []),
         *(["bf16=True"] if param is not None else []),
         "fsdp=True",
         f"fsdp_config={_python(config)}",
     ]
-    return "TrainingArguments(\n    ...,\n" + "".join(f"    {it},\n" for it in arguments) + ")"
+    return (
+        'TrainingArguments(\n    "out",  # the folder of the run\n' + "".join(f"    {it},\n" for it in arguments) + ")"
+    )
+
+
+_SUMS_EACH = 'accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}}'
 
 
 def _python(value: dict[str, Any]) -> str:
@@ -159,7 +173,7 @@ def _units(subject: Subject) -> str:
     units = units_of(subject.model)
     for blocks in block_lists(subject.model):
         if list(_at(subject.model, blocks.fqn).children()) == units:
-            return f"list(model.{blocks.fqn})"
+            return f"list(model.{blocks.fqn})" if blocks.fqn else "list(model)"
     names = {module: name for name, module in subject.model.named_modules()}
     parents = list(dict.fromkeys(names[unit].rpartition(".")[0] for unit in units))
     whole = [child for parent in parents for child in _at(subject.model, parent).children()]
@@ -209,17 +223,18 @@ def _prefetching(depth: int) -> list[str]:
     ]
 
 
-def _loop(program: Program, figures: Figures) -> list[str]:
+def _step(program: Program, figures: Figures, max_norm: float | None) -> list[str]:
     candidate = figures.candidate
-    rows = f"{candidate.rows} row{'s' * (candidate.rows > 1)} a rank"
-    if candidate.microbatches == 1:
-        return [f"# each step: one microbatch of {rows}"]
-    lines = [
-        f"# each step: {candidate.microbatches} microbatches of {rows}",
-        f"for number in range({candidate.microbatches}):",
-    ]
-    if program.syncs_each:
-        lines.append("    # gradients are reduced after each microbatch, which takes less memory than no_sync")
+    count, rows = candidate.microbatches, f"{candidate.rows} row{'s' * (candidate.rows > 1)} a rank"
+    if count == 1:
+        lines = [f"# each step: one microbatch of {rows}", "...  # forward and backward"]
     else:
-        lines.append(f"    model.set_requires_gradient_sync(number == {candidate.microbatches - 1})")
-    return [*lines, "    ...  # forward and backward", "optimizer.step()", "optimizer.zero_grad()"]
+        sums = (
+            "# gradients are reduced after each microbatch, which takes less memory than no_sync"
+            if program.syncs_each
+            else f"model.set_requires_gradient_sync(number == {count - 1})"
+        )
+        lines = [f"# each step: {count} microbatches of {rows}", f"for number in range({count}):", f"    {sums}"]
+        lines.append("    ...  # forward and backward")
+    clip = [] if max_norm is None else [f"clip_grad_norm_(model.parameters(), {max_norm:g})"]
+    return [*lines, *clip, "optimizer.step()", "optimizer.zero_grad()"]

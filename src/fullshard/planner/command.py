@@ -17,7 +17,18 @@ from fullshard.errors import ConfigError
 from fullshard.plan.forecast import comparison_table
 from fullshard.planner.candidates import STRATEGIES, Program
 from fullshard.planner.page import page
-from fullshard.planner.report import WIDTH, as_dict, head, nearest_lines, paste, said, table, what_ifs, why
+from fullshard.planner.report import (
+    WIDTH,
+    as_dict,
+    head,
+    left_out_lines,
+    nearest_lines,
+    paste,
+    said,
+    table,
+    what_ifs,
+    why,
+)
 from fullshard.planner.search import Found, Plan, Question, largest_rows, least_hosts, nearest, search
 from fullshard.planner.settings import PlanSettings
 
@@ -40,6 +51,7 @@ def run(argv: Sequence[str]) -> int:
     """
     settings = parse(PlanSettings, argv, prog="fullshard plan", description=_DESCRIPTION)
     answer = settings.answer
+    settings.check()
     for name, path in (("json", answer.json), ("html", answer.html)):
         if path is not None and str(path) != "-":
             check_writable(name, Path(path))
@@ -77,12 +89,16 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
         if answer.fits_on:
             plan = least_hosts(question, tell=tell)
         elif answer.largest_batch:
-            plan = search(replace(question, global_batch=None), tell=tell)
+            plan = search(replace(question, global_batch=None, largest=True), tell=tell)
         else:
             plan = search(question, tell=tell)
         changes = what_ifs(plan) if plan is not None and not (answer.fits_on or answer.largest_batch) else []
     if plan is None:
-        say("It fits on none of the worlds that were tried: a row's activations, or a unit, are too large for a rank.")
+        nowhere = (
+            "It fits on none of the worlds that were tried: a row's activations, or a unit, are too large for a rank."
+        )
+        say(nowhere)
+        _write_json(answer.json, {"recommended": None, "said": [nowhere]})
         return FITS_NOT
     if answer.fits_on:
         cluster = plan.question.cluster
@@ -96,16 +112,23 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
         say(*said(plan), *map(str, changes))
         for where, text in paste(plan).items():
             say("", f"--- {where} ---", text)
-    report = as_dict(plan, changes)
-    if answer.json is not None:
-        text = json.dumps(report, indent=2, default=str) + "\n"
-        if quiet:
-            sys.stdout.write(text)
-        else:
-            Path(answer.json).write_text(text)
+    _write_json(answer.json, as_dict(plan, changes))
     if answer.html is not None and plan.best is not None:
         answer.html.write_text(page(plan, changes))
+    elif answer.html is not None:
+        say(f"{answer.html} is not written: there is no step to draw, since nothing fits.")
     return FITS if plan.best is not None else FITS_NOT
+
+
+def _write_json(path: str | None, report: dict[str, Any]) -> None:
+    """Write `report` where --json says, if it does."""
+    if path is None:
+        return
+    text = json.dumps(report, indent=2, default=str) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        Path(path).write_text(text)
 
 
 def _say_against(out: Path, path: str | None) -> int:
@@ -113,12 +136,9 @@ def _say_against(out: Path, path: str | None) -> int:
     from fullshard.train.predicting import comparison_of  # late: a quarter of a second that plans do without
 
     found = comparison_of(out)
-    if path is not None:
-        text = json.dumps(asdict(found), indent=2) + "\n"
-        if path == "-":
-            sys.stdout.write(text)
-            return FITS
-        Path(path).write_text(text)
+    _write_json(path, asdict(found))
+    if path == "-":
+        return FITS
     console = Console()
     console.print(comparison_table(found))
     for cause in found.causes:
@@ -144,11 +164,7 @@ def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> i
     say(*lines)
     if path is not None:
         plan = Plan(question, [found, *(it for it in others if it.sketch.program != program)])
-        text = json.dumps({**as_dict(plan), "why": lines}, indent=2, default=str) + "\n"
-        if path == "-":
-            sys.stdout.write(text)
-        else:
-            Path(path).write_text(text)
+        _write_json(path, {**as_dict(plan), "why": lines})
     return FITS if found.fits else FITS_NOT
 
 
@@ -156,9 +172,10 @@ def _largest(plan: Plan) -> list[str]:
     """The largest microbatch of all that was simulated."""
     most = max(plan.found, key=lambda it: it.largest, default=None)
     if most is None or not most.largest:
-        return ["Not even one row fits."]
+        return [*left_out_lines(plan), "Not even one row fits."]
     unit = plan.question.subject
     return [
+        *left_out_lines(plan),
         f"Largest microbatch: {most.largest} rows of {unit.per_row} {unit.unit} a rank, with {most.sketch.program}. "
-        "The last column has that of the others."
+        "The last column has that of the others.",
     ]

@@ -108,7 +108,7 @@ def row(plan: Plan, found: Found) -> list[str]:
 
 def said(plan: Plan) -> list[str]:
     """What is recommended and why, the runner-up, and what was left out."""
-    lines = [_left_out(plan)] if plan.left_out else []
+    lines = left_out_lines(plan)
     names = sorted({name for found in plan.found for name in found.sketch.custom_operations})
     if names:
         lines.append(f"Without a formula of their FLOPs, and counted by their bytes: {', '.join(names)}.")
@@ -132,11 +132,11 @@ def paste(plan: Plan) -> dict[str, str]:
     best, question = plan.best, plan.question
     if best is None:
         return {}
-    subject, cluster, program = question.subject, question.cluster, best.sketch.program
+    of = (question.subject, best.sketch.program, best.figures, question.cluster, question.max_norm)
     found: dict[str, str | None] = {
-        "Python": "\n".join(python_lines(subject, program, best.figures, cluster)),
-        "fullshard train": train_flags(subject, program, best.figures, cluster),
-        "TrainingArguments": trainer_arguments(subject, program, best.figures, cluster),
+        "Python": "\n".join(python_lines(*of)),
+        "fullshard train": train_flags(*of),
+        "TrainingArguments": trainer_arguments(*of),
     }
     return {where: text for where, text in found.items() if text is not None}
 
@@ -393,9 +393,10 @@ def _nothing_fits(plan: Plan) -> str:
     )
 
 
-def _left_out(plan: Plan) -> str:
+def left_out_lines(plan: Plan) -> list[str]:
+    """How many programs were simulated, and how many were not, by reason; nothing if all were."""
     parts = [f"{count} {reason}" for reason, count in plan.left_out.items()]
-    return f"Simulated: {len(plan.found)} programs. Left out: {'; '.join(parts)}."
+    return [f"Simulated: {_count(len(plan.found), 'program')}. Left out: {'; '.join(parts)}."] if parts else []
 
 
 def _parameters(question: Question) -> str:

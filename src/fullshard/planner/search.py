@@ -73,6 +73,7 @@ class Question:
         make_optimizer: makes the optimizer of parameters; fused AdamW if None.
         most: programs that are simulated at most; 0 for all that may be the fastest.
         exhaustive: whether all that may fit are simulated, whatever they can reach.
+        largest: whether those come first that take the least memory for a row, not those that are likely the fastest.
     """
 
     subject: Subject
@@ -87,6 +88,7 @@ class Question:
     make_optimizer: MakeOptimizer | None = None
     most: int = 8
     exhaustive: bool = False
+    largest: bool = False
 
     def shapes(self) -> list[tuple[int, int]]:
         """Rows of a microbatch and microbatches of a step that may be chosen.
@@ -246,6 +248,8 @@ def _searched(
     bounds = _Bounds(question)
     waiting.sort(key=lambda it: (bounds.guess(it), it.syncs_each, it.accumulates))
     waiting.sort(key=bounds.is_likely_too_large)
+    if question.largest:
+        waiting.sort(key=lambda it: (_KEPT[it.checkpointing], states_bytes(question, it)))
     asked = 0
     with Workers(question) as ask:
         running: dict[Future[Any], Program] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fullshard.command_line import MaybeFloat, MaybeInt, MaybePath, MaybeStr
@@ -11,7 +12,7 @@ from fullshard.plan.hardware import HERE, hardware
 from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, Cluster
 from fullshard.planner.search import Question
 from fullshard.planner.steps import MakeOptimizer
-from fullshard.planner.subject import Subject, gpt_subject, named_subject, transformers_subject
+from fullshard.planner.subject import Subject, gpt_subject, mismatch, named_subject, transformers_subject
 from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES
 from fullshard.testing.parity.named import function_named
 from fullshard.train.settings import ModelSettings
@@ -125,6 +126,40 @@ class PlanSettings:
     search: SearchSettings = field(default_factory=SearchSettings)
     answer: AnswerSettings = field(default_factory=AnswerSettings)
 
+    def check(self) -> None:
+        """Refuse options that would not be heeded beside others.
+
+        Raises:
+            ConfigError: there are some.
+        """
+        answer = self.answer
+        asked = [name for name in ("fits_on", "largest_batch", "why", "against") if getattr(answer, name)]
+        if len(asked) > 1:
+            raise ConfigError(f"{_options(asked)} are questions of their own. Ask one at a time.")
+        if asked and asked[0] in ("fits_on", "largest_batch") and self.search.global_batch is not None:
+            raise ConfigError(
+                f"--global-batch {self.search.global_batch}: {_options(asked)} asks of one microbatch of any number of "
+                "rows. Leave --global-batch out."
+            )
+        if asked and asked[0] in ("why", "against") and answer.html is not None:
+            raise ConfigError(f"--html: {_options(asked)} recommends nothing that could be drawn. Leave --html out.")
+        model = next((name for name in _OF_MODEL if getattr(self.subject, name) is not None), None)
+        if asked == ["against"] and model is not None:
+            raise ConfigError(
+                f"--{model}: --against tells of a run that was, which has its model. Leave --{model} out."
+            )
+        strange = [
+            name
+            for name in dict.fromkeys(it for names in _OF_MODEL.values() for it in names)
+            if model is not None and getattr(self.subject, name) is not None and name not in _OF_MODEL[model]
+        ]
+        if strange:
+            known = " or ".join(f"--{it}" for it, names in _OF_MODEL.items() if strange[0] in names)
+            raise ConfigError(f"{_options(strange)}: not for a model of --{model}. Leave it out, or take {known}.")
+        for name, number in (("clip", self.subject.clip), ("most", self.search.most)):
+            if number < 0:
+                raise ConfigError(f"--{name} {number:g}: must be 0 or more.")
+
     def question(self) -> Question:
         """The question, with the user's functions imported and the model made.
 
@@ -139,8 +174,13 @@ class PlanSettings:
         ):
             if wire is not None and wire not in known:
                 raise ConfigError(f"--{name} {wire}: unknown. Take one of {', '.join(known)}.")
+        subject = self.made_subject()
+        if self.subject.optimizer is not None:
+            subject = subject.with_optimizer(self.subject.optimizer)
+        if subject.make_sharded is not None:
+            self._check_leaves_sharding()
         question = Question(
-            subject=self.made_subject(),
+            subject=subject,
             cluster=cluster,
             global_batch=search.global_batch,
             strategies=_words("strategies", search.strategies, STRATEGIES),
@@ -210,11 +250,36 @@ class PlanSettings:
         )
         return gpt_subject(size, asked.seq or _DEFAULT_SEQ)
 
+    def _check_leaves_sharding(self) -> None:
+        """Refuse options about what the user's function does itself."""
+        plain = SearchSettings()
+        names = ("strategies", "checkpointing", "precision", "offload", "gather_wire", "reduce_wire")
+        given = [name for name in names if getattr(self.search, name) != getattr(plain, name)]
+        if given:
+            raise ConfigError(
+                f"{_options(given)}: --model {self.subject.model} shards its model itself, and is planned so. Leave "
+                "that out, or name a function that returns the plain model."
+            )
+
     def _optimizer(self) -> MakeOptimizer | None:
         if self.subject.optimizer is None:
             return None
         make: MakeOptimizer = function_named(self.subject.optimizer, "--optimizer")
+        if (why := mismatch(make, ([],), {})) is not None:
+            raise ConfigError(f"--optimizer {self.subject.optimizer}: {why}. It is called with a list of parameters.")
         return make
+
+
+_OF_MODEL = {
+    "model": ("batch", "loss"),
+    "config": ("seq",),
+    "size": ("seq", "layers", "heads", "width", "mlp_ratio"),
+}
+"""Options that each way to name a model takes."""
+
+
+def _options(names: Sequence[str]) -> str:
+    return " and ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def _words(option: str, listed: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,9 @@ bytes), so there the sizes of each operation are, and the tape is laid out anew.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -21,7 +23,7 @@ from fullshard.plan.process import compute_dtype, fixed_nbytes
 from fullshard.planner.candidates import Candidate, Cluster, Program
 from fullshard.planner.readings import LIMITS, held_of, region_peaks, times_of
 from fullshard.planner.shorten import BlockList, block_lists
-from fullshard.planner.steps import MakeOptimizer, take_steps
+from fullshard.planner.steps import MakeOptimizer, take_steps, users_mistake
 from fullshard.planner.subject import Subject
 from fullshard.planner.tapes import Tapes, with_one_more_row
 from fullshard.state.on_disk import BUFFERS, PORTION_NBYTES
@@ -287,8 +289,38 @@ def sketch(
     """Take steps of `program` dry, by models of few blocks where there are lists of like ones that are stepped alike.
 
     Raises:
-        ConfigError: the model cannot be run dry, or reads values.
+        ConfigError: the model cannot be run dry, or reads values; or a line of the user's raises something.
     """
+    try:
+        with _quiet_fakes():
+            return _sketched(subject, cluster, program, max_norm, make_optimizer, shortens)
+    except ConfigError:
+        raise
+    except Exception as error:
+        if (mistake := users_mistake(subject, error)) is None:
+            raise
+        raise mistake from error
+
+
+@contextmanager
+def _quiet_fakes() -> Iterator[None]:
+    """A context in which fake tensors do not log the operations that they refuse: the error says it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def _sketched(
+    subject: Subject,
+    cluster: Cluster,
+    program: Program,
+    max_norm: float | None,
+    make_optimizer: MakeOptimizer | None,
+    shortens: bool,
+) -> Sketch:
     shortens = shortens and program.cpu in (0.0, 1.0)  # which blocks are on the CPU depends on how many there are
     lists = block_lists(subject.model) if shortens and subject.model is not None else []
     whole = {each.fqn: each.length for each in lists}
@@ -318,7 +350,7 @@ def sketch(
     try:
         first = run_first(few)
         tapes = [first, *(run_longer(first, fqn) for fqn in few)]
-    except (IndexError, KeyError, AttributeError, RuntimeError, ValueError):
+    except (IndexError, KeyError, AttributeError, RuntimeError, TypeError, ValueError):
         return Sketch(subject, cluster, program, [run_first({})], {})  # it counts on its blocks
     return Sketch(subject, cluster, program, tapes, whole)
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fullshard import dry
+from fullshard._compat import data_dependent_errors
 from fullshard.dry.run import fused_adamw
 from fullshard.engine.homes import fractions_of
 from fullshard.engine.hooks import without_sync
@@ -28,11 +29,12 @@ from fullshard.planner.tapes import Tapes
 from fullshard.tape.recorder import Origin, Phase, note_origin
 from fullshard.tape.tape import Entry, Operation
 
-__all__ = ["MakeOptimizer", "fractions_on_cpu", "take_steps"]
+__all__ = ["MakeOptimizer", "fractions_on_cpu", "take_steps", "users_mistake"]
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 _BETWEEN = Origin("", Phase.IDLE)
+_MEASURE = "Add --measure: steps are then taken on real tensors, in this machine's memory."
 _READS_VALUES = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.equal")
 
 
@@ -63,16 +65,17 @@ def take_steps(
         try:
             model = _made(subject, cluster, program, lengths)
             params = [param for param in model.parameters() if param.requires_grad]
-            optimizer = (make_optimizer or fused_adamw)(params)
+            optimizer: Any = (make_optimizer or fused_adamw)(params)
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                found = type(optimizer).__name__
+                raise ConfigError(f"the function of --optimizer returned {found}, but must return an optimizer")
             begins = []
             for step, rows in enumerate(steps):
                 note_origin(_BETWEEN)
                 begins.append(len(tape.entries))
                 _step(subject, program, model, optimizer, rows, microbatches if step else 1, max_norm)
         except ConfigError as error:
-            raise _told(subject, error, error.__cause__ or error) from error
-        except (NotImplementedError, TypeError) as error:
-            raise _told(subject, error, error) from error
+            raise _in_words(subject, error) from error
         if program.cpu:
             del begins[1]
         begins += [len(tape.entries)] * (4 - len(begins))
@@ -122,13 +125,25 @@ def _step(
     optimizer.zero_grad()
 
 
-def _told(subject: Subject, error: Exception, cause: BaseException) -> ConfigError:
-    where = user_line(cause) or user_line(error)
-    said = " ".join(str(error).split())
-    return ConfigError(
-        f"{subject.name}: cannot be planned without values{where}: {said} Add --measure: steps are then taken on real "
-        "tensors, in this machine's memory."
-    )
+def _in_words(subject: Subject, error: ConfigError) -> ConfigError:
+    """`error`, with the model, and with what a plan can do about values that are missing."""
+    cause = error.__cause__
+    if isinstance(cause, data_dependent_errors):
+        return ConfigError(
+            f"{subject.name}: cannot be planned without values{user_line(cause) or user_line(error)}: what "
+            f"{cause.func} gives depends on them. {_MEASURE}"
+        )
+    return ConfigError(f"{subject.name}: {error}")
+
+
+def users_mistake(subject: Subject, error: Exception) -> ConfigError | None:
+    """What the user's own lines have raised, with the line; None if `error` comes from none of them."""
+    where = user_line(error)
+    if not where:
+        return None
+    said = " ".join(str(error).split()).rstrip(".")
+    remedy = "" if subject.values else f" If it runs on real tensors, it needs their values. {_MEASURE}"
+    return ConfigError(f"{subject.name}: cannot take a step{where}: {type(error).__name__}: {said}.{remedy}")
 
 
 def _check_reads_no_values(subject: Subject, cluster: Cluster, step: Sequence[Entry]) -> None:
@@ -140,8 +155,7 @@ def _check_reads_no_values(subject: Subject, cluster: Cluster, step: Sequence[En
                 return
             raise ConfigError(
                 f"{subject.name}: reads a value within its forward{line}, by .item(), bool() or the like "
-                f"({entry.name}), and what it does may depend on it. Add --measure: steps are then taken on real "
-                "tensors, in this machine's memory."
+                f"({entry.name}), and what it does may depend on it. {_MEASURE}"
             )
 
 

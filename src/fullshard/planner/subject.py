@@ -6,21 +6,22 @@ import copy
 import inspect
 import json
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fullshard.errors import ConfigError, StateError
 from fullshard.testing.parity.named import function_named
 from fullshard.train.model import GPT, VOCABULARY, byte_losses, shape_of
 from fullshard.train.settings import ModelSettings
 
-__all__ = ["Subject", "gpt_subject", "named_subject", "transformers_subject", "user_line"]
+__all__ = ["Subject", "gpt_subject", "mismatch", "named_subject", "transformers_subject", "user_line"]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _MOST_SEQ = 4096  # of a configuration that allows more, if nothing is said
@@ -40,6 +41,7 @@ class Subject:
         make_sharded: makes the model and shards it, where the user's function does so; nothing about that is changed.
         any_rows: whether `make_batch` heeds the number of rows. Otherwise microbatches have one row.
         paste: how the lines to paste get a plain model.
+        paste_optimizer: the optimizer as an expression, behind the line that imports what it takes, if any.
         train_flags: options of `fullshard train` that name the model; empty if it is not the trainer's.
         is_transformers: whether it is a model of the transformers library.
     """
@@ -53,9 +55,15 @@ class Subject:
     make_sharded: Callable[[], nn.Module] | None = None
     any_rows: bool = True
     paste: tuple[str, ...] = ("model = make_model()",)
+    paste_optimizer: tuple[str, str] = ("", "torch.optim.AdamW(model.parameters(), fused=True)")
     train_flags: tuple[str, ...] = ()
     is_transformers: bool = False
     notes: tuple[str, ...] = field(default=())
+
+    def with_optimizer(self, spec: str) -> Subject:
+        """The same, with the lines to paste for the function that `spec` names: it is not one of the trainer's."""
+        expression = f"{spec.rpartition(':')[2]}([param for param in model.parameters() if param.requires_grad])"
+        return replace(self, paste_optimizer=(_import_line(spec), expression), train_flags=())
 
     @property
     def unit(self) -> str:
@@ -86,18 +94,20 @@ def named_subject(model: str, batch: str | None, loss: str | None, *, measure: b
     make_model, make_batch = function_named(model, "--model"), function_named(batch, "--batch")
     made, make_sharded = _plain_or_sharded(make_model, model, measure)
     any_rows = _takes_rows(make_batch)
+    if any_rows:
+        _check_heeds_rows(make_batch, batch)
     given = make_batch if any_rows else lambda rows: make_batch()
     notes = () if any_rows else (f"{batch} takes no number of rows: microbatches have one row, taken to be a sample.",)
     return Subject(
         name=model,
         model=made,
         make_batch=given,
-        loss=function_named(loss, "--loss") if loss else own_loss,
+        loss=_loss_named(loss) if loss else own_loss,
         seq=_tokens_of(given),
         values=measure,
         make_sharded=make_sharded,
         any_rows=any_rows,
-        paste=_import_lines(model),
+        paste=(_import_line(model), "", f"model = {model.rpartition(':')[2]}()"),
         is_transformers=type(made).__module__.startswith("transformers."),
         notes=notes,
     )
@@ -141,6 +151,7 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         import transformers
     except ImportError as error:
         raise ConfigError("--config needs transformers: pip install 'fullshard[transformers]'.") from error
+    config = config / "config.json" if config.is_dir() else config
     try:
         said = json.loads(config.read_text())
     except (OSError, ValueError) as error:
@@ -189,19 +200,38 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     """The loss that `model` itself returns for `batch`: a mapping or tuple of its arguments, or its only argument.
 
     Raises:
-        ConfigError: it returns something else.
+        ConfigError: it takes other arguments, or returns something else.
     """
-    if isinstance(batch, Mapping):
-        returned = model(**batch)
-    else:
-        returned = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    name = type(model).__name__.removeprefix("FSDP")
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    given = () if named else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    if (why := mismatch(model.forward, given, named)) is not None:
+        raise ConfigError(
+            f"{name}.forward does not take a batch of type {type(batch).__name__}: {why}. The items of a tuple or "
+            "list are its arguments, those of a mapping its named ones. Return such a batch, or name a function of "
+            "model and batch by --loss my_training:loss."
+        )
+    returned = model(*given, **named)
     found = getattr(returned, "loss", returned)
     if not isinstance(found, Tensor):
         raise ConfigError(
-            f"{type(model).__name__} returned {type(returned).__name__}, which is no tensor and has no loss. Name a "
-            "function of model and batch by --loss my_training:loss."
+            f"{name} returned {type(returned).__name__}, which is no tensor and has no loss. Name a function of model "
+            "and batch by --loss my_training:loss."
         )
     return found if found.ndim == 0 else found.float().mean()
+
+
+def mismatch(function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """Why `function` does not take these arguments; None if it does, or does not say what it takes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        return str(error)
+    return None
 
 
 def copy_with_memory(model: nn.Module, *, values: bool) -> nn.Module:
@@ -271,23 +301,47 @@ def _plain_or_sharded(
     return made, None
 
 
+def _loss_named(spec: str) -> Loss:
+    found: Loss = function_named(spec, "--loss")
+    if (why := mismatch(found, (None, None), {})) is not None:
+        raise ConfigError(f"--loss {spec}: {why}. It is called with the model and a batch, and returns the loss.")
+    return found
+
+
 def _takes_rows(make_batch: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(make_batch).bind(1)
-    except TypeError:
-        return False
-    except ValueError:  # a builtin may have no signature
-        return True
-    return True
+    return mismatch(make_batch, (1,), {}) is None
+
+
+def _check_heeds_rows(make_batch: Callable[[int], Any], name: str) -> None:
+    """Refuse a function that makes as much of one row as of two: what is said of rows would be wrong.
+
+    Raises:
+        ConfigError: it does.
+    """
+    one, two = (_shapes(_batch_on_meta(make_batch, rows)) for rows in (1, 2))
+    if one and one == two:
+        raise ConfigError(
+            f"--batch {name}: makes the same for 1 row and for 2, tensors of {', '.join(map(str, one))}. Its argument "
+            "is the number of rows: return so many, or take no argument, if what it returns is one row."
+        )
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    return [tuple(it.shape) for it in tree_leaves(batch) if isinstance(it, Tensor)]
+
+
+def _batch_on_meta(make_batch: Callable[[int], Any], rows: int) -> Any:
+    """A batch without values; None if it cannot be made so, and then the dry run tells what is wrong."""
+    with torch.device("meta"):
+        try:
+            return make_batch(rows)
+        except Exception:
+            return None
 
 
 def _tokens_of(make_batch: Callable[[int], Any]) -> int | None:
     """Token ids in a row of a batch: the numbers in a row of its first tensor, if those are whole numbers."""
-    with torch.device("meta"):
-        try:
-            batch = make_batch(1)
-        except Exception:  # values may be needed: nothing is said of tokens then, and the dry run tells what is wrong
-            return None
+    batch = _batch_on_meta(make_batch, 1)
     if isinstance(batch, Mapping):
         batch = batch.get("input_ids", next(iter(batch.values()), None))
     while isinstance(batch, tuple | list) and batch:
@@ -297,10 +351,9 @@ def _tokens_of(make_batch: Callable[[int], Any]) -> int | None:
     return batch[0].numel()
 
 
-def _import_lines(spec: str) -> tuple[str, ...]:
+def _import_line(spec: str) -> str:
     where, _, name = spec.rpartition(":")
-    module = Path(where).stem if where.endswith(".py") else where
-    return f"from {module} import {name}", "", f"model = {name}()"
+    return f"from {Path(where).stem if where.endswith('.py') else where} import {name}"
 
 
 def _arguments(values: Mapping[str, Any]) -> str:
