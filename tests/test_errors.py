@@ -2235,9 +2235,29 @@ def a_description_of_a_colour() -> Steps:
     yield from described_by('like = "h100-80"\ncolour = "red"')
 
 
-@mistake(ConfigError, "ours.toml: .*unexpected keyword argument 'colour'", "shows a description", ranks=0)
+@mistake(ConfigError, r"ours.toml: \[link\] colour: unknown, a link has bytes_per_s", "shows a description", ranks=0)
 def a_link_of_a_colour() -> Steps:
     yield from described_by('like = "h100-80"\n[link]\ncolour = "red"')
+
+
+@mistake(ConfigError, "ours.toml: memory_bytes = '80 GB': must be a number", "shows a description", ranks=0)
+def a_description_in_words() -> Steps:
+    yield from described_by('like = "h100-80"\nmemory_bytes = "80 GB"')
+
+
+@mistake(ConfigError, r"ours.toml: network = 25.0: is a table, so write \[network\]", ranks=0)
+def a_network_that_is_a_number() -> Steps:
+    yield from described_by('like = "h100-80"\nnetwork = 25.0')
+
+
+@mistake(ConfigError, "ours.toml: fitted.matmul_share = 60: must be a share, such as 0.6", ranks=0)
+def a_share_in_percent() -> Steps:
+    yield from described_by('like = "h100-80"\n[fitted]\nmatmul_share = 60')
+
+
+@mistake(ConfigError, 'ours.toml: kind = "tpu": unknown', 'take "gpu" or "cpu"', ranks=0)
+def a_kind_of_machine_that_is_none() -> Steps:
+    yield from described_by('like = "h100-80"\nkind = "tpu"')
 
 
 @mistake(ConfigError, "here: this machine is not described yet in .*here.toml", "Run `fullshard calibrate`", ranks=0)

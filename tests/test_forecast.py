@@ -1,6 +1,7 @@
 """What is predicted beside what is measured: the numbers, the causes that are named, and the run that shows them."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from fullshard import dry, fully_shard, predict_beside
 from fullshard.cli import main
 from fullshard.errors import ConfigError
 from fullshard.plan.beside import say_if_too_large
-from fullshard.plan.forecast import Forecast, Forecasting, Measured, compare
+from fullshard.plan.forecast import Forecast, Forecasting, Measured, Row, compare
 from fullshard.plan.hardware import hardware
 from fullshard.plan.memory_used import memory_for_a_rank
 from fullshard.plan.prediction import predict, read_off
@@ -50,6 +51,14 @@ def test_every_number_that_both_have_is_compared():
     assert found == {"memory": -0.01, "activations": 0.0, "step": 0.05, "gathers under way": 0.0}
     assert not compare(FORECAST, measured).causes
     assert not compare(replace(FORECAST, step_s=0.0), Measured(step_s=9.0)).rows  # no machine was described
+
+
+def test_times_of_nothing_are_not_told():
+    """What is predicted to take no time has no share by which it can be off; what is far off is told in times."""
+    rows = [Row("gathers", "s", 2e-8, 0.05), Row("step", "s", 0.01, 0.07), Row("step", "s", 0.01, 0.5)]
+    assert [row.said_difference for row in rows] == ["", "+600.0%", "50 times"]
+    (cause,) = compare(replace(FORECAST, gather_s=2e-8), Measured(step_s=9.0, gather_s=8.9)).causes
+    assert "instead of 0.0 ms" in cause and not re.search(r"\d{5}", cause)
 
 
 def test_a_difference_is_explained_by_what_took_the_time():

@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 _PATIENCE_S = 300.0
 NOTABLE = 0.10  # a difference beyond which a cause is named
+_LEAST_S, _LEAST_BYTES = 5e-5, 5e4  # what is shown as 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,6 +232,13 @@ class Row:
         """By which part of the prediction the measurement is off."""
         return self.measured / self.predicted - 1 if self.predicted else 0.0
 
+    @property
+    def said_difference(self) -> str:
+        """That in percent, or in times from ten times on; nothing where what was predicted is as good as nothing."""
+        if self.predicted < (_LEAST_S if self.unit == "s" else _LEAST_BYTES):
+            return ""
+        return f"{self.difference:+.1%}" if self.difference < 9 else f"{self.difference + 1:,.0f} times"
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -286,7 +294,9 @@ def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str
         shares["input: time between an optimizer's step and the next forward"] = measured.input_s
     for name in ("gathers under way", "reductions under way"):
         if (row := by_name.get(name)) is not None:
-            shares[f"a slower link than described: {name} took {row.difference:+.0%}"] = row.measured - row.predicted
+            cause = "a slower link than described, or ranks that wait for others"
+            took = f"{name} for {_said(row.measured, row.unit)} instead of {_said(row.predicted, row.unit)}"
+            shares[f"{cause}: {took}"] = row.measured - row.predicted
     if measured.core_s is not None:
         shares["other processes: this one waited for a core"] = measured.core_s
     told = [f"{cause} ({seconds:.3f} s of {late:.3f} s)" for cause, seconds in shares.items() if seconds > 0.25 * late]
@@ -303,7 +313,7 @@ def comparison_table(comparison: Comparison) -> Table:
     for heading in ("predicted", "measured", "differs by"):
         table.add_column(heading, justify="right")
     for row in comparison.rows:
-        table.add_row(row.name, _said(row.predicted, row.unit), _said(row.measured, row.unit), f"{row.difference:+.1%}")
+        table.add_row(row.name, _said(row.predicted, row.unit), _said(row.measured, row.unit), row.said_difference)
     return table
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
@@ -188,11 +188,46 @@ def _made(found: dict[str, Any], name: str) -> Hardware:
             f"{name}: says nothing of {', '.join(missing)}. Say so, or name what is like it: "
             f'like = "{known_hardware()[0]}"'
         )
-    try:
-        parts = {part: kind(**found[part]) for part, kind in _PARTS.items() if found.get(part) is not None}
-        return Hardware(**{**found, **parts, "sources": tuple(found["sources"])})
-    except TypeError as error:
-        raise ConfigError(f"{name}: {error}. docs/plan.md shows a description.") from error
+    if wrong := next(_wrong(found), None):
+        raise ConfigError(f"{name}: {wrong}. docs/plan.md shows a description.")
+    parts = {part: kind(**found[part]) for part, kind in _PARTS.items() if found.get(part) is not None}
+    return Hardware(**{**found, **parts, "sources": tuple(found["sources"])})
+
+
+def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
+    """What of a description cannot be so."""
+    if found["kind"] not in ("gpu", "cpu"):
+        yield f'kind = "{found["kind"]}": unknown, take "gpu" or "cpu"'
+    for part in (*_PARTS, "flops_per_s"):
+        said = found.get(part)
+        if said is not None and not isinstance(said, Mapping):
+            yield f"{part} = {said}: is a table, so write [{part}] and its figures below"
+        elif part in _PARTS and said is not None:
+            known = {it.name: it.default is MISSING for it in fields(_PARTS[part])}
+            if unknown := said.keys() - known.keys():
+                yield f"[{part}] {min(unknown)}: unknown, a {part} has {', '.join(known)}"
+            if missing := [it for it, needed in known.items() if needed and it not in said]:
+                yield f"[{part}] says nothing of {', '.join(missing)}"
+    for figure, number in _figures(found):
+        positive = figure in _POSITIVE or figure.startswith("flops_per_s.")
+        if isinstance(number, bool) or not isinstance(number, int | float) or number < 0 or (positive and not number):
+            yield f"{figure} = {number!r}: must be a number {'above' if positive else 'of at least'} 0"
+        elif figure == "ranks_per_host" and number != int(number):
+            yield f"{figure} = {number!r}: must be a whole number"
+        elif figure.endswith("_share") and number > _LARGEST_SHARE:
+            yield f"{figure} = {number!r}: must be a share, such as 0.6"
+
+
+def _figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in found.items():
+        if name in (*_PARTS, "flops_per_s") and isinstance(value, Mapping):
+            yield from ((f"{name}.{figure}", number) for figure, number in value.items())
+        elif name not in ("name", "kind", "title", "sources", "measured", *_PARTS):
+            yield name, value
+
+
+_POSITIVE = ("memory_bytes", "memory_bytes_per_s", "ranks_per_host")
+_LARGEST_SHARE = 10.0  # measured shares of an assumed peak may well be above 1; a percentage is not meant
 
 
 def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
@@ -223,10 +258,10 @@ def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
 
 def _with_base(said: dict[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:
     """A description with all that the one says which it is like."""
-    base: dict[str, Any] = _read(like, seen) if (like := said.pop("like", None)) else {}
+    base: dict[str, Any] = _read(str(like), seen) if (like := said.pop("like", None)) else {}
     unknown = sorted(said.keys() - {field.name for field in fields(Hardware)})
     if unknown:
         raise ConfigError(f"{seen[-1]}: {', '.join(unknown)}: unknown. docs/plan.md shows a description.")
     for key, value in said.items():
-        base[key] = {**base.get(key, {}), **value} if isinstance(value, dict) else value
+        base[key] = {**(base.get(key) or {}), **value} if isinstance(value, dict) else value
     return base

@@ -236,5 +236,5 @@ def _step(program: Program, figures: Figures, max_norm: float | None) -> list[st
         )
         lines = [f"# each step: {count} microbatches of {rows}", f"for number in range({count}):", f"    {sums}"]
         lines.append("    ...  # forward and backward")
-    clip = [] if max_norm is None else [f"clip_grad_norm_(model.parameters(), {max_norm:g})"]
+    clip = [] if max_norm is None else [f"clip_grad_norm_(model.parameters(), {max_norm})"]
     return [*lines, *clip, "optimizer.step()", "optimizer.zero_grad()"]
