@@ -13,10 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fullshard import ConfigError, DiskError, cli
 from fullshard.disk import files, folder, speed
-from fullshard.disk.files import ALIGNMENT, DiskFile, aligned, aligned_buffer
+from fullshard.disk.buffers import Buffers
+from fullshard.disk.files import ALIGNMENT, DiskFile, DiskWork, aligned, aligned_buffer
 from fullshard.disk.folder import free_bytes, mount_of, why_unfit
 from fullshard.disk.foresight import Traffic, foresee
 from fullshard.disk.space import Scratch
@@ -228,6 +231,38 @@ def test_a_killed_process_leaves_nothing_behind(tmp_path):
         assert any(str(tmp_path) in os.readlink(entry) for entry in held.iterdir())
         process.send_signal(signal.SIGKILL)
     assert list(tmp_path.iterdir()) == []
+
+
+class Work(DiskWork):
+    """Of a disk that has done it at once, or only when somebody waits."""
+
+    def __init__(self, is_fast):
+        super().__init__([])
+        self.is_fast = is_fast
+
+    @property
+    def done(self):
+        return self.is_fast or self.was_awaited
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "give", "wait and give", "drop"]), st.integers(1, 5)), max_size=60))
+def test_how_fast_a_disk_is_makes_no_difference_to_the_memory_of_its_buffers(doings):
+    def memory(is_fast):
+        buffers, taken, found = Buffers(torch.device("cpu")), [], []
+        for what, blocks in doings:
+            if what == "take":
+                taken.append(buffers.take(blocks * ALIGNMENT))
+            elif what == "drop":
+                buffers.drop()
+            elif taken:
+                work = Work(is_fast)
+                if what == "wait and give":
+                    work.wait()
+                buffers.give(taken.pop(0), work)
+            found.append((buffers.idle_nbytes, [it.whole.numel() for it in taken]))
+        return found
+
+    assert memory(is_fast=True) == memory(is_fast=False)
 
 
 @pytest.mark.parametrize(

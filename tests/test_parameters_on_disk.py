@@ -230,7 +230,9 @@ def weigh(folder: Path) -> None:
     world, buffers = dist.get_world_size(), 2 * MOST_WRITING + BUFFERS
     # Whole parameters and gradients of two units each, what passes through buffers, and what a step is about to write.
     assert later <= (4 * world + buffers) * 2 * shards
-    assert buffers_of(torch.device("cpu")).idle_nbytes <= buffers * 2 * shards
+    assert buffers_of(torch.device("cpu")).idle_nbytes == 0, "gone after the step"
+    model(torch.randn(4, WIDTH)).square().mean().backward()
+    assert 0 < buffers_of(torch.device("cpu")).idle_nbytes <= (2 * MOST_WRITING + 1) * shards
     states = states_on_disk(optimizer)
     assert states is not None and len(states.portions) == 2 * LAYERS
 

@@ -81,8 +81,12 @@ class _PretendedNeighbours(Neighbours):
         return Block(number, Memory(_bytes(nbytes), self._world))
 
     def take(self, nbytes: int, *, patiently: bool = False) -> Block:
+        """A block, and as large ones of the others: they are where this rank is, and write theirs now."""
         block = super().take(nbytes, patiently=patiently)
         block.readers = len(self._peers)
+        if block.number not in self._of_peers:
+            nbytes, world = block.memory.nbytes, self._world
+            self._of_peers[block.number] = {peer: _OfPeer(_bytes(nbytes), world) for peer in self._peers}
         return block
 
     def _drop(self, block: Block) -> None:
@@ -114,9 +118,6 @@ class _PretendedNeighbours(Neighbours):
     def published(self, key: Key) -> list[Published]:
         self.hear()
         block = self._published.pop(key)
-        if block.number not in self._of_peers:
-            nbytes, world = block.memory.nbytes, self._world
-            self._of_peers[block.number] = {peer: _OfPeer(_bytes(nbytes), world) for peer in self._peers}
         return [Published(peer, block.number, memory, 0) for peer, memory in self._of_peers[block.number].items()]
 
     def have_all_published(self, key: Key) -> bool:

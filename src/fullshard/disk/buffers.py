@@ -1,4 +1,10 @@
-"""Aligned memory of the host's, through which what rests on a disk passes."""
+"""Aligned memory of the host's, through which what rests on a disk passes.
+
+[Note: buffers do not depend on the disk]
+Whether a buffer that was given back is still being written or copied is no question of time here: the last MOST_WRITING
+of such buffers are taken to be, and older ones are waited for when they are taken. So a fast disk and a slow one have a
+run use the same buffers, and a dry run, which has none, tells how many.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from fullshard.disk.files import ALIGNMENT, DiskWork, aligned_buffer, aligned_pa
 __all__ = ["MOST_WRITING", "Buffer", "Buffers", "buffers_of"]
 
 MOST_WRITING = 2
-"""Buffers that are still written out, or copied to a device, when another one is asked for: more are waited for."""
+"""Buffers that may still be written out, or copied to a device, when another one is asked for: more are waited for."""
 
 
 @dataclass(eq=False)
@@ -29,9 +35,9 @@ class Buffer:
     read_by: Mark | None = None  # behind the last copy out of it
 
     @property
-    def is_free(self) -> bool:
-        """True if nothing reads or fills it."""
-        return (self.work is None or self.work.done) and (self.read_by is None or self.read_by.query())
+    def is_idle(self) -> bool:
+        """True if nothing has been under way to it or from it since it was last waited for."""
+        return self.work is None and self.read_by is None
 
     def settle(self) -> None:
         """Wait until nothing reads or fills it."""
@@ -59,31 +65,38 @@ class Buffers:
         return sum(buffer.whole.numel() for buffer in self._given)
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes`, contents undefined. It may have to be written out first."""
-        free = [it for it in self._given if it.is_free]
-        if len(self._given) - len(free) >= MOST_WRITING:
-            oldest = next(it for it in self._given if it not in free)
-            oldest.settle()
-            free.append(oldest)
+        """A buffer of `nbytes`, contents undefined. It may have to be written out first.
+
+        See [Note: buffers do not depend on the disk].
+        """
+        busy = [it for it in self._given if not it.is_idle][-MOST_WRITING:]
+        free = [it for it in self._given if it not in busy]
         fitting = [it for it in free if it.whole.numel() >= nbytes]
-        found = min(fitting, key=lambda it: it.whole.numel()) if fitting else None
-        if found is None and free:  # grow rather than keep what is too small
-            self._given.remove(min(free, key=lambda it: it.whole.numel()))
-        if found is None:
-            whole = self._new(nbytes)
-        else:
+        if fitting:
+            found = min(fitting, key=lambda it: it.whole.numel())
+            found.settle()
             self._given.remove(found)
-            found.settle()  # at once; but those who look for races see no more than waits
-            whole = found.whole
-        return Buffer(whole[:nbytes], whole)
+            return Buffer(found.whole[:nbytes], found.whole)
+        while free:  # what is too small goes before there is more
+            small = free.pop()
+            small.settle()
+            self._given.remove(small)
+            del small
+        whole = self._new(nbytes)
+        return Buffer(whole, whole)
 
     def give(self, buffer: Buffer, work: DiskWork | None = None, read_by: Mark | None = None) -> None:
         """Take `buffer` back, whose contents nobody needs once `work` has ended and `read_by` was passed."""
-        self._given.append(Buffer(buffer.whole, buffer.whole, work, read_by))
+        goes_on = work if work is not None and not work.was_awaited else None
+        self._given.append(Buffer(buffer.whole, buffer.whole, goes_on, read_by))
 
     def drop(self) -> None:
-        """Give back to the system what nobody has and nothing is under way to."""
-        self._given = deque(it for it in self._given if not it.is_free)
+        """Let go of what nobody has, which is the system's again when nothing is under way to it any more.
+
+        Page-locked memory is kept: to get it again would hold up the device.
+        """
+        if not accelerator_for(self._device).has_lanes:
+            self._given.clear()
 
     def _new(self, nbytes: int) -> Tensor:
         accelerator = accelerator_for(self._device)

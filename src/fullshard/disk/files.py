@@ -86,6 +86,8 @@ class DiskWork:
     def __init__(self, parts: Sequence[Future[None]], pace: DiskPace | None = None) -> None:
         self._parts = parts
         self._pace = pace
+        self.was_awaited = False
+        """Whether the program has waited for its end: unlike `done` no question of time."""
 
     @classmethod
     def of_all(cls, works: Iterable[DiskWork]) -> DiskWork:
@@ -105,6 +107,7 @@ class DiskWork:
     def settle(self) -> None:
         """Wait until it has ended, well or not: what it was for is of no use any more."""
         wait(self._parts)
+        self.was_awaited = True
 
     def wait(self) -> None:
         """Wait until it has ended. The tensor is the caller's again then, whatever happened.
@@ -115,6 +118,7 @@ class DiskWork:
         if self._pace is not None and not self.done:
             with self._pace.waiting():
                 wait(self._parts)
+        self.was_awaited = True
         for part in self._parts:
             part.result()
 

@@ -8,7 +8,9 @@ is written.
     disk       read 0   read 1   write 0, read 2   write 1, read 3   ...
     optimizer           step 0   step 1            step 2            ...
 
-Shards and gradients of units whose parameters rest there, too, are read with the states, and the shards written.
+Shards and gradients of units whose parameters rest there, too, are read with the states, and the shards written. Where
+the CPU computes, the buffers are gone after the step: forward and backward, which need most memory, have few of their
+own.
 
 The states are the same `DTensor`s all the time. What they hold is a view of a buffer while their portion is stepped,
 and an `OnDisk` tensor otherwise. A portion that has no states yet, or other ones than the file has room for, as in a
@@ -42,7 +44,7 @@ from fullshard.disk.space import Extent, Scratch
 from fullshard.disk.tensors import OnDisk, no_buffer
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.homes import homes_of
-from fullshard.engine.managed import managed_by
+from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.registry import process_groups_along
 from fullshard.engine.unit import Unit
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
@@ -146,6 +148,7 @@ class StatesOnDisk:
         self._portion_of = {id(param): portion for portion in self._portions for param in portion.params}
         self._buffers = {is_host: [no_buffer() for _ in range(BUFFERS)] for is_host in (False, True)}
         self._writes = [DiskWork([]) for _ in range(BUFFERS)]
+        self._buffer_nbytes = 0
         self._failures = DiskFailures()
 
     @property
@@ -155,8 +158,8 @@ class StatesOnDisk:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes of the buffers at present."""
-        return sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
+        """Bytes that the buffers took in the last step."""
+        return self._buffer_nbytes
 
     @property
     def portions(self) -> list[int]:
@@ -205,8 +208,23 @@ class StatesOnDisk:
             if portion is takes_room:
                 self._raise_failures()
         self._raise_failures()
+        self._drop_buffers()
         for folder in dict.fromkeys(portion.scratch.folder for portion in self._portions):
             pace_of(folder).look()
+
+    def _drop_buffers(self) -> None:
+        """Let go of what this step's portions passed through. It lasts until the last of them have been written."""
+        self._buffer_nbytes = sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
+        for device in {managed.unit.device for managed in self._managed}:
+            if not accelerator_for(device).has_lanes:
+                for buffers in self._buffers.values():
+                    buffers[:] = [no_buffer() for _ in buffers]
+            buffers_of(device).drop()
+
+    @property
+    def _managed(self) -> Iterator[Managed]:
+        """What the engine knows of the parameters."""
+        return filter(None, (managed_by(param) for portion in self._portions for param in portion.params))
 
     def write_all(self, optimizer: Optimizer) -> None:
         """Bring all states to the disk that are not there, such as those of a step that was not taken in portions.
@@ -223,6 +241,7 @@ class StatesOnDisk:
             self._begin_to_write(portion, optimizer, number)
         if lacking:
             self._raise_failures()
+            self._drop_buffers()
 
     def expect(self, dtypes: Mapping[tuple[int, str], torch.dtype]) -> None:
         """Make room for states that are going to be loaded: their dtypes by id of the parameter and name.
@@ -250,8 +269,7 @@ class StatesOnDisk:
 
     def _raise_failures(self) -> None:
         """Tell all ranks that have these parameters if the disk of one of them has failed."""
-        managed = filter(None, (managed_by(param) for portion in self._portions for param in portion.params))
-        units = list(dict.fromkeys(it.unit for it in managed))
+        units = list(dict.fromkeys(it.unit for it in self._managed))
         self._failures.raise_on_every_rank(process_groups_along(units), units[0].device)
 
     def _begin_to_read(self, todo: Sequence[_Portion], number: int) -> None:
