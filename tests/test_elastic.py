@@ -68,7 +68,7 @@ def start(hosts: list[Host], steps: int, out: Path, first: Host, *more: str, **o
             *("--max-restarts=9", "-m", "fullshard.cli", *options(steps, out), *(more or TO_DISK)),
             ranks=1,
             nodes="1:2",
-            rendezvous="last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3",
+            rendezvous="last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=8",
             first=first,
             stdout=subprocess.DEVNULL,
             stderr=said,

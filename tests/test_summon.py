@@ -172,7 +172,7 @@ def summon_on_the_first_rank() -> list[bool]:
                     found["norm.weight"].zero_()  # not kept
             else:
                 assert all(isinstance(param, DTensor) for param in found.values())
-                for _ in range(200):  # the process group's thread may still hold what it has sent
+                for _ in range(3000):  # the process group's thread may still hold what it has sent
                     if not watch.live_bytes():
                         break
                     sleep(0.01)
