@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from fullshard._compat import FakeTensor, local_tensor, set_local_tensor
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
+from fullshard.disk.files import ALIGNMENT
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine import away
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
@@ -292,11 +293,12 @@ def _states_on_cpu(runtime: Runtime, units: Sequence[Unit], needs: _Needs, numbe
 def _states_on_disk(units: Sequence[Unit], needs: _Needs) -> Tier:
     sizes = [sum(it.sharded.numel() for it in unit.params if it.sharded.requires_grad) for unit in reversed(units)]
     portion = max(on_disk.PORTION_NBYTES, on_disk.STATES * needs.largest)
+    blocks = 2 * on_disk.BUFFERS * ALIGNMENT  # that buffers are larger, to begin and to end with one
     steps, taken = [], 0
     for size in filter(None, sizes):
         taken += size
         nbytes = needs.states * taken // sum(sizes)
-        steps.append((taken / sum(sizes), nbytes - min(nbytes, on_disk.BUFFERS * portion)))
+        steps.append((taken / sum(sizes), nbytes - min(nbytes, on_disk.BUFFERS * portion) - blocks))
     return Tier(what="optimizer", where="disk", steps=steps)
 
 
