@@ -2200,6 +2200,12 @@ def a_gpu_like_no_other() -> Steps:
     calibration._like("Abacus 3000", 1 << 30)
 
 
+@mistake(ConfigError, "like='h100-80'.*: a CPU is measured whole", "Leave `like` out", ranks=0)
+def a_cpu_that_is_like_a_gpu() -> Steps:
+    yield
+    calibration.calibrate("cpu", like="h100-80")
+
+
 def described_by(text: str) -> Steps:
     """What the file of a description says, as a mistake."""
     with tempfile.TemporaryDirectory() as folder:

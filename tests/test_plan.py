@@ -418,6 +418,27 @@ def keys_for_the_trainer(subject: Subject, program: Program, figures: Any, max_n
     return found
 
 
+def test_pasted_models_have_the_same_values_on_every_rank():
+    program = Program(strategy="zero3")
+    figures: Any = SimpleNamespace(candidate=Candidate(program=program, rows=2, microbatches=1))
+    made = []
+    for rank in range(2):
+        names: dict[str, Any] = {}
+        torch.manual_seed(rank)
+        lines = python_lines(gpt(2), program, figures, H100)
+        made_at = next(place for place, line in enumerate(lines) if line.startswith("model = "))
+        exec("\n".join(lines[: made_at + 1]), names)
+        made.append(names["model"].state_dict())
+    assert all(torch.equal(one, two) for one, two in zip(made[0].values(), made[1].values(), strict=True))
+
+
+def test_bytes_are_told_in_units_that_show_them(capsys):
+    """Nothing that is there is told as 0.00 GB, or as 0.0 in the table."""
+    for question in (["--why", "zero3"], []):
+        code, out = told(capsys, "--size", "nano", "--layers", "2", "--seq", "32", "--clip", "0", *question)
+        assert code == 0 and "0.00 GB" not in out and not re.search(r" 0\.0 +0%", out)
+
+
 def test_keys_for_the_trainer_are_its_own():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16)

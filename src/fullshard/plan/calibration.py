@@ -44,12 +44,16 @@ def calibrate(
         tell: called with what is measured next.
 
     Raises:
-        ConfigError: no known hardware is like the GPU, or there is too little time.
+        ConfigError: no known hardware is like the GPU, or a CPU is to be like one; or there is too little time.
     """
     if seconds <= 0:
         raise ConfigError(f"calibrate(seconds={seconds:g}): takes some time. Give it 30 seconds.")
     current = torch.accelerator.current_accelerator()
     chosen = torch.device(device) if device is not None else current or torch.device("cpu")
+    if chosen.type == "cpu" and like is not None:
+        raise ConfigError(f"calibrate(like={like!r}): a CPU is measured whole, and is like nothing. Leave `like` out.")
+    if like is not None:
+        hardware(like)  # which says so before anything is measured, if there is none
     if chosen.type == "cpu":
         return _cpu(seconds, tell)
     if not torch.cuda.is_available() or chosen.type != "cuda":

@@ -61,7 +61,9 @@ def python_lines(
         lines.append(f"from torch.utils.checkpoint import {', '.join(sorted(names, key=str.lower))}")
     lines += ["", *([f"from fullshard import {', '.join(sorted(imports, key=str.lower))}"] if imports else [])]
     import_line, optimizer = subject.paste_optimizer
-    lines += [*([import_line] if import_line else []), *subject.paste, ""]
+    *making, model = subject.paste
+    seeded = "torch.manual_seed(0)  # the same values on every rank"
+    lines += [*([import_line] if import_line else []), *making, seeded, model, ""]
     if subject.model is not None:
         lines += [*before, f"options = dict({', '.join(options)})"]
         lines += [f"blocks = {units}"]

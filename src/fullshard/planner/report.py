@@ -99,7 +99,8 @@ def row(plan: Plan, found: Found) -> list[str]:
     name += f", {program.prefetch_depth} ahead" if program.prefetch_depth > 1 else ""
     name += f", {program.precision}" if len(plan.question.precisions) > 1 else ""
     count = f"{candidate.rows} x {candidate.microbatches}" + (" sums" if program.syncs_each else "")
-    cells = [name, program.checkpointing, count, f"{figures.needed_bytes / 1e9:.1f}"]
+    needed_gb = figures.needed_bytes / 1e9
+    cells = [name, program.checkpointing, count, f"{needed_gb:.1f}" if needed_gb >= 1 else f"{needed_gb:.3f}"]
     cells.append(f"{figures.needed_bytes / usable:.0%}" + ("" if found.fits else " no"))
     rate = candidate.rows * candidate.microbatches * plan.question.cluster.world * subject.per_row / figures.step_s
     cells += [_ms(figures.step_s), f"{rate:,.0f}", f"{figures.flops_utilisation:.1%}"]
@@ -412,6 +413,8 @@ def _count(number: int, word: str) -> str:
 
 
 def _gb(nbytes: float) -> str:
+    if nbytes < 1e8:
+        return f"{nbytes / 1e6:,.2f} MB"
     return f"{nbytes / 1e9:,.2f} GB" if nbytes < 1e10 else f"{nbytes / 1e9:,.1f} GB"
 
 
