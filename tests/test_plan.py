@@ -591,6 +591,9 @@ def test_a_model_of_a_configuration(tmp_path, capsys):
     code, out = told(capsys, "--config", str(path), "--seq", "16")
     assert code == 0
     assert "TrainingArguments(" in out and "GPT2Block" in out and "tokens/s" in out
+    names: dict[str, Any] = {}
+    exec(out[out.index("from transformers import") :].partition("options =")[0], {"torch": torch}, names)
+    assert not names["model"].config.use_cache  # blocks that run again would put their keys there twice
 
 
 def test_other_questions(capsys, tmp_path):

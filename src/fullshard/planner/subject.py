@@ -190,7 +190,7 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         paste=(
             f"from transformers import AutoConfig, {name}",
             "",
-            f'model = {name}(AutoConfig.from_pretrained("{config}"))',
+            f'model = {name}(AutoConfig.from_pretrained("{config}", use_cache=False))',
         ),
         is_transformers=True,
     )
