@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard import dry, fully_shard, predict_beside
 from fullshard.cli import main
 from fullshard.errors import ConfigError
+from fullshard.plan import beside
 from fullshard.plan.beside import say_if_too_large
 from fullshard.plan.forecast import Forecast, Forecasting, Measured, Row, compare
 from fullshard.plan.hardware import hardware
@@ -186,3 +187,9 @@ def test_a_prediction_counts_the_model_s_own_work():
     assert prediction(Layer, replace(hardware("h100-80"), memory_bytes_per_s=1e9)).step_s > plain.step_s
     with pytest.raises(ConfigError, match="a tape of 0 steps"):
         read_off(dry.Tape(), hardware("h100-80"), 1)
+
+
+def test_what_is_told_is_told_in_whole(capsys):
+    """A name in brackets, such as of a table of a description, is no markup."""
+    beside._print("ours.toml: [link] colour: unknown")
+    assert capsys.readouterr().out == "ours.toml: [link] colour: unknown\n"

@@ -179,7 +179,7 @@ def predict_beside(
 def _print(said: Any) -> None:
     from rich.console import Console
 
-    Console().print(said)
+    Console().print(said, markup=False, highlight=False)
 
 
 def _forecast(
