@@ -4,6 +4,7 @@ import errno
 import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from fullshard.disk import files, folder, speed
 from fullshard.disk.buffers import Buffers
 from fullshard.disk.files import ALIGNMENT, DiskFile, DiskWork, aligned, aligned_buffer
 from fullshard.disk.folder import free_bytes, mount_of, why_unfit
-from fullshard.disk.foresight import Traffic, foresee
+from fullshard.disk.foresight import Traffic, floored, foresee
 from fullshard.disk.space import Scratch
 
 IN_MEMORY = Path("/dev/shm")
@@ -149,7 +150,7 @@ def test_a_full_disk_is_found_at_the_start(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match=f"{tmp_path}/file: .*errno {errno.EEXIST}.*4096 bytes"):
+    with pytest.raises(DiskError, match=f"{tmp_path}/file is a file, and no folder for a scratch file of 4096 bytes"):
         DiskFile(tmp_path / "file", "state", 4096)
 
 
@@ -379,10 +380,14 @@ def test_a_real_folder_is_measured_and_left_as_it_was(tmp_path):
 def test_measuring_needs_time_and_room(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="for 0 seconds: takes some time"):
         speed.measure(tmp_path, seconds=0)
+    monkeypatch.setattr(speed, "free_bytes", lambda folder: 20 << 20)
+    assert speed.measure(tmp_path, seconds=0.1).free_bytes == 20 << 20, "what is little is enough to measure on"
     monkeypatch.setattr(speed, "free_bytes", lambda folder: 1 << 20)
-    with pytest.raises(DiskError, match="1048576 bytes are free there, too few"):
+    with pytest.raises(DiskError, match="1048576 bytes are free there, and 16777216 are needed to measure on"):
         speed.measure(tmp_path)
     (tmp_path / "file").touch()
+    with pytest.raises(DiskError, match=r"file is a file, and no folder for"):
+        speed.measure(tmp_path / "file")
     with pytest.raises(DiskError, match=r"file/below: Not a directory .*Name another folder"):
         speed.measure(tmp_path / "file" / "below")
 
@@ -406,9 +411,10 @@ def test_what_offloading_costs_is_the_formula_of_the_page():
     said = "\n".join(found.lines(10_000))
     assert "560 TB in 10000 steps: 46.7% of the 1200 TB that a disk of 2 TB is likely to bear" in said
     assert "86.4 TB a day" in said and "56 s of the disk, for a step of 56 to 76 s" in said
-    assert "400%" not in said and "4666.7% of the 12 TB" in "\n".join(
-        foresee(disk(), Traffic.of_optimizer(7e9), endurance_bytes=12e12).lines(10_000)
-    )
+    of_sheet = foresee(disk(), Traffic.of_optimizer(7e9), endurance_bytes=1.5e12).lines(10_000)
+    assert of_sheet[-1].endswith("37333.3% of the 1.5 TB that its data sheet warrants")
+    in_memory = foresee(disk(file_system="tmpfs"), Traffic.of_optimizer(7e9)).lines(10_000)
+    assert in_memory[-1] == "writes 560 TB in 10000 steps", "memory does not wear"
 
 
 def test_traffic_adds_up_and_goes_with_the_fraction():
@@ -427,7 +433,14 @@ def test_what_cannot_work_is_refused_with_the_fraction_that_would():
         foresee(disk(), Traffic.of_optimizer(7e9), step_s=-1)
 
 
-def test_the_command_says_what_a_folder_costs(tmp_path, capsys):
+def test_a_fraction_that_is_named_is_no_more_than_there_is_room_for():
+    for exponent in range(-80, 1):
+        fraction = 10 ** (exponent / 10)
+        assert 0.9 * fraction < float(floored(fraction)) <= fraction
+    assert floored(-0.1) == floored(0.0) == "nothing"
+
+
+def test_the_command_says_what_a_folder_costs(tmp_path, capsys, monkeypatch):
     assert cli.main(["disk", str(tmp_path), "--parameters", "1e6", "--seconds", "0.2", "--steps", "500"]) == 0
     said = capsys.readouterr().out
     assert "takes 0.008 GB" in said and "0.004 TB in 500 steps" in said
@@ -435,8 +448,17 @@ def test_the_command_says_what_a_folder_costs(tmp_path, capsys):
         ([], "FOLDER must be named"),
         ([str(tmp_path), "--fraction", "1.5"], "--fraction 1.5: must be from 0 to 1"),
         ([str(tmp_path), "--steps", "0"], "must be from 1 on"),
+        ([str(tmp_path), "--parameters", "-3"], "--parameters -3: must be from 0 on"),
+        ([str(tmp_path), "--step-seconds", "-1"], "--step-seconds -1: must be from 0 on"),
+        ([str(tmp_path), "--endurance", "0"], "--endurance 0: a disk bears some writing"),
     ]:
-        assert cli.main(["disk", *wrong]) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr("fullshard.cli.disk.measure", None)  # nothing has been measured then
+            assert cli.main(["disk", *wrong]) == 2
         assert why in capsys.readouterr().err
-    assert cli.main(["disk", str(tmp_path), "--parameters", "1e15", "--seconds", "0.2"]) == 1
-    assert "Offload 0" in capsys.readouterr().err
+    argv = ["disk", str(tmp_path), "--seconds", "0.1", "--activations", "1e6"]
+    assert cli.main([*argv, "--parameters", "1e15", "--fraction", "0.7"]) == 1
+    [fits] = re.findall(r"Ask for --fraction (\S+),", capsys.readouterr().err)
+    assert cli.main([*argv, "--parameters", "1e15", "--fraction", fits]) == 0
+    assert cli.main([*argv, "--activations", "1e18"]) == 1
+    assert "Ask for fewer --activations" in capsys.readouterr().err

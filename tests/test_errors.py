@@ -394,6 +394,42 @@ def more_than_all_on_a_disk() -> Steps:
     Offload(optimizer={"disk": 1.5}, folder="nowhere")
 
 
+@mistake(ConfigError, r"Offload\(optimizer=0.5\): how much of it is where", r'optimizer=\{"cpu": 0.5\}', ranks=0)
+def a_fraction_of_no_tier() -> Steps:
+    yield
+    Offload(optimizer=0.5)  # type: ignore[arg-type]
+
+
+@mistake(ConfigError, r"activations=\{'disk': '1'\}\): how much", "in numbers from 0 to 1", ranks=0)
+def a_fraction_in_words() -> Steps:
+    yield
+    Offload(activations={"disk": "1"}, folder="nowhere")  # type: ignore[dict-item]
+
+
+@mistake(ConfigError, "offload_policy='cpu' is no policy", r"Pass Offload\(...\) or CPUOffloadPolicy\(\)")
+def a_policy_in_words() -> Steps:
+    yield
+    fully_shard(linear(), offload_policy="cpu")  # type: ignore[arg-type]
+
+
+@mistake(ConfigError, r"offload_policy\['0'\]=1.0 is no policy", "or leave it out")
+def a_number_for_a_policy() -> Steps:
+    yield
+    policies: Any = {"0": 1.0}
+    fully_shard(nn.Sequential(linear()), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), offload_policy=policies)
+
+
+@mistake(ConfigError, "budgets of '1GB' and '2GB' for units of one model", "the same policy", sends=True)
+def two_budgets() -> Steps:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    policies = {"0": Offload(budget="1GB"), "1": Offload(budget="2GB")}
+    fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), offload_policy=policies)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    yield
+    optimizer.step()
+
+
 @mistake(ConfigError, "is on the CPU wherever parameters are, so 0.75 of it is", "no more than 0.25 can be on a disk")
 def one_state_on_the_cpu_and_on_a_disk() -> Steps:
     yield

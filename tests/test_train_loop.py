@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,19 @@ import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
 
-from fullshard import ConfigError, Offload, fully_shard
+from fullshard import ConfigError, DiskError, Offload, fully_shard
+from fullshard.disk.foresight import Traffic
+from fullshard.disk.pace import pace_of
+from fullshard.plan.forecast import Forecast, Forecasting
 from fullshard.plan.ledger import predict_on_disk
 from fullshard.train.check import check
 from fullshard.train.evaluate import validation_loss
-from fullshard.train.loop import train
+from fullshard.train.loop import resolved, train
 from fullshard.train.options import parse_settings
-from fullshard.train.predicting import disk_lines
+from fullshard.train.predicting import Machine, disk_lines, disk_traffic, forecast_run, machine_of
 from fullshard.train.ranks import Rank
+from fullshard.train.settings import TrainSettings
+from fullshard.train.sharding import ShardedGPT, sharded_gpt
 from fullshard.train.text import find_text, write_text
 from fullshard.train.trained import trained_gpt, trained_settings
 
@@ -131,8 +137,11 @@ def foreseen(folder: Path) -> tuple[int, list[str]]:
     policy = Offload(optimizer={"disk": 1.0}, folder=folder)
     model = fully_shard(torch.nn.Linear(500, 500), offload_policy=policy)
     argv = [*QUICK, "--offload-optimizer", "1", "--offload-folder", str(folder), "--out", str(folder)]
+    settings = parse_settings(argv)
     with mock.patch("fullshard.train.predicting.MEASURING_S", 0.1):
-        return predict_on_disk(model).nbytes, disk_lines(model, parse_settings(argv), this_rank(), 0.5)
+        return predict_on_disk(model).nbytes, disk_lines(
+            model, settings, this_rank(), 0.5, disk_traffic(model, settings)
+        )
 
 
 def test_a_run_says_before_its_first_step_what_the_disk_costs(tmp_path: Path) -> None:
@@ -141,6 +150,84 @@ def test_a_run_says_before_its_first_step_what_the_disk_costs(tmp_path: Path) ->
     assert f"takes {2 * nbytes / 1e9:.3g} GB" in lines[1]
     assert f"writes {2 * nbytes / 1e9:.3g} GB" in lines[2] and "for a step of 0.5 to " in lines[2]
     assert f"writes {2 * nbytes * 2 * 86400 / 1e12:.3g} TB a day, {3 * 2 * nbytes / 1e12:.3g} TB in 3 steps" in lines[3]
+
+
+def refused(folder: Path, flags: list[str]) -> None:
+    """What is refused for want of room names options for which there is room."""
+    rank = this_rank()
+
+    def made(flags: list[str]) -> tuple[ShardedGPT, TrainSettings]:
+        argv = [*QUICK, *flags, "--layers", "8", "--offload-folder", str(folder), "--out", str(folder)]
+        settings = resolved(parse_settings(argv), rank)
+        return sharded_gpt(settings, rank), settings
+
+    def lines(flags: list[str]) -> list[str]:
+        model, settings = made(flags)
+        return disk_lines(model, settings, rank, 0.5, disk_traffic(model, settings))
+
+    free = int(0.6 * rank.world * disk_traffic(*made(flags)).room_bytes)
+    with (
+        mock.patch("fullshard.train.predicting.MEASURING_S", 0.1),
+        mock.patch("fullshard.train.predicting.free_bytes", lambda _: free - rank.world * pace_of(folder).held_bytes),
+    ):
+        with pytest.raises(DiskError, match=f"{free} are free. Ask for --offload") as caught:
+            lines(flags)
+        [asked] = re.findall(r"Ask for (.*), make room", str(caught.value))
+        assert len(lines(asked.split())) == 4
+        assert [it for it in asked.split() if it[0] == "-"] == flags[::2]
+
+
+@pytest.mark.parametrize("flags", ["--offload-optimizer 1", "--offload-optimizer 0.5 --offload-parameters 0.5"])
+def test_what_finds_no_room_is_refused_with_what_would(tmp_path: Path, flags: str) -> None:
+    run_ranks(2, refused, tmp_path, flags.split())
+
+
+def foretold(folder: Path) -> None:
+    """A dry run moves what the formulas have, and activations besides."""
+    rank = this_rank()
+    offload = ["--offload-optimizer", "0.6", "--offload-parameters", "0.3", "--offload-folder", str(folder)]
+    shape = ["--accumulate", "2", "--batch", "4", "--seq", "256", "--width", "128"]
+    settings = resolved(parse_settings([*QUICK, *offload, *shape, "--out", str(folder)]), rank)
+    expected = disk_traffic(sharded_gpt(settings, rank), settings)
+    machine = machine_of(rank)
+    found = forecast_apart(settings, machine).disk_traffic
+    for name in ("room_bytes", "read_bytes", "written_bytes"):
+        assert getattr(expected, name) == pytest.approx(getattr(found, name), rel=0.05), name
+    away = replace(settings, memory=replace(settings.memory, offload_activations=1.0))
+    more = forecast_apart(away, machine).disk_traffic
+    kept = more.room_bytes - found.room_bytes
+    assert kept > 0 and more == found + Traffic.of_activations(kept, microbatches=2)
+
+
+def forecast_apart(settings: TrainSettings, machine: Machine) -> Forecast:
+    return Forecasting(forecast_run, settings, machine).result()
+
+
+def test_a_dry_run_tells_what_goes_to_the_disk(tmp_path: Path) -> None:
+    run_ranks(2, foretold, tmp_path)
+
+
+def train_as_a_user_does(out: Path, argv: list[str]) -> None:
+    rank = this_rank()
+    settings = parse_settings([*QUICK, *argv, "--out", str(out)])
+    with mock.patch("fullshard.train.predicting.MEASURING_S", 0.1):
+        train(settings, check(settings, rank.world), rank, predicts=True, records=True)
+
+
+def train_without_room(out: Path, argv: list[str]) -> None:
+    with (
+        mock.patch("fullshard.train.predicting.free_bytes", lambda _: 10),
+        pytest.raises(DiskError, match=r"10 are free\. Not even one unit fits"),
+    ):
+        train_as_a_user_does(out, argv)
+
+
+def test_a_run_with_a_disk_that_is_predicted_and_recorded_changes_no_bit(two_ranks: Path, tmp_path: Path) -> None:
+    argv = ["--offload-optimizer", "1", "--offload-folder", str(tmp_path / "disk")]
+    run_ranks(2, train_as_a_user_does, tmp_path / "run", argv)
+    assert losses(tmp_path / "run") == losses(two_ranks)
+    run_ranks(2, train_without_room, tmp_path / "refused", argv)
+    assert "step" not in {line["kind"] for line in metrics(tmp_path / "refused")}, "refused on every rank, before it"
 
 
 @pytest.mark.slow

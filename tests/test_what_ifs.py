@@ -53,6 +53,14 @@ def test_what_does_not_fit_is_not_advised(monkeypatch):
     assert what_ifs.what_ifs_of(SETTINGS, replace(MACHINE, memory_bytes=1), "runs/x") == ()
 
 
+def test_what_cannot_be_with_the_other_settings_is_left_out(monkeypatch, tmp_path):
+    """Under some strategies there are no shards that could rest on a disk."""
+    monkeypatch.setattr(what_ifs, "described_here", lambda machine: H100)
+    there = replace(SETTINGS, memory=MemorySettings(dtype="bfloat16", offload_parameters=1.0, offload_folder=tmp_path))
+    found = {it.change for it in what_ifs.what_ifs_of(there, MACHINE, "runs/x")}
+    assert "zero2" in found and not found & {"ddp", "zero1"}
+
+
 def test_without_a_description_of_the_machine_nothing_is_said(monkeypatch):
     """Seconds of another machine would mean nothing."""
     monkeypatch.setattr(what_ifs, "described_here", lambda machine: None)

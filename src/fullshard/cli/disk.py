@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.command_line import MaybeFloat, parse, take_words
-from fullshard.disk.folder import why_unfit
-from fullshard.disk.foresight import ADAMW_BYTES, Traffic, foresee
+from fullshard.disk.folder import free_bytes, made
+from fullshard.disk.foresight import ADAMW_BYTES, Traffic, check_room, floored, foresee
 from fullshard.disk.speed import measure
 from fullshard.errors import ConfigError
 
@@ -66,22 +66,38 @@ def run(argv: Sequence[str]) -> int:
     """
     words, rest = take_words(Settings, argv, ["FOLDER"], prog=_PROG)
     said = parse(Settings, rest, prog=_PROG, description=_DESCRIPTION).disk
-    if not 0 <= said.fraction <= 1:
-        raise ConfigError(f"--fraction {said.fraction:g}: must be from 0 to 1.")
-    if min(said.steps, said.microbatches) < 1:
-        raise ConfigError(f"--steps {said.steps}, --microbatches {said.microbatches}: must be from 1 on.")
-    folder = Path(words[0])
+    _check(said)
+    folder = Path(words[0]).expanduser()
     traffic = Traffic.of_optimizer(
         said.parameters, bytes_each=said.bytes_each, fraction=said.fraction
     ) + Traffic.of_activations(round(said.activations), microbatches=said.microbatches)
+
+    def ask(room: int) -> str:
+        fits = (room - said.activations) / (said.parameters * said.bytes_each or 1)
+        return f"Ask for --fraction {floored(fits)}" if fits > 0 else "Ask for fewer --activations"
+
+    with made(folder):
+        check_room(folder, traffic, free_bytes(folder), ask=ask)
     found = foresee(
-        measure(folder, seconds=said.seconds),
+        measure(folder, seconds=said.seconds),  # which warns of a bad place
         traffic,
         step_s=said.step_seconds,
         endurance_bytes=None if said.endurance is None else said.endurance * 1e12,
+        ask=ask,
     )
     console = Console()
-    unfit = why_unfit(folder)
-    for line in [*([] if unfit is None else [f"a bad place: {unfit}"]), *found.lines(said.steps)]:
+    for line in found.lines(said.steps):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     return MEASURED
+
+
+def _check(said: DiskSettings) -> None:
+    if not 0 <= said.fraction <= 1:
+        raise ConfigError(f"--fraction {said.fraction:g}: must be from 0 to 1.")
+    for name in ("parameters", "bytes_each", "activations", "step_seconds"):
+        if getattr(said, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(said, name):g}: must be from 0 on.")
+    if min(said.steps, said.microbatches) < 1:
+        raise ConfigError(f"--steps {said.steps}, --microbatches {said.microbatches}: must be from 1 on.")
+    if said.endurance is not None and said.endurance <= 0:
+        raise ConfigError(f"--endurance {said.endurance:g}: a disk bears some writing. Leave out what is not known.")

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from fullshard.errors import DiskError
 
-__all__ = ["MOUNTS", "Mount", "free_bytes", "made", "mount_of", "why_unfit"]
+__all__ = ["IN_MEMORY", "MOUNTS", "Mount", "free_bytes", "made", "mount_of", "why_unfit"]
 
 MOUNTS = Path("/proc/self/mountinfo")
-_IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+"""File systems that lie in memory."""
 _OVER_A_NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "9p", "afs", "glusterfs", "ocfs2"}
 )
@@ -56,8 +57,12 @@ def made(folder: Path, what: str = "a scratch file") -> Iterator[None]:
         DiskError: it cannot be made, or the system refused what was done in it.
     """
     try:
+        if folder.exists() and not folder.is_dir():
+            raise DiskError(f"{folder} is a file, and no folder for {what}. Name one on a disk of this machine.")
         folder.mkdir(parents=True, exist_ok=True)
         yield
+    except DiskError:  # which is an OSError, and says more
+        raise
     except OSError as error:
         raise DiskError(
             f"{folder}: {error.strerror} (errno {error.errno}), when {what} was to be made there. Name another folder, "
@@ -76,7 +81,7 @@ def why_unfit(folder: Path) -> str | None:
     mount = mount_of(folder)
     if mount is None:
         return None
-    if mount.kind in _IN_MEMORY:
+    if mount.kind in IN_MEMORY:
         return f"{mount.point} is {mount.kind}, which lies in this machine's memory: what goes there frees none"
     if mount.kind in _OVER_A_NETWORK or mount.kind.startswith("fuse."):
         return f"{mount.point} is {mount.kind}, and every byte may go over a network, in every step"

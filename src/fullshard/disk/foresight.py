@@ -7,12 +7,16 @@ With AdamW in fp32 two numbers of four bytes each are kept for a parameter, and 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import floor, log10
+from pathlib import Path
 
+from fullshard.disk.folder import IN_MEMORY
 from fullshard.disk.speed import DiskSpeed
 from fullshard.errors import ConfigError, DiskError
 
-__all__ = ["TB_WRITTEN_PER_TB", "Foresight", "Traffic", "foresee"]
+__all__ = ["TB_WRITTEN_PER_TB", "Foresight", "Traffic", "check_room", "floored", "foresee"]
 
 TB_WRITTEN_PER_TB = 600
 """What makers of consumer SSDs warrant: terabytes written in the disk's life for each terabyte that it holds. Those for
@@ -93,6 +97,7 @@ class Foresight:
     traffic: Traffic
     step_s: float  # without the disk
     endurance_bytes: float  # written in the disk's life
+    is_endurance_known: bool = False  # from its data sheet
 
     @property
     def disk_s(self) -> float:
@@ -126,9 +131,8 @@ class Foresight:
     def lines(self, steps: int) -> list[str]:
         """What is to be known before the first of so many steps; of seconds and days where the step's are known."""
         speed, traffic = self.speed, self.traffic
-        life = self.written_in(steps) / self.endurance_bytes
         step = f", for a step of {self.least_step_s:.3g} to {self.most_step_s:.3g} s" if self.step_s else ""
-        a_day = f"{self.written_a_day / 1e12:.3g} TB a day, " if self.step_s else ""
+        a_day = f"{_tb(self.written_a_day)} a day, " if self.step_s else ""
         return [
             f"{speed.folder} ({speed.file_system or 'unknown file system'}, "
             f"{'direct' if speed.is_direct else 'through the cache'}): reads {_gb(speed.read_bytes_per_s)}/s, writes "
@@ -137,13 +141,26 @@ class Foresight:
             f"takes {_gb(traffic.room_bytes)} of {_gb(speed.free_bytes)} that are free",
             f"a step reads {_gb(traffic.read_bytes)} and writes {_gb(traffic.written_bytes)}: {self.disk_s:.3g} s of "
             f"the disk{step}",
-            f"writes {a_day}{self.written_in(steps) / 1e12:.3g} TB in {steps} steps: {life:.1%} of the "
-            f"{self.endurance_bytes / 1e12:.0f} TB that a disk of {speed.disk_bytes / 1e12:.2g} TB is likely to bear",
+            f"writes {a_day}{_tb(self.written_in(steps))} in {steps} steps{self._life(steps)}",
         ]
+
+    def _life(self, steps: int) -> str:
+        """How much of the disk's life so many steps take; nothing of memory, which does not wear."""
+        if self.speed.file_system in IN_MEMORY:
+            return ""
+        disk = f"a disk of {_tb(self.speed.disk_bytes)} is likely to bear"
+        bears = "its data sheet warrants" if self.is_endurance_known else disk
+        life = self.written_in(steps) / self.endurance_bytes
+        return f": {life:.1%} of the {_tb(self.endurance_bytes)} that {bears}"
 
 
 def foresee(
-    speed: DiskSpeed, traffic: Traffic, *, step_s: float = 0.0, endurance_bytes: float | None = None
+    speed: DiskSpeed,
+    traffic: Traffic,
+    *,
+    step_s: float = 0.0,
+    endurance_bytes: float | None = None,
+    ask: Callable[[int], str] | None = None,
 ) -> Foresight:
     """What `traffic` will cost on a disk of `speed`.
 
@@ -153,6 +170,7 @@ def foresee(
         step_s: seconds of a step without it; 0 if that is not known.
         endurance_bytes: what may be written to the disk in its life, from its data sheet. If None, TB_WRITTEN_PER_TB
             for what the file system holds.
+        ask: see `check_room`.
 
     Raises:
         ConfigError: a number is negative.
@@ -164,14 +182,49 @@ def foresee(
             f"{traffic}, a step of {step_s:g} s, {endurance:g} bytes of endurance: none of them may be negative, and "
             "a disk bears some writing. Leave out what is not known."
         )
-    if traffic.room_bytes > speed.free_bytes:
-        fits = int(100 * speed.free_bytes / traffic.room_bytes) / 100
-        raise DiskError(
-            f"{speed.folder}: {traffic.room_bytes} bytes are to rest there, and {speed.free_bytes} are free. Offload "
-            f"{fits:g} of it, make room, or name a folder on a larger disk."
-        )
-    return Foresight(speed=speed, traffic=traffic, step_s=step_s, endurance_bytes=endurance)
+    check_room(speed.folder, traffic, speed.free_bytes, ask=ask)
+    return Foresight(
+        speed=speed,
+        traffic=traffic,
+        step_s=step_s,
+        endurance_bytes=endurance,
+        is_endurance_known=endurance_bytes is not None,
+    )
+
+
+def check_room(folder: Path, traffic: Traffic, free_bytes: int, *, ask: Callable[[int], str] | None = None) -> None:
+    """Refuse `traffic` that has not so much room.
+
+    Args:
+        folder: where.
+        traffic: what is to be there.
+        free_bytes: there, what of `traffic` is there already included.
+        ask: says what to ask for that fits into so many bytes; of `traffic`, a part, if None.
+
+    Raises:
+        DiskError: there is no room for it. The fraction for which there is room is named.
+    """
+    if traffic.room_bytes <= free_bytes:
+        return
+    fits = f"Offload {floored(free_bytes / traffic.room_bytes)} of it" if ask is None else ask(free_bytes)
+    raise DiskError(
+        f"{folder}: {traffic.room_bytes} bytes are to rest there, and {free_bytes} are free. {fits}, make room, or "
+        "name a folder on a larger disk."
+    )
+
+
+def floored(fraction: float) -> str:
+    """A fraction in words, no larger than it is: two digits that count."""
+    if fraction <= 0:
+        return "nothing"
+    step = 10.0 ** (floor(log10(fraction)) - 1)
+    return f"{floor(fraction / step) * step:.2g}"
 
 
 def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:.3g} GB"
+
+
+def _tb(nbytes: float) -> str:
+    terabytes = nbytes / 1e12
+    return f"{terabytes:.0f} TB" if terabytes >= 100 else f"{terabytes:.3g} TB"

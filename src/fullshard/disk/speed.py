@@ -70,7 +70,8 @@ disk was measured."""
 
 
 def measure(folder: Path, *, seconds: float = 8.0, clock: Callable[[], float] = time.perf_counter) -> DiskSpeed:
-    """What the disk of `folder` can do, measured on a scratch file of at most 1 GiB and a tenth of what is free.
+    """What the disk of `folder` can do, measured on a scratch file of at most 1 GiB and a tenth of what is free, but of
+    16 MiB at least.
 
     What the file system's and the disk's own caches take at first, it may not keep up for hours.
 
@@ -88,10 +89,11 @@ def measure(folder: Path, *, seconds: float = 8.0, clock: Callable[[], float] = 
     with made(folder):
         free = free_bytes(folder)
     largest = max(REQUESTS)
-    nbytes = min(LARGEST, int(free * SHARE_OF_FREE)) // largest * largest
-    if not nbytes:
+    nbytes = max(min(LARGEST, int(free * SHARE_OF_FREE)) // largest, 1) * largest
+    if nbytes > free:
         raise DiskError(
-            f"{folder}: {free} bytes are free there, too few to measure on. Make room, or name another folder."
+            f"{folder}: {free} bytes are free there, and {nbytes} are needed to measure on. Make room, or name another "
+            "folder."
         )
     file = DiskFile(folder, "speed", nbytes, request_bytes=largest, depth=max(DEPTHS))
     try:

@@ -81,7 +81,7 @@ def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
             policies.append(policy)
     for policy in policies:
         count = sum(unit.options.offload.in_full == policy for unit in units)
-        which = "" if len(policies) == 1 and count == len(units) else f" of {count} units"
+        which = "" if len(policies) == 1 and count == len(units) else f" of {count} of {len(units)} units"
         is_beside = accelerator_for(units[0].device).has_lanes
         states_on_cpu = policy.states_on_cpu(beside=is_beside)
         on_cpu = {"optimizer's state": states_on_cpu, "parameters": policy.parameters.get("cpu", 0.0)}

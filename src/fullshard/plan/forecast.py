@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -11,6 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from fullshard.disk.foresight import Traffic
 from fullshard.errors import ConfigError
 from fullshard.plan.prediction import Prediction
 from fullshard.tape.tape import Collective
@@ -54,6 +56,9 @@ class Forecast:
         would_fit: changes by which it would fit, if it does not.
         turns: see `Prediction.turns`.
         flops_share: the share of the peak rate that the model's own FLOPs come to in `step_s` (MFU).
+        on_disk_bytes: that rest on a disk, activations included.
+        disk_read_bytes: from there, in a step from the second on.
+        disk_written_bytes: to there.
     """
 
     hardware: str
@@ -69,11 +74,21 @@ class Forecast:
     would_fit: tuple[str, ...] = ()
     turns: tuple[tuple[str, int], ...] = ()
     flops_share: float = 0.0
+    on_disk_bytes: int = 0
+    disk_read_bytes: int = 0
+    disk_written_bytes: int = 0
 
     @property
     def fits(self) -> bool:
         """True if what is needed is there."""
         return self.needed_bytes <= self.limit_bytes
+
+    @property
+    def disk_traffic(self) -> Traffic:
+        """What it has on a disk and moves there."""
+        return Traffic(
+            room_bytes=self.on_disk_bytes, read_bytes=self.disk_read_bytes, written_bytes=self.disk_written_bytes
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """All of it but the turns, for a line of metrics."""
@@ -165,7 +180,7 @@ class Forecasting(Generic[T]):
             ) from error
         if self._process.returncode:
             last = said.decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
-            raise ConfigError(f"nothing could be predicted: {last[0]}")
+            raise ConfigError(f"nothing could be predicted: {_PREFIX.sub('', last[0])}")
         found: T = pickle.loads(out)
         return found
 
@@ -177,6 +192,10 @@ class Forecasting(Generic[T]):
 
 
 _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+_PREFIX = re.compile(r"^(\[rank\d+\]: )*(fullshard\.errors\.\w+: )?")
+"""What stands before a message of this package's in a traceback."""
 
 
 def _answer() -> None:

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from fnmatch import fnmatchcase
+from numbers import Real
 from os import PathLike
 from pathlib import Path
 
 from fullshard.errors import ConfigError
 from fullshard.policy.sizes import parse_size
 
-__all__ = ["CPUOffload", "CPUOffloadPolicy", "Home", "Offload", "OffloadPolicy", "policies_by_name"]
+__all__ = ["CPUOffload", "CPUOffloadPolicy", "Home", "Offload", "OffloadPolicy", "check_policy", "policies_by_name"]
 
 
 class Home(Enum):
@@ -85,7 +86,7 @@ class Offload(OffloadPolicy):
             beside an accelerator, and in `folder` where the CPU computes; then what forward keeps.
 
     Raises:
-        ConfigError: a fraction is not within 0 and 1, a tier is unknown, `folder` is missing, or both a budget and
+        ConfigError: a fraction is no number from 0 to 1, a tier is unknown, `folder` is missing, or both a budget and
             fractions are given.
 
     Example:
@@ -103,6 +104,7 @@ class Offload(OffloadPolicy):
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters", "activations"):  # what says the same is the same
+            _check_form(name, getattr(self, name))
             object.__setattr__(self, name, {tier: share for tier, share in getattr(self, name).items() if share})
         if self.budget is not None:
             parse_size(self.budget, "Offload(budget)", "memory")
@@ -179,9 +181,17 @@ class Offload(OffloadPolicy):
 
     @property
     def disk_folder(self) -> Path:
-        """The folder for it."""
+        """The folder for it; `~` is the user's own."""
         assert self.folder is not None, "no fraction is on the disk"
-        return Path(self.folder)
+        return Path(self.folder).expanduser()
+
+
+def _check_form(name: str, fractions: object) -> None:
+    if not isinstance(fractions, Mapping) or not all(isinstance(share, Real) for share in fractions.values()):
+        raise ConfigError(
+            f"Offload({name}={fractions!r}): how much of it is where is needed, in numbers from 0 to 1. Write "
+            f'{name}={{"cpu": 0.5}}, or "disk", or both.'
+        )
 
 
 def _check_fractions(name: str, fractions: Mapping[str, float], tiers: tuple[str, ...]) -> None:
@@ -200,8 +210,10 @@ def policies_by_name(patterns: Mapping[str, OffloadPolicy], names: Sequence[str]
     is empty.
 
     Raises:
-        ConfigError: a pattern matches none of the names.
+        ConfigError: a pattern matches none of the names, or stands for no policy.
     """
+    for pattern, policy in patterns.items():
+        check_policy(policy, f"offload_policy[{pattern!r}]")
     for pattern in patterns:
         if not any(_matches(pattern, name) for name in names):
             known = ", ".join(repr(name) for name in names)
@@ -211,6 +223,14 @@ def policies_by_name(patterns: Mapping[str, OffloadPolicy], names: Sequence[str]
             )
     first = (next((pattern for pattern in patterns if _matches(pattern, name)), None) for name in names)
     return [OffloadPolicy() if pattern is None else patterns[pattern] for pattern in first]
+
+
+def check_policy(policy: object, name: str = "offload_policy") -> None:
+    """Raise `ConfigError` if `policy`, the argument of that name, is none."""
+    if not isinstance(policy, OffloadPolicy):
+        raise ConfigError(
+            f"{name}={policy!r} is no policy. Pass Offload(...) or CPUOffloadPolicy() of fullshard, or leave it out."
+        )
 
 
 def _matches(pattern: str, name: str) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from fullshard.errors import ConfigError
-from fullshard.policy.offload import OffloadPolicy
+from fullshard.policy.offload import OffloadPolicy, check_policy
 from fullshard.policy.precision import MixedPrecisionPolicy, check_wires
 from fullshard.policy.strategy import Placement, Placements, ShardingStrategy, resolve_placements
 
@@ -31,7 +31,8 @@ class ShardOptions:
         shard_alignment: shards of large parameters consist of whole blocks of so many elements.
 
     Raises:
-        ConfigError: an encoding is asked for, but parameters are never gathered; or blocks of no elements.
+        ConfigError: an encoding is asked for, but parameters are never gathered; or blocks of no elements; or `offload`
+            is no policy.
     """
 
     placements: Placements
@@ -47,6 +48,7 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         check_wires(self.precision, self.placements)
+        check_policy(self.offload)
         if self.parameters_on_disk:
             self._check_parameters_on_disk()
         if type(self.shard_alignment) is not int or self.shard_alignment < 1:

@@ -387,6 +387,8 @@ def _slowest(run: Run, late: Numbers) -> dict[str, Any] | None:
     own = [index for index, part in enumerate(PARTS) if part not in ("gather", "reduce")]
     of_ranks = _mean(run.parts_s[:, _settled(run)], axis=1)[:, own]
     more = of_ranks[place] - np.median(np.delete(of_ranks, place, axis=0), axis=0)
+    if not np.isfinite(more).any():  # of a run that ended within its first step
+        return None
     part = int(np.nanargmax(more))
     last = np.argmax(np.nan_to_num(run.waited_for_s[:, _settled(run)]), axis=0) == place
     return {

@@ -65,7 +65,7 @@ def choose_for_budget(optimizer: Optimizer) -> None:
     """Choose the fractions of a budget, if units of `optimizer`, which is about to step, have one: a collective then.
 
     Raises:
-        ConfigError: nothing that can be away is enough. The budget that would do is named.
+        ConfigError: nothing that can be away is enough. The budget that would do is named. Or units have several.
     """
     if optimizer in _seen:
         return
@@ -77,6 +77,11 @@ def choose_for_budget(optimizer: Optimizer) -> None:
     for runtime in runtimes:
         assert runtime is not None
         policies = [policy for unit in runtime.units if (policy := _open(unit)) is not None]
+        if any(policy != policies[0] for policy in policies):
+            raise ConfigError(
+                f"budgets of {' and '.join(dict.fromkeys(repr(it.budget) for it in policies))} for units of one model: "
+                "a budget is of all that a rank has. Give all of these units the same policy."
+            )
         if policies:
             _choose(runtime, policies[0], optimizer)
     _bring_beside(optimizer, params)
@@ -338,10 +343,11 @@ def _counts_follow(group: Mapping[str, Any]) -> bool:
 
 def _too_small(policy: Offload, units: Sequence[Unit], needs: _Needs, least: int) -> ConfigError:
     can_go = policy.folder is None and not accelerator_for(units[0].device).has_lanes
-    remedy = ", or name a folder on a disk, where the optimizer's state can be" if can_go else ""
+    remedies = [f"Give budget={least}", "shard over more ranks", "compute fewer rows at a time, or blocks again"]
+    remedies += ["name a folder on a disk, where the optimizer's state can be"] if can_go else []
     return ConfigError(
         f"Offload(budget={policy.budget!r}): a rank needs {least} bytes with all away that can be, of "
         f"{needs.at_most()} if nothing is: {needs.parameters} of parameters, {needs.gradients} of gradients, "
         f"{needs.states} of states, {needs.gathered} gathered, {needs.kept} kept for backward, {needs.working} to work "
-        f"in. Give budget={least}, shard over more ranks{remedy}."
+        f"in. {', '.join(remedies[:-1])}; or {remedies[-1]}."
     )

@@ -28,14 +28,14 @@ from fullshard.train.evaluate import bits, sample, validation_loss
 from fullshard.train.ledgers import ledgers_of_run
 from fullshard.train.model import byte_losses
 from fullshard.train.parallelism import part_of, replicas_of, rows_of, sequences_of
-from fullshard.train.predicting import Foresight, by_state, disk_lines, start_forecast
+from fullshard.train.predicting import Foresight, by_state, disk_lines, disk_traffic, start_forecast
 from fullshard.train.progress import Display, Heading, Result, StepReport, display_for
 from fullshard.train.ranks import Rank, gather_in_rank_order
 from fullshard.train.resuming import AUTO
 from fullshard.train.run_folder import STOPPED, RunFolder, check_shared, free_folder
 from fullshard.train.schedule import learning_rate, peak_lr
 from fullshard.train.settings import TrainSettings
-from fullshard.train.sharding import ShardedGPT, dtype_of, optimizer_of, sharded_gpt
+from fullshard.train.sharding import ShardedGPT, dtype_of, offload_of, optimizer_of, sharded_gpt
 from fullshard.train.stopping import PREEMPTED, StopRequest, heeding_sigterm
 from fullshard.train.stopwatch import Stopwatch
 from fullshard.train.text import Text, TextSource, training_batch, write_text
@@ -80,7 +80,7 @@ def train(
     text = agreed_text(source, out, rank)
     model = sharded_gpt(settings, rank)
     display = display_for(Console(), shows=rank.leads)
-    trainer = Trainer(settings, rank, text, model, folder, display, records=records)
+    trainer = Trainer(settings, rank, text, model, folder, display, records=records, predicts=predicts)
     if forecasting is not None:
         peak.reset()  # a model may be made whole before it is sharded
         trainer.foresight = Foresight(forecasting, peak)
@@ -107,6 +107,7 @@ class Trainer:
     folder: RunFolder
     display: Display
     records: bool = False
+    predicts: bool = False
     ledgers: RunLedgers = field(init=False)  # known once the first step is done
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     pending: PendingSave | None = None  # the checkpoint that is being written
@@ -191,35 +192,60 @@ class Trainer:
         return 0
 
     def foresee(self) -> None:
-        """Show what is predicted, and have it shown beside what is measured once the third step is done."""
-        if self.foresight is None:
-            return
+        """Show what is predicted, and have it shown beside what is measured once the third step is done.
+
+        Raises:
+            DiskError: what is to be on a disk finds no room there; on every rank.
+        """
+        if self.foresight is not None:
+            self.forecast = self.foresee_step(self.foresight)
+        if self.predicts and offload_of(self.settings.memory).folder is not None:
+            self.foresee_disk()
+        if self.foresight is not None and self.forecast is not None:
+            self.foresight.peak.reset()  # the disk was measured with memory that the run does not need
+            self.measure_first_steps(self.foresight, self.forecast)
+
+    def foresee_step(self, foresight: Foresight) -> Forecast | None:
+        """Show what is predicted of a step; None if nothing could be."""
         try:
-            forecast = self.foresight.forecasting.result()
+            forecast = foresight.forecasting.result()
         except ConfigError as error:
             self.display.show_problem(str(error))
-            self.foresee_disk(0.0)
-            return
-        self.forecast = forecast
+            return None
         self.folder.write_line("forecast", forecast.as_dict())
         self.display.show_forecast(forecast)
         say_if_too_large(forecast, self.display.show_problem)
-        self.foresee_disk(forecast.step_s)
+        return forecast
+
+    def measure_first_steps(self, foresight: Foresight, forecast: Forecast) -> None:
+        """Have the first steps measured, and shown beside what was predicted."""
 
         def done(measured: Measured) -> None:
             measured = replace(measured, by_state=by_state(self.ledgers.measured))
             self.folder.write_line("measured", measured.as_dict())
             self.display.show_comparison(compare(forecast, measured))
 
-        self.foresight.steps = FirstSteps(self.model, self.optimizer, self.foresight.peak, done)
+        foresight.steps = FirstSteps(self.model, self.optimizer, foresight.peak, done)
 
-    def foresee_disk(self, step_s: float) -> None:
-        """Show what the disk costs in a step that takes `step_s` without it."""
-        if self.settings.memory.offload_optimizer or self.settings.memory.offload_parameters:
+    def foresee_disk(self) -> None:
+        """Show what the disk costs in a step; the first rank measures it while the others wait.
+
+        Raises:
+            DiskError: there is no room, or nothing can be written; on every rank, before the first step.
+        """
+        refused = None
+        if self.rank.leads:
+            forecast = self.forecast
+            traffic = disk_traffic(self.model, self.settings) if forecast is None else forecast.disk_traffic
+            step_s = 0.0 if forecast is None else forecast.step_s
             try:
-                self.display.show_disk(disk_lines(self.model, self.settings, self.rank, step_s))
+                if traffic.room_bytes:
+                    self.display.show_disk(disk_lines(self.model, self.settings, self.rank, step_s, traffic))
             except DiskError as error:
-                self.display.show_problem(str(error))
+                refused = str(error)
+        refused = agreed(refused, self.rank)
+        if refused is not None:
+            raise DiskError(refused)
 
     def train_step(self, step: int) -> Trained:
         """Step `step`, the first being 0: all its microbatches, then one step of the optimizer."""

@@ -9,34 +9,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fullshard.disk.foresight import Traffic, foresee
+from fullshard.device.travel import Journeys, travel
+from fullshard.disk.folder import free_bytes, made
+from fullshard.disk.foresight import Traffic, check_room, floored, foresee
 from fullshard.disk.pace import pace_of
 from fullshard.disk.speed import measure
+from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError
 from fullshard.plan.beside import STEPS, FirstSteps
 from fullshard.plan.forecast import Comparison, Forecast, Forecasting, Measured, compare, forecast_of
 from fullshard.plan.hardware import Hardware, hardware, hardware_named_like
-from fullshard.plan.ledger import Ledger, predict_on_disk
+from fullshard.plan.ledger import Ledger, predict_on_disk, predict_tiers
 from fullshard.plan.memory import State
 from fullshard.plan.memory_used import PeakMemory, memory_for_a_rank
 from fullshard.plan.prediction import Prediction, predict
+from fullshard.plan.resting import activations_away
 from fullshard.policy.strategy import Placement, resolve_placements
 from fullshard.train.model import GPT, byte_losses, shape_of
 from fullshard.train.parallelism import rows_of
 from fullshard.train.ranks import Rank
 from fullshard.train.run_folder import lines_of
-from fullshard.train.settings import TrainSettings
-from fullshard.train.sharding import mesh_of, shard
+from fullshard.train.settings import MemorySettings, TrainSettings
+from fullshard.train.sharding import mesh_of, offload_of, shard
 
 __all__ = [
+    "DiskUse",
     "Foresight",
     "Machine",
     "by_state",
     "comparison_of",
     "described_here",
     "disk_lines",
+    "disk_traffic",
     "forecast_run",
     "machine_of",
     "predicted",
@@ -97,28 +103,95 @@ class Foresight:
             self.steps.close()
 
 
-def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: float) -> list[str]:
-    """What states and parameters on a disk will cost the ranks of this machine, each of which has as much as `rank`.
+class DiskUse:
+    """What a rank has on disks and moves there in a step, by dry steps: those of `loss`, as it is called in each
+    microbatch. All is known there: what a budget has chosen, and what forward puts away.
+
+    Args:
+        microbatches: of a step.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self._microbatches = microbatches
+        self._calls = self._at_rest = self._kept = 0
+        self._before: Journeys = {}
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        """The loss of a microbatch. With the second step's first one, the states are where they rest."""
+        if self._calls == self._microbatches:
+            self._before = travel.total
+            self._at_rest = predict_tiers(model)["disk"].total
+        self._calls += 1
+        loss = byte_losses(model(batch), batch).mean()
+        self._kept = activations_away(model).get("disk", 0)
+        return loss
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of the steps since then, which are one. Of activations a dry run counts what is put away, and writes none."""
+        moved = [it for (place, _), it in travel.since(self._before).items() if place == "disk"]
+        states = Traffic(
+            room_bytes=self._at_rest,
+            read_bytes=sum(it.came for it in moved),
+            written_bytes=sum(it.went for it in moved),
+        )
+        return states + Traffic.of_activations(self._kept, microbatches=self._microbatches)
+
+
+def disk_traffic(model: nn.Module, settings: TrainSettings) -> Traffic:
+    """That of a rank by formula, where no dry run has told it: of states and parameters, and of no activations. A
+    budget has chosen nothing then.
+    """
+    if settings.memory.offload_budget is not None:
+        return Traffic(room_bytes=0, read_bytes=0, written_bytes=0)
+    cost, placements = predict_on_disk(model), resolve_placements(settings.parallelism.strategy)
+    gathers = 2 if placements.parameters_in_step is not Placement.WHOLE else 1
+    return Traffic.of_optimizer(1, bytes_each=cost.nbytes) + Traffic.of_parameters(
+        cost.shard_nbytes, gathers=gathers * settings.optimization.accumulate, clips=True
+    )
+
+
+def disk_lines(model: nn.Module, settings: TrainSettings, rank: Rank, step_s: float, traffic: Traffic) -> list[str]:
+    """What is on a disk will cost the ranks of this machine, each of which has as much there as `rank`.
 
     Args:
         model: sharded.
         settings: that put some of it on a disk.
         rank: this one.
         step_s: seconds of a step without the disk; 0 if that is not known.
+        traffic: of this rank.
 
     Raises:
-        DiskError: the folder cannot be written to, or has no room.
+        DiskError: the folder cannot be written to, or has no room; with the options for which there is room.
     """
-    folder = settings.memory.offload_folder
-    assert folder is not None, "checked with the fraction"
-    cost, ranks = predict_on_disk(model), rank.local_world
-    gathers = 2 if resolve_placements(settings.parallelism.strategy).parameters_in_step is not Placement.WHOLE else 1
-    traffic = Traffic.of_optimizer(ranks, bytes_each=cost.nbytes) + Traffic.of_parameters(
-        ranks * cost.shard_nbytes, gathers=gathers * settings.optimization.accumulate, clips=True
-    )
-    speed = measure(Path(folder), seconds=MEASURING_S)
-    pace_of(Path(folder)).expect(lambda read, written: speed.seconds(ranks * read, ranks * written))
-    return foresee(speed, traffic, step_s=step_s).lines(settings.optimization.steps)
+    named = settings.memory.offload_folder
+    assert named is not None, "checked with the fraction"
+    folder, ranks = offload_of(settings.memory).disk_folder, rank.local_world
+    held = ranks * pace_of(folder).held_bytes  # shards that are there already
+    whole = sum((traffic,) * (ranks - 1), traffic)
+    ask = partial(_options_that_fit, model, settings.memory, ranks, whole.room_bytes)
+    with made(folder):
+        check_room(folder, whole, free_bytes(folder) + held, ask=ask)
+    speed = measure(folder, seconds=MEASURING_S)
+    pace_of(folder).expect(lambda read, written: speed.seconds(ranks * read, ranks * written))
+    there = replace(speed, free_bytes=speed.free_bytes + held)
+    return foresee(there, whole, step_s=step_s, ask=ask).lines(settings.optimization.steps)
+
+
+def _options_that_fit(model: nn.Module, memory: MemorySettings, ranks: int, wanted_bytes: int, room_bytes: int) -> str:
+    """Smaller fractions, all by the same factor, for which there is room; units that are whole included."""
+    if memory.offload_budget is not None:
+        return f"Ask for more than --offload-budget {memory.offload_budget}, so that less is away"
+    largest = max(sum(param.local.nbytes for param in unit.params) for unit in units_in(model))
+    unit_bytes = ranks * largest * (2 * bool(memory.offload_optimizer) + 4 * bool(memory.offload_parameters))
+    share = max(0.0, (room_bytes - unit_bytes) / wanted_bytes)
+    given = {
+        "optimizer": memory.offload_optimizer,
+        "parameters": memory.offload_parameters,
+        "activations": memory.offload_activations,
+    }
+    asked = [f"--offload-{name} {floored(share * fraction)}" for name, fraction in given.items() if fraction]
+    return f"Ask for {' '.join(asked)}" if share else "Not even one unit fits: offload nothing there"
 
 
 def by_state(ledger: Ledger) -> dict[str, int]:
@@ -178,7 +251,14 @@ def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
     """What one rank of a run of these settings needs on `machine`; and if that is not there, what would fit."""
     described = described_here(machine)
     forecast = partial(forecast_of, limit_bytes=machine.memory_bytes, times=described is not None)
-    found = forecast(predicted(settings, machine, described))
+    use = DiskUse(settings.optimization.accumulate)
+    found = forecast(predicted(settings, machine, described, use))
+    found = replace(
+        found,
+        on_disk_bytes=use.traffic.room_bytes,
+        disk_read_bytes=use.traffic.read_bytes,
+        disk_written_bytes=use.traffic.written_bytes,
+    )
     if found.fits:
         return found
     fitting = (
@@ -187,8 +267,10 @@ def forecast_run(settings: TrainSettings, machine: Machine) -> Forecast:
     return replace(found, would_fit=tuple(next(([say] for say in fitting), [])))
 
 
-def predicted(settings: TrainSettings, machine: Machine, described: Hardware | None) -> Prediction:
-    """What one rank of a run of these settings needs on `machine`, by the engine run dry."""
+def predicted(
+    settings: TrainSettings, machine: Machine, described: Hardware | None, use: DiskUse | None = None
+) -> Prediction:
+    """What one rank of a run of these settings needs on `machine`, by the engine run dry, which `use` looks at."""
     rank = Rank(
         index=0,
         world=machine.world,
@@ -209,7 +291,7 @@ def predicted(settings: TrainSettings, machine: Machine, described: Hardware | N
         microbatches=settings.optimization.accumulate,
         max_norm=settings.optimization.clip or float("inf"),
         make_mesh=lambda: mesh_of(settings, rank),
-        loss=lambda model, batch: byte_losses(model(batch), batch).mean(),
+        loss=(use or DiskUse(settings.optimization.accumulate)).loss,
     )
 
 

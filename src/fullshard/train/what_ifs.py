@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from fullshard.errors import ConfigError
 from fullshard.plan.forecast import Forecasting
 from fullshard.report.run import WhatIf
 from fullshard.train.predicting import Machine, described_here, machine_of, predicted
@@ -30,14 +31,17 @@ def simulate_changes(settings: TrainSettings, rank: Rank, folder: str) -> tuple[
 
 
 def what_ifs_of(settings: TrainSettings, machine: Machine, folder: str) -> tuple[WhatIf, ...]:
-    """The changes that fit into memory, those that gain most first."""
+    """The changes that fit into memory, those that gain most first. What cannot be with the others is left out."""
     here = described_here(machine)
     if here is None:
         return ()
     step_s = predicted(settings, machine, here).step_s
     found = []
     for change, options, other in _changes(settings, machine):
-        simulated = predicted(other, machine, here)
+        try:
+            simulated = predicted(other, machine, here)
+        except ConfigError:  # such as parameters on a disk, under a strategy that keeps them whole
+            continue
         if simulated.needed_bytes <= machine.memory_bytes:
             found.append(
                 WhatIf(

@@ -258,7 +258,8 @@ def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
             )
         devices[which] = "cpu" if device == "none" and found.get(zero + old) else device
         pins = found.get(f"{zero}{which}.pin_memory", pins)
-    ratio = found.get(zero + "offload_optimizer.ratio")
+    ratio = _number(found, zero + "offload_optimizer.ratio", 1)
+    share = 0.0 if devices["offload_optimizer"] == "none" else float(ratio)
     folders = {found.get(f"{zero}{which}.nvme_path") or None for which in devices if devices[which] == "nvme"}
     if folders:
         if len(folders) > 1 or None in folders or "cpu" in devices.values():
@@ -267,12 +268,10 @@ def _offload(found: Mapping[str, Any]) -> OffloadPolicy:
                 f"{devices['offload_param']!r} with nvme_path={', '.join(map(str, folders))}: name one folder on a "
                 "disk of each host for both, and have nothing on the CPU beside it."
             )
-        states = 0.0 if devices["offload_optimizer"] == "none" else 1.0 if ratio is None else float(ratio)
         shards = float(devices["offload_param"] == "nvme")
-        return Offload(optimizer={"disk": states}, parameters={"disk": shards}, folder=folders.pop())
+        return Offload(optimizer={"disk": share}, parameters={"disk": shards}, folder=folders.pop())
     if "cpu" not in devices.values():
         return OffloadPolicy()
-    share = 0.0 if devices["offload_optimizer"] == "none" else 1.0 if ratio is None else float(ratio)
     parameters = 1.0 if devices["offload_param"] == "cpu" else 0.0
     return Offload(optimizer={"cpu": share}, parameters={"cpu": parameters}, pin_memory=bool(pins))
 
