@@ -1,12 +1,16 @@
 """A budget for a rank's memory: the least that is away with which it fits, to the same bits, on all ranks alike."""
 
+import errno
 import gc
+import os
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,15 +18,17 @@ import torch.distributed as dist
 from shared_ranks import run_ranks
 from small_models import batch, chain, inputs, loss_of, my_part, small_gpt, trained, wholes
 from test_offload_to_disk import on_the_disk, states_of
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fullshard
-from fullshard import ConfigError, Offload, dry, fully_shard
+from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, Offload, dry, fully_shard
 from fullshard.checkpoint import load, save
 from fullshard.device.accelerator import accelerator_for
 from fullshard.disk.files import ALIGNMENT
+from fullshard.disk.tensors import OnDisk
 from fullshard.engine import activations, away
-from fullshard.engine.homes import homes_of, stepped_on_cpu_in_turn
+from fullshard.engine.homes import homes_of, on_disk_in_turn, stepped_on_cpu_in_turn
 from fullshard.engine.registry import units_in
 from fullshard.optim import step_shards
 from fullshard.plan.explain import explain
@@ -93,6 +99,12 @@ def momentum(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
+def shares_on_disk(model: Any) -> list[float]:
+    """Of states, of what forward keeps, and of shards."""
+    policy = units_in(model)[0].options.offload
+    return [it.get("disk", 0.0) for it in (policy.optimizer, policy.activations, policy.parameters)]
+
+
 def choose(folder: Path) -> None:
     activations.SMALLEST_BYTES, on_disk.PORTION_NBYTES = 1, 4096
     activations.WINDOW_BYTES = away.WINDOW_BYTES = 4096
@@ -101,25 +113,231 @@ def choose(folder: Path) -> None:
         with pytest.raises(ConfigError, match="a rank needs") as refused:
             learn(build(Offload(budget=1000, folder=folder), strategy), make, microbatches)
         least, most = map(int, re.search(r"needs (\d+) bytes .*of (\d+) if nothing is", str(refused.value)).groups())
-        before: list[float] = [2.0, 2.0]
+        before: list[float] = [2.0, 2.0, 2.0]
         for budget in (least, (2 * least + most) // 3, (least + 2 * most) // 3, most):
             model = build(Offload(budget=budget, folder=folder), strategy)
             left, peak = learn(model, make, microbatches)
             assert_same(left, expected, name=f"{strategy}, {budget} of {least} to {most}")
             assert peak <= budget, (strategy, budget, least, most, peak)
-            policy = units_in(model)[0].options.offload
-            shares = [policy.optimizer.get("disk", 0.0), policy.activations.get("disk", 0.0)]
+            shares = shares_on_disk(model)
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, shares)
             assert all(it == shares for it in every)
             assert all(now <= then for now, then in zip(shares, before, strict=True)), (strategy, budget, shares)
             assert not shares[1] or shares[0] == 1, "states go first"
+            assert not shares[2] or shares[:2] == [1, 1], "shards go last"
+            assert bool(shares[2]) == (budget == least and strategy != "ddp")
             before = shares
-        assert before == [0, 0], "nothing is away where everything fits"
+        assert before == [0, 0, 0], "nothing is away where everything fits"
 
 
 def test_a_budget_is_kept_with_the_least_away_and_changes_no_bit(tmp_path):
     run_ranks(2, choose, tmp_path, timeout=200)
+
+
+def layers(policy: Offload | None, **options: Any) -> Any:
+    """Twelve units that are alike, and a root that has parameters of its own."""
+    torch.manual_seed(0)
+    each = [fully_shard(nn.Linear(256, 256), offload_policy=policy, **options) for _ in range(12)]
+    return fully_shard(nn.Sequential(*each, nn.Linear(256, 64)), offload_policy=policy, **options)
+
+
+def learn_layers(
+    policy: Offload | None, microbatches: int, max_norm: float | None, options: dict[str, Any]
+) -> tuple[Any, list[Any], int]:
+    """The model, losses, norms and weights, and the most bytes of tensors of steps after the first."""
+    model = layers(policy, **options)
+    optimizer, left, peaks = adamw(model.parameters()), [], [0]
+    rows = torch.randn(3, microbatches, 16, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for step in rows:
+
+        def run(step: Tensor = step) -> None:
+            for number, microbatch in enumerate(step):
+                model.set_requires_gradient_sync(number == microbatches - 1)
+                loss = model(microbatch).square().mean()
+                loss.backward()
+                left.append(loss.detach().clone())
+            if max_norm is not None:
+                left.append(fullshard.clip_grad_norm_(model.parameters(), max_norm).clone())
+            optimizer.step()
+            optimizer.zero_grad()
+
+        gc.collect()
+        held = storage_bytes(model.parameters(), {unit.slot.storage for unit in units_in(model)})
+        held += storage_bytes(it for of_one in optimizer.state.values() for it in of_one.values())
+        _, peak = peak_during(run)
+        peaks.append(held + peak if len(peaks) > 1 else 0)
+    return model, [*left, wholes(model), states_of(optimizer)], max(peaks)
+
+
+def choose_shards(folder: Path, strategy: str, microbatches: int, max_norm: float | None) -> None:
+    activations.SMALLEST_BYTES, on_disk.PORTION_NBYTES = 1, 4096
+    activations.WINDOW_BYTES = away.WINDOW_BYTES = 4096
+    loop = {"microbatches": microbatches, "max_norm": max_norm, "options": {"strategy": strategy}}
+    plain, expected, _ = learn_layers(None, **loop)
+    nbytes = [unit.whole_nbytes for unit in units_in(plain)]
+    del plain
+    with pytest.raises(ConfigError, match="a rank needs") as refused:
+        learn_layers(Offload(budget=1000, folder=folder), **loop)
+    least, most = needed(refused)
+    counts = []
+    for budget in (least + (most - least) * part // 5 for part in range(5)):
+        model, left, peak = learn_layers(Offload(budget=budget, folder=folder), **loop)
+        assert_same(left, expected, name=f"{strategy}, {budget} from {least} on")
+        assert peak <= budget, (strategy, budget, least, most, peak)
+        there = [unit.rests_on_disk for unit in units_in(model)]
+        counts.append(sum(there))
+        of_states, of_kept, of_shards = shares_on_disk(model)
+        assert not of_shards or (of_states, of_kept) == (1, 1), "shards go last"
+        assert round(of_shards * sum(nbytes)) == sum(size for size, it in zip(nbytes, there, strict=True) if it)
+        assert not any(there) or f"{sum(there)} of 13 units rest on a disk" in explain(model)
+        for unit in units_in(model):
+            assert {isinstance(param.local, OnDisk) for param in unit.params} == {unit.rests_on_disk}
+    assert counts == sorted(counts, reverse=True), "the more there is, the fewer are there"
+    assert counts[0] >= 12 and counts[-1] == 0 and len(set(counts)) >= 3, counts
+
+
+@pytest.mark.parametrize(
+    ("strategy", "microbatches", "max_norm"),
+    [
+        ("zero3", 1, 0.1),
+        pytest.param("zero3", 3, None, marks=pytest.mark.slow),
+        pytest.param("zero2", 2, 0.1, marks=pytest.mark.slow),
+    ],
+)
+def test_as_few_units_as_needed_rest_on_the_disk_where_states_and_activations_there_are_not_enough(
+    tmp_path, strategy, microbatches, max_norm
+):
+    run_ranks(2, choose_shards, tmp_path, strategy, microbatches, max_norm, timeout=100)
+
+
+def test_the_root_goes_to_the_disk_last(tmp_path):
+    with dry.world(2), dry.taped(lanes="cpu"):
+        model = layers(Offload(budget="1GB", folder=tmp_path))
+        root, *others = units_in(model)
+        root.state.is_root = True
+        assert on_disk_in_turn([root, *others]) == [*others, root]
+
+
+def come_back(folder: Path) -> None:
+    """A graph waits while some units come from the disk: it finds its values, and slots know that it looks at them."""
+
+    def run(*, moves: bool) -> list[Any]:
+        model = layers(Offload(budget="1GB", folder=folder))
+        units, rows = units_in(model), torch.randn(16, 256, generator=torch.Generator().manual_seed(0))
+        for _ in range(2):  # by now units take turns on slots
+            model(rows).square().mean().backward()
+        assert all(unit.rests_on_disk for unit in units)
+        grads = [param.grad for param in model.parameters()]
+        loss = model(rows).square().mean()
+        if moves:
+            referenced = [unit.slot.is_referenced for unit in units]
+            assert any(referenced)
+            for unit in units[::2]:
+                unit.rest(Home.DEVICE)
+                unit.rest(Home.DEVICE)
+            assert [unit.slot.is_referenced for unit in units] == referenced
+            assert [unit.rests_on_disk for unit in units] == [number % 2 == 1 for number in range(len(units))]
+            for unit in units:
+                for local in (it for param in unit.params for it in (param.local, param.grad)):
+                    assert isinstance(local, OnDisk) == unit.rests_on_disk
+        loss.backward()
+        return [[grad.full_tensor() for grad in grads], [it.grad.full_tensor() for it in model.parameters()]]
+
+    moved, stayed = run(moves=True), run(moves=False)
+    assert_same(moved[1], stayed[1])
+    for had, kept in zip(moved[0][1::2], stayed[0][1::2], strict=True):
+        assert had.shape == kept.shape
+
+
+def test_a_graph_that_waits_while_units_come_from_the_disk_finds_its_values(tmp_path):
+    run_ranks(2, come_back, tmp_path)
+
+
+def fail_to_come_back(folder: Path) -> None:
+    """Gradients that cannot be read on one rank, when units are to have them in memory."""
+    model = layers(Offload(budget="1GB", folder=folder))
+    optimizer = adamw(model.parameters())
+    model(torch.ones(4, 256)).square().mean().backward()
+    broken = OSError(errno.EIO, os.strerror(errno.EIO))
+    here = mock.patch("os.preadv", side_effect=broken) if dist.get_rank() == 1 else nullcontext()
+    with here, pytest.raises(DiskError, match=f"^rank 1: .*errno {errno.EIO}"):
+        optimizer.step()
+
+
+def test_a_disk_from_which_units_cannot_come_is_an_error_on_all_ranks(tmp_path):
+    run_ranks(2, fail_to_come_back, tmp_path)
+
+
+def step_in_backward(folder: Path) -> None:
+    """Optimizers that step as gradients come: no unit moves meanwhile, and the numbers are those without."""
+
+    def run(policy: Offload | None) -> tuple[Any, Any]:
+        model = layers(policy)
+        optimizers = {param: adamw([param]) for param in model.parameters()}
+
+        def step(param: Any) -> None:
+            optimizers[param].step()
+            param.grad = None
+
+        for param in optimizers:
+            param.register_post_accumulate_grad_hook(step)
+        for _ in range(3):
+            model(torch.ones(4, 256)).square().mean().backward()
+        return model, wholes(model)
+
+    (_, expected), (model, found) = run(None), run(Offload(budget="1GB", folder=folder))
+    assert_same(found, expected)
+    assert all(unit.rests_on_disk and unit.options.offload.budget is not None for unit in units_in(model))
+
+
+def test_nothing_moves_within_a_backward_whose_hooks_step(tmp_path):
+    run_ranks(2, step_in_backward, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"strategy": "zero1"}, "choose a strategy that shards parameters, such as 'zero3'"),
+        ({"mp_policy": MixedPrecisionPolicy(reduce_wire="int8")}, "leave reduce_wire out"),
+    ],
+    ids=["whole", "encoded"],
+)
+def test_a_budget_says_what_keeps_parameters_from_the_disk(tmp_path, options, remedy):
+    with dry.world(2), dry.taped(lanes="cpu"):
+        model = layers(Offload(budget=1000, folder=tmp_path), **options)
+        assert not any(unit.rests_on_disk for unit in units_in(model))
+        optimizer = adamw(model.parameters())
+        model(torch.ones(4, 256)).square().mean().backward()
+        with pytest.raises(ConfigError, match=re.escape(remedy)):
+            optimizer.step()
+
+
+def resume_from_disk(folder: Path) -> None:
+    """Shards of a budget go into a checkpoint from the disk, and come from one to it: and go on as without."""
+    activations.SMALLEST_BYTES, on_disk.PORTION_NBYTES = 1, 4096
+    activations.WINDOW_BYTES = away.WINDOW_BYTES = 4096
+    with pytest.raises(ConfigError, match="a rank needs") as refused:
+        learn(build(Offload(budget=1000, folder=folder)), adamw)
+    policies = {"none": None, "disk": Offload(budget=needed(refused)[0], folder=folder)}
+    left = {}
+    for first, policy in policies.items():
+        model = build(policy)
+        optimizer = adamw(trained(model))
+        learn_more(model, optimizer, range(2))
+        assert any(unit.rests_on_disk for unit in units_in(model)) == (policy is not None)
+        save(folder / first, model=model, optimizer=optimizer, step=2)
+        for then, other in policies.items():
+            model = build(other)
+            optimizer = adamw(trained(model))
+            load(folder / first, model=model, optimizer=optimizer)
+            left[first, then] = learn_more(model, optimizer, range(2, 4))
+    for found in left.values():
+        assert_same(found, left["none", "none"])
+
+
+def test_checkpoints_are_of_no_budget(tmp_path):
+    run_ranks(2, resume_from_disk, tmp_path)
 
 
 def choose_for_shards() -> None:

@@ -117,9 +117,9 @@ class Slot:
         if not self.shared:
             accelerator.resize(self.storage, 0)
 
-    def count_references(self) -> None:
-        """Take the present number of references as those of the units themselves."""
-        self._own_references = storage_references(self.storage)
+    def count_references(self, others: int = 0) -> None:
+        """Take the present number of references as those of the units themselves, but for so many of others."""
+        self._own_references = storage_references(self.storage) - others
 
     @contextmanager
     def dropping_views(self) -> Iterator[None]:
@@ -129,9 +129,14 @@ class Slot:
         self._own_references -= before - storage_references(self.storage)
 
     @property
+    def others(self) -> int:
+        """How many references there are beyond the units' own, such as those of a graph waiting for its backward."""
+        return storage_references(self.storage) - self._own_references
+
+    @property
     def is_referenced(self) -> bool:
-        """True if anything beyond the units themselves, such as a graph waiting for its backward, has a view of it."""
-        return storage_references(self.storage) > self._own_references
+        """True if anything beyond the units themselves has a view of it."""
+        return self.others > 0
 
 
 class Pool:

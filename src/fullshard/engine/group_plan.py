@@ -85,7 +85,8 @@ class GroupPlan:
         if placements.optimizer is Placement.WHOLE:
             precision = replace(precision, gather_wire=None)  # nothing is gathered
         offload, memory = self.options.offload, self.memory
-        if placements.parameters is Placement.WHOLE and self.options.parameters_on_disk:
+        on_disk = self.options.parameters_on_disk or self.options.starts_on_disk
+        if placements.parameters is Placement.WHOLE and on_disk:
             offload, memory = OffloadPolicy(), replace(memory, folder=None)
         options = replace(self.options, placements=placements, precision=precision, offload=offload)
         return replace(self, axes=replace(self.axes, group_size=group_size), options=options, memory=memory)

@@ -9,7 +9,7 @@ is around all others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, count, pairwise
 from math import floor
 
@@ -17,7 +17,7 @@ from fullshard.device.accelerator import accelerator_for
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Home, Offload
 
-__all__ = ["fractions_of", "homes_of", "rest_as_asked", "stepped_on_cpu_in_turn"]
+__all__ = ["fractions_of", "homes_of", "on_disk_in_turn", "rest_as_asked", "stepped_on_cpu_in_turn"]
 
 
 def homes_of(units: Sequence[Unit]) -> dict[Unit, Home]:
@@ -32,15 +32,29 @@ def homes_of(units: Sequence[Unit]) -> dict[Unit, Home]:
         if policy not in policies:
             policies.append(policy)
             alike = [other for other in units if other.options.offload.in_full == policy]
-            asked = _asked(alike, policy)
+            asked = _asked(alike, policy, [unit for unit in alike if unit.rests_on_disk])
             homes |= {unit: unit.home if unit.state.runtime is not None else asked[unit] for unit in alike}
     return homes
 
 
 def rest_as_asked(units: Sequence[Unit], policy: Offload) -> None:
-    """Have `units`, which share the fractions of `policy` from now on, rest where these have them. Between steps."""
-    for unit, home in _asked(units, policy).items():
+    """Have `units`, which share the fractions of `policy` from now on, rest where these have them. Between steps.
+
+    Of those that are on a disk, as few stay there as have the fraction.
+
+    Raises:
+        DiskError: those that come from the disk cannot be read.
+    """
+    whole = _first(on_disk_in_turn(units), lambda unit: unit.whole_nbytes, policy.parameters.get("disk", 0.0), units)
+    for unit, home in _asked(units, policy, whole).items():
         unit.rest(home)
+
+
+def on_disk_in_turn(units: Sequence[Unit]) -> list[Unit]:
+    """Those of `units` that rest on a disk, in the order in which a budget has them stay there: the root last, which
+    is likely the largest, and so would need the largest buffers.
+    """
+    return sorted((unit for unit in units if unit.rests_on_disk), key=lambda unit: unit.state.is_root)
 
 
 def stepped_on_cpu_in_turn(units: Sequence[Unit]) -> list[Unit]:
@@ -63,7 +77,7 @@ def _fraction_between(low: int, high: int, total: int) -> float:
     return next(it for it in fractions if low < round(it * total) <= high)
 
 
-def _asked(units: Sequence[Unit], policy: Offload) -> dict[Unit, Home]:
+def _asked(units: Sequence[Unit], policy: Offload, on_disk: Collection[Unit]) -> dict[Unit, Home]:
     beside = accelerator_for(units[0].device).has_lanes
     there = [unit for unit in reversed(units) if not unit.rests_on_disk]
     whole = _first(there, lambda unit: unit.whole_nbytes, policy.parameters.get("cpu", 0.0), units)
@@ -72,7 +86,7 @@ def _asked(units: Sequence[Unit], policy: Offload) -> dict[Unit, Home]:
     homes = {}
     for unit in units:
         on_cpu = Home.CPU if unit in whole else Home.STEPPED_ON_CPU if unit in stepped else Home.DEVICE
-        homes[unit] = unit.home if unit.rests_on_disk else on_cpu
+        homes[unit] = Home.DISK if unit in on_disk else on_cpu
     return homes
 
 

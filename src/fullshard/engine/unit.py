@@ -88,7 +88,7 @@ class Unit:
         self.home = options.offload.in_full.home_of_all(beside=beside)  # until the root knows all of its units
         if self.home is Home.STEPPED_ON_CPU and not any(source.param.requires_grad for source in sources):
             self.home = Home.DEVICE
-        if _goes_to_disk(options, sources):
+        if _goes_to_disk(options, sources, beside=beside):
             self.home = Home.DISK
         self.state = UnitState(options.reshard_after_forward)
         self.form = Form.SHARDED
@@ -532,7 +532,13 @@ class Unit:
         """Have the shards at `home` from now on, with their gradients. The optimizer's state follows in its next step.
 
         Between steps only. Graphs that wait for a backward find what they have saved views of in the same storage.
+        Units come from a disk, but none goes there: what is to rest on one has done so from its making on.
+
+        Raises:
+            DiskError: what rests on a disk cannot be read.
         """
+        assert self.rests_on_disk or home is not Home.DISK, "no unit goes to a disk"
+        self.forget_ahead()
         self.home = home
         if self.is_meta or all(param_group.plan.memory == self._memory for param_group in self.param_groups):
             return
@@ -561,6 +567,7 @@ class Unit:
                 param_group.lie_in(None)
         is_new = slot is None
         slot = slot or Slot(plans[0].device if plans else self.device)
+        others = 0 if is_new else slot.others
         stretches = self._occupy(slot, plans)
         for i, (param_group, plan, stretch) in enumerate(zip(self.param_groups, plans, stretches, strict=True)):
             is_same = self.collectives == collectives and plan.needs_wires_of(param_group.plan)
@@ -569,7 +576,7 @@ class Unit:
                 bound.forget_errors()
             self.param_groups[i] = param_group.moved(plan, bound, stretch)
         self.slot, self._has_views = slot, self._occupies_lastingly(slot)
-        slot.count_references()
+        slot.count_references(others)
         self.slot_nbytes, self.is_meta = nbytes_of(plans), are_on_meta(plans)
         self._register_params()
         self._show_sharded()
@@ -652,28 +659,36 @@ class Unit:
             return UnitReduction(reductions, read, lanes, origin)
 
 
-def _goes_to_disk(options: ShardOptions, sources: Sequence[Source]) -> bool:
-    """True if the shards of a new unit are to rest on a disk, so that of all units the policy's fraction does.
+def _goes_to_disk(options: ShardOptions, sources: Sequence[Source], *, beside: bool) -> bool:
+    """True if the shards of a new unit are to rest on a disk, so that of all units the policy's fraction does; of a
+    budget all that can, until fractions are chosen.
 
     Of all that have the same policy and were not in a step yet: those of the model that is being made.
 
+    Args:
+        options: the unit's.
+        sources: its parameters.
+        beside: whether a CPU is beside the device that computes, which a budget has them on instead.
+
     Raises:
-        ConfigError: their class has values in several tensors.
+        ConfigError: their class has values in several tensors, and a fraction was asked for.
     """
+    wrapped = [source for source in sources if source.sends_payloads or holds_tensors(source.local)]
+    if options.starts_on_disk:
+        return not (beside or wrapped) and bool(sources)
     fraction = options.parameters_on_disk
     if not fraction:
         return False
-    wrapped = [source for source in sources if source.sends_payloads or holds_tensors(source.local)]
     if wrapped:
         raise ConfigError(
             f"Offload(parameters={{'disk': {fraction}}}): {wrapped[0].fqn} is a {type(wrapped[0].local).__name__}, "
             "whose values are in tensors of its own, which cannot rest on a disk. Give its unit a policy without "
             "parameters."
         )
-    beside = [unit for unit in _made if unit.state.runtime is None and unit.options.offload == options.offload]
-    there = sum(unit.whole_nbytes for unit in beside if unit.rests_on_disk)
+    alike = [unit for unit in _made if unit.state.runtime is None and unit.options.offload == options.offload]
+    there = sum(unit.whole_nbytes for unit in alike if unit.rests_on_disk)
     nbytes = sum(source.local.numel() * source.local.itemsize for source in sources)
-    return there < fraction * (nbytes + sum(unit.whole_nbytes for unit in beside))
+    return there < fraction * (nbytes + sum(unit.whole_nbytes for unit in alike))
 
 
 _made: weakref.WeakSet[Unit] = weakref.WeakSet()

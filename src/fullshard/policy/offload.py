@@ -83,7 +83,8 @@ class Offload(OffloadPolicy):
         budget: instead of fractions, the memory that a rank's tensors may take on the device that computes: bytes, or
             words such as "20GB". Until the first step of an optimizer, all is away that can be; from then on the least
             that fits, chosen by `state/budget.py`, the same on all ranks: of units, the optimizer's state, on the CPU
-            beside an accelerator, and in `folder` where the CPU computes; then what forward keeps.
+            beside an accelerator, and in `folder` where the CPU computes; then what forward keeps; then, where the CPU
+            computes, shards and gradients in `folder`.
 
     Raises:
         ConfigError: a fraction is no number from 0 to 1, a tier is unknown, `folder` is missing, or both a budget and
@@ -163,6 +164,11 @@ class Offload(OffloadPolicy):
     def disk_fraction(self) -> float:
         """How much of the optimizer's state rests on the disk."""
         return self.optimizer.get("disk", 0.0) if self.budget is None else float(self.folder is not None)
+
+    @property
+    def starts_on_disk(self) -> bool:
+        """True if shards are on the disk until fractions are chosen, where they can be and the CPU computes."""
+        return self.budget is not None and self.folder is not None
 
     @property
     def activations_away(self) -> Mapping[str, float]:

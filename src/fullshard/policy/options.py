@@ -105,6 +105,12 @@ class ShardOptions:
         return self.offload.in_full.parameters.get("disk", 0.0)
 
     @property
+    def starts_on_disk(self) -> bool:
+        """True if, where the CPU computes, shards are on a disk until fractions are chosen for a budget."""
+        can_be_there = self.placements.parameters is not Placement.WHOLE and self.precision.reduce_wire is None
+        return can_be_there and self.offload.in_full.starts_on_disk
+
+    @property
     def activations(self) -> Mapping[str, float]:
         """How much of what forward keeps for backward is away between the two, by where it is."""
         return self.offload.in_full.activations_away

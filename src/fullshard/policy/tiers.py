@@ -5,6 +5,7 @@ What is cheapest goes first, and goes in full before the next one is touched:
     optimizer     a step reads and writes it once, and nothing else waits for it: on the CPU beside an accelerator, to
                   step behind the next forward; where the CPU computes, on a disk
     activations   they are written and read in every microbatch
+    parameters    with gradients, on a disk: read for each gather, written in each reduction and each step
 """
 
 from __future__ import annotations

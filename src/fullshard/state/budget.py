@@ -14,8 +14,14 @@ alike, in every run alike. A rank needs the more of
 Of units that the CPU steps beside the device, a copy of the shards is left of parameters, and no states; of gradients,
 what is on its way down: those of two units. Whole ones, of four: two are copied into a message meanwhile.
 
-Before it, all is away that can be, so that a model which fits at all comes so far: units rest on the CPU, and those
-that fit come to the device then, with gradients, and with states that were loaded (`Unit.rest`).
+Where the CPU computes, units may rest on a disk, with gradients and states. Then parts of them pass through buffers,
+all of which are taken to be as large as the largest. In forward and backward there are those of the units that are read
+ahead, of the gradients of two units, and as many as may still be written (`disk/buffers.py`). In the step there are
+those of two portions, of shards and gradients beside the states, and again what is written.
+
+Before it, all is away that can be, so that a model which fits at all comes so far: units rest on the CPU beside the
+device, or on the disk, and those that fit come to the device then, with gradients, and with states that were loaded
+(`Unit.rest`).
 """
 
 from __future__ import annotations
@@ -36,12 +42,14 @@ from torch.optim import Optimizer
 from fullshard._compat import FakeTensor, local_tensor, set_local_tensor
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
-from fullshard.disk.files import ALIGNMENT
+from fullshard.disk.buffers import MOST_WRITING, buffers_of
+from fullshard.disk.files import ALIGNMENT, aligned
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine import away
+from fullshard.engine.findings import DiskFailures
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan
-from fullshard.engine.homes import rest_as_asked, stepped_on_cpu_in_turn
+from fullshard.engine.homes import on_disk_in_turn, rest_as_asked, stepped_on_cpu_in_turn
 from fullshard.engine.managed import managed_by
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.registry import process_groups_along
@@ -58,14 +66,18 @@ __all__ = ["choose_for_budget"]
 
 _log = logging.getLogger(__name__)
 _ORIGIN = Origin("budget", Phase.STEP)
+_REDUCTIONS = 2  # units whose gradients are reduced at once
 _seen: WeakSet[Optimizer] = WeakSet()
 
 
 def choose_for_budget(optimizer: Optimizer) -> None:
     """Choose the fractions of a budget, if units of `optimizer`, which is about to step, have one: a collective then.
 
+    Not within a backward, whose hooks may step, if any could move: all stays away then.
+
     Raises:
         ConfigError: nothing that can be away is enough. The budget that would do is named. Or units have several.
+        DiskError: on some rank, what is to be in memory again cannot be read.
     """
     if optimizer in _seen:
         return
@@ -73,6 +85,8 @@ def choose_for_budget(optimizer: Optimizer) -> None:
     units = dict.fromkeys(managed.unit for param in params if (managed := managed_by(param)) is not None)
     runtimes = dict.fromkeys(runtime_or_none(unit) for unit in units)
     if None in runtimes:  # nothing has run: there is nothing to go by
+        return
+    if any(runtime is not None and _is_in_backward(runtime) for runtime in runtimes):
         return
     for runtime in runtimes:
         assert runtime is not None
@@ -86,6 +100,12 @@ def choose_for_budget(optimizer: Optimizer) -> None:
             _choose(runtime, policies[0], optimizer)
     _bring_beside(optimizer, params)
     _seen.add(optimizer)
+
+
+def _is_in_backward(runtime: Runtime) -> bool:
+    """True if an optimizer that steps now does so within a backward, and units would move that it needs."""
+    is_elsewhere = (unit.rests_on_disk or unit.is_on_cpu for unit in runtime.units if _open(unit) is not None)
+    return runtime.phase is Phase.BACKWARD and any(is_elsewhere)
 
 
 def _open(unit: Unit) -> Offload | None:
@@ -102,6 +122,12 @@ class _UnitNeeds:
     gradients: int
     states: int
     shards: int  # beyond the copy of them that stays on the device while the CPU steps them
+    # Where its shards rest on a disk:
+    buffer: int = 0  # the largest that some of them, or their gradients, pass through
+    portion: int = 0  # the most of both that is in memory while it is stepped
+    inseparable: int = 0  # shards that are stepped as one
+    reads: int = 0  # how many buffers a read of all of it takes
+    writes: int = 0  # and one of its gradients
 
 
 @dataclass(frozen=True)
@@ -116,6 +142,7 @@ class _Needs:
     adds_up: int  # 1 if a step has several microbatches
     steps_wholes: int  # 1 if each rank steps whole parameters, whose gradients are no others than those of backward
     held_whole: int  # 1 if whole gradients wait for a later microbatch
+    reads_ahead: int  # units whose shards are read from a disk, or were and are still sent, at once
     units: tuple[_UnitNeeds, ...]
 
     @property
@@ -138,23 +165,46 @@ class _Needs:
         """What is computed within a unit beyond what it keeps, as far as that can be told."""
         return max(unit.kept for unit in self.units)
 
-    def at_most(self, on_cpu: Collection[int] = (), *, gone: int = 0, buffers: int = 0) -> int:
+    def at_most(
+        self, on_cpu: Collection[int] = (), *, gone: int = 0, buffers: int = 0, on_disk: Collection[int] = ()
+    ) -> int:
         """Bytes that are needed on the device at once.
 
         Args:
             on_cpu: the numbers of units that the CPU beside it steps.
             gone: how much of what forward keeps is away.
             buffers: for that.
+            on_disk: the numbers of units whose shards and gradients rest on a disk. States are counted all the same.
         """
-        there = [self.units[number] for number in on_cpu]
-        gradients = self.gradients - sum(unit.gradients for unit in there)
-        resting = self.parameters - sum(unit.shards for unit in there)
-        resting += self.states - sum(unit.states for unit in there)
+        there, resting_there = [self.units[number] for number in on_cpu], [self.units[number] for number in on_disk]
+        gradients = self.gradients - sum(unit.gradients for unit in (*there, *resting_there))
+        resting = self.parameters - sum(unit.shards for unit in (*there, *resting_there))
+        resting += self.states - sum(unit.states for unit in there) + self._passing(resting_there)
         kept = self.kept - gone + min(buffers, gone)
         both = kept + gradients if self.adds_up else max(kept, gradients)
         passes = self.gathered + self.whole_gradients + self.working + both + self._on_their_way(there)
-        temporaries = 2 * (gradients if self.steps_at_once else min(self.largest, gradients))
+        stepped = gradients + sum(unit.gradients for unit in resting_there)
+        temporaries = 2 * (gradients if self.steps_at_once else min(self.largest, stepped))
         return resting + max(passes, gradients + temporaries)
+
+    def _passing(self, resting_there: Sequence[_UnitNeeds]) -> int:
+        """Bytes of the buffers through which shards and gradients of units pass that rest on a disk."""
+        if not resting_there:
+            return 0
+        count, of_pass = len(resting_there), max(unit.buffer for unit in resting_there)
+        reads = min(self.reads_ahead, count) * max(unit.reads for unit in resting_there)
+        writes = min(_REDUCTIONS, count) * max(unit.writes for unit in resting_there)
+        in_step = 2 + MOST_WRITING  # a portion that is stepped, and the next one
+        in_all = max(reads + writes + MOST_WRITING, in_step)
+        of_step = max(of_pass, *(unit.portion for unit in resting_there))
+        return (in_all - in_step) * of_pass + in_step * of_step
+
+    def states_buffers(self, numbers: Collection[int] = (), *, of: int) -> int:
+        """Bytes of the buffers for so many bytes of states on a disk, if shards of the units of `numbers` are there."""
+        inseparable = max((self.units[number].inseparable for number in numbers), default=0)
+        largest = max(self.largest, inseparable)
+        blocks = 2 * on_disk.BUFFERS * ALIGNMENT  # that buffers are larger, to begin and to end with one
+        return min(of, on_disk.BUFFERS * max(on_disk.PORTION_NBYTES, on_disk.STATES * largest)) + blocks
 
     def _on_their_way(self, units: Sequence[_UnitNeeds]) -> int:
         """Gradients of `units`, which the CPU steps, that are on the device at once until they have come down."""
@@ -184,16 +234,19 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
     assert budget is not None
     needs = _needs(runtime, optimizer).over_all_ranks(process_groups_along(runtime.units), runtime.units[0].device)
     units = [unit for unit in runtime.units if _open(unit) == policy]
-    chosen, least = least_that_fits(needs.at_most(), budget, _tiers(policy, runtime, units, needs))
+    tiers = _tiers(policy, runtime, units, needs)
+    chosen, least = least_that_fits(needs.at_most(), budget, tiers)
     if least > budget:
         raise _too_small(policy, units, needs, least)
-    fractions: dict[str, dict[str, float]] = {"optimizer": {}, "activations": {}}
+    fractions: dict[str, dict[str, float]] = {"optimizer": {}, "activations": {}, "parameters": {}}
+    if any(tier.what == "parameters" for tier, _ in chosen):  # [Note: shards go last]
+        chosen = [*((tier, 1.0) for tier in tiers[:-1]), chosen[-1]]
     for tier, fraction in chosen:
         fractions[tier.what][tier.where] = fraction
     decided = replace(policy, budget=None, **fractions)  # type: ignore[arg-type]  # the names are those of tiers
     for unit in units:
         unit.offload_as(decided)
-    rest_as_asked(units, decided)
+    _move(runtime, units, decided)
     on_disk.choose_portions_anew(units)
     runtime.activations.choose_anew()
     if dist.get_rank() == 0:
@@ -205,6 +258,22 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
             least,
             ", ".join(said) or "nothing is away",
         )
+
+
+def _move(runtime: Runtime, units: Sequence[Unit], decided: Offload) -> None:
+    """Have `units` rest where `decided` has them: a collective, if any of them comes from a disk.
+
+    Raises:
+        DiskError: what is there cannot be read on some rank.
+    """
+    if not any(unit.rests_on_disk for unit in units):
+        rest_as_asked(units, decided)
+        return
+    failures, device = DiskFailures(), units[0].device
+    with failures.noted():
+        rest_as_asked(units, decided)
+    failures.raise_on_every_rank(process_groups_along(runtime.units), device)
+    buffers_of(device).drop()  # as many as all of them needed
 
 
 def _needs(runtime: Runtime, optimizer: Optimizer) -> _Needs:
@@ -226,6 +295,7 @@ def _needs(runtime: Runtime, optimizer: Optimizer) -> _Needs:
         adds_up=int(runtime.activations.backwards > 1),
         steps_wholes=int(steps_wholes),
         held_whole=int(runtime.activations.held_whole),
+        reads_ahead=1 + max(unit.options.prefetch_depth for unit in units),
         units=tuple(_needs_of(unit, runtime, optimizer) for unit in units),
     )
 
@@ -240,7 +310,32 @@ def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
         gradients=sum(nbytes for _, nbytes in each),
         states=sum(_values(optimizer, param) * nbytes for param, nbytes in each),
         shards=sum(plan.rest_nbytes for plan in here) - sum(plan.copy_nbytes for plan in there),
+        **_passing_of(unit),
     )
+
+
+def _passing_of(unit: Unit) -> dict[str, int]:
+    """What of `unit` passes through memory while its shards rest on a disk, as they do at the moment."""
+    if not (unit.rests_on_disk and unit.params):
+        return {}
+    shards, gradients, inseparable = [], [], 0
+    for param_group in unit.param_groups:
+        layout, contract = param_group.plan.layout, param_group.plan.contract
+        shards.append(aligned(layout.shard_numel * contract.stored.itemsize))
+        if param_group.is_trained:
+            gradients.append(aligned(layout.shard_numel * contract.delivered.itemsize))
+            numel = max(layout.pack_numel, *(it.spec.part_numel for it in layout.in_place), 0)
+            inseparable = max(inseparable, aligned(numel * max(contract.stored.itemsize, contract.delivered.itemsize)))
+    # Of the values in a portion one is the shard's, and one the gradient's. Shards in place, of 16 KiB and more, are in
+    # whole blocks of the disk, which are 4 KiB.
+    of_each = max(on_disk.PORTION_NBYTES // (on_disk.STATES + 2) * 5 // 4, inseparable)
+    return {
+        "buffer": max(shards + gradients),
+        "portion": min(sum(shards + gradients), 2 * of_each),
+        "inseparable": inseparable,
+        "reads": len(shards),
+        "writes": len(gradients),
+    }
 
 
 def _is_stepped_here(unit: Unit) -> bool:
@@ -251,7 +346,7 @@ def _is_stepped_here(unit: Unit) -> bool:
 def _plan_on_device(unit: Unit, param_group: ParamGroup) -> GroupPlan:
     """The plan of a group of `unit` as it is if nothing is away."""
     plan: GroupPlan = param_group.plan
-    return plan if _open(unit) is None else replace(plan, memory=unit.memory_at(Home.DEVICE))
+    return plan if _open(unit) is None else plan.changed(plan.contract, plan.device, unit.memory_at(Home.DEVICE))
 
 
 def _trained(unit: Unit) -> list[nn.Parameter]:
@@ -278,7 +373,8 @@ def _tiers(policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Nee
     if not accelerator_for(units[0].device).has_lanes:
         disk = [] if policy.folder is None else [_states_on_disk(units, needs)]
         kept = [] if policy.activations_tier == "cpu" else [_activations(policy, runtime, units, needs, [])]
-        return disk + kept
+        shards = [_shards_on_disk(runtime, units, needs, disk + kept)] if on_disk_in_turn(units) else []
+        return disk + kept + shards
     numbers = [runtime.units.index(unit) for unit in stepped_on_cpu_in_turn(units)]
     states = _states_on_cpu(runtime, units, needs, numbers)
     most = max((freed for _, freed in states.steps), default=0)
@@ -297,14 +393,32 @@ def _states_on_cpu(runtime: Runtime, units: Sequence[Unit], needs: _Needs, numbe
 
 def _states_on_disk(units: Sequence[Unit], needs: _Needs) -> Tier:
     sizes = [sum(it.sharded.numel() for it in unit.params if it.sharded.requires_grad) for unit in reversed(units)]
-    portion = max(on_disk.PORTION_NBYTES, on_disk.STATES * needs.largest)
-    blocks = 2 * on_disk.BUFFERS * ALIGNMENT  # that buffers are larger, to begin and to end with one
     steps, taken = [], 0
     for size in filter(None, sizes):
         taken += size
         nbytes = needs.states * taken // sum(sizes)
-        steps.append((taken / sum(sizes), nbytes - min(nbytes, on_disk.BUFFERS * portion) - blocks))
+        steps.append((taken / sum(sizes), nbytes - needs.states_buffers(of=nbytes)))
     return Tier(what="optimizer", where="disk", steps=steps)
+
+
+def _shards_on_disk(runtime: Runtime, units: Sequence[Unit], needs: _Needs, before: Sequence[Tier]) -> Tier:
+    """That of shards, with their gradients, when all is away that `before` has.
+
+    [Note: shards go last]
+    States and what forward keeps are all away then, even where that frees nothing while shards are in memory: buffers
+    for states are needed anyway, and what is the most in memory may be another moment now.
+    """
+    total = sum(unit.whole_nbytes for unit in units)
+    gone = sum(needs.units[runtime.units.index(unit)].kept for unit in units)
+    needed = needs.at_most() - sum(max((freed for _, freed in tier.steps), default=0) for tier in before)
+    steps, taken, numbers = [], 0, []
+    for unit in on_disk_in_turn(units):
+        taken += unit.whole_nbytes
+        numbers.append(runtime.units.index(unit))
+        then = needs.at_most(gone=gone, buffers=2 * away.WINDOW_BYTES, on_disk=numbers)
+        then -= needs.states - needs.states_buffers(numbers, of=needs.states)
+        steps.append((taken / total, needed - then))
+    return Tier(what="parameters", where="disk", steps=steps)
 
 
 def _activations(
@@ -342,12 +456,25 @@ def _counts_follow(group: Mapping[str, Any]) -> bool:
 
 
 def _too_small(policy: Offload, units: Sequence[Unit], needs: _Needs, least: int) -> ConfigError:
-    can_go = policy.folder is None and not accelerator_for(units[0].device).has_lanes
     remedies = [f"Give budget={least}", "shard over more ranks", "compute fewer rows at a time, or blocks again"]
-    remedies += ["name a folder on a disk, where the optimizer's state can be"] if can_go else []
+    remedies += _remedies(policy, units)
     return ConfigError(
         f"Offload(budget={policy.budget!r}): a rank needs {least} bytes with all away that can be, of "
         f"{needs.at_most()} if nothing is: {needs.parameters} of parameters, {needs.gradients} of gradients, "
         f"{needs.states} of states, {needs.gathered} gathered, {needs.kept} kept for backward, {needs.working} to work "
         f"in. {', '.join(remedies[:-1])}; or {remedies[-1]}."
     )
+
+
+def _remedies(policy: Offload, units: Sequence[Unit]) -> list[str]:
+    """What else would have more of `units` away."""
+    options = units[0].options
+    if accelerator_for(units[0].device).has_lanes or on_disk_in_turn(units):
+        return []
+    if policy.folder is None:
+        return ["name a folder on a disk, where the optimizer's state can be"]
+    if options.placements.parameters is Placement.WHOLE:
+        return ["choose a strategy that shards parameters, such as 'zero3', so that they can be on the disk"]
+    if options.precision.reduce_wire is not None:
+        return ["leave reduce_wire out, so that parameters can be on the disk"]
+    return []
