@@ -14,6 +14,9 @@ from itertools import accumulate, count, pairwise
 from math import floor
 
 from fullshard.device.accelerator import accelerator_for
+from fullshard.disk.buffers import MOST_WRITING
+from fullshard.disk.files import aligned
+from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.unit import Unit
 from fullshard.policy.offload import Home, Offload
 
@@ -32,7 +35,9 @@ def homes_of(units: Sequence[Unit]) -> dict[Unit, Home]:
         if policy not in policies:
             policies.append(policy)
             alike = [other for other in units if other.options.offload.in_full == policy]
-            asked = _asked(alike, policy, [unit for unit in alike if unit.rests_on_disk])
+            is_open = policy.budget is not None
+            there = _worth_the_disk(alike) if is_open else [unit for unit in alike if unit.rests_on_disk]
+            asked = _asked(alike, policy, there)
             homes |= {unit: unit.home if unit.state.runtime is not None else asked[unit] for unit in alike}
     return homes
 
@@ -55,6 +60,29 @@ def on_disk_in_turn(units: Sequence[Unit]) -> list[Unit]:
     is likely the largest, and so would need the largest buffers.
     """
     return sorted((unit for unit in units if unit.rests_on_disk), key=lambda unit: unit.state.is_root)
+
+
+def _worth_the_disk(units: Sequence[Unit]) -> list[Unit]:
+    """Those that rest on a disk, or as many of them as free the most: a few alone need larger buffers than they free,
+    and so may many beside one that is much larger.
+    """
+    in_turn = on_disk_in_turn(units)
+    counts = range(len(in_turn) + 1)
+    return in_turn[: max(counts, key=lambda count: (_freed_on_disk(in_turn[:count]), -count))]
+
+
+def _freed_on_disk(units: Sequence[Unit]) -> int:
+    """Bytes of shards, less the buffers that they and gradients pass through in forward and backward."""
+    shards = [[aligned(_shard_nbytes(param_group)) for param_group in unit.param_groups] for unit in units]
+    if not units:
+        return 0
+    reads = (1 + max(unit.options.prefetch_depth for unit in units)) * max(map(len, shards))
+    writes = 2 * max(sum(param_group.is_trained for param_group in unit.param_groups) for unit in units)
+    return sum(map(sum, shards)) - (reads + writes + MOST_WRITING) * max(map(max, shards))
+
+
+def _shard_nbytes(param_group: ParamGroup) -> int:
+    return param_group.plan.layout.shard_numel * param_group.plan.contract.stored.itemsize
 
 
 def stepped_on_cpu_in_turn(units: Sequence[Unit]) -> list[Unit]:

@@ -64,6 +64,8 @@ class Runtime:
 
     def __init__(self, root: nn.Module, units: Sequence[Unit]) -> None:
         self.units = list(units)
+        for unit in units:
+            unit.state.is_root = root in unit.modules
         for unit, home in homes_of(units).items():
             unit.rest(home)
         self.phase = Phase.IDLE
@@ -91,7 +93,6 @@ class Runtime:
         data_ranks = units[0].axes.ranks
         for number, unit in enumerate(units):
             unit.state.number, unit.state.runtime = number, self
-            unit.state.is_root = root in unit.modules
             unit.state.data_ranks = data_ranks
         self.activations = Activations(units)
         self.disks = Disks(self.units)
