@@ -18,6 +18,7 @@ from fullshard.comm.wire import Pending
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import Lanes, Mark
 from fullshard.device.memory import MemoryKind, Slot
+from fullshard.disk.buffers import buffers_of
 from fullshard.engine.at_rest import accept_calls, refuse_calls
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_buffers import Stretch
@@ -539,7 +540,7 @@ class Unit:
         """
         assert self.rests_on_disk or home is not Home.DISK, "no unit goes to a disk"
         self.forget_ahead()
-        self.home = home
+        was_on_disk, self.home = self.rests_on_disk, home
         if self.is_meta or all(param_group.plan.memory == self._memory for param_group in self.param_groups):
             return
         self.settle()
@@ -550,6 +551,8 @@ class Unit:
         for param, grad in grads.items():
             with allocating("gradient shards"):
                 param.grad = self._memory.zeros(grad.numel(), grad.dtype).view(grad.shape).copy_(grad)
+        if was_on_disk:
+            buffers_of(self.device).drop()  # of as many as more units needed
 
     def _lie_as(self, plans: Sequence[GroupPlan], slot: Slot | None = None) -> None:
         """Move the parameter groups to memory as `plans` have it, with the values that the shards have now.

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from fullshard._compat import FakeTensor, local_tensor, set_local_tensor
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
-from fullshard.disk.buffers import MOST_WRITING, buffers_of
+from fullshard.disk.buffers import MOST_WRITING
 from fullshard.disk.files import ALIGNMENT, aligned
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine import away
@@ -273,7 +273,6 @@ def _move(runtime: Runtime, units: Sequence[Unit], decided: Offload) -> None:
     with failures.noted():
         rest_as_asked(units, decided)
     failures.raise_on_every_rank(process_groups_along(runtime.units), device)
-    buffers_of(device).drop()  # as many as all of them needed
 
 
 def _needs(runtime: Runtime, optimizer: Optimizer) -> _Needs:
