@@ -51,6 +51,25 @@ def test_a_disk_that_becomes_slow_is_said_once(caplog, measured, slower):
         assert f"needs {slower:.3g} s instead of 1 s" in said
 
 
+def test_a_disk_that_is_never_idle_is_no_slow_one(caplog):
+    """One request or another is under way at each look, for many steps."""
+    clock = Clock()
+    pace = DiskPace(Path("/nvme"), clock)
+    before = pace.moving(written_bytes=10**9)
+    before.__enter__()
+    with caplog.at_level(logging.WARNING):
+        for number in range(1, 10):
+            after = pace.moving(written_bytes=10**9)
+            after.__enter__()
+            clock.now += 1.0
+            before.__exit__(None, None, None)
+            before = after
+            assert (pace.total.busy_s, pace.total.written_bytes) == (number, number * 10**9)
+            pace.look()
+    before.__exit__(None, None, None)
+    assert not caplog.records
+
+
 def test_what_a_file_moves_is_counted_and_waiting_for_it_too(tmp_path, monkeypatch):
     clock = Clock()
     pace = pace_of(tmp_path)

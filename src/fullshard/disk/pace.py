@@ -72,8 +72,9 @@ class DiskPace:
 
     @property
     def total(self) -> Moved:
-        """Since the process began."""
+        """Since the process began, until now: also while requests are under way."""
         with self._lock:
+            self._add(Moved(busy_s=self._busy_since()))
             return self._total
 
     @contextmanager
@@ -87,9 +88,15 @@ class DiskPace:
             yield
         finally:
             with self._lock:
+                self._add(Moved(read_bytes, written_bytes, self._busy_since()))
                 self._under_way -= 1
-                busy_s = 0.0 if self._under_way else self.clock() - self._since
-                self._add(Moved(read_bytes, written_bytes, busy_s))
+
+    def _busy_since(self) -> float:
+        """The seconds with a request under way that were not asked for before."""
+        if not self._under_way:
+            return 0.0
+        before, self._since = self._since, self.clock()
+        return self._since - before
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -118,17 +125,16 @@ class DiskPace:
 
         What was moved until now is not looked at.
         """
-        with self._lock:
-            self._expected = seconds
-            self._looked = self._total
+        self._expected, self._looked = seconds, self.total
 
     def look(self) -> None:
         """Look at what was moved since the last look, and say once if that took too long."""
-        moved = self.total.since(self._looked)
+        now = self.total
+        moved = now.since(self._looked)
         nbytes = moved.read_bytes + moved.written_bytes
         if nbytes < _LEAST_BYTES or moved.busy_s <= 0:
             return
-        self._looked = self.total
+        self._looked = now
         self._looks += 1
         if self._expected is None and self._looks <= _FIRST:
             self._best_bytes_per_s = max(self._best_bytes_per_s, nbytes / moved.busy_s)
