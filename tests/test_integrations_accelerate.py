@@ -395,6 +395,8 @@ def test_units_of_any_model_run_again_in_backward():
         ({"activation_checkpointing_offload": True}, "needs activation_checkpointing"),
         ({"offload_optimizer": "half"}, "a number from 0 to 1"),
         ({"offload_optimizer": 0.5}, "has no folder"),
+        ({"offload_folder": "/nvme"}, "nothing is to be there"),
+        ({"offload_folder": "/nvme", "offload_activations_cpu": 1}, "nothing is to be there"),
         ({"offload_activations": 2, "offload_folder": "/nvme"}, "from 0 to 1"),
         ({"offload_budget": "20GB", "offload_optimizer": 0.5, "offload_folder": "/nvme"}, "chooses the fractions"),
         ({"offload_optimizer": 1, "offload_folder": "/nvme", "cpu_offload": True}, "the one or the other"),

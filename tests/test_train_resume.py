@@ -211,6 +211,13 @@ def test_auto_needs_to_know_where():
             "--offload-parameters 0.7 puts on a disk what",
         ),
         (["--offload-activations", "0.5"], "--offload-activations 0.5 needs --offload-folder"),
+        (["--offload-activations-cpu", "1.5"], "--offload-activations-cpu 1.5: is a part of the whole"),
+        (
+            ["--offload-activations-cpu", "0.7", "--offload-activations", "0.5", "--offload-folder", "."],
+            "--offload-activations 0.5 and --offload-activations-cpu 0.7: are parts of one whole",
+        ),
+        (["--offload-folder", "."], "--offload-folder .: nothing is to be there"),
+        (["--offload-budget", "9GB", "--offload-activations-cpu", "1"], "with --offload-activations-cpu 1: a budget"),
     ],
 )
 def test_bad_options_are_refused_before_anything_starts(argv, words):

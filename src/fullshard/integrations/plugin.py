@@ -52,7 +52,8 @@ class ShardingPlugin:
         offload_optimizer_cpu: how much of it is on the CPU, which steps it, from 0 to 1.
         offload_parameters_cpu: how much of the parameters rests on the CPU, from 0 to 1.
         offload_activations: how much of what forward keeps for backward is on a disk meanwhile, from 0 to 1.
-        offload_budget: instead of both, the memory that a rank's tensors may take, such as "20GB".
+        offload_activations_cpu: how much of it is in the CPU's memory.
+        offload_budget: instead of all of these, the memory that a rank's tensors may take, such as "20GB".
         offload_folder: the folder on that disk.
         forward_prefetch: whether the next unit's gather starts before this one's forward.
         backward_prefetch: `"BACKWARD_PRE"`, `"BACKWARD_POST"` or `"NO_PREFETCH"`.
@@ -85,6 +86,7 @@ class ShardingPlugin:
     offload_optimizer_cpu: float = 0.0
     offload_parameters_cpu: float = 0.0
     offload_activations: float = 0.0
+    offload_activations_cpu: float = 0.0
     offload_budget: int | str | None = None
     offload_folder: str | None = None
     forward_prefetch: bool | None = None
@@ -135,6 +137,12 @@ class ShardingPlugin:
                 f"cpu_offload with {said}: all shards are on the CPU, or a part of what is said. Leave out the one or "
                 "the other; cpu_offload is offload_parameters_cpu=1."
             )
+        on_disk = self.offload_optimizer or self.offload_parameters or self.offload_activations
+        if self.offload_folder is not None and not on_disk and self.offload_budget is None:
+            raise ConfigError(
+                f"offload_folder={self.offload_folder!r}: nothing is to be there. Say how much by offload_optimizer, "
+                "offload_parameters, offload_activations or offload_budget, or leave it out."
+            )
         self.offload_policy  # noqa: B018  # checks fractions and folder
 
     @property
@@ -148,7 +156,7 @@ class ShardingPlugin:
             budget=self.offload_budget,
             optimizer={"cpu": self.offload_optimizer_cpu, "disk": self.offload_optimizer},
             parameters={"cpu": self.offload_parameters_cpu, "disk": self.offload_parameters},
-            activations={"disk": self.offload_activations},
+            activations={"cpu": self.offload_activations_cpu, "disk": self.offload_activations},
             folder=self.offload_folder,
         )
 
@@ -156,7 +164,7 @@ class ShardingPlugin:
     def _fractions(self) -> dict[str, float]:
         names = (
             *("offload_optimizer", "offload_parameters", "offload_activations"),
-            *("offload_optimizer_cpu", "offload_parameters_cpu"),
+            *("offload_optimizer_cpu", "offload_parameters_cpu", "offload_activations_cpu"),
         )
         return {name: getattr(self, name) for name in names}
 
@@ -412,6 +420,7 @@ HONOURED: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "limit_all_gathers": _flag,
     "min_num_params": _number,
     "offload_activations": _fraction,
+    "offload_activations_cpu": _fraction,
     "offload_budget": _as_is,
     "offload_folder": _as_is,
     "offload_optimizer": _fraction,

@@ -114,7 +114,9 @@ def _check_offload(settings: MemorySettings) -> None:
         "offload-optimizer-cpu": settings.offload_optimizer_cpu,
         "offload-parameters-cpu": settings.offload_parameters_cpu,
     }
-    for name, fraction in (on_disk | on_cpu).items():
+    activations = {"offload-activations-cpu": settings.offload_activations_cpu}
+    every = on_disk | on_cpu | activations
+    for name, fraction in every.items():
         if not 0 <= fraction <= 1:
             raise ConfigError(f"--{name} {fraction:g}: is a part of the whole, from 0 to 1.")
         if name in on_disk and fraction and settings.offload_folder is None:
@@ -126,10 +128,21 @@ def _check_offload(settings: MemorySettings) -> None:
             f"--{name} {on_disk[name]:g} puts on a disk what --offload-optimizer-cpu or --offload-parameters-cpu has "
             f"on the CPU already: {most:g} of the optimizer's state. Together they are no more than 1."
         )
+    if settings.offload_activations + settings.offload_activations_cpu > 1:
+        raise ConfigError(
+            f"--offload-activations {settings.offload_activations:g} and --offload-activations-cpu "
+            f"{settings.offload_activations_cpu:g}: are parts of one whole. Together they are no more than 1."
+        )
+    if settings.offload_folder is not None and settings.offload_budget is None and not any(on_disk.values()):
+        options = ", ".join(f"--{name}" for name in on_disk)
+        raise ConfigError(
+            f"--offload-folder {settings.offload_folder}: nothing is to be there. Say how much by {options} or "
+            "--offload-budget, or leave it out."
+        )
     if settings.offload_budget is not None:
         parse_size(settings.offload_budget, "--offload-budget", "memory")
-        if any((on_disk | on_cpu).values()):
-            said = " ".join(f"--{name} {fraction:g}" for name, fraction in (on_disk | on_cpu).items() if fraction)
+        if any(every.values()):
+            said = " ".join(f"--{name} {fraction:g}" for name, fraction in every.items() if fraction)
             raise ConfigError(
                 f"--offload-budget {settings.offload_budget} with {said}: a budget chooses the fractions. Leave either "
                 "out."

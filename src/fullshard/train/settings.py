@@ -110,6 +110,8 @@ class MemorySettings:
     """Part of the parameters, from 0 to 1, that rests on the CPU, with their optimizer's state."""
     offload_activations: float = 0.0
     """Part of the blocks, from 0 to 1, whose activations are on a disk between forward and backward."""
+    offload_activations_cpu: float = 0.0
+    """The same in the CPU's memory. On a machine that computes on the CPU this changes nothing."""
     offload_budget: MaybeStr = None
     """Memory that the tensors of a rank may take on the device that computes, such as 20GB: the least is away, in
     --offload-folder, with which they fit. Instead of all of these fractions."""

@@ -62,7 +62,7 @@ def offload_of(settings: MemorySettings) -> Offload:
     return Offload(
         optimizer={"cpu": settings.offload_optimizer_cpu, "disk": settings.offload_optimizer},
         parameters={"cpu": settings.offload_parameters_cpu, "disk": settings.offload_parameters},
-        activations={"disk": settings.offload_activations},
+        activations={"cpu": settings.offload_activations_cpu, "disk": settings.offload_activations},
         folder=settings.offload_folder,
     )
 
