@@ -61,7 +61,8 @@ STATES = 16  # bytes for each parameter
 GROUPS = Path("/sys/fs/cgroup/memory")
 THRESHOLD = 1 << 20  # bytes from which on malloc gives memory back when it is freed
 WATCHED = 3  # steps in which memory is looked at
-FEW = (2, 6)  # blocks of the models that compute in memory
+MEASURING_S = 24.0  # of the disk, before each run
+FEW, FEW_STEPS = (4, 12), 8  # blocks of the models that compute in memory, and steps of each
 
 
 def shape_of(layers: int, width: int, seq: int) -> Shape:
@@ -377,9 +378,9 @@ def main() -> None:
         "systems": {},
     }
     for system in args.systems:
-        speed = measure(args.folder)
+        speed = measure(args.folder, seconds=MEASURING_S)
         few = {
-            layers: run_ranks(RANKS, in_memory, shape_of(layers, args.width, args.seq), 4, timeout=300)[0]
+            layers: run_ranks(RANKS, in_memory, shape_of(layers, args.width, args.seq), FEW_STEPS, timeout=300)[0]
             for layers in FEW
         }
         given = [f"--{name}={getattr(args, name)}" for name in ("folder", "layers", "width", "seq", "steps")]
