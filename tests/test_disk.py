@@ -447,6 +447,7 @@ def test_the_command_says_what_a_folder_costs(tmp_path, capsys, monkeypatch):
     for wrong, why in [
         ([], "FOLDER must be named"),
         ([str(tmp_path), "--fraction", "1.5"], "--fraction 1.5: must be from 0 to 1"),
+        ([str(tmp_path), "--shards", "2"], "--shards 2: must be from 0 to 1"),
         ([str(tmp_path), "--steps", "0"], "must be from 1 on"),
         ([str(tmp_path), "--parameters", "-3"], "--parameters -3: must be from 0 on"),
         ([str(tmp_path), "--step-seconds", "-1"], "--step-seconds -1: must be from 0 on"),
@@ -462,3 +463,9 @@ def test_the_command_says_what_a_folder_costs(tmp_path, capsys, monkeypatch):
     assert cli.main([*argv, "--parameters", "1e15", "--fraction", fits]) == 0
     assert cli.main([*argv, "--activations", "1e18"]) == 1
     assert "Ask for fewer --activations" in capsys.readouterr().err
+    assert cli.main([*argv, "--parameters", "1e15", "--shards", "1"]) == 1
+    assert "Ask for smaller --shards" in capsys.readouterr().err
+    assert cli.main([*argv[:-2], "--parameters", "1e6", "--shards", "1", "--microbatches", "3"]) == 0
+    said = capsys.readouterr().out  # 8 MB of states, 4 of shards and 4 of gradients
+    assert "takes 0.016 GB" in said
+    assert f"reads 0.0{8 + 4 * (2 * 3 + 1) + 4 * 3} GB and writes 0.0{8 + 4 + 4 * 3} GB" in said

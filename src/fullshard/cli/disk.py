@@ -17,6 +17,7 @@ from fullshard.errors import ConfigError
 __all__ = ["run"]
 
 MEASURED = 0
+_FP32_BYTES = 4
 
 _PROG = "fullshard disk"
 _DESCRIPTION = (
@@ -35,10 +36,12 @@ class DiskSettings:
     """Bytes of optimizer state for each of them: 8 for AdamW in fp32."""
     fraction: float = 1.0
     """Of the optimizer's state that rests on the disk."""
+    shards: float = 0.0
+    """Of the parameters, in fp32, that rests there with their gradients; their optimizer's state is in --fraction."""
     activations: float = 0.0
     """Bytes of activations that a microbatch writes, of all ranks of this host."""
     microbatches: int = 1
-    """Of a step."""
+    """Of a step. Each of them reads shards twice, as under zero3, and writes gradients."""
     step_seconds: float = 0.0
     """Seconds of a step without offload, if they are known."""
     steps: int = 10_000
@@ -68,13 +71,19 @@ def run(argv: Sequence[str]) -> int:
     said = parse(Settings, rest, prog=_PROG, description=_DESCRIPTION).disk
     _check(said)
     folder = Path(words[0]).expanduser()
-    traffic = Traffic.of_optimizer(
-        said.parameters, bytes_each=said.bytes_each, fraction=said.fraction
-    ) + Traffic.of_activations(round(said.activations), microbatches=said.microbatches)
+    besides = Traffic.of_activations(round(said.activations), microbatches=said.microbatches)
+    if said.shards:
+        besides += Traffic.of_parameters(
+            round(said.parameters * _FP32_BYTES * said.shards),
+            gathers=2 * said.microbatches,
+            reductions=said.microbatches,
+        )
+    traffic = besides + Traffic.of_optimizer(said.parameters, bytes_each=said.bytes_each, fraction=said.fraction)
 
     def ask(room: int) -> str:
-        fits = (room - said.activations) / (said.parameters * said.bytes_each or 1)
-        return f"Ask for --fraction {floored(fits)}" if fits > 0 else "Ask for fewer --activations"
+        fits = (room - besides.room_bytes) / (said.parameters * said.bytes_each or 1)
+        less = "smaller --shards" if said.shards else "fewer --activations"
+        return f"Ask for --fraction {floored(fits)}" if fits > 0 else f"Ask for {less}"
 
     with made(folder):
         check_room(folder, traffic, free_bytes(folder), ask=ask)
@@ -92,8 +101,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _check(said: DiskSettings) -> None:
-    if not 0 <= said.fraction <= 1:
-        raise ConfigError(f"--fraction {said.fraction:g}: must be from 0 to 1.")
+    for name in ("fraction", "shards"):
+        if not 0 <= getattr(said, name) <= 1:
+            raise ConfigError(f"--{name} {getattr(said, name):g}: must be from 0 to 1.")
     for name in ("parameters", "bytes_each", "activations", "step_seconds"):
         if getattr(said, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(said, name):g}: must be from 0 on.")
