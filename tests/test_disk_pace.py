@@ -70,6 +70,20 @@ def test_a_disk_that_is_never_idle_is_no_slow_one(caplog):
     assert not caplog.records
 
 
+def test_small_requests_are_no_slow_disk(caplog):
+    """They take a time of their own, however fast the disk is with large ones."""
+    clock = Clock()
+    pace = DiskPace(Path("/nvme"), clock)
+    pace.expect(lambda read, written: (read + written) / 2e9)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            for _ in range(40):
+                with pace.moving(read_bytes=1 << 16):
+                    clock.now += 5e-4
+            pace.look()
+    assert not caplog.records
+
+
 def test_what_a_file_moves_is_counted_and_waiting_for_it_too(tmp_path, monkeypatch):
     clock = Clock()
     pace = pace_of(tmp_path)

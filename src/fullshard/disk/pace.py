@@ -3,8 +3,8 @@
 [Note: a disk that becomes slow]
 Disks slow down when they are hot, when their cache is full, or when others use them; a run goes on, at a fraction of
 its speed, and nothing else tells why. So what was moved between two looks, one a step, is held against what the disk
-did when it was measured, or else in its first few steps. Only time counts in which something was asked of the disk. If
-two looks in a row find it slower by SLOWER, that is said, once.
+did when it was measured, or else in its first few steps. Only time counts in which something was asked of the disk, and
+not what small requests take by themselves. If two looks in a row find it slower by SLOWER, that is said, once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ SLOWER = 4.0
 
 _FIRST = 3  # looks from which the pace is taken, of a disk that was not measured
 _LEAST_BYTES = 1 << 20  # of a look that tells anything
+_REQUEST_S = 1e-3  # that any request may take, however little it moves
 
 _log = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class DiskPace:
     held_bytes: int = 0  # of its files
     _total: Moved = field(default_factory=Moved)
     _looked: Moved = field(default_factory=Moved)
+    _requests: int = 0  # since the last look
     _under_way: int = 0
     _since: float = 0.0
     _looks: int = 0
@@ -90,6 +92,7 @@ class DiskPace:
             with self._lock:
                 self._add(Moved(read_bytes, written_bytes, self._busy_since()))
                 self._under_way -= 1
+                self._requests += 1
 
     def _busy_since(self) -> float:
         """The seconds with a request under way that were not asked for before."""
@@ -135,6 +138,8 @@ class DiskPace:
         if nbytes < _LEAST_BYTES or moved.busy_s <= 0:
             return
         self._looked = now
+        with self._lock:
+            requests, self._requests = self._requests, 0
         self._looks += 1
         if self._expected is None and self._looks <= _FIRST:
             self._best_bytes_per_s = max(self._best_bytes_per_s, nbytes / moved.busy_s)
@@ -145,7 +150,8 @@ class DiskPace:
             if self._expected is not None
             else nbytes / self._best_bytes_per_s
         )
-        self._slow = self._slow + 1 if moved.busy_s > SLOWER * expected_s else 0
+        is_slow = moved.busy_s > SLOWER * expected_s + _REQUEST_S * requests
+        self._slow = self._slow + 1 if is_slow else 0
         if self._slow > 1 and not self._said:
             self._said = True
             _log.warning(
