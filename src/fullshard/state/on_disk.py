@@ -215,11 +215,11 @@ class StatesOnDisk:
     def _drop_buffers(self) -> None:
         """Let go of what this step's portions passed through. It lasts until the last of them have been written."""
         self._buffer_nbytes = sum(buffer.numel() for buffers in self._buffers.values() for buffer in buffers)
-        for device in {managed.unit.device for managed in self._managed}:
-            if not accelerator_for(device).has_lanes:
-                for buffers in self._buffers.values():
-                    buffers[:] = [no_buffer() for _ in buffers]
-            buffers_of(device).drop()
+        device = next(self._managed).unit.device
+        if not accelerator_for(device).has_lanes:
+            for buffers in self._buffers.values():
+                buffers[:] = [no_buffer() for _ in buffers]
+        buffers_of(device).drop()
 
     @property
     def _managed(self) -> Iterator[Managed]:

@@ -61,6 +61,7 @@ class Origin:
 
 
 def _now() -> float:
+    """Looked up at each call, unlike a default factory: tests pretend a clock."""
     return time.perf_counter()
 
 
