@@ -25,7 +25,6 @@ import fullshard
 from fullshard import ConfigError, DiskError, MixedPrecisionPolicy, Offload, dry, fully_shard
 from fullshard.checkpoint import load, save
 from fullshard.device.accelerator import accelerator_for
-from fullshard.disk.files import ALIGNMENT
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine import activations, away
 from fullshard.engine.homes import homes_of, on_disk_in_turn, stepped_on_cpu_in_turn
@@ -625,7 +624,7 @@ def test_a_forecast_goes_by_the_budget(tmp_path, monkeypatch, device_type):
     machine = replace(MACHINE, device_type=device_type)
 
     def told(*options: str) -> int:
-        argv = ["--size", "nano", "--seq", "64", "--batch", "4", "--dtype", "float32", *options]
+        argv = ["--size", "nano", "--layers", "4", "--seq", "16", "--batch", "4", "--dtype", "float32", *options]
         return predicted(parse_settings(argv), machine, hardware("h100-80")).peak.nbytes
 
     whole = told()
@@ -635,7 +634,7 @@ def test_a_forecast_goes_by_the_budget(tmp_path, monkeypatch, device_type):
     found = re.search(r"needs (\d+) bytes .* of (\d+) if nothing is: .* (\d+) of states", str(refused.value))
     assert found is not None
     least, most, states = map(int, found.groups())
-    assert most - least + 2 * on_disk.BUFFERS * ALIGNMENT > 0.5 * states, "buffers are small"
+    assert most - least > 0.5 * states, "buffers are small"
     assert told("--offload-budget", str(least), "--offload-folder", str(tmp_path)) <= min(whole, least)
 
 
