@@ -135,6 +135,17 @@ def test_sizes_and_dtype_of_a_product_follow_from_its_bytes(here, dtype):
     assert seconds == pytest.approx(product.flops / ((1e9 if dtype is torch.float32 else 3e9) + 64e6), rel=1e-3)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(16, 64), (64, 16)])
+def test_a_product_is_not_taken_for_that_of_its_transposes(here, rows, columns):
+    table = [[[1.0 + m / n for n in (16, 64)] for _ in (16, 64)] for m in (16, 64)]
+    speeds = {**here.measured, "products": {"float32": table}, "dims": [16, 64]}
+    time = CoreTime(described({**vars_of(here), "measured": speeds}), ranks=1, dtype="float32")
+    bias, left, right = torch.ones(columns), torch.ones(rows, 64), torch.ones(64, columns)
+    for call in (lambda: torch.mm(left, right), lambda: torch.addmm(bias, left, right)):
+        (product,) = counted(call)
+        assert time._product_s(product) == pytest.approx(1.0 + rows / columns)
+
+
 def vars_of(machine: Hardware) -> dict[str, Any]:
     parts = {name: vars(getattr(machine, name)) for name in ("link", "network", "fitted")}
     return {**vars(machine), **parts}
@@ -163,6 +174,16 @@ def test_pages_cost_time_where_the_allocator_has_them_new(here, monkeypatch, thr
             time.note(entry)
     assert time.spent["pages"] == pytest.approx(new * here.measured["page_s"], rel=0.01)
     assert round(new / MIB) == (28 if threshold is None else 36), "what is larger than a fixed one never stays"
+
+
+def test_what_is_written_to_a_new_page_comes_from_no_memory(here):
+    """The system has just cleared it. The second time it is like any other."""
+    time, origin = CoreTime(here, ranks=1, dtype="float32"), dry.Tape().origin
+    large = MIB + here.measured["cache_bytes"]
+    for number in (0, 1):
+        time.note(Allocation(number, large, "compute", origin))
+    behind = [time._written_behind(Access(number, 0, large)) for number in (0, 1, 0)]
+    assert behind == [0, 0, large]
 
 
 def chain(layers: int) -> nn.Module:

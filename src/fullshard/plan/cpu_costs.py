@@ -76,6 +76,7 @@ class CoreTime:
         self._kernels = defaultdict(lambda: usual, {name: {**usual, **own} for name, own in by_dtype.items()})
         self._cache = _Cache(self._speeds["cache_bytes"] * min(1.0, here.ranks_per_host / ranks))
         self._heap = ProcessHeap(threshold_set())
+        self._new: dict[int, int] = {}  # bytes of storages whose pages have not been written to
         self._after_s = 0.0  # that the next call takes longer
         self._unit_s: float = self._speeds["unit_s"] if ranks > 1 else 0.0
         self._begun = set[tuple[int, str]]()  # microbatches of units
@@ -91,8 +92,13 @@ class CoreTime:
 
     def note(self, entry: Entry) -> None:
         """Count what `entry` costs."""
-        self._spend("pages", self._heap.note(entry) * self._speeds["page_s"])
+        new = self._heap.note(entry)
+        self._spend("pages", new * self._speeds["page_s"])
         match entry:
+            case Allocation():
+                self._new[entry.storage] = min(new, entry.nbytes)
+            case Free():
+                self._new.pop(entry.storage, None)
             case Operation():
                 if (begun := (entry.origin.microbatch, entry.origin.unit)) not in self._begun:
                     self._begun.add(begun)
@@ -121,7 +127,15 @@ class CoreTime:
         """Bytes read and written that the cache does not have."""
         of_table = operation.name == "aten.embedding"
         reads = () if of_table else operation.reads
-        return sum(map(self._cache.miss, reads)), sum(map(self._cache.miss, operation.writes))
+        return sum(map(self._cache.miss, reads)), sum(map(self._written_behind, operation.writes))
+
+    def _written_behind(self, access: Access) -> int:
+        """Bytes of it that the cache does not have. It does have new pages, since the system has just cleared them."""
+        missed = self._cache.miss(access)
+        new = min(missed, self._new.get(access.storage, 0))
+        if new:
+            self._new[access.storage] -= new
+        return missed - new
 
     def _work_s(self, operation: Operation, name: str, sizes: _Sizes) -> float:
         """Seconds of the work itself, of tensors that the cache has."""
@@ -158,7 +172,7 @@ class CoreTime:
         With m x k, k x n and m x n elements, k squared is (m k)(k n) / (m n), and so on; and all three multiplied are
         the square of m k n, which tells how many bytes an element has.
         """
-        left, right = sorted((access.nbytes for access in operation.reads), reverse=True)[:2]
+        left, right = (access.nbytes for access in operation.reads[-2:])  # before them, what is added to the product
         out = sum(access.nbytes for access in operation.writes)
         element = (left * right * out / (operation.flops / 2) ** 2) ** (1 / 3)
         inner = math.sqrt(left * right / out / element)
