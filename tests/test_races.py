@@ -1,11 +1,12 @@
 """No race on pretended lanes, and each wait of the engine is needed: without it there is one."""
 
+import itertools
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -235,7 +236,7 @@ def transforming(model: Any) -> None:
 
 
 Loop = Callable[[Any], None]
-Scenario = tuple[Loop, type[Layer], dict[str, Any]]
+Scenario = tuple[str, str, str]  # strategy, loop, options
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2", "hpZ", "hfsdp")
 LOOPS: dict[str, tuple[Loop, type[Layer]]] = {
@@ -275,7 +276,7 @@ COMMON_LOOPS = ("steps", "accumulation", "replicas withheld", "failing backward"
 COMMON_OPTIONS = ("", "bf16", "offload", "states offloaded", "disk")
 
 
-def scenarios() -> Iterator[tuple[str, str, str]]:
+def scenarios() -> Iterator[Scenario]:
     for strategy in STRATEGIES:
         for loop in LOOPS:
             for option in OPTIONS:
@@ -285,75 +286,84 @@ def scenarios() -> Iterator[tuple[str, str, str]]:
                     yield strategy, loop, option
 
 
-def tape_of(
-    strategy: str, loop: str, option: str, without: frozenset[str] = frozenset(), *, values: bool = True
-) -> dry.Tape:
+def tape_of(strategy: str, loop: str, option: str, *, values: bool = True) -> dry.Tape:
     run, layer = LOOPS[loop]
     with dry.world(8), mock.patch.multiple(activations, **AWAY):
         mesh = {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
-        with dry.taped(values=values, without=without) as tape:
+        with dry.taped(values=values) as tape:
             options = {"strategy": GROUPED.get(strategy, strategy), **OPTIONS[option]}
             shard = partial(fully_shard, **options, **(mesh if "hsdp" in strategy else {}))
             run(chain(shard, Chain([layer(48) for _ in range(3)])))
     return tape
 
 
-def is_common(scenario: tuple[str, str, str]) -> bool:
+def is_common(scenario: Scenario) -> bool:
     _, loop, option = scenario
     return loop in COMMON_LOOPS and option in COMMON_OPTIONS
 
 
+class Sites(NamedTuple):
+    """Where lanes wait."""
+
+    met: frozenset[str]
+    needed: frozenset[str]  # without which there is a race
+
+    def __or__(self, other: "Sites") -> "Sites":
+        return Sites(self.met | other.met, self.needed | other.needed)
+
+    @property
+    def needless(self) -> set[str]:
+        return {site for site in self.met - self.needed if not site.startswith(OF_TORCH)}
+
+
 @cache
-def sites_of(scenario: tuple[str, str, str]) -> frozenset[str]:
-    return frozenset(wait.site for wait in tape_of(*scenario).of(Waited))
+def looked_through(among: tuple[Scenario, ...]) -> Sites:
+    """Where lanes wait in these scenarios, none of which has a race."""
+    met, needed = set[str](), set[str]()
+    for scenario in among:
+        tape = tape_of(*scenario)
+        assert not dry.races(tape), scenario
+        assert {entry.lane for entry in tape.of(Collective)} >= {"reduce"}
+        met |= {wait.site for wait in tape.of(Waited)}
+        needed |= {site for site in met - needed if dry.races(tape, without=site)}
+    return Sites(frozenset(met), frozenset(needed))
+
+
+def of_strategy(strategy: str, *, common: bool) -> tuple[Scenario, ...]:
+    return tuple(it for it in scenarios() if it[0] == strategy and is_common(it) == common)
 
 
 common = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-def check(strategy: str, *, slow: bool) -> None:
-    for scenario in scenarios():
-        if scenario[0] == strategy and is_common(scenario) != slow:
-            tape = tape_of(*scenario)
-            assert not dry.races(tape), scenario
-            assert {entry.lane for entry in tape.of(Collective)} >= {"reduce"}
-
-
 @common
 def test_no_lane_touches_what_another_still_uses(strategy):
-    check(strategy, slow=False)
+    looked_through(of_strategy(strategy, common=True))
 
 
 @common
 @pytest.mark.slow
 def test_no_lane_does_so_in_whatever_loop(strategy):
-    check(strategy, slow=True)
-
-
-def needless(among: Iterable[tuple[str, str, str]]) -> dict[str, list[tuple[str, str, str]]]:
-    """The waits without which there is no race in any of these scenarios."""
-    met: dict[str, list[tuple[str, str, str]]] = {}
-    for scenario in among:
-        for site in sites_of(scenario):
-            met.setdefault(site, []).append(scenario)
-    return {
-        site: where
-        for site, where in met.items()
-        if not site.startswith(OF_TORCH)
-        and not any(dry.races(tape_of(*scenario, without=frozenset((site,)))) for scenario in where)
-    }
+    looked_through(of_strategy(strategy, common=False))
 
 
 def test_every_wait_is_needed():
-    among = [it for it in scenarios() if is_common(it) and it[0] in ("ddp", "zero3", "hsdp")]
-    among += [("hsdp", "hooks", "offload"), ("zero3", "Muon", "")]
-    among += [("zero3", "hooks between uses", ""), ("zero3", "writing in hooks", "")]
-    among += [("zero3", "optimizer on another stream", ""), ("zero3", "transforms", "")]
-    among += [("zero3", "evaluation and writing", "offload")]
-    among += [("zero3", "steps", "activations"), ("zero3", "failing backward", "activations")]
-    assert not needless(among)
-    met = {site.split(" ")[0] for scenario in among for site in sites_of(scenario)}
-    assert set(waits_in_source()) <= met
+    rare = (
+        ("hsdp", "hooks", "offload"),
+        ("zero3", "Muon", ""),
+        ("zero3", "hooks between uses", ""),
+        ("zero3", "writing in hooks", ""),
+        ("zero3", "optimizer on another stream", ""),
+        ("zero3", "transforms", ""),
+        ("zero3", "evaluation and writing", "offload"),
+        ("zero3", "steps", "activations"),
+        ("zero3", "failing backward", "activations"),
+    )
+    sites = looked_through(rare)
+    for strategy in ("ddp", "zero3", "hsdp"):
+        sites |= looked_through(of_strategy(strategy, common=True))
+    assert not sites.needless
+    assert set(waits_in_source()) <= {site.split(" ")[0] for site in sites.met}
 
 
 def waits_in_source() -> Iterator[str]:
@@ -367,9 +377,12 @@ def waits_in_source() -> Iterator[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(900)  # by itself; after the others it has been looked through
 def test_every_wait_is_needed_by_some_loop_of_all():
-    assert not needless(scenarios())
+    sites = Sites(frozenset(), frozenset())
+    for strategy, common in itertools.product(STRATEGIES, (True, False)):
+        sites |= looked_through(of_strategy(strategy, common=common))
+    assert not sites.needless
 
 
 def two_accesses(*between: Any) -> dry.Tape:

@@ -67,16 +67,14 @@ class DryAccelerator(Accelerator):
     Args:
         tape: what it is written on.
         has_lanes: whether it is an accelerator, or a CPU whose memory alone is of interest.
-        without: sites whose waits are left out: to see that a law depends on each of them.
     """
 
     is_dry = True
 
-    def __init__(self, tape: Tape, *, has_lanes: bool = True, without: frozenset[str] = frozenset()) -> None:
+    def __init__(self, tape: Tape, *, has_lanes: bool = True) -> None:
         self.has_lanes = has_lanes
         self.tape = tape
         self.lane = LANES[0]
-        self._without = without
         self._marks = 0
         self.storages = Storages(tape)
 
@@ -141,9 +139,7 @@ class DryAccelerator(Accelerator):
     def note_wait(self, mark: int, lane: str, site: str = "") -> None:
         """Write down that `lane` waits for `mark`, by order of `site`; if that is empty, of whoever calls."""
         self._check_current(lane)
-        site = site or _site()
-        if site not in self._without:
-            self.tape.note(Waited(mark, lane, site, self.tape.origin))
+        self.tape.note(Waited(mark, lane, site or _site(), self.tape.origin))
 
     def _check_current(self, lane: str) -> None:
         """The compute lane is whichever is current, so that within another one's context it would be that."""

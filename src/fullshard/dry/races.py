@@ -63,11 +63,18 @@ _Uses = dict[tuple[str, int, int, bool], _Use]
 """What was done with a storage: the last use of each lane for each stretch, whether it writes or reads."""
 
 
-def races(tape: Tape) -> list[Race]:
-    """The races on `tape`, in the order of the program; none, if every wait that is needed is there."""
+def races(tape: Tape, *, without: str = "") -> list[Race]:
+    """The races on `tape`, in the order of the program; none, if every wait that is needed is there.
+
+    Args:
+        tape: what was done.
+        without: the site of a wait, as `Waited.site` has it, that is taken to be missing. A wait changes when things
+            are done and not what is done: so this is the tape of an engine without it.
+    """
     reader = _Reader()
     for entry in tape.entries:
-        reader.read(entry)
+        if not (without and isinstance(entry, Waited) and entry.site == without):
+            reader.read(entry)
     return reader.found
 
 

@@ -72,9 +72,7 @@ def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None
 
 
 @contextmanager
-def taped(
-    *, lanes: Literal["gpu", "cpu"] = "gpu", values: bool = False, without: frozenset[str] = frozenset()
-) -> Iterator[Tape]:
+def taped(*, lanes: Literal["gpu", "cpu"] = "gpu", values: bool = False) -> Iterator[Tape]:
     """A context in which all that this process does is written on the tape that it gives.
 
     Models must be made and sharded within it, on the CPU; a mesh, before it.
@@ -83,15 +81,13 @@ def taped(
         lanes: "gpu" to pretend an accelerator with lanes of its own, and memory beside the host's; "cpu" for none.
         values: whether tensors are real. Otherwise they have shapes and no memory, whatever their size, and collectives
             are not carried out.
-        without: sites of waits that the pretended lanes leave out, as `Waited.site` has them. For tests of the law that
-            `races` checks: without a wait that is needed there is a race.
 
     Raises:
         ConfigError: `lanes` is something else; or an operation gives what depends on values, and there are none.
     """
     if lanes not in ("gpu", "cpu"):
         raise ConfigError(f'lanes={lanes!r}: "gpu" or "cpu" is needed.')
-    accelerator = DryAccelerator(Tape(), has_lanes=lanes == "gpu", without=without)
+    accelerator = DryAccelerator(Tape(), has_lanes=lanes == "gpu")
     with ExitStack() as stack:
         stack.callback(accelerator.storages.forget)
         stack.enter_context(pretending(accelerator))
