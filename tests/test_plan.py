@@ -7,6 +7,7 @@ from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 
 from fullshard import ConfigError, Offload, dry
 from fullshard.disk.speed import TYPICAL
+from fullshard.dry import watch
 from fullshard.engine.registry import units_in
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.plan.hardware import described, hardware
 from fullshard.plan.memory import State, memory_peak
 from fullshard.plan.prediction import steps_of
 from fullshard.plan.process import FIRST_STEPS_NBYTES
+from fullshard.planner import steps
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.candidates import CHECKPOINTING, STRATEGIES, Candidate, Cluster, Program, programs, share_rows
 from fullshard.planner.command import run
@@ -513,6 +516,13 @@ class Item(Asks):
         return x * 2 if x.sum().item() > 0 else x
 
 
+class Waits(Asks):
+    def forward(self, x):
+        while (x > 0).any():
+            x = x - 1
+        return self.layer(x)
+
+
 def make_batch(rows):
     return torch.randn(rows, 4, 32)
 
@@ -691,6 +701,11 @@ OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
         (["--size", "nano", "--per-host", "9"], "a host of h100-80 has 8"),
         (["--size", "nano", "--hosts", "0"], "--hosts 0: must be at least 1"),
         (["--size", "nano", "--gpu-memory", "2"], "must be a share"),
+        (["--size", "nano", "--disk", "/no/such/disk"], "there is no such folder"),
+        (
+            ["--model", "my_training:Waits", "--batch", "my_training:make_batch"],
+            r"py:\d+ in .*forward has asked for a value .*100 times.*does not end. Add --measure",
+        ),
         (["--size", "nano", "--seq", "0"], "--seq 0"),
         (["--size", "nano", "--measure"], "Leave it out"),
         (["--size", "nano", "--strategies", "zero9"], "zero9 is unknown. Take some of ddp"),
@@ -714,10 +729,26 @@ OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
     ids=lambda it: " ".join(it) if isinstance(it, list) else None,
 )
 def test_bad_input_is_answered(models, monkeypatch, tmp_path, argv, said):
+    monkeypatch.setattr(watch, "_ENDLESS", 100)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     named = [item.replace("my_training", models) for item in argv]
     with pytest.raises(ConfigError, match=said):
         run(["--hardware", "h100-80", *named] if "--hardware" not in argv else named)
+
+
+def test_a_librarys_mistake_is_told_with_its_line_and_our_own_is_not(models, tmp_path):
+    """A bug of ours is to be seen whole."""
+    library = tmp_path / "site-packages" / "theirs.py"
+    library.parent.mkdir()
+    library.write_text("import torch\n\n\ndef loss(model, batch):\n    return torch.ones(3) @ batch[:, :7].t()\n")
+    theirs = named_subject(f"{models}:make_model", f"{models}:make_batch", f"{library}:loss")
+    with pytest.raises(ConfigError, match=r"theirs\.py:5: return torch\.ones\(3\).*RuntimeError.*--measure"):
+        sketch(theirs, H100, Program(strategy="zero3"))
+    with (
+        mock.patch.object(steps, "without_sync", side_effect=IndexError("ours")),
+        pytest.raises(IndexError, match="ours"),
+    ):
+        sketch(gpt(), H100, Program(strategy="zero3", accumulates=True))
 
 
 def test_what_cannot_be_a_loss_is_answered(models):

@@ -33,7 +33,7 @@ from fullshard.dry.lanes import DryAccelerator
 from fullshard.errors import ConfigError
 from fullshard.tape.tape import HOST, Collective, Operation
 
-__all__ = ["Watch"]
+__all__ = ["EndlessLoopError", "Watch"]
 
 _COPIES = frozenset(
     f"aten.{name}"
@@ -51,6 +51,14 @@ _NO_VALUES = frozenset(
 _READ_BY_HOST = frozenset(("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.is_nonzero"))
 
 _ENDLESS = 10_000  # questions
+
+
+class EndlessLoopError(ConfigError):
+    """A loop in a dry run that waits for a value which never comes. `found` says where, without what to do."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(f"{found} Pass values=True, or leave the loop out.")
+        self.found = found
 
 
 class Watch(TorchDispatchMode):
@@ -167,7 +175,7 @@ class Watch(TorchDispatchMode):
         """Note that the host asks for a value, which has the same answer however often it is asked for.
 
         Raises:
-            ConfigError: nothing else has been asked for so long that it is a loop which waits for another answer.
+            EndlessLoopError: nothing else has been asked for so long that it is a loop which waits for another answer.
         """
         frame = sys._getframe(3)
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
@@ -176,10 +184,9 @@ class Watch(TorchDispatchMode):
         self._asked = self._asked + 1 if site == self._asked_at else 1
         self._asked_at = site
         if self._asked > _ENDLESS:
-            raise ConfigError(
+            raise EndlessLoopError(
                 f"{site} has asked for a value ({name}) {_ENDLESS} times in a row in a dry run. Fake tensors have "
-                "none: a truth is True and a number 1, so a loop that waits for another does not end. Pass "
-                "values=True, or leave the loop out."
+                "none: a truth is True and a number 1, so a loop that waits for another does not end."
             )
 
     def _collect(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -209,6 +209,10 @@ class PlanSettings:
                 raise ConfigError(f"--{name} {number}: must be at least 1.")
         if asked.gpu_memory is not None and not 0 < asked.gpu_memory <= 1:
             raise ConfigError(f"--gpu-memory {asked.gpu_memory:g}: must be a share, such as 0.95.")
+        if asked.disk is not None and not asked.disk.is_dir():
+            raise ConfigError(
+                f"--disk {asked.disk}: there is no such folder. Name one on a disk like that of the hosts."
+            )
         if per_host > machine.ranks_per_host and machine.kind == "gpu":
             raise ConfigError(
                 f"--per-host {per_host}: a host of {machine.name} has {machine.ranks_per_host}. Take so many, or "

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from fullshard import dry
 from fullshard._compat import data_dependent_errors
 from fullshard.dry.run import fused_adamw
+from fullshard.dry.watch import EndlessLoopError
 from fullshard.engine.homes import fractions_of
 from fullshard.engine.hooks import without_sync
 from fullshard.engine.registry import units_in
@@ -24,7 +25,7 @@ from fullshard.errors import ConfigError
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.planner.candidates import Cluster, Program, sharded
 from fullshard.planner.shorten import shortened
-from fullshard.planner.subject import Subject, copy_with_memory, user_line
+from fullshard.planner.subject import Subject, copy_with_memory, library_line, user_line
 from fullshard.planner.tapes import Tapes
 from fullshard.tape.recorder import Origin, Phase, note_origin
 from fullshard.tape.tape import Entry, Operation
@@ -133,12 +134,16 @@ def _in_words(subject: Subject, error: ConfigError) -> ConfigError:
             f"{subject.name}: cannot be planned without values{user_line(cause) or user_line(error)}: what "
             f"{cause.func} gives depends on them. {_MEASURE}"
         )
+    if isinstance(error, EndlessLoopError):
+        return ConfigError(f"{subject.name}: {error.found} {_MEASURE}")
     return ConfigError(f"{subject.name}: {error}")
 
 
 def users_mistake(subject: Subject, error: Exception) -> ConfigError | None:
-    """What the user's own lines have raised, with the line; None if `error` comes from none of them."""
-    where = user_line(error)
+    """What the user's own lines, or those of a library of theirs, have raised, with the line; None if `error` comes
+    from none of them.
+    """
+    where = user_line(error) or library_line(error)
     if not where:
         return None
     said = " ".join(str(error).split()).rstrip(".")

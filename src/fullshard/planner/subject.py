@@ -16,12 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fullshard import _fakes, dry
 from fullshard.errors import ConfigError, StateError
 from fullshard.testing.parity.named import function_named
 from fullshard.train.model import GPT, VOCABULARY, byte_losses, shape_of
 from fullshard.train.settings import ModelSettings
 
-__all__ = ["Subject", "gpt_subject", "mismatch", "named_subject", "transformers_subject", "user_line"]
+__all__ = [
+    "Subject",
+    "gpt_subject",
+    "library_line",
+    "mismatch",
+    "named_subject",
+    "transformers_subject",
+    "user_line",
+]
 
 Loss = Callable[[nn.Module, Any], Tensor]
 _MOST_SEQ = 4096  # of a configuration that allows more, if nothing is said
@@ -261,17 +270,37 @@ def user_line(error: BaseException | None) -> str:
     If None, in the calls that are under way.
     """
     frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
-    library = (
-        str(Path(torch.__file__).parent),
-        str(Path(__file__).parent.parent),
-        "site-packages",
-        "<frozen",
-        "<string",
-    )
-    own = [frame for frame in frames if not any(part in frame.filename for part in library)]
-    python = str(Path(inspect.__file__).parent)
-    own = [frame for frame in own if not frame.filename.startswith(python) or "site-packages" in frame.filename]
-    return f" ({own[-1].filename}:{own[-1].lineno}: {own[-1].line})" if own else ""
+    own = [it for it in _without_torch(frames) if not _is_ours(it) and "site-packages" not in it.filename]
+    return _said(own[-1]) if own else ""
+
+
+def library_line(error: BaseException) -> str:
+    """The line of a library, such as transformers, that has raised `error` itself or by a call of torch's, written as
+    that of `user_line`; nothing if there is none.
+    """
+    others = [it for it in _without_torch(traceback.extract_tb(error.__traceback__)) if not _watches(it)]
+    return _said(others[-1]) if others and not _is_ours(others[-1]) else ""
+
+
+def _said(frame: traceback.FrameSummary) -> str:
+    return f" ({frame.filename}:{frame.lineno}: {frame.line})"
+
+
+def _watches(frame: traceback.FrameSummary) -> bool:
+    """True if it is of a dry run, through which all of torch's operations go."""
+    file = Path(frame.filename)
+    return file.parent == Path(dry.__file__).parent or file == Path(_fakes.__file__)
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return frame.filename.startswith(str(Path(__file__).parent.parent))
+
+
+def _without_torch(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Those that are neither torch's nor Python's."""
+    torchs, pythons = str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent)
+    others = [it for it in frames if not it.filename.startswith((torchs, "<frozen", "<string"))]
+    return [it for it in others if not it.filename.startswith(pythons) or "site-packages" in it.filename]
 
 
 def _plain_or_sharded(
