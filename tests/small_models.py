@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -26,6 +27,15 @@ ONE_AXIS = ("ddp", "zero1", "zero2", "zero3")
 under_strategies = pytest.mark.parametrize(
     "strategies", [("zero1", "zero3"), pytest.param(("ddp", "zero2"), marks=pytest.mark.slow)], ids=" and ".join
 )
+
+
+def all_but_one(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """So few of all choices of one value from each axis that, whichever axis is left out, every choice from the others
+    is among them: one of as many as the shortest axis is long.
+    """
+    numbered = product(*map(enumerate, axes))
+    shortest = min(map(len, axes))
+    return [tuple(value for _, value in chosen) for chosen in numbered if sum(n for n, _ in chosen) % shortest == 0]
 
 
 def torch_before(version: tuple[int, int], why: str) -> pytest.MarkDecorator:
