@@ -94,7 +94,7 @@ def test_a_storm_of_kills_changes_nothing(tmp_path):
 @pytest.mark.timeout(1800)
 def test_a_storm_of_fifty_kills_changes_nothing(tmp_path):
     """In one run: it has more steps than it makes between so many kills."""
-    check(tmp_path, steps=800, kills=50, within_s=2.5)
+    check(tmp_path, steps=300, kills=50, within_s=1.0)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -142,9 +142,9 @@ def test_the_command_goes_on_after_each_kill_of_a_rank(tmp_path):
     assert calm.returncode == 0
     calm_s = time.monotonic() - start
     killed = 0
-    for _ in range(8):
+    for _ in range(4):
         training = command(tmp_path / "storm")
-        deadline = time.monotonic() + draw.uniform(0.2, 0.9) * calm_s
+        deadline = time.monotonic() + draw.uniform(0.3, 0.9) * calm_s
         while time.monotonic() < deadline and training.poll() is None:
             time.sleep(0.05)
         for pid in draw.sample(ranks_of(training), 1) if training.poll() is None and ranks_of(training) else []:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from killing import die_before, ended_well
+from shared_ranks import run_ranks
 from small_models import adamw, chain, inputs, wholes
 from torch import nn
 
@@ -22,7 +23,7 @@ from fullshard.checkpoint import load
 from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.keeper import keeps_folders, kept_folder
 from fullshard.checkpoint.safety_copy import SafetyCopies, _Exchange
-from fullshard.testing import assert_same, run_ranks
+from fullshard.testing import assert_same
 
 
 def learn(model: nn.Module, optimizer: Any, steps: range) -> None:

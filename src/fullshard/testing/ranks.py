@@ -41,7 +41,10 @@ _LOOPBACK = "127.0.0.1"
 # What the fork server imports once, so that no rank has to (the first DTensor that is made imports torch._dynamo, which
 # takes most of a second). The second group costs time too, and is common in tests.
 _PRELOAD = ("torch", "torch.distributed", "torch.distributed.tensor", "torch._dynamo", "fullshard", "fullshard.testing")
-_PRELOAD_IF_USED = ("numpy", "pytest", "hypothesis", "sklearn", "transformers.modeling_utils", "lightning.pytorch")
+_PRELOAD_IF_USED = (
+    *("fullshard.checkpoint", "fullshard.train.loop"),
+    *("numpy", "pytest", "hypothesis", "sklearn", "transformers.modeling_utils", "lightning.pytorch"),
+)
 _GRACE_S = 0.5  # after the first failure, for the other ranks to report theirs
 _TRACE_S = 2.0  # after a time-out, for the ranks to write their stacks
 
