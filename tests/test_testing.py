@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 import warnings
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_models import all_but_one
 from torch import Tensor, nn
 
 from fullshard.errors import ConfigError, LayoutError
@@ -258,3 +260,13 @@ def test_layout_in_memory_and_requires_grad_make_no_difference():
     expected = torch.arange(6.0).reshape(2, 3)
     assert_same(expected.t().contiguous().t().requires_grad_(), expected)
     assert_same(nn.Parameter(expected), expected)
+
+
+@given(lengths=st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_fewer_choices_have_every_one_of_all_axes_but_one(lengths):
+    axes = [range(length) for length in lengths]
+    chosen = all_but_one(*axes)
+    assert len(set(chosen)) == len(chosen) == len([*product(*axes)]) // min(lengths)
+    for out in range(len(axes)):
+        met = {choice[:out] + choice[out + 1 :] for choice in chosen}
+        assert met == set(product(*axes[:out], *axes[out + 1 :]))
