@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fullshard.plan.ledger import measure_ledger, predict_activations, predict_ledger
+from fullshard.plan.resting import activations_away
 from fullshard.train.bytes_table import RunLedgers
 from fullshard.train.model import GPT, byte_losses, shape_of
 from fullshard.train.parallelism import rows_of
@@ -43,8 +44,10 @@ def ledgers_of_run(
             return GPT(shape_of(settings.model), checkpoint_blocks=settings.memory.activation_checkpointing)
 
     activations = predict_activations(plain_gpt, loss_of)
+    measured = measure_ledger(model, optimizer, lambda: loss_of(model))
+    away = sum(activations_away(model).values())
     return RunLedgers(
-        measured=measure_ledger(model, optimizer, lambda: loss_of(model)),
-        formula=predict_ledger(model, activations=activations),
+        measured=measured,
+        formula=predict_ledger(model, activations=max(0, activations - away)),
         ddp=predict_ledger(model, strategy="ddp", activations=activations),
     )
