@@ -134,7 +134,7 @@ def test_training_with_a_disk_changes_no_bit(two_ranks: Path, tmp_path: Path, fl
 
 
 def test_the_formula_knows_of_activations_that_are_away(tmp_path: Path) -> None:
-    """Pieces below 64 KiB stay, so these are larger. Buffers that the disk has not written yet may be measured besides."""
+    """Pieces below 64 KiB stay, so these are larger. Buffers that are still to be written may be measured besides."""
     flags = (
         "--seq",
         "256",
