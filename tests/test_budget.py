@@ -593,6 +593,118 @@ def backward_after_a_move(strategy: str) -> None:
     assert_same(run(moves=True), run(moves=False))
 
 
+def layers_tape(budget: int, strategy: str, microbatches: int, **options: Any) -> tuple[dry.Tape, Any]:
+    """Three steps of `layers`, and the model; `options` are `host_bytes` and `folder`."""
+    policy, made = Offload(budget=budget, folder=options.pop("folder", None)), []
+
+    def make() -> Any:
+        made.append(layers(policy, strategy=strategy))
+        return made[-1]
+
+    rows = partial(torch.randn, 16, 256)
+    return dry.run(make, rows, world=2, steps=3, microbatches=microbatches, **options), made[-1]
+
+
+def told_of_host(refused: Any) -> tuple[int, int, int]:
+    """The bytes that are to come to the host's memory, those that there is room for, and the budget that would do."""
+    found = re.search(r"take (\d+) more bytes of the host's .* take (\d+) more. .*budget=(\d+),", str(refused.value))
+    assert found is not None
+    asked, room, budget = map(int, found.groups())
+    return asked, room, budget
+
+
+@pytest.mark.usefixtures("small_windows")
+@pytest.mark.parametrize("with_folder", [False, True], ids=["cpu", "cpu and disk"])
+@pytest.mark.parametrize(
+    ("strategy", "microbatches"),
+    [("zero3", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), pytest.param("zero2", 2, marks=pytest.mark.slow)],
+)
+def test_no_more_goes_to_the_cpu_than_the_host_has_room_for(tmp_path, monkeypatch, strategy, microbatches, with_folder):
+    monkeypatch.setattr(on_disk, "PORTION_NBYTES", 4096)
+    tape_of = partial(layers_tape, strategy=strategy, microbatches=microbatches)
+    with pytest.raises(ConfigError, match="a rank needs") as refused:
+        tape_of(1000)
+    least, most = needed(refused)
+    first = tape_of(most)[0].peak_bytes(of_host=True)  # when nothing has been chosen, and all is there but states
+    whole = tape_of(least)[0].peak_bytes(of_host=True)
+    budgets, fractions = [], []
+    for host_bytes in range(first, whole - (whole - first) // 5, (whole - first) // 5):
+        here = partial(tape_of, host_bytes=host_bytes, folder=tmp_path if with_folder else None)
+        with pytest.raises(ConfigError, match="of the host's memory") as refused:
+            here(least)
+        asked, room, budget = told_of_host(refused)
+        assert asked > room
+        assert ("Name a folder" in str(refused.value)) != with_folder
+        here(least, host_bytes=host_bytes + asked - room)
+        with pytest.raises(ConfigError, match=f"budget={budget},"):
+            here(budget - 1)
+        tape, model = here(budget)
+        assert tape.peak_bytes() <= budget
+        assert tape.peak_bytes(of_host=True) <= host_bytes
+        assert not dry.races(tape)
+        policy = units_in(model)[0].options.offload
+        assert sum(policy.optimizer.values()) <= 1 and ("disk" not in policy.optimizer or with_folder)
+        budgets.append(budget)
+        fractions.append(policy.optimizer)
+    assert budgets == sorted(budgets, reverse=True) and len(set(budgets)) > 2, "the more room, the more is away"
+    assert any(set(it) == {"cpu", "disk"} for it in fractions) == with_folder
+
+
+def learn_with_room(policy: Offload | None, strategy: str) -> tuple[Any, list[Any]]:
+    """The model and all that training leaves: losses, weights, states; and which of these are on a disk."""
+    model = layers(policy, strategy=strategy)
+    optimizer, left = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), []
+    for step in range(3):
+        rows = torch.randn(16, 256, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        loss = model(rows).square().mean()
+        loss.backward()
+        left.append(loss.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.there = on_the_disk(optimizer)
+    return model, [*left, wholes(model), states_of(optimizer)]
+
+
+def choose_with_room(folder: Path, strategy: str, room: int) -> None:
+    _shrink(setattr)
+    on_disk.PORTION_NBYTES = 4096
+    _, expected = learn_with_room(None, strategy)
+    with dry.taped(values=True), pytest.raises(ConfigError, match="a rank needs") as refused:
+        learn_with_room(Offload(budget=1000), strategy)
+    least, most = needed(refused)
+    with dry.taped(values=True) as tape:
+        learn_with_room(Offload(budget=most), strategy)
+    # The first rank's host has less room than the second one's, which could take all.
+    host_bytes = tape.peak_bytes(of_host=True) + (most if dist.get_rank() else room)
+    for with_folder, tiers in ((False, {"cpu"}), (True, {"cpu", "disk"})):
+        policy = Offload(budget=least, folder=folder if with_folder else None)
+        with dry.taped(values=True, host_bytes=host_bytes), pytest.raises(ConfigError) as refused:
+            learn_with_room(policy, strategy)
+        assert len(set(every_ranks(str(refused.value)))) == 1
+        with dry.taped(values=True, host_bytes=host_bytes) as tape:
+            model, found = learn_with_room(replace(policy, budget=told_of_host(refused)[2]), strategy)
+        assert_same(found, expected, name=f"{strategy}, {tiers}")
+        assert not dry.races(tape)
+        assert tape.peak_bytes(of_host=True) <= host_bytes
+        decided = units_in(model)[0].options.offload
+        assert set(decided.optimizer) == tiers
+        assert set(model.there) == ({True, False} if with_folder else {False})
+        assert len(set(map(repr, every_ranks((on_the_cpu(model), decided.optimizer))))) == 1
+
+
+def every_ranks(own: Any) -> list[Any]:
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, own)
+    return every
+
+
+@pytest.mark.parametrize(
+    ("strategy", "room"), [("zero3", 1_600_000), pytest.param("ddp", 2_800_000, marks=pytest.mark.slow)]
+)
+def test_ranks_go_by_the_host_with_the_least_room_and_no_bit_changes(tmp_path, strategy, room):
+    run_ranks(2, choose_with_room, tmp_path, strategy, room)
+
+
 def record(folder: Path) -> None:
     on_disk.PORTION_NBYTES = 4096
     model = build(Offload(optimizer={"disk": 1.0}, folder=folder / "scratch"))
@@ -636,6 +748,21 @@ def test_a_forecast_goes_by_the_budget(tmp_path, monkeypatch, device_type):
     least, most, states = map(int, found.groups())
     assert most - least > 0.5 * states, "buffers are small"
     assert told("--offload-budget", str(least), "--offload-folder", str(tmp_path)) <= min(whole, least)
+
+
+def test_a_forecast_goes_by_the_room_that_the_host_has():
+    argv = ["--size", "nano", "--layers", "4", "--seq", "16", "--batch", "4", "--dtype", "float32"]
+
+    def told(budget: str, host_bytes: int | None) -> None:
+        machine = replace(MACHINE, device_type="cuda", host_bytes=host_bytes)
+        predicted(parse_settings([*argv, "--offload-budget", budget]), machine, hardware("h100-80"))
+
+    with pytest.raises(ConfigError, match="a rank needs") as refused:
+        told("1KB", None)
+    least, _ = needed(refused)
+    told(str(least), None)
+    with pytest.raises(ConfigError, match="of the host's memory on each rank, and a rank may take 0 more"):
+        told(str(least), 0)
 
 
 def test_a_budget_and_fractions_contradict_one_another():

@@ -62,6 +62,7 @@ from fullshard import (
     StateDictType,
     StateError,
     clip_grad_norm_,
+    dry,
     fully_shard,
     recording,
     register_fsdp_forward_method,
@@ -476,6 +477,21 @@ def a_budget_that_nothing_fits_in() -> Steps:
     optimizer = torch.optim.AdamW(model.parameters())
     yield
     optimizer.step()
+
+
+@mistake(
+    ConfigError,
+    r"would take \d+ more bytes of the host's memory on each rank, and a rank may take 0 more",
+    r"Name a folder on a disk, where states can be, too, give budget=\d+, free memory of the host; or shard over more",
+    sends=True,
+)
+def a_budget_for_which_the_host_has_no_room() -> Steps:
+    with dry.taped(values=True, host_bytes=0):
+        model = chain(partial(fully_shard, offload_policy=Offload(budget=1_000_000)))
+        model(inputs()).square().mean().backward()
+        optimizer = torch.optim.AdamW(model.parameters())
+        yield
+        optimizer.step()
 
 
 @mistake(ConfigError, "this strategy keeps whole parameters in memory between steps", "'zero3' or 'hsdp'")

@@ -20,7 +20,7 @@ ROOMS: dict[str, list[str] | None] = {
     "layout": ["offsets", "shard_spec", "group_layout", "slots"],
     "_fakes": None,
     "_compat": None,
-    "device": ["lanes", "accelerator", "memory", "awaited", "current", "travel"],
+    "device": ["lanes", "host_memory", "accelerator", "memory", "awaited", "current", "travel"],
     "disk": ["folder", "pace", "files", "buffers", "space", "tensors", "speed", "foresight"],
     "tape": ["recorder", "tape", "context"],
     "liveness": ["whereabouts", "store", "ring", "watchdog"],

@@ -14,7 +14,8 @@ from fullshard.bench.team import Team, TeamFailed
 from fullshard.bench.training import WATCHED_STEPS, Training
 from fullshard.bench.turns import Span
 from fullshard.bench.workload import Workload
-from fullshard.plan.memory_used import Memory, available_bytes
+from fullshard.device.host_memory import available_bytes
+from fullshard.plan.memory_used import Memory
 from fullshard.train.bytes_table import in_bytes
 
 __all__ = ["Plan", "Tell", "measure"]

@@ -12,8 +12,8 @@ from fullshard.bench.rounds import Plan
 from fullshard.bench.systems import ALL, SYSTEMS, chosen_systems
 from fullshard.bench.workload import DTYPES, OPTIMIZERS, Workload
 from fullshard.command_line import MaybeInt, MaybePath, MaybeStr
+from fullshard.device.host_memory import available_bytes
 from fullshard.errors import ConfigError
-from fullshard.plan.memory_used import available_bytes
 from fullshard.train.bytes_table import in_bytes
 from fullshard.train.ranks import cores_of_machine
 

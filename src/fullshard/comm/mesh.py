@@ -42,6 +42,7 @@ __all__ = [
     "join",
     "own_part",
     "own_spans",
+    "ranks_of_this_host",
     "resolve_axes",
     "resolve_groups",
     "subgroup",
@@ -329,11 +330,18 @@ def _ranks_per_host(group: dist.ProcessGroup, asked: str, remedy: str) -> int:
     Raises:
         RankMismatchError: not every host has as many. The message says what was `asked`, and the `remedy`.
     """
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or count_devices() or dist.get_world_size(group)
+    ranks = ranks_of_this_host(group)
     if dist.get_backend(group) != "fake":
         # A rank knows its own host only, and all must raise alike: so they tell one another, once.
         _agreed.get_or_make((group, ranks), lambda: _compare(group, ranks, asked, remedy))
     return ranks
+
+
+def ranks_of_this_host(group: dist.ProcessGroup | None = None) -> int:
+    """How many ranks this host has: as torchrun says; else as many as it has GPUs; else all of `group`, or of the
+    default one.
+    """
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or count_devices() or dist.get_world_size(group)
 
 
 def _compare(group: dist.ProcessGroup, ranks: int, asked: str, remedy: str) -> bool:

@@ -14,6 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from fullshard.device.host_memory import share_of_host
 from fullshard.device.lanes import LANES, ComputeLane, HostLane, Lane, Lanes, Mark, Stamp, StreamLane, stamp_on
 
 __all__ = [
@@ -84,6 +85,12 @@ class Accelerator:
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         """A new 1-D buffer in the host's memory; `pinned`, if copies to and from it are not to hold the host up."""
         return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def host_room(self, ranks: int) -> int | None:
+        """Bytes of the host's memory that this rank, one of so many there, may take beyond what it has; None if nobody
+        can tell.
+        """
+        return share_of_host(ranks)
 
 
 class StreamAccelerator(Accelerator):

@@ -67,14 +67,16 @@ class DryAccelerator(Accelerator):
     Args:
         tape: what it is written on.
         has_lanes: whether it is an accelerator, or a CPU whose memory alone is of interest.
+        host_bytes: what the rank may take of the host's memory in all; None for as much as it likes.
     """
 
     is_dry = True
 
-    def __init__(self, tape: Tape, *, has_lanes: bool = True) -> None:
+    def __init__(self, tape: Tape, *, has_lanes: bool = True, host_bytes: int | None = None) -> None:
         self.has_lanes = has_lanes
         self.tape = tape
         self.lane = LANES[0]
+        self._host_bytes = host_bytes
         self._marks = 0
         self.storages = Storages(tape)
 
@@ -114,6 +116,9 @@ class DryAccelerator(Accelerator):
     def host_zeros(self, numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
         with self.on_lane(HOST):
             return torch.zeros(numel, dtype=dtype)
+
+    def host_room(self, ranks: int) -> int | None:
+        return None if self._host_bytes is None else self._host_bytes - self.storages.nbytes_from(HOST)
 
     def on_host(self) -> AbstractContextManager[object]:
         return self.on_lane(HOST)

@@ -72,7 +72,9 @@ def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None
 
 
 @contextmanager
-def taped(*, lanes: Literal["gpu", "cpu"] = "gpu", values: bool = False) -> Iterator[Tape]:
+def taped(
+    *, lanes: Literal["gpu", "cpu"] = "gpu", values: bool = False, host_bytes: int | None = None
+) -> Iterator[Tape]:
     """A context in which all that this process does is written on the tape that it gives.
 
     Models must be made and sharded within it, on the CPU; a mesh, before it.
@@ -81,13 +83,15 @@ def taped(*, lanes: Literal["gpu", "cpu"] = "gpu", values: bool = False) -> Iter
         lanes: "gpu" to pretend an accelerator with lanes of its own, and memory beside the host's; "cpu" for none.
         values: whether tensors are real. Otherwise they have shapes and no memory, whatever their size, and collectives
             are not carried out.
+        host_bytes: what the rank may take of the host's memory beside a pretended accelerator, by which an
+            `Offload(budget=...)` goes; None for as much as it likes.
 
     Raises:
         ConfigError: `lanes` is something else; or an operation gives what depends on values, and there are none.
     """
     if lanes not in ("gpu", "cpu"):
         raise ConfigError(f'lanes={lanes!r}: "gpu" or "cpu" is needed.')
-    accelerator = DryAccelerator(Tape(), has_lanes=lanes == "gpu")
+    accelerator = DryAccelerator(Tape(), has_lanes=lanes == "gpu", host_bytes=host_bytes)
     with ExitStack() as stack:
         stack.callback(accelerator.storages.forget)
         stack.enter_context(pretending(accelerator))
@@ -120,6 +124,7 @@ def run(
     max_norm: float | None = None,
     lanes: Literal["gpu", "cpu"] = "gpu",
     values: bool = False,
+    host_bytes: int | None = None,
 ) -> Tape:
     """The tape of whole training steps of one rank: forward, backward, clipping and the optimizer's step.
 
@@ -138,7 +143,7 @@ def run(
         steps: how many steps are taken. The first differs from later ones: no order is known yet.
         microbatches: forward and backward passes of a step; all but the last under `no_sync`.
         max_norm: clips gradients to that norm, if given.
-        lanes: see `taped`, and so for `values`.
+        lanes: see `taped`, and so for `values` and `host_bytes`.
 
     Raises:
         ConfigError: an argument cannot be honoured; or an operation gives what depends on values.
@@ -148,7 +153,7 @@ def run(
         raise ConfigError(f"dry.run(steps={steps}, microbatches={microbatches}): positive numbers are needed.")
     with _world(world, rank=rank, ranks_per_host=ranks_per_host):
         mesh = () if make_mesh is None else (make_mesh(),)
-        with taped(lanes=lanes, values=values) as tape:
+        with taped(lanes=lanes, values=values, host_bytes=host_bytes) as tape:
             model = make_model(*mesh)
             optimizer = (make_optimizer or fused_adamw)(model.parameters())
             with nullcontext() if values else taken_for_real():  # which `make_model` may have imported

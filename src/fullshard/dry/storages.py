@@ -58,6 +58,10 @@ class Storages:
         known = self._known.get(tensor.untyped_storage()._cdata)
         return known is not None and known.lane == HOST
 
+    def nbytes_from(self, lane: str) -> int:
+        """Bytes of the memory of `lane`'s that is in use."""
+        return sum(known.nbytes for known in self._known.values() if known.lane == lane)
+
     def access(self, tensor: Tensor) -> Access:
         """The bytes that `tensor` spans."""
         storage = tensor.untyped_storage()

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["Memory", "PeakMemory", "available_bytes", "memory_for_a_rank", "process_bytes"]
+from fullshard.device.host_memory import bytes_by_name, host_room
+
+__all__ = ["Memory", "PeakMemory", "memory_for_a_rank", "process_bytes"]
 
 _PROCESS = Path("/proc/self")
-_CONTAINER = Path("/sys/fs/cgroup/memory.max")
 _RESET_PEAK = "5"  # see proc(5), clear_refs
 
 
@@ -60,18 +60,10 @@ class PeakMemory:
 def process_bytes(*, at_peak: bool = False) -> int | None:
     """Bytes of this process's own pages and its part of shared ones; None if the kernel does not report them."""
     try:
-        status = _fields(_PROCESS / "status")
-        shared = _fields(_PROCESS / "smaps_rollup")["Pss_Shmem"]
+        status = bytes_by_name(_PROCESS / "status")
+        shared = bytes_by_name(_PROCESS / "smaps_rollup")["Pss_Shmem"]
         whole = status["VmHWM" if at_peak else "VmRSS"]
         return whole - status["RssFile"] - status["RssShmem"] + shared
-    except (OSError, KeyError):
-        return None
-
-
-def available_bytes() -> int | None:
-    """Bytes of this machine's memory that programs can still get; None if the kernel does not report them."""
-    try:
-        return _fields(Path("/proc/meminfo"))["MemAvailable"]
     except (OSError, KeyError):
         return None
 
@@ -85,14 +77,5 @@ def memory_for_a_rank(device: torch.device, local_world: int) -> int:
     """
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[1])
-    free = available_bytes()
-    with suppress(OSError, ValueError):  # no such limit, or "max"
-        limit = int(_CONTAINER.read_text())
-        free = limit if free is None else min(free, limit)
-    return (1 << 62 if free is None else free) // local_world
-
-
-def _fields(path: Path) -> dict[str, int]:
-    """Bytes by name, of the lines `name:  number kB`."""
-    words = (line.split() for line in path.read_text().splitlines())
-    return {parts[0].rstrip(":"): int(parts[1]) * 1024 for parts in words if len(parts) == 3 and parts[2] == "kB"}
+    room = host_room()
+    return (1 << 62 if room is None else room) // local_world

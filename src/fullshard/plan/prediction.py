@@ -99,6 +99,7 @@ def predict(
     make_mesh: Callable[[], DeviceMesh] | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
+    host_bytes: int | None = None,
 ) -> Prediction:
     """What a run of these arguments needs and how long it takes, on `world` ranks of `hardware`.
 
@@ -120,6 +121,7 @@ def predict(
         microbatches=microbatches,
         max_norm=max_norm,
         lanes=lanes or ("gpu" if hardware.kind == "gpu" else "cpu"),
+        host_bytes=host_bytes,
     )
     return read_off(tape, hardware, world, ranks_per_host)
 

@@ -83,7 +83,8 @@ class Offload(OffloadPolicy):
         budget: instead of fractions, the memory that a rank's tensors may take on the device that computes: bytes, or
             words such as "20GB". Until the first step of an optimizer, all is away that can be; from then on the least
             that fits, chosen by `state/budget.py`, the same on all ranks: of units, the optimizer's state, on the CPU
-            beside an accelerator, and in `folder` where the CPU computes; then what forward keeps; then, where the CPU
+            beside an accelerator as far as the host's memory has room, and in `folder` beyond that, or where the CPU
+            computes; then what forward keeps; then, where the CPU
             computes, shards and gradients in `folder`.
 
     Raises:

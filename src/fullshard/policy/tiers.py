@@ -3,7 +3,8 @@
 What is cheapest goes first, and goes in full before the next one is touched:
 
     optimizer     a step reads and writes it once, and nothing else waits for it: on the CPU beside an accelerator, to
-                  step behind the next forward; where the CPU computes, on a disk
+                  step behind the next forward, as far as the host has room; beyond that, or where the CPU computes,
+                  on a disk
     activations   they are written and read in every microbatch
     parameters    with gradients, on a disk: read for each gather, written in each reduction and each step
 """

@@ -14,6 +14,11 @@ alike, in every run alike. A rank needs the more of
 Of units that the CPU steps beside the device, a copy of the shards is left of parameters, and no states; of gradients,
 what is on its way down: those of two units. Whole ones, of four: two are copied into a message meanwhile.
 
+The CPU beside the device has a memory of its own, with as much room as the kernel says: the one number that may differ
+from run to run, and of which ranks take the least. Shards and gradients of all units are there by then, and so are the
+buffers of what forward keeps. What comes are states of the units that it steps, two temporaries as large as the largest
+gradient, and the buffers through which states of others pass to a disk.
+
 Where the CPU computes, units may rest on a disk, with gradients and states. Then parts of them pass through buffers,
 all of which are taken to be as large as the largest. In forward and backward there are those of the units that are read
 ahead, of the gradients of two units, and as many as may still be written (`disk/buffers.py`). In the step there are
@@ -40,6 +45,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard._compat import FakeTensor, local_tensor, set_local_tensor
+from fullshard.comm.mesh import ranks_of_this_host
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
 from fullshard.disk.buffers import MOST_WRITING
@@ -66,6 +72,7 @@ __all__ = ["choose_for_budget"]
 
 _log = logging.getLogger(__name__)
 _ORIGIN = Origin("budget", Phase.STEP)
+_ANY = 1 << 62  # bytes, where nobody can tell how many there are
 _REDUCTIONS = 2  # units whose gradients are reduced at once
 _seen: WeakSet[Optimizer] = WeakSet()
 
@@ -76,7 +83,8 @@ def choose_for_budget(optimizer: Optimizer) -> None:
     Not within a backward, whose hooks may step, if any could move: all stays away then.
 
     Raises:
-        ConfigError: nothing that can be away is enough. The budget that would do is named. Or units have several.
+        ConfigError: nothing that can be away is enough. The budget that would do is named. Or the host's memory has no
+            room for what would have to be there. Or units have several budgets.
         DiskError: on some rank, what is to be in memory again cannot be read.
     """
     if optimizer in _seen:
@@ -122,6 +130,7 @@ class _UnitNeeds:
     gradients: int
     states: int
     shards: int  # beyond the copy of them that stays on the device while the CPU steps them
+    to_come: int  # of states, in the host's memory once the CPU beside the device steps them
     # Where its shards rest on a disk:
     buffer: int = 0  # the largest that some of them, or their gradients, pass through
     portion: int = 0  # the most of both that is in memory while it is stepped
@@ -206,6 +215,17 @@ class _Needs:
         blocks = 2 * on_disk.BUFFERS * ALIGNMENT  # that buffers are larger, to begin and to end with one
         return min(of, on_disk.BUFFERS * max(on_disk.PORTION_NBYTES, on_disk.STATES * largest)) + blocks
 
+    def on_host(self, on_cpu: Collection[int], *, passing: int = 0) -> int:
+        """Bytes that are to come to the host's memory beside the device.
+
+        Args:
+            on_cpu: the numbers of units that the CPU there steps.
+            passing: of the states of others, those that go to a disk.
+        """
+        states = sum(self.units[number].to_come for number in on_cpu)
+        temporaries = 2 * self.largest if on_cpu else 0
+        return states + temporaries + (self.states_buffers(of=passing) if passing else 0)
+
     def _on_their_way(self, units: Sequence[_UnitNeeds]) -> int:
         """Gradients of `units`, which the CPU steps, that are on the device at once until they have come down."""
         gradients = sorted(unit.gradients for unit in units)
@@ -217,16 +237,24 @@ class _Needs:
         """The largest of each number over the ranks that `groups` reach."""
         names = [field.name for field in fields(self) if field.name != "units"]
         mine = [getattr(self, name) for name in names] + [number for unit in self.units for number in astuple(unit)]
-        numbers = torch.tensor(mine, dtype=torch.int64, device=device)
-        for group in groups:
-            collectives_for(group, device).combine(numbers, dist.ReduceOp.MAX, origin=_ORIGIN)
-        if isinstance(numbers, FakeTensor):  # a dry run, whose ranks are all like this one
-            return self
-        most = iter(numbers.tolist())
+        most = iter(_over_all_ranks(mine, groups, device, dist.ReduceOp.MAX))
         common = {name: next(most) for name in names}
         width = len(fields(_UnitNeeds))
         units = tuple(_UnitNeeds(*islice(most, width)) for _ in self.units)
         return _Needs(**common, units=units)
+
+
+def _over_all_ranks(
+    mine: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device, how: dist.ReduceOp.RedOpType
+) -> Sequence[int]:
+    """The largest, or the least, of each number over the ranks that `groups` reach: a collective."""
+    numbers = torch.tensor(mine, dtype=torch.int64, device=device)
+    for group in groups:
+        collectives_for(group, device).combine(numbers, how, origin=_ORIGIN)
+    if isinstance(numbers, FakeTensor):  # a dry run, whose ranks are all like this one
+        return mine
+    found: list[int] = numbers.tolist()
+    return found
 
 
 def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
@@ -234,16 +262,13 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
     assert budget is not None
     needs = _needs(runtime, optimizer).over_all_ranks(process_groups_along(runtime.units), runtime.units[0].device)
     units = [unit for unit in runtime.units if _open(unit) == policy]
-    tiers = _tiers(policy, runtime, units, needs)
-    chosen, least = least_that_fits(needs.at_most(), budget, tiers)
+    if accelerator_for(units[0].device).has_lanes:
+        chosen, least = _chosen_beside(policy, runtime, units, needs)
+    else:
+        chosen, least = _chosen_on_cpu(policy, runtime, units, needs)
     if least > budget:
         raise _too_small(policy, units, needs, least)
-    fractions: dict[str, dict[str, float]] = {"optimizer": {}, "activations": {}, "parameters": {}}
-    if any(tier.what == "parameters" for tier, _ in chosen):  # [Note: shards go last]
-        chosen = [*((tier, 1.0) for tier in tiers[:-1]), chosen[-1]]
-    for tier, fraction in chosen:
-        fractions[tier.what][tier.where] = fraction
-    decided = replace(policy, budget=None, **fractions)  # type: ignore[arg-type]  # the names are those of tiers
+    decided = _decided(policy, chosen)
     for unit in units:
         unit.offload_as(decided)
     _move(runtime, units, decided)
@@ -258,6 +283,14 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
             least,
             ", ".join(said) or "nothing is away",
         )
+
+
+def _decided(policy: Offload, chosen: Iterable[tuple[Tier, float]]) -> Offload:
+    """The fractions that are `chosen` in place of the budget of `policy`."""
+    fractions: dict[str, dict[str, float]] = {"optimizer": {}, "activations": {}, "parameters": {}}
+    for tier, fraction in chosen:
+        fractions[tier.what][tier.where] = min(fraction, 1 - sum(fractions[tier.what].values()))
+    return replace(policy, budget=None, **fractions)  # type: ignore[arg-type]  # the names are those of tiers
 
 
 def _move(runtime: Runtime, units: Sequence[Unit], decided: Offload) -> None:
@@ -309,6 +342,7 @@ def _needs_of(unit: Unit, runtime: Runtime, optimizer: Optimizer) -> _UnitNeeds:
         gradients=sum(nbytes for _, nbytes in each),
         states=sum(_values(optimizer, param) * nbytes for param, nbytes in each),
         shards=sum(plan.rest_nbytes for plan in here) - sum(plan.copy_nbytes for plan in there),
+        to_come=sum(max(0, _values(optimizer, param) * nbytes - _on_host(optimizer, param)) for param, nbytes in each),
         **_passing_of(unit),
     )
 
@@ -367,36 +401,48 @@ def _values(optimizer: Optimizer, param: nn.Parameter) -> int:
     return {"Muon": 1, "Adagrad": 1, "ASGD": 1}.get(name, on_disk.STATES)
 
 
-def _tiers(policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs) -> list[Tier]:
-    """What can be away, the cheapest first. Beside an accelerator the host's memory has room for all states."""
-    if not accelerator_for(units[0].device).has_lanes:
-        disk = [] if policy.folder is None else [_states_on_disk(units, needs)]
-        kept = [] if policy.activations_tier == "cpu" else [_activations(policy, runtime, units, needs, [])]
-        shards = [_shards_on_disk(runtime, units, needs, disk + kept)] if on_disk_in_turn(units) else []
-        return disk + kept + shards
-    numbers = [runtime.units.index(unit) for unit in stepped_on_cpu_in_turn(units)]
-    states = _states_on_cpu(runtime, units, needs, numbers)
-    most = max((freed for _, freed in states.steps), default=0)
-    used = next((count for count, (_, freed) in enumerate(states.steps, 1) if freed == most > 0), 0)
-    return [states, _activations(policy, runtime, units, needs, numbers[:used])]
+def _on_host(optimizer: Optimizer, param: nn.Parameter) -> int:
+    """Bytes of states of `param` that were loaded to the host's memory beside the device, where its shard is."""
+    managed = managed_by(param)
+    if managed is None or not managed.unit.is_offloaded:
+        return 0
+    memory_of = accelerator_for(managed.unit.device).memory_of
+    states = (value._local_tensor for value in optimizer.state.get(param, {}).values() if isinstance(value, DTensor))
+    in_memory = (local for local in states if not isinstance(local, OnDisk))
+    return sum(local.nbytes for local in in_memory if memory_of(local) == memory_of(managed.param.local))
 
 
-def _states_on_cpu(runtime: Runtime, units: Sequence[Unit], needs: _Needs, numbers: Sequence[int]) -> Tier:
-    total = sum(unit.trained_nbytes for unit in units)
+# -- where the CPU computes -------------------------------------------------------------------------------------------
+
+
+def _chosen_on_cpu(
+    policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs
+) -> tuple[list[tuple[Tier, float]], int]:
+    """The tiers that are used where the CPU computes, with their fractions; and the bytes that are needed then, which
+    are more than the budget if no less will do.
+    """
+    budget = policy.budget_bytes
+    assert budget is not None
+    disk = [] if policy.folder is None else [_states_on_disk(runtime, units, needs)]
+    kept = [] if policy.activations_tier == "cpu" else [_activations(policy, runtime, units, needs, [])]
+    shards = [_shards_on_disk(runtime, units, needs, disk + kept)] if on_disk_in_turn(units) else []
+    chosen, least = least_that_fits(needs.at_most(), budget, disk + kept + shards)
+    if any(tier.what == "parameters" for tier, _ in chosen):  # [Note: shards go last]
+        chosen = [*((tier, 1.0) for tier in disk + kept), chosen[-1]]
+    return chosen, least
+
+
+def _states_on_disk(runtime: Runtime, units: Sequence[Unit], needs: _Needs, on_cpu: Collection[int] = ()) -> Tier:
+    """That of the optimizer's state of `units`, but of those whose numbers are `on_cpu`."""
+    number_of = {unit: runtime.units.index(unit) for unit in units}
+    sizes = {unit: sum(param.nbytes for param in _trained(unit)) for unit in reversed(units)}
+    rest = {unit: size for unit, size in sizes.items() if size and number_of[unit] not in on_cpu}
+    states = sum(needs.units[number_of[unit]].states for unit in rest)
     steps, taken = [], 0
-    for count, number in enumerate(numbers, 1):
-        taken += runtime.units[number].trained_nbytes
-        steps.append((taken / total, needs.at_most() - needs.at_most(numbers[:count])))
-    return Tier(what="optimizer", where="cpu", steps=steps)
-
-
-def _states_on_disk(units: Sequence[Unit], needs: _Needs) -> Tier:
-    sizes = [sum(it.sharded.numel() for it in unit.params if it.sharded.requires_grad) for unit in reversed(units)]
-    steps, taken = [], 0
-    for size in filter(None, sizes):
+    for size in rest.values():
         taken += size
-        nbytes = needs.states * taken // sum(sizes)
-        steps.append((taken / sum(sizes), nbytes - needs.states_buffers(of=nbytes)))
+        nbytes = states * taken // sum(rest.values())
+        steps.append((taken / sum(sizes.values()), nbytes - needs.states_buffers(of=nbytes)))
     return Tier(what="optimizer", where="disk", steps=steps)
 
 
@@ -418,6 +464,104 @@ def _shards_on_disk(runtime: Runtime, units: Sequence[Unit], needs: _Needs, befo
         then -= needs.states - needs.states_buffers(numbers, of=needs.states)
         steps.append((taken / total, needed - then))
     return Tier(what="parameters", where="disk", steps=steps)
+
+
+# -- beside an accelerator --------------------------------------------------------------------------------------------
+
+
+def _chosen_beside(
+    policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs
+) -> tuple[list[tuple[Tier, float]], int]:
+    """As `_chosen_on_cpu`, beside an accelerator: a collective.
+
+    [Note: what the host has no room for]
+    States go to the CPU as if there were room for all of them. Where there is not, for what the budget asks for, only
+    as many units are stepped there as the host's memory has room for, and the states of the others go through it to
+    the disk, if there is a folder. Their shards and gradients stay on the device. What they took of the host's memory
+    counts as taken: torch keeps page-locked memory that is given back.
+
+    Raises:
+        ConfigError: the budget would do, but for the room that the host's memory has.
+    """
+    budget = policy.budget_bytes
+    assert budget is not None
+    numbers = [runtime.units.index(unit) for unit in stepped_on_cpu_in_turn(units)]
+    tiers = _tiers_beside(policy, runtime, units, needs, numbers)
+    chosen, least = least_that_fits(needs.at_most(), budget, tiers)
+    room, asked = _room_on_host(runtime.units), needs.on_host(numbers[: _count_on_cpu(chosen)])
+    if asked > room:
+        would_do = least <= budget
+        chosen, least = _chosen_with_room(policy, runtime, units, needs, numbers, room)
+        if would_do and least > budget:
+            raise _host_too_small(policy, asked, room, least)
+    return chosen, least
+
+
+def _chosen_with_room(
+    policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs, numbers: Sequence[int], room: int
+) -> tuple[list[tuple[Tier, float]], int]:
+    """As `_chosen_beside`, where no more than `room` bytes are to come to the host's memory."""
+    budget = policy.budget_bytes
+    assert budget is not None
+    found = []
+    for to_disk in (True, False) if policy.folder is not None else (False,):
+        fitting = _that_fit(needs, numbers, room, to_disk=to_disk)
+        if fitting is not None:
+            tiers = _tiers_beside(policy, runtime, units, needs, fitting, to_disk=to_disk)
+            found.append(least_that_fits(needs.at_most(), budget, tiers))
+    return next((it for it in found if it[1] <= budget), min(found, key=lambda it: it[1]))
+
+
+def _room_on_host(units: Sequence[Unit]) -> int:
+    """Bytes that are to come to the host's memory on each rank at most: the least of all ranks'."""
+    device, groups = units[0].device, process_groups_along(units)
+    room = accelerator_for(device).host_room(min(ranks_of_this_host(), dist.get_world_size()))
+    return _over_all_ranks([_ANY if room is None else max(0, room)], groups, device, dist.ReduceOp.MIN)[0]
+
+
+def _that_fit(needs: _Needs, numbers: Sequence[int], room: int, *, to_disk: bool) -> Sequence[int] | None:
+    """The first of the units of `numbers` whose states there is `room` for, while those of the others go `to_disk`;
+    None if there is not even room for the buffers of these.
+    """
+    states = [needs.units[number].states for number in numbers]
+    passing = [sum(states[count:]) if to_disk else 0 for count in range(len(numbers) + 1)]
+    fit = [count for count, its in enumerate(passing) if needs.on_host(numbers[:count], passing=its) <= room]
+    return numbers[: max(fit)] if fit else None
+
+
+def _count_on_cpu(chosen: Iterable[tuple[Tier, float]]) -> int:
+    """How many units the CPU steps then."""
+    tiers = ((tier, fraction) for tier, fraction in chosen if (tier.what, tier.where) == ("optimizer", "cpu"))
+    return sum([share for share, _ in tier.steps].index(fraction) + 1 for tier, fraction in tiers)
+
+
+def _tiers_beside(
+    policy: Offload,
+    runtime: Runtime,
+    units: Sequence[Unit],
+    needs: _Needs,
+    numbers: Sequence[int],
+    *,
+    to_disk: bool = False,
+) -> list[Tier]:
+    """What can be away, the cheapest first: states of the units of `numbers` on the CPU, and of others `to_disk`."""
+    states = _states_on_cpu(runtime, units, needs, numbers)
+    most = max((freed for _, freed in states.steps), default=0)
+    there = numbers[: next((count for count, (_, freed) in enumerate(states.steps, 1) if freed == most > 0), 0)]
+    disk = [_states_on_disk(runtime, units, needs, there)] if to_disk else []
+    return [states, *disk, _activations(policy, runtime, units, needs, there)]
+
+
+def _states_on_cpu(runtime: Runtime, units: Sequence[Unit], needs: _Needs, numbers: Sequence[int]) -> Tier:
+    total = sum(unit.trained_nbytes for unit in units)
+    steps, taken = [], 0
+    for count, number in enumerate(numbers, 1):
+        taken += runtime.units[number].trained_nbytes
+        steps.append((taken / total, needs.at_most() - needs.at_most(numbers[:count])))
+    return Tier(what="optimizer", where="cpu", steps=steps)
+
+
+# -- wherever ---------------------------------------------------------------------------------------------------------
 
 
 def _activations(
@@ -462,6 +606,16 @@ def _too_small(policy: Offload, units: Sequence[Unit], needs: _Needs, least: int
         f"{needs.at_most()} if nothing is: {needs.parameters} of parameters, {needs.gradients} of gradients, "
         f"{needs.states} of states, {needs.gathered} gathered, {needs.kept} kept for backward, {needs.working} to work "
         f"in. {', '.join(remedies[:-1])}; or {remedies[-1]}."
+    )
+
+
+def _host_too_small(policy: Offload, asked: int, room: int, least: int) -> ConfigError:
+    folder = ["Name a folder on a disk, where states can be, too"] if policy.folder is None else []
+    remedies = [*folder, f"give budget={least}", "free memory of the host", "shard over more hosts"]
+    said = f"{', '.join(remedies[:-1])}; or {remedies[-1]}."
+    return ConfigError(
+        f"Offload(budget={policy.budget!r}): the optimizer's states that have to be on the CPU would take {asked} more "
+        f"bytes of the host's memory on each rank, and a rank may take {room} more. {said[0].upper()}{said[1:]}"
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fullshard.device.accelerator import accelerator_for
 from fullshard.device.travel import Journeys, travel
 from fullshard.disk.folder import free_bytes, made
 from fullshard.disk.foresight import Traffic, check_room, floored, foresee
@@ -64,6 +65,7 @@ class Machine:
         world: all ranks.
         local_world: those of one machine.
         machines: how many there are.
+        host_bytes: what one rank may take of the host's memory; None for as much as it likes.
     """
 
     device_type: str
@@ -72,6 +74,7 @@ class Machine:
     world: int
     local_world: int
     machines: int
+    host_bytes: int | None = None
 
 
 def machine_of(rank: Rank) -> Machine:
@@ -85,6 +88,7 @@ def machine_of(rank: Rank) -> Machine:
         world=rank.world,
         local_world=rank.local_world,
         machines=rank.machines,
+        host_bytes=accelerator_for(rank.device).host_room(rank.local_world),
     )
 
 
@@ -292,6 +296,7 @@ def predicted(
         max_norm=settings.optimization.clip or float("inf"),
         make_mesh=lambda: mesh_of(settings, rank),
         loss=(use or DiskUse(settings.optimization.accumulate)).loss,
+        host_bytes=machine.host_bytes,
     )
 
 

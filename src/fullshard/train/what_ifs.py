@@ -26,7 +26,7 @@ def simulate_changes(settings: TrainSettings, rank: Rank, folder: str) -> tuple[
     Raises:
         ConfigError: nothing could be simulated.
     """
-    machine = machine_of(rank)
+    machine = replace(machine_of(rank), host_bytes=None)  # the run itself has of the host's memory what it needs
     return Forecasting(what_ifs_of, settings, machine, folder).result() if described_here(machine) else ()
 
 

@@ -1,0 +1,80 @@
+"""What the host's memory has room for, by what the kernel says of the machine and of the groups around a process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fullshard.device import host_memory
+from fullshard.device.accelerator import accelerator_for
+from fullshard.plan.memory_used import memory_for_a_rank
+
+FIRST = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file"
+SECOND = "memory.max", "memory.current", "inactive_file", "active_file"
+
+
+@pytest.fixture(autouse=True)
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of which 8 MiB are available, whose process is in no group."""
+    (tmp_path / "meminfo").write_text("MemTotal:  16384 kB\nMemAvailable:  8192 kB\nHugePages_Total:  0\n")
+    monkeypatch.setattr(host_memory, "_MACHINE", tmp_path / "meminfo")
+    monkeypatch.setattr(host_memory, "_OWN_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(host_memory, "_GROUPS", tmp_path / "groups")
+    return tmp_path
+
+
+def write_group(folder: Path, names: tuple[str, str, str, str], limit: object, used: int, files: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names[:2], (limit, used), strict=True):
+        (folder / name).write_text(f"{value}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{names[2]} {files // 2}\n{names[3]} {files - files // 2}\n")
+
+
+def test_without_groups_it_is_what_the_machine_has_available(kernel):
+    assert host_memory.host_room() == host_memory.available_bytes() == 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("line", "top", "names"), [("0::", "", SECOND), ("4:cpu,memory:", "memory", FIRST)], ids=["second", "first"]
+)
+def test_the_least_that_is_left_in_a_group_around_the_process_counts(kernel, line, top, names):
+    (kernel / "cgroup").write_text(f"1:pids:/elsewhere\n{line}/job/step/task\n")
+    tree = kernel / "groups" / top
+    write_group(tree / "job/step/task", names, "max", 5)
+    assert host_memory.host_room() == 8 << 20
+    write_group(tree / "job/step", names, 4000, used=1000, files=301)
+    assert host_memory.host_room() == 3301, "pages of files are taken back"
+    write_group(tree / "job", names, 5000, used=4500)
+    assert host_memory.host_room() == 500
+    write_group(tree / "job", names, 5000, used=6000)
+    assert host_memory.host_room() == 0, "a limit that was lowered"
+
+
+@pytest.mark.parametrize(("top", "names"), [("", SECOND), ("memory", FIRST)], ids=["second", "first"])
+def test_a_container_whose_group_is_the_top_of_the_tree_has_its_limit(kernel, top, names):
+    """Its name there is the one outside, which its own tree does not have."""
+    (kernel / "cgroup").write_text("0::/\n4:memory:/docker/1f2e\n")
+    write_group(kernel / "groups" / top, names, 7000, used=2000)
+    assert host_memory.host_room() == 5000
+
+
+def test_a_group_that_has_more_than_the_machine_changes_nothing(kernel):
+    (kernel / "cgroup").write_text("0::/\n")
+    write_group(kernel / "groups", SECOND, 1 << 60, used=0)
+    assert host_memory.host_room() == 8 << 20
+
+
+def test_a_kernel_that_does_not_tell_is_no_error(kernel):
+    (kernel / "meminfo").write_text("MemTotal:  16384 kB\n")
+    assert host_memory.available_bytes() is None and host_memory.host_room() is None
+    (kernel / "meminfo").unlink()
+    assert host_memory.available_bytes() is None and host_memory.share_of_host(4) is None
+    assert memory_for_a_rank(torch.device("cpu"), 2) == 1 << 61
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_a_tenth_is_left_and_ranks_have_equal_shares(ranks):
+    share = host_memory.share_of_host(ranks)
+    assert share == accelerator_for(torch.device("cpu")).host_room(ranks)
+    assert 0 <= 0.9 * (8 << 20) - ranks * share <= ranks
+    assert memory_for_a_rank(torch.device("cpu"), ranks) == (8 << 20) // ranks
