@@ -2,14 +2,17 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from time import monotonic
 
@@ -29,6 +32,28 @@ from fullshard.tape.recorder import Origin, Phase
 WORLD = 3
 KILLED = 137 - 128
 IN_RING = "time.sleep(2); "  # until the ring is closed
+
+# One process imports what all ranks need, and tells of their numbers, and of each how it ended.
+FORKS = """
+import os, sys
+from pathlib import Path
+import torch, torch._dynamo, fullshard
+
+folder, ranks = Path(sys.argv.pop(1)), []
+for rank in range(int(os.environ["WORLD_SIZE"])):
+    ranks.append(os.fork())
+    if not ranks[-1]:
+        os.environ["RANK"] = str(rank)
+        with (folder / str(rank)).open("w") as said:
+            os.dup2(said.fileno(), 2)
+        break
+else:
+    print(*ranks, flush=True)
+    for _ in ranks:
+        ended, status = os.wait()
+        print(ranks.index(ended), os.waitstatus_to_exitcode(status), flush=True)
+    sys.exit()
+"""
 
 # Rank 1 does what it is told before some steps, while the others go on.
 SCRIPT = """
@@ -77,8 +102,8 @@ dist.barrier()
 @dataclass
 class Ended:
     code: int
-    said: str
     at: float
+    said: str
 
 
 def run(action: str, setting: str = "", *, steps: str = "6", elsewhere: bool = False) -> list[Ended]:
@@ -87,35 +112,42 @@ def run(action: str, setting: str = "", *, steps: str = "6", elsewhere: bool = F
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SCRIPT, action, setting, steps, "elsewhere" if elsewhere else ""]
-    source = str(Path(fullshard.__file__).parents[1])
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": source},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(WORLD)
-    ]
-    ends: dict[int, Ended] = {}
+    options = [action, setting, steps, "elsewhere" if elsewhere else ""]
+    common["PYTHONPATH"] = str(Path(fullshard.__file__).parents[1])
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", FORKS + SCRIPT, folder, *options]
+        with subprocess.Popen(command, env={**os.environ, **common}, stdout=subprocess.PIPE, text=True) as launcher:
+            ranks = [int(pid) for pid in launcher.stdout.readline().split()]
+            ends = await_ends(ranks, launcher.stdout)
+        assert launcher.returncode == 0
+        return [Ended(*ends[rank], said=(Path(folder) / str(rank)).read_text()) for rank in range(WORLD)]
 
-    def follow(rank: int) -> None:
-        said = processes[rank].communicate()[1]
-        ends[rank] = Ended(processes[rank].returncode, said, monotonic())
 
-    threads = [Thread(target=follow, args=(rank,)) for rank in range(WORLD)]
+def await_ends(ranks: list[int], told: Iterable[str]) -> dict[int, tuple[int, float]]:
+    """The code with which each rank ended, and when; those that do not are killed. Rank 1 may be stopped, and is waited
+    for no longer than it could need.
+    """
+    ends: dict[int, tuple[int, float]] = {}
+    ended = [Event() for _ in ranks]
+
+    def follow() -> None:
+        for line in told:
+            rank, code = map(int, line.split())
+            ends[rank] = code, monotonic()
+            ended[rank].set()
+
+    follower = Thread(target=follow)
+    follower.start()
     try:
-        for thread in threads:
-            thread.start()
-        for rank in (0, 2, 1):  # rank 1 may be stopped, and is waited for no longer than it could need
-            threads[rank].join(timeout=10 if rank == 1 else 100)
+        for rank in (0, 2, 1):
+            ended[rank].wait(timeout=10 if rank == 1 else 100)
     finally:
-        for process in processes:
-            process.kill()
-    for thread in threads:
-        thread.join()
-    return [ends[rank] for rank in range(WORLD)]
+        for rank, pid in enumerate(ranks):
+            with suppress(ProcessLookupError):
+                if not ended[rank].is_set():
+                    os.kill(pid, signal.SIGKILL)
+        follower.join()
+    return ends
 
 
 @pytest.mark.parametrize(
