@@ -45,12 +45,15 @@ def with_kills(*options: str) -> dict[str, Any]:
         check=False,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    *kills, found = map(json.loads, done.stdout.splitlines())
+    return {**found, "each": kills}
 
 
 @pytest.mark.parametrize("replicas", [pytest.param(it, marks=clusters) for it in (2, 3)])
 def test_killed_replicas_come_back_and_nobody_diverges(replicas):
-    found = with_kills("--kills", "3", "--replicas", str(replicas), "--seed", str(replicas))
+    """One replica is killed as a whole, and one by the loss of a rank."""
+    found = with_kills("--kills", "2", "--replicas", str(replicas), "--seed", str(replicas))
+    assert {len(each["ranks"]) for each in found["each"]} == {1, 2}
     assert found["replicas_have_the_same_weights"]
     assert found["most_abandoned_by_a_survivor"] <= 1
     assert set(found["steps_by_participants"]) >= {str(replicas - 1), str(replicas)}
