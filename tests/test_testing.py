@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import all_but_one
 from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from fullshard.errors import ConfigError, LayoutError
 from fullshard.testing import RanksFailed, assert_same, ranks, run_ranks
@@ -270,3 +271,26 @@ def test_fewer_choices_have_every_one_of_all_axes_but_one(lengths):
     for out in range(len(axes)):
         met = {choice[:out] + choice[out + 1 :] for choice in chosen}
         assert met == set(product(*axes[:out], *axes[out + 1 :]))
+
+
+def compare_cut(rows: int, place: int) -> str:
+    """What is said of values cut over all ranks, where row `place` of one rank differs."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    expected = torch.arange(3.0 * rows).reshape(rows, 3)
+    changed = expected.clone()
+    changed[place, 2] = -1.0
+    ours, same, theirs = (distribute_tensor(it, mesh, [Shard(0)]) for it in (changed, expected, expected))
+    assert_same(same, theirs)
+    assert_same(same, expected)
+    try:
+        assert_same(ours, theirs)
+    except AssertionError as difference:
+        return str(difference)
+    return "no difference"
+
+
+@pytest.mark.parametrize("place", [0, 4])
+def test_tensors_that_are_cut_are_compared_whole_and_every_rank_is_told(place):
+    told = run_ranks(3, compare_cut, 5, place)  # not as many rows on every rank
+    assert len(set(told)) == 1
+    assert f"1 of 15 elements differ, by at most {3 * place + 3:.3g} (at ({place}, 2): -1.0 instead of" in told[0]

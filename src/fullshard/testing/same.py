@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 __all__ = ["assert_same", "differing", "gaps"]
 
@@ -16,7 +17,8 @@ def assert_same(actual: Any, expected: Any, *, name: str = "") -> None:
 
     The `AssertionError` names the first place where they differ and, for tensors, how many elements differ and by how
     much at most. Tensors must agree in dtype, shape and bits (`-0.0` is not `0.0`, and a NaN is the same NaN), not in
-    device, strides or `requires_grad`. Other values must be equal.
+    device, strides or `requires_grad`. A `DTensor` is compared whole: all ranks of its mesh call this, and all find the
+    same. Other values must be equal.
     """
     if isinstance(expected, Tensor):
         _assert_same_tensor(actual, expected, name or "the tensor")
@@ -49,7 +51,7 @@ def _assert_keys(actual: Mapping[Any, Any], expected: Mapping[Any, Any], name: s
 
 def _assert_same_tensor(actual: Any, expected: Tensor, name: str) -> None:
     _assert_type(actual, Tensor, "a tensor", name)
-    ours, theirs = actual.detach().cpu(), expected.detach().cpu()
+    ours, theirs = _whole(actual), _whole(expected)
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         raise AssertionError(
             f"{name}: {ours.dtype} of {tuple(ours.shape)} instead of {theirs.dtype} of {tuple(theirs.shape)}"
@@ -57,6 +59,11 @@ def _assert_same_tensor(actual: Any, expected: Tensor, name: str) -> None:
     differs = differing(ours, theirs)
     if differs.any():
         raise AssertionError(f"{name}: {_describe_difference(ours, theirs, differs)}")
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def differing(ours: Tensor, theirs: Tensor) -> Tensor:
