@@ -22,6 +22,7 @@ from fullshard.plan.hardware import described, hardware
 from fullshard.plan.memory import State, memory_peak
 from fullshard.plan.prediction import steps_of
 from fullshard.plan.process import FIRST_STEPS_NBYTES
+from fullshard.planner import search as planner_search
 from fullshard.planner import steps
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
 from fullshard.planner.candidates import CHECKPOINTING, STRATEGIES, Candidate, Cluster, Program, programs, share_rows
@@ -167,6 +168,21 @@ def test_the_recommended_plan_fits_and_is_the_fastest_that_does(plan):
         assert sum(it.by_state.values()) == pytest.approx(it.peak_bytes, rel=0.01)
         assert sum(it.limits.values()) == pytest.approx(it.step_s, rel=0.05)
         assert 0 < it.flops_utilisation < 1 and set(it.limits) == set(LIMITS)
+
+
+def fail_like_autograd_in_a_fork(*args: Any) -> None:
+    raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+
+
+def test_where_forks_cannot_run_backward_the_plan_is_the_same(plan, monkeypatch):
+    """As beside a GPU, in a process that has run backward."""
+    for in_fork in (planner_search._run_backward, planner_search._sketched):
+        monkeypatch.setattr(planner_search, in_fork.__name__, fail_like_autograd_in_a_fork)
+    other = search(asked())
+    assert [(it.sketch.program, it.figures) for it in other.found] == [
+        (it.sketch.program, it.figures) for it in plan.found
+    ]
+    assert not planner_search._ASKED
 
 
 def test_more_memory_is_never_slower(plan):

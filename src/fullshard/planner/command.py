@@ -29,7 +29,7 @@ from fullshard.planner.report import (
     what_ifs,
     why,
 )
-from fullshard.planner.search import Found, Plan, Question, largest_rows, least_hosts, nearest, search
+from fullshard.planner.search import Found, Plan, Question, Workers, largest_rows, least_hosts, nearest, search
 from fullshard.planner.settings import PlanSettings
 
 __all__ = ["run"]
@@ -156,7 +156,8 @@ def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> i
         offload=question.offload,
         accumulates=count > 1,
     )
-    made = question.asked(program)
+    with Workers(question) as ask:  # not here: others may be asked for
+        made = ask.sketch(ask(program))
     figures, usable = made.figures(rows, count), question.cluster.usable_bytes
     found = Found(made, figures, figures.needed_bytes <= usable, largest_rows(made, usable))
     others = [] if found.fits else nearest(question, program)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fullshard.planner.candidates import (
@@ -218,7 +219,8 @@ def search(question: Question, *, tell: Callable[[str], None] = lambda it: None)
         ahead = replace(best.sketch.program, prefetch_depth=2)
         if ahead.strategy in ("ddp", "zero1", "own"):  # gather nothing within a step, or as the user's function says
             return plan
-        found = _answer(question, question.asked(ahead))
+        with Workers(question) as ask:  # not here: what has run backward may not be able to fork
+            found = _answer(question, ask.sketch(ask(ahead)))
         if found is not None and found.fits and found.figures.step_s < _NO_MATTER * best.figures.step_s:
             plan.found.append(found)
     return plan
@@ -695,7 +697,11 @@ class _Bounds:
 
 
 class Workers:
-    """Sketches made by other processes, as far as there are cores; they are forked, and so know the question."""
+    """Sketches made by other processes, as far as there are cores; they are forked, and so know the question.
+
+    By this one, one after the other, where a fork cannot run backward: threads that autograd has for devices are
+    missing in it. They start with the first backward beside a GPU, or after fake tensors of a torch built for CUDA.
+    """
 
     def __init__(self, question: Question) -> None:
         self._question = question
@@ -710,11 +716,18 @@ class Workers:
             gc.freeze()  # what is there already is not looked through again, which would copy it in each process
             self.at_once = min(cores, 8)
             self._pool = ProcessPoolExecutor(self.at_once, mp_context=context)
+            if self._pool.submit(_run_backward).exception() is not None:
+                self._end()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        self._end()
+
+    def _end(self) -> None:
+        """All processes; what is still asked for is made by this one."""
+        pool, self._pool, self.at_once = self._pool, None, 1
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
             gc.unfreeze()  # the caller's garbage is to be found again
             _ASKED.pop()
 
@@ -744,6 +757,11 @@ def _done(made: Sketch) -> Future[Any]:
 
 
 _ASKED: list[Question] = []  # by this process, of those that it forks: the functions in a question cannot be sent
+
+
+def _run_backward() -> None:
+    """In a forked process: an error if it cannot."""
+    torch.ones((), requires_grad=True).backward()
 
 
 def _sketched(program: Program) -> tuple[Any, ...]:
