@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partialmethod
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -87,6 +87,7 @@ __all__ = [
     "joined_mesh",
     "keeping_versions",
     "kernels_instead",
+    "killed_after",
     "local_tensor",
     "make_dtensor",
     "marks_of",
@@ -479,6 +480,24 @@ def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def concatenated_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
     """A mesh of the axes of `parts`, different ones of one mesh, one after the other."""
     return DeviceMesh._concatenate(parts)
+
+
+@contextmanager
+def killed_after(patience_s: int) -> Iterator[dict[str, Any]]:
+    """Arguments for a `LaunchConfig` whose ranks, told to end, have so many seconds for it, in this context."""
+    from torch.distributed.elastic.multiprocessing import PContext  # late, as only who starts ranks needs it
+    from torch.distributed.launcher.api import LaunchConfig
+
+    if "shutdown_timeout" in LaunchConfig.__dataclass_fields__:
+        yield {"shutdown_timeout": patience_s}
+        return
+    close = PContext.close  # torch 2.11: always 30 s
+
+    PContext.close = partialmethod(close, timeout=patience_s)  # type: ignore[method-assign, assignment]
+    try:
+        yield {}
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
 
 
 def fake_tensors() -> FakeTensorMode:

@@ -6,12 +6,14 @@ import logging
 import os
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fullshard._compat import killed_after
 from fullshard.train.ranks import cores_of_machine
 
 INTERRUPTED = 130  # exit code of a program that Ctrl-C ended
@@ -24,21 +26,12 @@ def launch(module: str, argv: Sequence[str], ranks: int, *, patience_s: int = 5)
     those that take longer than `patience_s` are killed.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores_of_machine() // ranks)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        shutdown_timeout=patience_s,
-    )
     # The launcher logs every failing rank at length; the rank has already reported its error.
     disabled = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        elastic_launch(config, sys.executable)("-m", module, *argv)
+        with killed_after(patience_s) as patience:
+            elastic_launch(_config(ranks, patience), sys.executable)("-m", module, *argv)
     except ChildFailedError as error:
         return int(error.get_first_failure()[1].exitcode) or 1
     except (KeyboardInterrupt, SignalException):
@@ -46,3 +39,16 @@ def launch(module: str, argv: Sequence[str], ranks: int, *, patience_s: int = 5)
     finally:
         logging.disable(disabled)
     return 0
+
+
+def _config(ranks: int, patience: Mapping[str, Any]) -> LaunchConfig:
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        **patience,
+    )

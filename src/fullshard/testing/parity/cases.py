@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fullshard.errors import ConfigError
@@ -66,7 +67,7 @@ class Case:
 
     def expert_norm_mesh(self) -> DeviceMesh:
         """Parts of experts, and of each the ranks that it is sharded over."""
-        ranks = self.expert_mesh().mesh.transpose(2, 3)
+        ranks = self.expert_mesh().mesh.transpose(2, 3).clone(memory_format=torch.contiguous_format)
         return DeviceMesh("cpu", ranks, mesh_dim_names=("outer", "replicate", "ep", "efsdp"))["ep", "efsdp"]
 
     def __str__(self) -> str:
