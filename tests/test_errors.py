@@ -561,9 +561,8 @@ def a_backward_of_a_pipeline_s_stage_in_two_parts() -> Steps:
     group = dist.new_subgroups(1)[0]
     stage = PipelineStage(sharded(), 0, 1, torch.device("cpu"), group=group)
     x = inputs().requires_grad_()
-    stage._validate_fwd_input = stage._validate_fwd_outputs = lambda *args: (
-        None
-    )  # torch 2.11's ask what a schedule notes
+    # torch 2.11 compares them with what a schedule notes.
+    stage._validate_fwd_input = stage._validate_fwd_outputs = lambda *args: None
     yield
     torch.autograd.grad(stage.forward_one_chunk(0, (x,)).sum(), x)
 
