@@ -142,15 +142,17 @@ def test_the_command_goes_on_after_each_kill_of_a_rank(tmp_path):
     assert calm.returncode == 0
     calm_s = time.monotonic() - start
     killed = 0
-    for _ in range(4):
+    for _ in range(8):
         training = command(tmp_path / "storm")
-        deadline = time.monotonic() + draw.uniform(0.3, 0.9) * calm_s
+        deadline = time.monotonic() + draw.uniform(0.2, 0.9) * calm_s
         while time.monotonic() < deadline and training.poll() is None:
             time.sleep(0.05)
         for pid in draw.sample(ranks_of(training), 1) if training.poll() is None and ranks_of(training) else []:
             os.kill(pid, signal.SIGKILL)
             killed += 1
         training.communicate(timeout=120)
+        if killed == 3:
+            break
     assert killed >= 2
     last = command(tmp_path / "storm")
     last.communicate()
