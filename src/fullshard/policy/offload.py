@@ -84,8 +84,7 @@ class Offload(OffloadPolicy):
             words such as "20GB". Until the first step of an optimizer, all is away that can be; from then on the least
             that fits, chosen by `state/budget.py`, the same on all ranks: of units, the optimizer's state, on the CPU
             beside an accelerator as far as the host's memory has room, and in `folder` beyond that, or where the CPU
-            computes; then what forward keeps; then, where the CPU
-            computes, shards and gradients in `folder`.
+            computes; then what forward keeps; then, where the CPU computes, shards and gradients in `folder`.
 
     Raises:
         ConfigError: a fraction is no number from 0 to 1, a tier is unknown, `folder` is missing, or both a budget and
