@@ -27,7 +27,8 @@ from fullshard.engine.hooks import without_sync
 from fullshard.engine.registry import units_in
 from fullshard.optim.clipping import clip_grad_norm_
 from fullshard.planner.candidates import Candidate, Cluster, Program, sharded
-from fullshard.planner.search import Question, search
+from fullshard.planner.question import Question
+from fullshard.planner.search import search
 from fullshard.planner.settings import MachineSettings, PlanSettings
 from fullshard.planner.subject import Subject, gpt_subject
 from fullshard.testing import run_ranks

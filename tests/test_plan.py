@@ -22,20 +22,24 @@ from fullshard.plan.hardware import described, hardware
 from fullshard.plan.memory import State, memory_peak
 from fullshard.plan.prediction import steps_of
 from fullshard.plan.process import FIRST_STEPS_NBYTES
-from fullshard.planner import search as planner_search
 from fullshard.planner import steps
+from fullshard.planner import workers as planner_workers
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
+from fullshard.planner.bounds import states_bytes
 from fullshard.planner.candidates import CHECKPOINTING, STRATEGIES, Candidate, Cluster, Program, programs, share_rows
 from fullshard.planner.command import run
+from fullshard.planner.found import largest_rows
 from fullshard.planner.page import page
+from fullshard.planner.question import Question
 from fullshard.planner.readings import LIMITS
-from fullshard.planner.report import as_dict, nearest_lines, said, what_ifs
-from fullshard.planner.search import Question, largest_rows, least_hosts, nearest, search, states_bytes
+from fullshard.planner.report import as_dict, foresee, nearest_lines, said, what_ifs
+from fullshard.planner.search import least_hosts, nearest, search
 from fullshard.planner.settings import MachineSettings, PlanSettings
 from fullshard.planner.shorten import block_lists, shortened
 from fullshard.planner.sketch import sketch
 from fullshard.planner.steps import fractions_on_cpu, take_steps
 from fullshard.planner.subject import Subject, gpt_subject, named_subject, own_loss
+from fullshard.planner.workers import Workers
 from fullshard.train.options import parse_settings
 from fullshard.train.settings import ModelSettings
 
@@ -118,7 +122,7 @@ def test_steps_of_few_rows_tell_of_more(name):
         assert sum(getattr(each, it, 0) for each in few.tapes[0].at(5)) == sum(
             getattr(each, it, 0) for each in many.one
         )
-    told, taken = few.figures(5, 1), replace(few, tapes=[many], _found={}).figures(5, 1)
+    told, taken = few.figures(5, 1), replace(few, _tapes=[many], _found={}).figures(5, 1)
     assert few.tapes[0].rows == (2 if name == "batch first" else 1)
     assert told.peak_bytes == pytest.approx(taken.peak_bytes, rel=0.01)
     assert told.step_s == pytest.approx(taken.step_s, rel=0.01)
@@ -137,9 +141,11 @@ def test_lists_of_like_blocks_are_found_and_put_back():
 
 
 def test_no_program_takes_less_than_its_states():
-    question = Question(subject=gpt(), cluster=H100, global_batch=32)
-    for program in (Program(strategy="zero3"), Program(strategy="zero1", accumulates=True)):
-        assert 0 < states_bytes(question, program) <= sketch(gpt(), H100, program).figures(1, 2).peak_bytes
+    summed = [Program(strategy=it, accumulates=True, syncs_each=True) for it in ("zero1", "zero2")]
+    for program in (Program(strategy="zero3"), Program(strategy="zero1", accumulates=True), *summed):
+        for subject in (gpt(), gpt(layers=48, seq=1)):
+            question = Question(subject=subject, cluster=H100, global_batch=32)
+            assert 0 < states_bytes(question, program) <= sketch(subject, H100, program).figures(1, 2).peak_bytes
 
 
 # ------------------------------------------------------------------------------------------------------- the search
@@ -176,13 +182,46 @@ def fail_like_autograd_in_a_fork(*args: Any) -> None:
 
 def test_where_forks_cannot_run_backward_the_plan_is_the_same(plan, monkeypatch):
     """As beside a GPU, in a process that has run backward."""
-    for in_fork in (planner_search._run_backward, planner_search._sketched):
-        monkeypatch.setattr(planner_search, in_fork.__name__, fail_like_autograd_in_a_fork)
+    for in_fork in (planner_workers._run_backward, planner_workers._sketched):
+        monkeypatch.setattr(planner_workers, in_fork.__name__, fail_like_autograd_in_a_fork)
     other = search(asked())
     assert [(it.sketch.program, it.figures) for it in other.found] == [
         (it.sketch.program, it.figures) for it in plan.found
     ]
-    assert not planner_search._ASKED
+    assert not planner_workers._ASKED
+
+
+def test_what_is_foreseen_is_not_simulated_again(plan):
+    with Workers(plan.question) as workers:
+        foresee(plan, workers)
+        ((question, program, future),) = workers._ahead
+        assert question.cluster.hosts == 4 and program == plan.best.sketch.program
+        assert workers(question, program) is future
+        assert workers(plan.question, program) is not future
+        foreseen = what_ifs(plan, workers)
+    with Workers(plan.question) as workers:
+        assert what_ifs(plan, workers) == foreseen
+
+
+def test_without_gradients_to_keep_zero1_and_zero2_are_alike():
+    """So one of them is looked at."""
+    for accumulates in (False, True):
+        one, two = (
+            sketch(gpt(), H100, Program(strategy=it, accumulates=accumulates, syncs_each=accumulates))
+            for it in ("zero1", "zero2")
+        )
+        for rows in (1, 4):
+            first, second = (it.figures(rows, 1 + accumulates) for it in (one, two))
+            assert (first.flops, first.sent_bytes) == (second.flops, second.sent_bytes)
+            assert second.peak_bytes <= first.peak_bytes
+            assert second.step_s == pytest.approx(first.step_s, rel=0.01)
+    every = [it for it in programs(H100, checkpointing=("none",)) if it.strategy in ("zero1", "zero2")]
+    assert {(it.strategy, it.accumulates, it.syncs_each) for it in every} == {
+        ("zero1", False, False),
+        ("zero1", True, False),
+        ("zero2", True, False),
+        ("zero2", True, True),
+    }
 
 
 def test_more_memory_is_never_slower(plan):
@@ -201,7 +240,8 @@ def test_a_slower_network_is_never_faster(plan):
         candidate = found.figures.candidate
         again = found.sketch.on(slower).figures(candidate.rows, candidate.microbatches)
         assert again.step_s >= found.figures.step_s
-    assert any(it.change == "Half the network" and it.of_best <= 1.001 for it in what_ifs(plan))
+    with Workers(plan.question) as workers:
+        assert any(it.change == "Half the network" and it.of_best <= 1.001 for it in what_ifs(plan, workers))
 
 
 @pytest.mark.slow
@@ -343,7 +383,8 @@ def test_programs_are_those_of_the_machines():
 
 
 def test_the_report_has_every_field(plan, tmp_path):
-    report = json.loads(json.dumps(as_dict(plan, what_ifs(plan))))
+    with Workers(plan.question) as workers:
+        report = json.loads(json.dumps(as_dict(plan, what_ifs(plan, workers))))
     assert report["recommended"]["fits"] and report["recommended"]["step_s"] > 0
     fields = {
         "strategy",
@@ -661,7 +702,8 @@ def test_what_comes_nearest_to_fitting_is_named():
     needs = [question.asked(replace(program, checkpointing=kept)).needed_bytes(1) for kept in question.checkpointing]
     share = sum(needs) / 2 / question.cluster.hardware.memory_bytes
     tight = replace(question, cluster=replace(question.cluster, share=share))
-    likes = nearest(tight, program)
+    with Workers(tight) as workers:
+        likes = nearest(tight, program, workers)
     assert [(it.sketch.program.checkpointing, it.fits) for it in likes] == [("every-1", True), ("none", False)]
     (line,) = nearest_lines(tight, likes[1], likes)
     assert line.startswith("Nearest to fitting: zero2, checkpoints every-1, rows 1 x 1: ") and "fits, with" in line

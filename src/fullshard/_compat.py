@@ -500,7 +500,7 @@ def killed_after(patience_s: int) -> Iterator[dict[str, Any]]:
         PContext.close = close  # type: ignore[method-assign]
 
 
-def fake_tensors() -> FakeTensorMode:
+def fake_tensors() -> QuickFakes:
     """A context in which tensors have shapes, dtypes and devices, but no memory. Real ones beside them become such."""
     return QuickFakes()
 
@@ -737,7 +737,23 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Floating-point operations of an operation of torch's, by torch's own formulas; 0 where it has none."""
     packet = func._overloadpacket
     formula = flop_registry.get(_ATTENTION_ON_CPU.get(packet, packet))
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    if formula is None:
+        return 0
+    key = (packet, *map(_shape_or_value, args), *kwargs, *map(_shape_or_value, kwargs.values()))
+    try:
+        known = _flops.get(key)
+    except TypeError:  # there are lists among the arguments
+        return int(formula(*args, **kwargs, out_val=result))
+    if known is None:
+        known = _flops[key] = int(formula(*args, **kwargs, out_val=result))
+    return known
+
+
+def _shape_or_value(argument: Any) -> Any:
+    return argument.shape if isinstance(argument, Tensor) else argument
+
+
+_flops: dict[Any, int] = {}  # by operation and shapes: the formulas take longer than the rest of what is noted
 
 
 def skipped_flops_of(func: Any, args: Any, kwargs: Any, flops: int) -> int:

@@ -71,23 +71,37 @@ class QuickFakes(FakeTensorMode):
         kwargs = kwargs or {}
         if func is ASKS_DEVICE and type(args[0]) is FakeTensor:
             return args[0].device
+        result = self.quickly(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        given = (*args, *kwargs.values())
+        key = self._key(func, given, kwargs) if _is_told_by_shapes(func) else None
+        result = self.dispatch(func, types, args, kwargs)
+        if key is not None and key not in self._known:
+            is_same = self._key(func, given, kwargs) == key  # unless what it writes to was of another shape before
+            self._known[key] = self._told(result, given) if is_same else None
+        return result
+
+    def quickly(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What `func` gives, if it is a view or is known; otherwise `NotImplemented`. No mode hears of it."""
         if not _is_told_by_shapes(func):
-            return self.dispatch(func, types, args, kwargs)
+            return NotImplemented
         given = (*args, *kwargs.values())
         key = self._key(func, given, kwargs)
         if key is None:
-            return self.dispatch(func, types, args, kwargs)
+            return NotImplemented
         if func.is_view or func is _UNSAFE_VIEW:
             with in_kernel_invocation_manager(self):
                 viewed = func(*args, **kwargs)
             return self._wrapped(viewed, args[0].fake_device)
-        if key not in self._known:
-            result = self.dispatch(func, types, args, kwargs)
-            is_same = self._key(func, given, kwargs) == key  # unless what it writes to was of another shape before
-            self._known[key] = self._told(result, given) if is_same else None
-            return result
-        told = self._known[key]
-        return self.dispatch(func, types, args, kwargs) if told is None else self._made(told, given)
+        told = self._known.get(key)
+        if told is None:
+            return NotImplemented
+        unheard = torch._C._DisableTorchDispatch()
+        try:
+            return self._made(told, given)
+        finally:
+            del unheard
 
     def _key(self, func: Any, given: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
         """All that a result can depend on; None if an argument is not plain."""

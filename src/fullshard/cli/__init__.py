@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import os
 import sys
@@ -46,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     disk that is of no use; one line on stderr explains it.
     """
     argv = sys.argv[1:] if argv is None else argv
+    atexit.register(gc.freeze)  # or Python looks through all of torch for garbage when it ends, which takes a second
     try:
         return dispatch(argv)
     except (ConfigError, CheckpointError, DiskError) as error:

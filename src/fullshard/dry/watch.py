@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fullshard._compat import (
     FakeTensor,
-    FakeTensorMode,
     are_real,
     data_dependent_errors,
     finished_work,
@@ -27,7 +26,7 @@ from fullshard._compat import (
     outside_of_modes,
     skipped_flops_of,
 )
-from fullshard._fakes import ASKS_DEVICE
+from fullshard._fakes import ASKS_DEVICE, QuickFakes
 from fullshard.device.awaited import Awaited
 from fullshard.dry.lanes import DryAccelerator
 from fullshard.errors import ConfigError
@@ -72,7 +71,7 @@ class Watch(TorchDispatchMode):
         fakes: the mode of the fake tensors; None if tensors are real.
     """
 
-    def __init__(self, accelerator: DryAccelerator, fakes: FakeTensorMode | None) -> None:
+    def __init__(self, accelerator: DryAccelerator, fakes: QuickFakes | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._accelerator = accelerator
         self._tape = accelerator.tape
@@ -95,7 +94,7 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "view" and FakeTensor in types:
-            return func(*args, **kwargs)
+            return self._given_by(func, args, kwargs)
         given = _tensors((args, kwargs))
         if self._fakes is not None and are_real(given) and kind != "constant":  # such as the ranks of a mesh
             with outside_of_modes():
@@ -164,12 +163,17 @@ class Watch(TorchDispatchMode):
             if product is not None:
                 return product
         try:
-            return func(*args, **kwargs)
+            return self._given_by(func, args, kwargs)
         except data_dependent_errors as error:
             raise ConfigError(
                 f"{name} was asked for in a dry run, and what it gives depends on values, which fake tensors do not "
                 "have. Pass values=True: a dry run on real tensors, of a model that this machine has memory for."
             ) from error
+
+    def _given_by(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives: of fakes at once, where the way through torch's dispatcher can be spared."""
+        result = NotImplemented if self._fakes is None else self._fakes.quickly(func, args, kwargs)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
     def _note_question(self, name: str) -> None:
         """Note that the host asks for a value, which has the same answer however often it is asked for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ __all__ = [
     "Candidate",
     "Cluster",
     "Program",
+    "checkpointed",
     "programs",
     "sharded",
     "share_rows",
@@ -49,6 +50,8 @@ PRECISIONS = {
     "fp32": (None, None),
 }
 """Dtypes of compute and of gradient sums; parameters at rest and the optimizer keep the model's own."""
+
+T = TypeVar("T")
 
 _GPU_BYTES_APART = 2.0e9  # CUDA's context, NCCL's buffers (some 0.5 GB each), cuBLAS's workspaces, and a margin
 _CPU_BYTES_APART = 0.45e9  # of a process: Python, torch and their libraries
@@ -220,7 +223,12 @@ def programs(
     accumulates: Sequence[bool] = (False, True),
     wires: tuple[str | None, str | None] = (None, None),
 ) -> Iterator[Program]:
-    """All programs that make sense on `cluster`: hybrid ones take several hosts, and sharded ones several ranks."""
+    """All programs that make sense on `cluster`: hybrid ones take several hosts, and sharded ones several ranks.
+
+    zero1 and zero2 differ in what they keep of gradients between microbatches. Where that is nothing, there is one of
+    them: zero1 without microbatches to add up, and zero2, which frees parameters sooner, where each is reduced.
+    """
+    sums_whole = ("ddp", "zero1") if "zero2" in strategies else ("ddp",)
     for strategy in strategies:
         if strategy in ("hpz", "hsdp", "hsdp_zero2", "hfsdp") and (cluster.hosts < 2 or cluster.per_host < 2):
             continue
@@ -234,7 +242,9 @@ def programs(
                     for several in accumulates:
                         if strategy == "hfsdp" and not several:
                             continue  # which is for microbatches that gather within hosts
-                        for each in (False, True) if several and strategy != "ddp" else (False,):
+                        if strategy == "zero2" and not several and "zero1" in strategies:
+                            continue
+                        for each in (False, True) if several and strategy not in sums_whole else (False,):
                             yield Program(
                                 strategy=strategy,
                                 checkpointing=kept,
@@ -281,7 +291,7 @@ def sharded(model: nn.Module, program: Program, per_host: int) -> nn.Module:
     return model
 
 
-def checkpointed(units: Sequence[nn.Module], kept: str) -> Sequence[nn.Module]:
+def checkpointed(units: Sequence[T], kept: str) -> Sequence[T]:
     """Those of `units` that run again in backward."""
     if kept == "none":
         return ()

@@ -16,10 +16,13 @@ from fullshard.command_line import check_writable, near_matches, parse
 from fullshard.errors import ConfigError
 from fullshard.plan.forecast import comparison_table
 from fullshard.planner.candidates import STRATEGIES, Program
+from fullshard.planner.found import Found, Plan, largest_rows
 from fullshard.planner.page import page
+from fullshard.planner.question import Question
 from fullshard.planner.report import (
     WIDTH,
     as_dict,
+    foresee,
     head,
     left_out_lines,
     nearest_lines,
@@ -29,8 +32,9 @@ from fullshard.planner.report import (
     what_ifs,
     why,
 )
-from fullshard.planner.search import Found, Plan, Question, Workers, largest_rows, least_hosts, nearest, search
+from fullshard.planner.search import least_hosts, nearest, search
 from fullshard.planner.settings import PlanSettings
+from fullshard.planner.workers import Workers
 
 __all__ = ["run"]
 
@@ -86,13 +90,15 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
     waiting: Any = console.status("simulating") if console.is_terminal and not quiet else nullcontext()
     with waiting as status:
         tell = (lambda it: status.update(f"simulating {it}")) if status is not None else (lambda it: None)
-        if answer.fits_on:
-            plan = least_hosts(question, tell=tell)
-        elif answer.largest_batch:
-            plan = search(replace(question, global_batch=None, largest=True), tell=tell)
-        else:
-            plan = search(question, tell=tell)
-        changes = what_ifs(plan) if plan is not None and not (answer.fits_on or answer.largest_batch) else []
+        with Workers(question, tell) as workers:
+            if answer.fits_on:
+                plan = least_hosts(question, workers)
+            elif answer.largest_batch:
+                plan = search(replace(question, global_batch=None, largest=True), workers)
+            else:
+                plan = search(question, workers, foresee=lambda plan: foresee(plan, workers))
+            asks_size = answer.fits_on or answer.largest_batch
+            changes = [] if plan is None or asks_size else what_ifs(plan, workers)
     if plan is None:
         nowhere = (
             "It fits on none of the worlds that were tried: a row's activations, or a unit, are too large for a rank."
@@ -156,11 +162,11 @@ def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> i
         offload=question.offload,
         accumulates=count > 1,
     )
-    with Workers(question) as ask:  # not here: others may be asked for
-        made = ask.sketch(ask(program))
-    figures, usable = made.figures(rows, count), question.cluster.usable_bytes
-    found = Found(made, figures, figures.needed_bytes <= usable, largest_rows(made, usable))
-    others = [] if found.fits else nearest(question, program)
+    with Workers(question) as ask:
+        made = ask.sketch(ask(question, program))
+        figures, usable = made.figures(rows, count), question.cluster.usable_bytes
+        found = Found(made, figures, figures.needed_bytes <= usable, largest_rows(made, usable))
+        others = [] if found.fits else nearest(question, program, ask)
     lines = [*why(question, found), *nearest_lines(question, found, others)]
     say(*lines)
     if path is not None:

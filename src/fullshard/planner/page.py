@@ -10,8 +10,8 @@ import numpy as np
 
 from fullshard.plan.memory import State, memory_curve
 from fullshard.plan.timeline import Placed, lay_out
+from fullshard.planner.found import Found, Plan
 from fullshard.planner.report import WhatIf, columns, head, paste, row, said
-from fullshard.planner.search import Found, Plan
 from fullshard.report import shown
 from fullshard.report.frame import framed, stamped
 from fullshard.report.run import Memory, Span

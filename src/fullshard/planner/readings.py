@@ -79,13 +79,16 @@ def held_of(tapes: Tapes, kind: str) -> dict[Any, float]:
 def _spent(laid: Timeline, costs: Costs) -> dict[Any, float]:
     """Seconds of the compute lane by what they go to; "step" is all of them, with what comes behind its last.
 
-    "optimizer" is the part of them in which parameters are stepped. The disk is on no tape.
+    "optimizer" is the part of them in which parameters are stepped, "blocks" that of the forwards of units below the
+    root. The disk is on no tape.
     """
-    found: dict[Any, float] = dict.fromkeys((*LIMITS, "step", "optimizer"), 0.0)
+    found: dict[Any, float] = dict.fromkeys((*LIMITS, "step", "optimizer", "blocks"), 0.0)
     for placed in laid.placed:
         entry = placed.entry
         if entry.lane == COMPUTE and entry.origin.phase is Phase.STEP:
             found["optimizer"] += placed.end - placed.start
+        if entry.lane == COMPUTE and entry.origin.phase is Phase.FORWARD and entry.origin.unit:
+            found["blocks"] += placed.end - placed.start
         if entry.lane == COMPUTE and isinstance(entry, Operation):
             is_compute = entry.flops / costs.flops_per_s > entry.nbytes / costs.memory_bytes_per_s
             found["compute" if is_compute else "memory bandwidth"] += placed.end - placed.start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,9 +14,12 @@ from fullshard.disk.foresight import DAY_S
 from fullshard.disk.speed import TYPICAL
 from fullshard.errors import ConfigError
 from fullshard.planner.advice import python_lines, train_flags, trainer_arguments
-from fullshard.planner.candidates import Candidate
-from fullshard.planner.search import ALIKE, Found, Plan, Question, Workers, states_bytes
+from fullshard.planner.bounds import states_bytes
+from fullshard.planner.candidates import Candidate, Program
+from fullshard.planner.found import ALIKE, Found, Plan
+from fullshard.planner.question import Question
 from fullshard.planner.sketch import Figures
+from fullshard.planner.workers import Workers
 from fullshard.versions import versions
 
 __all__ = [
@@ -23,6 +27,7 @@ __all__ = [
     "WhatIf",
     "as_dict",
     "columns",
+    "foresee",
     "head",
     "nearest_lines",
     "paste",
@@ -161,11 +166,12 @@ class WhatIf:
         )
 
 
-def what_ifs(plan: Plan) -> list[WhatIf]:
+def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
     """The answer with half the network (or link, within a host), by the same tapes; and with twice the hosts."""
     best, question = plan.best, plan.question
     if best is None:
         return []
+    foresee(plan, ask)  # beside what follows, where there is a core for it
     hardware = question.cluster.hardware
     if question.cluster.hosts > 1:
         slower = replace(hardware, network=replace(hardware.network, bytes_per_s=hardware.network.bytes_per_s / 2))
@@ -173,26 +179,39 @@ def what_ifs(plan: Plan) -> list[WhatIf]:
     else:
         slower = replace(hardware, link=replace(hardware.link, bytes_per_s=hardware.link.bytes_per_s / 2))
         change = "Half the link between ranks"
-    twice = replace(question, cluster=question.cluster.with_hosts(2 * question.cluster.hosts))
-    program = best.sketch.program
+    figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
+    slower_link = WhatIf(change, figures, _gain(best.figures, figures, 1))
     try:
-        twice.shapes()
+        twice, made = _twice(question), ask.sketch(ask(*_asked_of_twice(plan)))
     except ConfigError as error:
-        figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
-        of_twice = WhatIf(f"Twice the hosts ({error})", None, 0.0)
-        return [WhatIf(change, figures, _gain(best.figures, figures, 1)), of_twice]
+        return [slower_link, WhatIf(f"Twice the hosts ({error})", None, 0.0)]
+    figures = _fastest([(made, twice)])
+    return [slower_link, WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2))]
+
+
+def foresee(plan: Plan, ask: Workers) -> None:
+    """Have ready what `what_ifs` will ask for, if the best so far stays the best."""
+    with suppress(ConfigError):
+        ask.ask_ahead(*_asked_of_twice(plan))
+    for it in plan.fitting:
+        _ = it.sketch.tapes  # unpacked while others are simulated
+
+
+def _twice(question: Question) -> Question:
+    return replace(question, cluster=question.cluster.with_hosts(2 * question.cluster.hosts))
+
+
+def _asked_of_twice(plan: Plan) -> tuple[Question, Program]:
+    """The best program on twice the hosts.
+
+    Raises:
+        ConfigError: the ranks cannot share the global batch.
+    """
+    assert plan.best is not None
+    twice, program = _twice(plan.question), plan.best.sketch.program
     if not twice.shapes_of(program):  # fewer microbatches are left
         program = replace(program, accumulates=not program.accumulates, syncs_each=False)
-    with Workers(twice) as ask:
-        asked = ask(program)  # beside what follows, where there is a core for it
-        figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
-        found = [WhatIf(change, figures, _gain(best.figures, figures, 1))]
-        try:
-            figures = _fastest([(ask.sketch(asked), twice)])
-        except ConfigError as error:
-            return [*found, WhatIf(f"Twice the hosts ({error})", None, 0.0)]
-    found.append(WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2)))
-    return found
+    return twice, program
 
 
 def _fastest(sketches: Sequence[tuple[Any, Question]]) -> Figures | None:

@@ -10,7 +10,7 @@ from fullshard.disk.speed import TYPICAL, measure
 from fullshard.errors import ConfigError
 from fullshard.plan.hardware import HERE, hardware
 from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, Cluster
-from fullshard.planner.search import Question
+from fullshard.planner.question import Question
 from fullshard.planner.steps import MakeOptimizer
 from fullshard.planner.subject import Subject, gpt_subject, mismatch, named_subject, transformers_subject
 from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES

@@ -9,6 +9,7 @@ bytes), so there the sizes of each operation are, and the tape is laid out anew.
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -47,6 +48,7 @@ class Figures:
         host_bytes: of the host's memory for each rank, beside an accelerator.
         step_s: seconds of a step.
         limits: seconds of the compute lane by what they go to, in `LIMITS`.
+        blocks_s: seconds of the compute lane in forwards of units below the root, which checkpoints do again.
         flops: of the forward and backward of a step, on a rank, without what checkpoints compute again.
         sent_bytes: what a rank gives to collectives in a step.
         flops_utilisation: the share of the peak rate that `flops` come to (MFU).
@@ -60,6 +62,7 @@ class Figures:
     host_bytes: float
     step_s: float
     limits: Mapping[str, float]
+    blocks_s: float
     flops: float
     sent_bytes: float
     flops_utilisation: float
@@ -68,6 +71,11 @@ class Figures:
     def seconds_a_row(self) -> float:
         """Seconds for each row of a rank: what candidates are compared by."""
         return self.step_s / (self.candidate.rows * self.candidate.microbatches)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of the compute lane in which it computes."""
+        return self.limits["compute"] + self.limits["memory bandwidth"]
 
     @property
     def exposed_s(self) -> float:
@@ -87,16 +95,40 @@ class Sketch:
     subject: Subject
     cluster: Cluster
     program: Program
-    tapes: Sequence[Tapes]
+    _tapes: Sequence[Tapes] | bytes
     whole: Mapping[str, int]  # the lengths of the block lists of the model itself
     _found: dict[int, dict[Any, float]] = field(default_factory=dict)
+
+    @property
+    def tapes(self) -> Sequence[Tapes]:
+        """Those of the short models."""
+        if isinstance(self._tapes, bytes):
+            tapes: Sequence[Tapes] = pickle.loads(self._tapes)
+            self._tapes = tapes
+        return self._tapes
+
+    def packed(self) -> Mapping[str, Any]:
+        """All but the subject, for another process: what was read off the tapes, and these in one piece."""
+        return vars(self) | {"subject": None, "_tapes": pickle.dumps(self.tapes, pickle.HIGHEST_PROTOCOL)}
+
+    @staticmethod
+    def unpacked(subject: Subject, packed: Mapping[str, Any]) -> Sketch:
+        """The sketch again. Of most no more is asked than was read off: tapes stay in one piece until they are."""
+        made = object.__new__(Sketch)
+        vars(made).update(packed, subject=subject)
+        return made
+
+    @cached_property
+    def least_rows(self) -> int:
+        """Those of the steps that were taken."""
+        return self.tapes[0].rows
 
     @cached_property
     def most_rows(self) -> int | None:
         """The most rows that can be told; None if any number can."""
         if not self.subject.any_rows:
             return 1
-        return None if all(each.is_straight for each in self.tapes) else self.tapes[0].rows + 1
+        return None if all(each.is_straight for each in self.tapes) else self.least_rows + 1
 
     def can_tell(self, rows: int) -> bool:
         """True if a step with so many rows can be told."""
@@ -107,7 +139,7 @@ class Sketch:
         """In which most FLOPs are done."""
         return compute_dtype(self.tapes[0].one)
 
-    @property
+    @cached_property
     def custom_operations(self) -> list[str]:
         """Operations of others than torch's that no FLOPs are known of: they are counted by their bytes."""
         entries = (entry for entry in self.tapes[0].one if isinstance(entry, Operation) and not entry.flops)
@@ -169,7 +201,9 @@ class Sketch:
         found = self._figures(rows)
         more = microbatches - (2 if self.program.accumulates else 1)
         peak, by_state, where = self._peak(rows)
-        times = {name: found[name] + more * found["each", name] for name in (*LIMITS, "step", "flops", "sent")}
+        times = {
+            name: found[name] + more * found["each", name] for name in (*LIMITS, "blocks", "step", "flops", "sent")
+        }
         times["disk"] = self._disk_s(found["optimizer"])
         times["step"] += times["disk"]
         rate = self.cluster.hardware.flops_per_s[self.dtype]
@@ -182,6 +216,7 @@ class Sketch:
             host_bytes=max(self._regions(rows, of_host=True).values(), default=0.0) + self.disk_buffers_bytes,
             step_s=times["step"],
             limits={name: max(0.0, times[name]) for name in LIMITS},
+            blocks_s=times["blocks"],
             flops=times["flops"],
             sent_bytes=times["sent"],
             flops_utilisation=times["flops"] / times["step"] / rate,
@@ -243,7 +278,7 @@ class Sketch:
     def _regions(self, rows: int, *, of_host: bool) -> dict[Any, float]:
         """Bytes at the peak of each region: (unit, phase, None) for all of it, (unit, phase, state) for its parts."""
         one, two = self._rests_of_host if of_host else self._rests
-        more = rows - self.tapes[0].rows
+        more = rows - self.least_rows
         return {key: max(0.0, value + more * (two.get(key, value) - value)) for key, value in one.items()}
 
     @cached_property

@@ -83,7 +83,7 @@ def take_steps(
     one = tape.entries[begins[1] : begins[2]]
     two = tape.entries[begins[2] : begins[3]] or one
     if not subject.values:
-        _check_reads_no_values(subject, cluster, one)
+        _check_reads_no_values(subject, cluster, lengths, one)
     return Tapes(lengths, tape, begins, one, two, rows_of_steps[1] if subject.any_rows else 1)
 
 
@@ -96,14 +96,18 @@ def fractions_on_cpu(subject: Subject, cluster: Cluster, program: Program) -> li
 def _made(subject: Subject, cluster: Cluster, program: Program, lengths: dict[str, int]) -> nn.Module:
     if subject.make_sharded is not None:
         return subject.make_sharded()
+    return sharded(_short_copy(subject, lengths), program, cluster.per_host)
+
+
+def _short_copy(subject: Subject, lengths: dict[str, int]) -> nn.Module:
+    """A copy of the model with so many blocks."""
     assert subject.model is not None
     undo = shortened(subject.model, lengths)
     try:
-        model = copy_with_memory(subject.model, values=subject.values)
+        return copy_with_memory(subject.model, values=subject.values)
     finally:
         for blocks, rest in undo:
             blocks.extend(rest)
-    return sharded(model, program, cluster.per_host)
 
 
 def _step(
@@ -151,11 +155,11 @@ def users_mistake(subject: Subject, error: Exception) -> ConfigError | None:
     return ConfigError(f"{subject.name}: cannot take a step{where}: {type(error).__name__}: {said}.{remedy}")
 
 
-def _check_reads_no_values(subject: Subject, cluster: Cluster, step: Sequence[Entry]) -> None:
+def _check_reads_no_values(subject: Subject, cluster: Cluster, lengths: dict[str, int], step: Sequence[Entry]) -> None:
     """Refuse a model that asks for values on its way: what it does then depends on them, and there are none."""
     for entry in step:
         if isinstance(entry, Operation) and entry.name in _READS_VALUES and entry.origin.phase is Phase.FORWARD:
-            line = _line_that_reads(subject, cluster)
+            line = _line_that_reads(subject, cluster, lengths)
             if line is None:
                 return
             raise ConfigError(
@@ -186,13 +190,13 @@ def _asking_file() -> str:
     return asking.name if "transformers" in asking.parts else ""
 
 
-def _line_that_reads(subject: Subject, cluster: Cluster) -> str | None:
+def _line_that_reads(subject: Subject, cluster: Cluster, lengths: dict[str, int]) -> str | None:
     """The line, if the model can be run by itself; None if none is the model's own."""
     if subject.model is None:
         return ""
     if subject.model not in _reads:  # the same of every sketch
         with dry.world(cluster.world, ranks_per_host=cluster.per_host), dry.taped(), _Reads() as reads:
-            subject.loss(copy_with_memory(subject.model, values=False), subject.make_batch(1))
+            subject.loss(_short_copy(subject, lengths), subject.make_batch(1))
         _reads[subject.model] = reads.line
     return _reads[subject.model]
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import json
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,8 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         ConfigError: the file is not there, or describes no such model; transformers is not installed.
     """
     try:
-        import transformers
+        with _uncollected():
+            import transformers
     except ImportError as error:
         raise ConfigError("--config needs transformers: pip install 'fullshard[transformers]'.") from error
     config = config / "config.json" if config.is_dir() else config
@@ -174,7 +176,8 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         described = transformers.AutoConfig.for_model(kind, **said)
         described.use_cache = False
         names = [name for name in said.get("architectures") or () if hasattr(transformers, name)]
-        made_by: Any = getattr(transformers, names[0]) if names else transformers.AutoModelForCausalLM
+        with _uncollected():  # its modules are imported when they are asked for
+            made_by: Any = getattr(transformers, names[0]) if names else transformers.AutoModelForCausalLM
         with torch.device("meta"):
             model: nn.Module = made_by(described) if names else made_by.from_config(described)
     except Exception as error:
@@ -203,6 +206,18 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         ),
         is_transformers=True,
     )
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """A context for imports, which make no garbage and many objects that would be looked through again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:

@@ -26,6 +26,10 @@ class Tapes:
     rows: int = 1
     curves: dict[bool, Sequence[tuple[int, Mapping[State, int]]]] = field(default_factory=dict, repr=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the curves, which can be drawn again."""
+        return vars(self) | {"curves": {}}
+
     def curve(self, of_host: bool) -> Sequence[tuple[int, Mapping[State, int]]]:
         """The bytes by state wherever they change."""
         if of_host not in self.curves:

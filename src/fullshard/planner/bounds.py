@@ -1,0 +1,307 @@
+"""What can be said of programs before they are simulated: what they need at least, and how fast they cannot be."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import nn
+
+from fullshard.planner.candidates import PRECISIONS, Program, checkpointed, units_of
+from fullshard.planner.question import Question
+from fullshard.planner.sketch import Figures, Sketch
+from fullshard.policy.strategy import Placement
+from fullshard.tape.recorder import Origin, Phase
+from fullshard.tape.tape import Access, Collective
+
+__all__ = ["NO_MATTER", "Bounds", "leanness", "states_bytes"]
+
+NO_MATTER = 0.97
+"""What cannot take less than this share of the best time is not simulated any more: predictions are not that sharp."""
+_LEAST = 3
+"""Programs that fit and are simulated at least, if there are so many: so that there is something to compare with."""
+
+_LIKELY = {"none": 1.0, "selective": 1.03, "every-2": 1.16, "every-1": 1.33}  # times that of none: for the order only
+_KEPT = {"none": 1.0, "selective": 0.6, "every-2": 0.6, "every-1": 0.2}  # of the memory of none, likewise
+_AGAIN = {"every-2": 0.6, "every-1": 0.6}  # of a checkpointed block's forward: torch stops behind the last that is kept
+_UNSURE = 2.0  # times what is guessed to be kept
+_SURELY = 0.97  # of the memory that others take beyond their states
+
+
+def states_bytes(question: Question, program: Program, activations: float = 0.0) -> float:
+    """Bytes on a rank that no candidate of `program` can do without: parameters, their gradients and two moments.
+
+    The formulas are those of docs/strategies.md for AdamW; messages and temporaries come on top. `activations` count
+    where they are alive: at the end of a forward, when the optimizer's gradients are there only if they add up.
+    """
+    model = question.subject.model
+    if model is None or question.make_optimizer is not None:
+        return activations
+    size = _size_of(model)
+    stored, trained = size.nbytes, size.trained_nbytes
+    if program.offload:
+        return activations
+    if 0 < program.cpu < 1:
+        none, every = (states_bytes(question, replace(program, cpu=share), activations) for share in (0.0, 1.0))
+        return none + program.cpu * (every - none)
+    placements = program.placements(question.cluster.per_host)
+    shards = question.cluster.per_host if placements.replicated else question.cluster.world
+    parts = {Placement.WHOLE: 1, Placement.SHARDED: shards, Placement.GROUPED: question.cluster.per_host}
+    param, reduce = PRECISIONS[program.precision]
+    held = (stored + (0 if program.disk else 2 * trained)) / parts[placements.optimizer]
+    if placements.parameters is not placements.optimizer:  # a copy beside the optimizer's own, in the compute dtype
+        held += stored / parts[placements.parameters] / (1 if param is None else 2)
+        held -= stored / parts[placements.optimizer] if param is None else 0.0
+    at_step = held + trained / parts[placements.optimizer]
+    if program.cpu:  # which has all that the optimizer needs; here there is a copy in the compute dtype
+        held, at_step = stored / parts[placements.parameters] / (1 if param is None else 2), 0.0
+    sums = trained / parts[placements.optimizer if program.syncs_each else placements.gradients]
+    if program.accumulates and not program.syncs_each and placements.gradients is Placement.SHARDED:
+        sums = trained / (1 if reduce is None or reduce.itemsize == 4 else 2)  # whole, until they are reduced
+    in_step = 0.0
+    if placements.parameters_in_step is not placements.parameters:
+        in_step = stored / parts[placements.parameters_in_step] / (1 if param is None else 2)
+    adds_up = program.accumulates and not (program.cpu and program.syncs_each)
+    forward = held + in_step + activations + (sums if adds_up else 0.0)
+    return max(at_step, forward)
+
+
+def leanness(question: Question, program: Program) -> tuple[float, float]:
+    """What programs are ordered by where those come first that take the least memory for a row."""
+    return _KEPT[program.checkpointing], states_bytes(question, program)
+
+
+_Kind = tuple[str, str]
+
+
+def _kind(program: Program) -> _Kind:
+    """What decides on how much is needed beyond states: what checkpoints keep, and which sums are there."""
+    return program.checkpointing, "sums" if program.syncs_each else "no_sync" if program.accumulates else ""
+
+
+@dataclass(frozen=True)
+class _Bytes:
+    """Of the first row of a microbatch, and of each more."""
+
+    first: float
+    more: float
+
+    def of(self, rows: int) -> float:
+        """Of so many rows."""
+        return max(0.0, self.first + (rows - 1) * self.more)
+
+
+@dataclass(frozen=True, order=True)
+class _Busy:
+    """Seconds that are computed for a row, and those of the blocks' forwards among them."""
+
+    all_s: float
+    blocks_s: float
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Of a model's parameters: bytes and numbers of all, and of those that are trained."""
+
+    nbytes: float
+    trained_nbytes: float
+    numel: int
+    trained: int
+
+
+def _size_of(model: nn.Module) -> _Size:
+    """That of `model`, counted once: the bounds ask for it again and again."""
+    if model not in _sizes:
+        params = [(it.numel(), it.element_size(), it.requires_grad) for it in model.parameters()]
+        trained = [(numel, itemsize) for numel, itemsize, is_trained in params if is_trained]
+        _sizes[model] = _Size(
+            float(sum(numel * itemsize for numel, itemsize, _ in params)),
+            float(sum(numel * itemsize for numel, itemsize in trained)),
+            sum(numel for numel, *_ in params),
+            sum(numel for numel, _ in trained),
+        )
+    return _sizes[model]
+
+
+_sizes: weakref.WeakKeyDictionary[nn.Module, _Size] = weakref.WeakKeyDictionary()
+
+
+class Bounds:
+    """What is known of programs that have not been simulated, from formulas and from those that have been."""
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._first: dict[str, Sketch] = {}  # by checkpointing
+        self._busy: dict[tuple[str, int], _Busy] = {}  # by checkpointing and rows, the least there was
+        self._beyond: dict[_Kind, _Bytes] = {}  # what is needed beyond states, the least there was
+        self._costs = question.cluster.costs(self._dtype())
+
+    def guess(self, program: Program) -> float:
+        """What programs are ordered by: likely seconds, in units of nothing."""
+        compute = _LIKELY[program.checkpointing] * self._compute_guess()
+        return max(compute, self._wire_s(program)) + 0.1 * min(compute, self._wire_s(program))
+
+    def next_of(self, waiting: Sequence[Program], running: Collection[Program]) -> Program:
+        """The one of `waiting` to simulate: the first, or one that tells more while nothing is known of its kind.
+
+        Of a kind that may not fit, the one that needs the least tells which of the others do; and as long as it is
+        among those `running`, others go first.
+        """
+        under_way = {_kind(it) for it in running} - set(self._beyond)
+        certain = (it for it in waiting if _kind(it) not in under_way or not self.is_likely_too_large(it, _UNSURE))
+        program = next(certain, waiting[0])
+        if _kind(program) in self._beyond or not self.is_likely_too_large(program, _UNSURE):
+            return program
+        alike = (it for it in waiting if _kind(it) == _kind(program))
+        return min(alike, key=lambda it: states_bytes(self._question, it))
+
+    def is_likely_too_large(self, program: Program, unsure: float = 1.0) -> bool:
+        """Whether `program` probably does not fit, by what others take that keep more or less: for the order only.
+
+        Before there are others, by what products of matrices keep. `unsure` times as much is taken.
+        """
+        guess = self._kept_guess
+        known = self._beyond_of(program) or self._beyond or {("none", ""): _Bytes(guess, guess)}
+        share, rows = _KEPT.get(program.checkpointing, 1.0), self._least_rows(program)
+        likely = min(it.of(rows) * share / _KEPT.get(kept, 1.0) for (kept, _), it in known.items())
+        return states_bytes(self._question, program, unsure * likely) > self._question.cluster.usable_bytes
+
+    def excludes(self, program: Program, best_s: float | None, fitting: int) -> str | None:
+        """Why `program` need not be simulated, if it need not.
+
+        Args:
+            program: the one that would be next.
+            best_s: seconds of a step of the best so far.
+            fitting: how many that fit have been simulated, or are on their way.
+        """
+        shapes = [it for it in self._question.shapes_of(program) if self._may_fit(program, it[0])]
+        if not shapes:
+            return "whose states and activations do not fit"
+        if best_s is None or self._question.global_batch is None or fitting < _LEAST:
+            return None
+        busy_s = min(rows * count * self._least_busy_s(program.checkpointing, rows) for rows, count in shapes)
+        if max(busy_s, self._wire_s(program)) >= NO_MATTER * best_s:
+            return f"that cannot be {1 - NO_MATTER:.0%} faster than the best"
+        return None
+
+    def learn(self, made: Sketch) -> None:
+        """Take in what was simulated."""
+        program = made.program
+        self._first.setdefault(program.checkpointing, made)
+        shapes = [it for it in self._question.shapes_of(program) if made.can_tell(it[0])]
+        for shape in [it for it in shapes if made.needed_bytes(it[0]) <= self._question.cluster.usable_bytes]:
+            self._note_busy(made.figures(*shape))
+        states = states_bytes(self._question, program)
+        if states:
+            first = made.needed_bytes(1)
+            more = made.needed_bytes(2) - first if made.most_rows is None else 0.0
+            known = self._beyond.get(_kind(program), _Bytes(first - states, more))
+            self._beyond[_kind(program)] = _Bytes(min(known.first, first - states), min(known.more, more))
+
+    def _beyond_of(self, program: Program) -> dict[_Kind, _Bytes]:
+        """What others with the same checkpoints take: of its kind, or of any if there are none of it."""
+        kind = _kind(program)
+        if kind in self._beyond:
+            return {kind: self._beyond[kind]}
+        return {it: nbytes for it, nbytes in self._beyond.items() if it[0] == program.checkpointing}
+
+    def _may_fit(self, program: Program, rows: int) -> bool:
+        known = self._beyond_of(program).values()
+        beyond = _SURELY * min((it.of(rows) for it in known), default=0.0)
+        return states_bytes(self._question, program, beyond) <= self._question.cluster.usable_bytes
+
+    def _least_rows(self, program: Program) -> int:
+        return min(rows for rows, _ in self._question.shapes_of(program))
+
+    def _note_busy(self, figures: Figures) -> None:
+        candidate = figures.candidate
+        key, rows = (candidate.program.checkpointing, candidate.rows), candidate.rows * candidate.microbatches
+        busy = _Busy(figures.busy_s / rows, figures.blocks_s / rows)
+        self._busy[key] = min(self._busy.get(key, busy), busy)
+
+    def _least_busy_s(self, kept: str, rows: int) -> float:
+        """Seconds that are computed for a row, of microbatches of so many: of the least that is known; 0 if nothing is.
+
+        Of other checkpoints than are known: without any, and what these do again at least.
+        """
+        of = kept if kept in self._first else "none"
+        if (of, rows) not in self._busy:
+            made = self._first.get(of)
+            if made is None or not made.can_tell(rows):
+                return 0.0
+            self._note_busy(made.figures(rows, 2 if made.program.accumulates else 1))
+        busy = self._busy[of, rows]
+        return busy.all_s + (0.0 if of == kept else self._again(kept) * busy.blocks_s)
+
+    def _again(self, kept: str) -> float:
+        """The share of the blocks' forwards that is computed again, at least."""
+        blocks = list(range(self._blocks))
+        return _AGAIN.get(kept, 0.0) * len(checkpointed(blocks, kept)) / max(1, len(blocks))
+
+    @cached_property
+    def _blocks(self) -> int:
+        model = self._question.subject.model
+        return 0 if model is None else len(units_of(model))
+
+    @cached_property
+    def _kept_guess(self) -> float:
+        """Bytes for a row: what products of matrices are given, and what they give."""
+        model = self._question.subject.model
+        if model is None:
+            return 0.0
+        param, _ = PRECISIONS[self._question.precisions[0]]
+        numel = sum(sum(it.shape[-2:]) for it in model.parameters() if it.ndim in (2, 3))
+        return float(numel * (param.itemsize if param else 4) * self._question.subject.per_row)
+
+    def _dtype(self) -> str:
+        first = PRECISIONS.get(self._question.precisions[0], (None, None))[0]
+        return "float32" if first is None else str(first).removeprefix("torch.")
+
+    def _compute_guess(self) -> float:
+        """Seconds of products of matrices in a step: 6 FLOPs for each parameter and token."""
+        model = self._question.subject.model
+        if model is None:
+            return 0.0
+        numel = _size_of(model).numel
+        rows = (self._question.global_batch or self._question.cluster.world) / self._question.cluster.world
+        return 6 * numel * rows * self._question.subject.per_row / self._costs.flops_per_s
+
+    def _wire_s(self, program: Program) -> float:
+        """Seconds that the messages of a step take at least: all bytes at once, by docs/strategies.md."""
+        model = self._question.subject.model
+        cluster = self._question.cluster
+        if model is None or cluster.world < 2:
+            return 0.0
+        param, reduce = PRECISIONS[program.precision]
+        size = _size_of(model)
+        trained, numel = size.trained, size.numel
+        gathered = (param.itemsize if param else 4) * numel * (0.25 if program.gather_wire else 1.0)
+        summed = (reduce.itemsize if reduce else 4) * trained * (0.125 if program.reduce_wire else 1.0)
+        count = min(count for _, count in self._question.shapes_of(program))
+        sums = count if program.syncs_each else 1
+        everyone, host = tuple(range(cluster.world)), tuple(range(cluster.per_host))
+        across = tuple(range(0, cluster.world, cluster.per_host))
+        strategy = program.strategy
+        if strategy == "ddp":
+            return sums * self._seconds("all_reduce", 4.0 * trained, everyone)
+        if strategy in ("hsdp", "hsdp_zero2"):
+            times = 2 if strategy == "hsdp" else 1
+            within = count * times * self._seconds("all_gather", gathered, host)
+            within += sums * self._seconds("reduce_scatter", summed, host)
+            return max(within, sums * self._seconds("all_reduce", summed / cluster.per_host, across))
+        if strategy == "hfsdp":
+            return self._seconds("all_gather", gathered, everyone) / cluster.per_host
+        times = {"zero1": sums, "zero2": count, "hpz": count, "zero3": 2 * count}[strategy]
+        return times * self._seconds("all_gather", gathered, everyone) + sums * self._seconds(
+            "reduce_scatter", summed, everyone
+        )
+
+    def _seconds(self, name: str, nbytes: float, ranks: tuple[int, ...]) -> float:
+        whole, part = Access(0, 0, int(nbytes)), Access(1, 0, int(nbytes / len(ranks)))
+        reads, writes = ((part,), (whole,)) if name == "all_gather" else ((whole,), (part,))
+        if name == "all_reduce":
+            writes = (whole,)
+        origin = Origin("", Phase.IDLE)
+        return self._costs.of_collective(Collective(name, "gather", origin, reads, writes, ranks, (int(nbytes),)))
