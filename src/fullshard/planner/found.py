@@ -12,6 +12,8 @@ __all__ = ["ALIKE", "Found", "Plan", "answer", "host_fits", "largest_rows"]
 
 ALIKE = 1.005
 """Times that differ by less are taken to be the same."""
+_PLENTY = 0.5
+"""Of the usable memory: what needs no more need not be exchanged for what needs less."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +44,14 @@ class Plan:
 
     @property
     def best(self) -> Found | None:
-        """Of the fastest that fit, which predictions cannot tell apart, the one that needs the least memory."""
+        """The fastest that fits; or, if memory is short, of those that predictions cannot tell from it the one that
+        needs the least.
+        """
         fitting = self.fitting
+        if not fitting or fitting[0].figures.needed_bytes <= _PLENTY * self.question.cluster.usable_bytes:
+            return next(iter(fitting), None)
         alike = (it for it in fitting if it.figures.seconds_a_row <= ALIKE * fitting[0].figures.seconds_a_row)
-        return min(alike, key=lambda it: it.figures.needed_bytes, default=None)
+        return min(alike, key=lambda it: it.figures.needed_bytes)
 
     @property
     def runner_up(self) -> Found | None:
