@@ -27,7 +27,7 @@ _LIKELY = {"none": 1.0, "selective": 1.03, "every-2": 1.16, "every-1": 1.33}  # 
 _KEPT = {"none": 1.0, "selective": 0.6, "every-2": 0.6, "every-1": 0.2}  # of the memory of none, likewise
 _AGAIN = {"every-2": 0.6, "every-1": 0.6}  # of a checkpointed block's forward: torch stops behind the last that is kept
 _UNSURE = 2.0  # times what is guessed to be kept
-_SURELY = 0.97  # of the memory that others take beyond their states
+_SURELY = 0.97  # of the activations of another program with the same checkpoints
 
 
 def states_bytes(question: Question, program: Program, activations: float = 0.0) -> float:
@@ -162,9 +162,10 @@ class Bounds:
 
         Before there are others, by what products of matrices keep. `unsure` times as much is taken.
         """
-        guess = self._kept_guess
-        known = self._beyond_of(program) or self._beyond or {("none", ""): _Bytes(guess, guess)}
-        share, rows = _KEPT.get(program.checkpointing, 1.0), self._least_rows(program)
+        kind, guess = _kind(program), self._kept_guess
+        alike = {it: nbytes for it, nbytes in self._beyond.items() if it[0] == kind[0]}
+        known = {kind: alike[kind]} if kind in alike else alike or self._beyond or {("none", ""): _Bytes(guess, guess)}
+        share, rows = _KEPT.get(kind[0], 1.0), self._least_rows(program)
         likely = min(it.of(rows) * share / _KEPT.get(kept, 1.0) for (kept, _), it in known.items())
         return states_bytes(self._question, program, unsure * likely) > self._question.cluster.usable_bytes
 
@@ -200,17 +201,10 @@ class Bounds:
             known = self._beyond.get(_kind(program), _Bytes(first - states, more))
             self._beyond[_kind(program)] = _Bytes(min(known.first, first - states), min(known.more, more))
 
-    def _beyond_of(self, program: Program) -> dict[_Kind, _Bytes]:
-        """What others with the same checkpoints take: of its kind, or of any if there are none of it."""
-        kind = _kind(program)
-        if kind in self._beyond:
-            return {kind: self._beyond[kind]}
-        return {it: nbytes for it, nbytes in self._beyond.items() if it[0] == program.checkpointing}
-
     def _may_fit(self, program: Program, rows: int) -> bool:
-        known = self._beyond_of(program).values()
-        beyond = _SURELY * min((it.of(rows) for it in known), default=0.0)
-        return states_bytes(self._question, program, beyond) <= self._question.cluster.usable_bytes
+        made = self._first.get(program.checkpointing)
+        activations = 0.0 if made is None or not made.can_tell(rows) else _SURELY * made.activations_bytes(rows)
+        return states_bytes(self._question, program, activations) <= self._question.cluster.usable_bytes
 
     def _least_rows(self, program: Program) -> int:
         return min(rows for rows, _ in self._question.shapes_of(program))

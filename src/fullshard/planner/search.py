@@ -44,18 +44,7 @@ def search(
             offloaded = replace(question, offload=True)
             wanted = [it for it in offloaded.programs() if it.offload or it.disk]
             _add(plan, _searched(offloaded, wanted, ask, plan.found), "offload")
-        best = plan.best
-        if best is not None and best.figures.limits["gathers"] > (1 - NO_MATTER) * best.figures.step_s:
-            ahead = replace(best.sketch.program, prefetch_depth=2)
-            if ahead.strategy in (
-                "ddp",
-                "zero1",
-                "own",
-            ):  # gather nothing within a step, or as the user's function says
-                return plan
-            found = answer(question, ask.sketch(ask(question, ahead)))
-            if found is not None and found.fits and found.figures.step_s < NO_MATTER * best.figures.step_s:
-                plan.found.append(found)
+        _add_two_ahead(plan, ask)
         return plan
 
 
@@ -75,6 +64,22 @@ def _add(plan: Plan, more: Plan, what: str) -> None:
     """Have in `plan` what was found with something elsewhere, too."""
     plan.found += more.found
     plan.left_out |= {f"{reason}, with {what}": count for reason, count in more.left_out.items()}
+
+
+def _add_two_ahead(plan: Plan, ask: Workers) -> None:
+    """Have in `plan` the best that gathers two units ahead, if its gathers take long and that makes it faster."""
+    best = plan.best
+    if best is None or best.sketch.program.strategy in _GATHERS_NOTHING:
+        return
+    if best.figures.limits["gathers"] <= (1 - NO_MATTER) * best.figures.step_s:
+        return
+    ahead = replace(best.sketch.program, prefetch_depth=2)
+    found = answer(plan.question, ask.sketch(ask(plan.question, ahead)))
+    if found is not None and found.fits and found.figures.step_s < NO_MATTER * best.figures.step_s:
+        plan.found.append(found)
+
+
+_GATHERS_NOTHING = ("ddp", "zero1", "own")  # within a step, or as the user's function says
 
 
 def _searched(

@@ -228,6 +228,11 @@ class Sketch:
         away = self.disk_bytes - self.disk_buffers_bytes
         return (nbytes + away) * self._held - away + self._apart
 
+    def activations_bytes(self, rows: int) -> float:
+        """Of activations at most, with so many rows: whatever else is shared out, these stay."""
+        regions = self._regions(rows, of_host=False)
+        return max((nbytes for (_, _, state), nbytes in regions.items() if state is State.ACTIVATIONS), default=0.0)
+
     def _disk_s(self, stepping_s: float) -> float:
         """Seconds of a step in which the disk is waited for, by all ranks of a host: it goes on beside the stepping."""
         nbytes = self.disk_bytes * self.cluster.per_host

@@ -257,17 +257,49 @@ def _over_all_ranks(
     return found
 
 
+@dataclass(frozen=True)
+class _Budget:
+    """What is to be kept within, and of what.
+
+    Args:
+        nbytes: on the device, at most.
+        policy: that says so.
+        runtime: of all units of the model.
+        units: those of them that may be elsewhere.
+        needs: of all ranks.
+    """
+
+    nbytes: int
+    policy: Offload
+    runtime: Runtime
+    units: Sequence[Unit]
+    needs: _Needs
+
+    def number_of(self, unit: Unit) -> int:
+        """Its place among all units, and so in `needs`."""
+        return self.runtime.units.index(unit)
+
+    def needs_of(self, unit: Unit) -> _UnitNeeds:
+        """What of it can be elsewhere."""
+        return self.needs.units[self.number_of(unit)]
+
+    def least_that_fits(self, tiers: Sequence[Tier]) -> tuple[list[tuple[Tier, float]], int]:
+        """Those of `tiers` that are used, with their fractions; and the bytes that are needed then, which are more than
+        the budget if no less will do.
+        """
+        return least_that_fits(self.needs.at_most(), self.nbytes, tiers)
+
+
 def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
-    budget = policy.budget_bytes
-    assert budget is not None
+    nbytes = policy.budget_bytes
+    assert nbytes is not None
     needs = _needs(runtime, optimizer).over_all_ranks(process_groups_along(runtime.units), runtime.units[0].device)
     units = [unit for unit in runtime.units if _open(unit) == policy]
-    if accelerator_for(units[0].device).has_lanes:
-        chosen, least = _chosen_beside(policy, runtime, units, needs)
-    else:
-        chosen, least = _chosen_on_cpu(policy, runtime, units, needs)
-    if least > budget:
-        raise _too_small(policy, units, needs, least)
+    budget = _Budget(nbytes, policy, runtime, units, needs)
+    has_lanes = accelerator_for(units[0].device).has_lanes
+    chosen, least = _chosen_beside(budget) if has_lanes else _chosen_on_cpu(budget)
+    if least > nbytes:
+        raise _too_small(budget, least)
     decided = _decided(policy, chosen)
     for unit in units:
         unit.offload_as(decided)
@@ -278,7 +310,7 @@ def _choose(runtime: Runtime, policy: Offload, optimizer: Optimizer) -> None:
         said = [f"{fraction:.0%} of {tier.what} to {tier.where}" for tier, fraction in chosen]
         _log.info(
             "a budget of %d bytes, of which %d are needed if nothing is away, and %d as chosen: %s.",
-            budget,
+            nbytes,
             needs.at_most(),
             least,
             ", ".join(said) or "nothing is away",
@@ -415,51 +447,44 @@ def _on_host(optimizer: Optimizer, param: nn.Parameter) -> int:
 # -- where the CPU computes -------------------------------------------------------------------------------------------
 
 
-def _chosen_on_cpu(
-    policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs
-) -> tuple[list[tuple[Tier, float]], int]:
-    """The tiers that are used where the CPU computes, with their fractions; and the bytes that are needed then, which
-    are more than the budget if no less will do.
-    """
-    budget = policy.budget_bytes
-    assert budget is not None
-    disk = [] if policy.folder is None else [_states_on_disk(runtime, units, needs)]
-    kept = [] if policy.activations_tier == "cpu" else [_activations(policy, runtime, units, needs, [])]
-    shards = [_shards_on_disk(runtime, units, needs, disk + kept)] if on_disk_in_turn(units) else []
-    chosen, least = least_that_fits(needs.at_most(), budget, disk + kept + shards)
+def _chosen_on_cpu(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
+    """What `least_that_fits` gives where the CPU computes."""
+    disk = [] if budget.policy.folder is None else [_states_on_disk(budget)]
+    kept = [] if budget.policy.activations_tier == "cpu" else [_activations(budget)]
+    shards = [_shards_on_disk(budget, disk + kept)] if on_disk_in_turn(budget.units) else []
+    chosen, least = budget.least_that_fits(disk + kept + shards)
     if any(tier.what == "parameters" for tier, _ in chosen):  # [Note: shards go last]
         chosen = [*((tier, 1.0) for tier in disk + kept), chosen[-1]]
     return chosen, least
 
 
-def _states_on_disk(runtime: Runtime, units: Sequence[Unit], needs: _Needs, on_cpu: Collection[int] = ()) -> Tier:
-    """That of the optimizer's state of `units`, but of those whose numbers are `on_cpu`."""
-    number_of = {unit: runtime.units.index(unit) for unit in units}
-    sizes = {unit: sum(param.nbytes for param in _trained(unit)) for unit in reversed(units)}
-    rest = {unit: size for unit, size in sizes.items() if size and number_of[unit] not in on_cpu}
-    states = sum(needs.units[number_of[unit]].states for unit in rest)
+def _states_on_disk(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
+    """That of the optimizer's state of units, but of those whose numbers are `on_cpu`."""
+    sizes = {unit: sum(param.nbytes for param in _trained(unit)) for unit in reversed(budget.units)}
+    rest = {unit: size for unit, size in sizes.items() if size and budget.number_of(unit) not in on_cpu}
+    states = sum(budget.needs_of(unit).states for unit in rest)
     steps, taken = [], 0
     for size in rest.values():
         taken += size
         nbytes = states * taken // sum(rest.values())
-        steps.append((taken / sum(sizes.values()), nbytes - needs.states_buffers(of=nbytes)))
+        steps.append((taken / sum(sizes.values()), nbytes - budget.needs.states_buffers(of=nbytes)))
     return Tier(what="optimizer", where="disk", steps=steps)
 
 
-def _shards_on_disk(runtime: Runtime, units: Sequence[Unit], needs: _Needs, before: Sequence[Tier]) -> Tier:
+def _shards_on_disk(budget: _Budget, before: Sequence[Tier]) -> Tier:
     """That of shards, with their gradients, when all is away that `before` has.
 
     [Note: shards go last]
     States and what forward keeps are all away then, even where that frees nothing while shards are in memory: buffers
     for states are needed anyway, and what is the most in memory may be another moment now.
     """
-    total = sum(unit.whole_nbytes for unit in units)
-    gone = sum(needs.units[runtime.units.index(unit)].kept for unit in units)
+    needs, total = budget.needs, sum(unit.whole_nbytes for unit in budget.units)
+    gone = sum(budget.needs_of(unit).kept for unit in budget.units)
     needed = needs.at_most() - sum(max((freed for _, freed in tier.steps), default=0) for tier in before)
     steps, taken, numbers = [], 0, []
-    for unit in on_disk_in_turn(units):
+    for unit in on_disk_in_turn(budget.units):
         taken += unit.whole_nbytes
-        numbers.append(runtime.units.index(unit))
+        numbers.append(budget.number_of(unit))
         then = needs.at_most(gone=gone, buffers=2 * away.WINDOW_BYTES, on_disk=numbers)
         then -= needs.states - needs.states_buffers(numbers, of=needs.states)
         steps.append((taken / total, needed - then))
@@ -469,10 +494,8 @@ def _shards_on_disk(runtime: Runtime, units: Sequence[Unit], needs: _Needs, befo
 # -- beside an accelerator --------------------------------------------------------------------------------------------
 
 
-def _chosen_beside(
-    policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs
-) -> tuple[list[tuple[Tier, float]], int]:
-    """As `_chosen_on_cpu`, beside an accelerator: a collective.
+def _chosen_beside(budget: _Budget) -> tuple[list[tuple[Tier, float]], int]:
+    """What `least_that_fits` gives beside an accelerator: a collective.
 
     [Note: what the host has no room for]
     States go to the CPU as if there were room for all of them. Where there is not, for what the budget asks for, only
@@ -483,33 +506,25 @@ def _chosen_beside(
     Raises:
         ConfigError: the budget would do, but for the room that the host's memory has.
     """
-    budget = policy.budget_bytes
-    assert budget is not None
-    numbers = [runtime.units.index(unit) for unit in stepped_on_cpu_in_turn(units)]
-    tiers = _tiers_beside(policy, runtime, units, needs, numbers)
-    chosen, least = least_that_fits(needs.at_most(), budget, tiers)
-    room, asked = _room_on_host(runtime.units), needs.on_host(numbers[: _count_on_cpu(chosen)])
+    numbers = [budget.number_of(unit) for unit in stepped_on_cpu_in_turn(budget.units)]
+    chosen, least = budget.least_that_fits(_tiers_beside(budget, numbers))
+    room, asked = _room_on_host(budget.runtime.units), budget.needs.on_host(numbers[: _count_on_cpu(chosen)])
     if asked > room:
-        would_do = least <= budget
-        chosen, least = _chosen_with_room(policy, runtime, units, needs, numbers, room)
-        if would_do and least > budget:
-            raise _host_too_small(policy, asked, room, least)
+        would_do = least <= budget.nbytes
+        chosen, least = _chosen_with_room(budget, numbers, room)
+        if would_do and least > budget.nbytes:
+            raise _host_too_small(budget.policy, asked, room, least)
     return chosen, least
 
 
-def _chosen_with_room(
-    policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs, numbers: Sequence[int], room: int
-) -> tuple[list[tuple[Tier, float]], int]:
+def _chosen_with_room(budget: _Budget, numbers: Sequence[int], room: int) -> tuple[list[tuple[Tier, float]], int]:
     """As `_chosen_beside`, where no more than `room` bytes are to come to the host's memory."""
-    budget = policy.budget_bytes
-    assert budget is not None
     found = []
-    for to_disk in (True, False) if policy.folder is not None else (False,):
-        fitting = _that_fit(needs, numbers, room, to_disk=to_disk)
+    for to_disk in (True, False) if budget.policy.folder is not None else (False,):
+        fitting = _that_fit(budget.needs, numbers, room, to_disk=to_disk)
         if fitting is not None:
-            tiers = _tiers_beside(policy, runtime, units, needs, fitting, to_disk=to_disk)
-            found.append(least_that_fits(needs.at_most(), budget, tiers))
-    return next((it for it in found if it[1] <= budget), min(found, key=lambda it: it[1]))
+            found.append(budget.least_that_fits(_tiers_beside(budget, fitting, to_disk=to_disk)))
+    return next((it for it in found if it[1] <= budget.nbytes), min(found, key=lambda it: it[1]))
 
 
 def _room_on_host(units: Sequence[Unit]) -> int:
@@ -535,28 +550,20 @@ def _count_on_cpu(chosen: Iterable[tuple[Tier, float]]) -> int:
     return sum([share for share, _ in tier.steps].index(fraction) + 1 for tier, fraction in tiers)
 
 
-def _tiers_beside(
-    policy: Offload,
-    runtime: Runtime,
-    units: Sequence[Unit],
-    needs: _Needs,
-    numbers: Sequence[int],
-    *,
-    to_disk: bool = False,
-) -> list[Tier]:
+def _tiers_beside(budget: _Budget, numbers: Sequence[int], *, to_disk: bool = False) -> list[Tier]:
     """What can be away, the cheapest first: states of the units of `numbers` on the CPU, and of others `to_disk`."""
-    states = _states_on_cpu(runtime, units, needs, numbers)
+    states = _states_on_cpu(budget, numbers)
     most = max((freed for _, freed in states.steps), default=0)
     there = numbers[: next((count for count, (_, freed) in enumerate(states.steps, 1) if freed == most > 0), 0)]
-    disk = [_states_on_disk(runtime, units, needs, there)] if to_disk else []
-    return [states, *disk, _activations(policy, runtime, units, needs, there)]
+    disk = [_states_on_disk(budget, there)] if to_disk else []
+    return [states, *disk, _activations(budget, there)]
 
 
-def _states_on_cpu(runtime: Runtime, units: Sequence[Unit], needs: _Needs, numbers: Sequence[int]) -> Tier:
-    total = sum(unit.trained_nbytes for unit in units)
+def _states_on_cpu(budget: _Budget, numbers: Sequence[int]) -> Tier:
+    needs, total = budget.needs, sum(unit.trained_nbytes for unit in budget.units)
     steps, taken = [], 0
     for count, number in enumerate(numbers, 1):
-        taken += runtime.units[number].trained_nbytes
+        taken += budget.runtime.units[number].trained_nbytes
         steps.append((taken / total, needs.at_most() - needs.at_most(numbers[:count])))
     return Tier(what="optimizer", where="cpu", steps=steps)
 
@@ -564,17 +571,15 @@ def _states_on_cpu(runtime: Runtime, units: Sequence[Unit], needs: _Needs, numbe
 # -- wherever ---------------------------------------------------------------------------------------------------------
 
 
-def _activations(
-    policy: Offload, runtime: Runtime, units: Sequence[Unit], needs: _Needs, on_cpu: Collection[int]
-) -> Tier:
+def _activations(budget: _Budget, on_cpu: Collection[int] = ()) -> Tier:
     """That of what forward keeps, when the CPU steps the units of the numbers `on_cpu` already."""
-    ordered = sorted(units, key=lambda unit: unit.state.is_root)
+    needs, ordered = budget.needs, sorted(budget.units, key=lambda unit: unit.state.is_root)
     steps, taken = [], 0
     for number, unit in enumerate(ordered, 1):
-        taken += needs.units[runtime.units.index(unit)].kept
+        taken += budget.needs_of(unit).kept
         freed = needs.at_most(on_cpu) - needs.at_most(on_cpu, gone=taken, buffers=2 * away.WINDOW_BYTES)
         steps.append((number / len(ordered), freed))
-    return Tier(what="activations", where=policy.activations_tier, steps=steps)
+    return Tier(what="activations", where=budget.policy.activations_tier, steps=steps)
 
 
 def _bring_beside(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
@@ -598,9 +603,10 @@ def _counts_follow(group: Mapping[str, Any]) -> bool:
     return bool(group.get("fused") or group.get("capturable"))
 
 
-def _too_small(policy: Offload, units: Sequence[Unit], needs: _Needs, least: int) -> ConfigError:
+def _too_small(budget: _Budget, least: int) -> ConfigError:
+    needs, policy = budget.needs, budget.policy
     remedies = [f"Give budget={least}", "shard over more ranks", "compute fewer rows at a time, or blocks again"]
-    remedies += _remedies(policy, units)
+    remedies += _remedies(policy, budget.units)
     return ConfigError(
         f"Offload(budget={policy.budget!r}): a rank needs {least} bytes with all away that can be, of "
         f"{needs.at_most()} if nothing is: {needs.parameters} of parameters, {needs.gradients} of gradients, "

@@ -1,0 +1,87 @@
+"""What a search leaves out does not matter: whatever memory there is, it finds what the search of everything finds."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from copy import copy
+from dataclasses import replace
+from functools import cache
+from itertools import chain
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fullshard.plan.hardware import hardware
+from fullshard.planner.bounds import NO_MATTER
+from fullshard.planner.candidates import Cluster, Program
+from fullshard.planner.question import Question
+from fullshard.planner.search import _searched
+from fullshard.planner.sketch import Figures, Sketch
+from fullshard.planner.subject import gpt_subject
+from fullshard.planner.workers import Workers
+from fullshard.train.settings import ModelSettings
+
+TWO_HOSTS = Cluster(hardware=hardware("h100-80"), hosts=2, per_host=4)
+QUESTION = Question(
+    subject=gpt_subject(ModelSettings(size="nano", layers=12), seq=64),
+    cluster=TWO_HOSTS,
+    global_batch=32,
+    strategies=("ddp", "zero1", "zero2", "zero3", "hsdp"),
+    checkpointing=("none", "every-1"),
+    most=0,
+)
+
+
+@cache
+def sketches() -> dict[Program, Sketch]:
+    with Workers(QUESTION) as ask:
+        futures = {program: ask(QUESTION, program) for program in QUESTION.programs()}
+        return {program: ask.sketch(future) for program, future in futures.items()}
+
+
+@cache
+def figures() -> dict[Program, list[Figures]]:
+    return {it: [made.figures(*shape) for shape in QUESTION.shapes_of(it)] for it, made in sketches().items()}
+
+
+class Ready(Workers):
+    """Sketches that were made before: memory is all that questions differ in."""
+
+    def __init__(self, at_once: int) -> None:
+        super().__init__(QUESTION)
+        self.at_once = at_once
+
+    def __call__(self, question: Question, program: Program) -> Future[Any]:
+        made = copy(sketches()[program])
+        made.cluster = question.cluster
+        future: Future[Any] = Future()
+        future.set_result(made)
+        return future
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    place=st.floats(0, 1),
+    times=st.floats(0.99, 1.2),
+    kept=st.sets(st.sampled_from(QUESTION.checkpointing), min_size=1),
+    chosen=st.sets(st.sampled_from([("ddp",), ("zero1", "zero2"), ("zero3",), ("hsdp",)]), min_size=1),
+    at_once=st.integers(1, 4),
+)
+def test_a_search_finds_what_the_search_of_everything_finds(place, times, kept, chosen, at_once):
+    """Within what it calls no matter. And what it leaves out as too large is."""
+    needed = sorted(it.needed_bytes for each in figures().values() for it in each)
+    usable = needed[int(place * (len(needed) - 1))] * times
+    machine = replace(TWO_HOSTS.hardware, memory_bytes=usable, host_memory_bytes=0.0)
+    cluster = replace(TWO_HOSTS, hardware=machine, share=1.0)
+    question = replace(QUESTION, cluster=cluster, checkpointing=sorted(kept), strategies=sorted(chain(*chosen)))
+    of_all = {it: figures()[it] for it in question.programs()}
+    best_s = min((it.step_s for each in of_all.values() for it in each if it.needed_bytes <= usable), default=None)
+    if best_s is None:
+        return
+    plan = _searched(question, question.programs(), Ready(at_once))
+    assert plan.best is not None
+    assert NO_MATTER * plan.fitting[0].figures.step_s <= best_s
+    too_large = sum(min(it.needed_bytes for it in each) > usable for each in of_all.values())
+    assert sum(count for reason, count in plan.left_out.items() if "fit" in reason) <= too_large
+    assert len(plan.found) + sum(plan.left_out.values()) == len(of_all)
