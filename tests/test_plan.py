@@ -203,6 +203,14 @@ def test_what_is_foreseen_is_not_simulated_again(plan):
         assert what_ifs(plan, workers) == foreseen
 
 
+def test_twice_the_hosts_that_cannot_share_the_batch_are_told_so():
+    question = asked(global_batch=16, strategies=("zero3",))
+    with Workers(question) as workers:
+        of_network, of_twice = what_ifs(search(question, workers), workers)
+    assert of_network.figures is not None and of_twice.figures is None
+    assert str(of_twice) == "Twice the hosts: --global-batch 16: 32 ranks cannot share 16 rows evenly. Take 32."
+
+
 def test_without_gradients_to_keep_zero1_and_zero2_are_alike():
     """So one of them is looked at."""
     for accumulates in (False, True):

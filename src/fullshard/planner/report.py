@@ -154,10 +154,11 @@ class WhatIf:
     change: str
     figures: Figures | None
     of_best: float  # times the throughput of the plan
+    why_none: str = "nothing of the above fits."
 
     def __str__(self) -> str:
         if self.figures is None:
-            return f"{self.change}: nothing of the above fits."
+            return f"{self.change}: {self.why_none}"
         program = self.figures.candidate.program
         return (
             f"{self.change}: {program.strategy}, checkpoints {program.checkpointing}, {self.figures.candidate.rows} x "
@@ -184,7 +185,7 @@ def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
     try:
         twice, made = _twice(question), ask.sketch(ask(*_asked_of_twice(plan)))
     except ConfigError as error:
-        return [slower_link, WhatIf(f"Twice the hosts ({error})", None, 0.0)]
+        return [slower_link, WhatIf("Twice the hosts", None, 0.0, str(error))]
     figures = _fastest([(made, twice)])
     return [slower_link, WhatIf("Twice the hosts, the same strategy", figures, _gain(best.figures, figures, 2))]
 
