@@ -73,12 +73,18 @@ def leanness(question: Question, program: Program) -> tuple[float, float]:
     return _KEPT[program.checkpointing], states_bytes(question, program)
 
 
-_Kind = tuple[str, str]
+_Like = tuple[str, str]
+_Kind = tuple[_Like, str]
+
+
+def _like(program: Program) -> _Like:
+    """What decides on the model's own operations, and on what they keep: checkpoints, and dtypes."""
+    return program.checkpointing, program.precision
 
 
 def _kind(program: Program) -> _Kind:
-    """What decides on how much is needed beyond states: what checkpoints keep, and which sums are there."""
-    return program.checkpointing, "sums" if program.syncs_each else "no_sync" if program.accumulates else ""
+    """What decides on how much is needed beyond states: that, and which sums are there."""
+    return _like(program), "sums" if program.syncs_each else "no_sync" if program.accumulates else ""
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,8 @@ class Bounds:
 
     def __init__(self, question: Question) -> None:
         self._question = question
-        self._first: dict[str, Sketch] = {}  # by checkpointing
-        self._busy: dict[tuple[str, int], _Busy] = {}  # by checkpointing and rows, the least there was
+        self._first: dict[_Like, Sketch] = {}
+        self._busy: dict[tuple[_Like, int], _Busy] = {}  # with so many rows, the least there was
         self._beyond: dict[_Kind, _Bytes] = {}  # what is needed beyond states, the least there was
         self._costs = question.cluster.costs(self._dtype())
 
@@ -162,11 +168,11 @@ class Bounds:
 
         Before there are others, by what products of matrices keep. `unsure` times as much is taken.
         """
-        kind, guess = _kind(program), self._kept_guess
+        kind, guess = _kind(program), _Bytes(self._kept_guess, self._kept_guess)
         alike = {it: nbytes for it, nbytes in self._beyond.items() if it[0] == kind[0]}
-        known = {kind: alike[kind]} if kind in alike else alike or self._beyond or {("none", ""): _Bytes(guess, guess)}
-        share, rows = _KEPT.get(kind[0], 1.0), self._least_rows(program)
-        likely = min(it.of(rows) * share / _KEPT.get(kept, 1.0) for (kept, _), it in known.items())
+        known = {kind: alike[kind]} if kind in alike else alike or self._beyond or {(("none", ""), ""): guess}
+        share, rows = _KEPT.get(program.checkpointing, 1.0), self._least_rows(program)
+        likely = min(it.of(rows) * share / _KEPT.get(kept, 1.0) for ((kept, _), _), it in known.items())
         return states_bytes(self._question, program, unsure * likely) > self._question.cluster.usable_bytes
 
     def excludes(self, program: Program, best_s: float | None, fitting: int) -> str | None:
@@ -182,7 +188,7 @@ class Bounds:
             return "whose states and activations do not fit"
         if best_s is None or self._question.global_batch is None or fitting < _LEAST:
             return None
-        busy_s = min(rows * count * self._least_busy_s(program.checkpointing, rows) for rows, count in shapes)
+        busy_s = min(rows * count * self._least_busy_s(program, rows) for rows, count in shapes)
         if max(busy_s, self._wire_s(program)) >= NO_MATTER * best_s:
             return f"that cannot be {1 - NO_MATTER:.0%} faster than the best"
         return None
@@ -190,7 +196,7 @@ class Bounds:
     def learn(self, made: Sketch) -> None:
         """Take in what was simulated."""
         program = made.program
-        self._first.setdefault(program.checkpointing, made)
+        self._first.setdefault(_like(program), made)
         shapes = [it for it in self._question.shapes_of(program) if made.can_tell(it[0])]
         for shape in [it for it in shapes if made.needed_bytes(it[0]) <= self._question.cluster.usable_bytes]:
             self._note_busy(made.figures(*shape))
@@ -202,7 +208,7 @@ class Bounds:
             self._beyond[_kind(program)] = _Bytes(min(known.first, first - states), min(known.more, more))
 
     def _may_fit(self, program: Program, rows: int) -> bool:
-        made = self._first.get(program.checkpointing)
+        made = self._first.get(_like(program))
         activations = 0.0 if made is None or not made.can_tell(rows) else _SURELY * made.activations_bytes(rows)
         return states_bytes(self._question, program, activations) <= self._question.cluster.usable_bytes
 
@@ -211,23 +217,24 @@ class Bounds:
 
     def _note_busy(self, figures: Figures) -> None:
         candidate = figures.candidate
-        key, rows = (candidate.program.checkpointing, candidate.rows), candidate.rows * candidate.microbatches
+        key, rows = (_like(candidate.program), candidate.rows), candidate.rows * candidate.microbatches
         busy = _Busy(figures.busy_s / rows, figures.blocks_s / rows)
         self._busy[key] = min(self._busy.get(key, busy), busy)
 
-    def _least_busy_s(self, kept: str, rows: int) -> float:
+    def _least_busy_s(self, program: Program, rows: int) -> float:
         """Seconds that are computed for a row, of microbatches of so many: of the least that is known; 0 if nothing is.
 
         Of other checkpoints than are known: without any, and what these do again at least.
         """
-        of = kept if kept in self._first else "none"
+        like = _like(program)
+        of = like if like in self._first else ("none", program.precision)
         if (of, rows) not in self._busy:
             made = self._first.get(of)
             if made is None or not made.can_tell(rows):
                 return 0.0
             self._note_busy(made.figures(rows, 2 if made.program.accumulates else 1))
         busy = self._busy[of, rows]
-        return busy.all_s + (0.0 if of == kept else self._again(kept) * busy.blocks_s)
+        return busy.all_s + (0.0 if of == like else self._again(program.checkpointing) * busy.blocks_s)
 
     def _again(self, kept: str) -> float:
         """The share of the blocks' forwards that is computed again, at least."""
