@@ -228,7 +228,7 @@ def programs(
     zero1 and zero2 differ in what they keep of gradients between microbatches. Where that is nothing, there is one of
     them: zero1 without microbatches to add up, and zero2, which frees parameters sooner, where each is reduced.
     """
-    sums_whole = ("ddp", "zero1") if "zero2" in strategies else ("ddp",)
+    reduces_once = ("ddp", "zero1") if "zero2" in strategies else ("ddp",)
     for strategy in strategies:
         if strategy in ("hpz", "hsdp", "hsdp_zero2", "hfsdp") and (cluster.hosts < 2 or cluster.per_host < 2):
             continue
@@ -244,7 +244,7 @@ def programs(
                             continue  # which is for microbatches that gather within hosts
                         if strategy == "zero2" and not several and "zero1" in strategies:
                             continue
-                        for each in (False, True) if several and strategy not in sums_whole else (False,):
+                        for each in (False, True) if several and strategy not in reduces_once else (False,):
                             yield Program(
                                 strategy=strategy,
                                 checkpointing=kept,

@@ -183,7 +183,8 @@ def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
     figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
     slower_link = WhatIf(change, figures, _gain(best.figures, figures, 1))
     try:
-        twice, made = _twice(question), ask.sketch(ask(*_asked_of_twice(plan)))
+        twice, program = _twice(plan)
+        made = ask.sketch(ask(twice, program))
     except ConfigError as error:
         return [slower_link, WhatIf("Twice the hosts", None, 0.0, str(error))]
     figures = _fastest([(made, twice)])
@@ -193,23 +194,20 @@ def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
 def foresee(plan: Plan, ask: Workers) -> None:
     """Have ready what `what_ifs` will ask for, if the best so far stays the best."""
     with suppress(ConfigError):
-        ask.ask_ahead(*_asked_of_twice(plan))
+        ask.ask_ahead(*_twice(plan))
     for it in plan.fitting:
         _ = it.sketch.tapes  # unpacked while others are simulated
 
 
-def _twice(question: Question) -> Question:
-    return replace(question, cluster=question.cluster.with_hosts(2 * question.cluster.hosts))
-
-
-def _asked_of_twice(plan: Plan) -> tuple[Question, Program]:
+def _twice(plan: Plan) -> tuple[Question, Program]:
     """The best program on twice the hosts.
 
     Raises:
         ConfigError: the ranks cannot share the global batch.
     """
     assert plan.best is not None
-    twice, program = _twice(plan.question), plan.best.sketch.program
+    cluster, program = plan.question.cluster, plan.best.sketch.program
+    twice = replace(plan.question, cluster=cluster.with_hosts(2 * cluster.hosts))
     if not twice.shapes_of(program):  # fewer microbatches are left
         program = replace(program, accumulates=not program.accumulates, syncs_each=False)
     return twice, program
