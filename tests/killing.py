@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fullshard.checkpoint.keeper import named
 from fullshard.testing import RanksFailed, run_ranks
 
 
@@ -17,7 +18,8 @@ def die_before(operation: int, folder: Path) -> None:
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal count
-        within = args and isinstance(args[0], str | os.PathLike) and str(args[0]).startswith(str(folder))
+        path = str(args[0]) if args and isinstance(args[0], str | os.PathLike) else ""
+        within = path and str(named(Path(path))).startswith(str(folder))
         if within and (event == "open" or event.startswith(("os.", "shutil."))):
             count += 1
             if count == operation:

@@ -164,8 +164,9 @@ class Here:
 
 
 def copies_of(launchers: list[Launcher]) -> list[Path]:
-    """What these launchers, or those that are killed, have in the memory of this machine."""
-    return [path for it in launchers for path in MEMORY.glob(f"fullshard-{os.getuid()}-{it.pid}-*")]
+    """The folders of these launchers in the memory of this machine."""
+    pids = [str(launcher.pid) for launcher in launchers]
+    return [path.parent for path in MEMORY.glob("fullshard-*/kept") if path.read_text().split()[2] in pids]
 
 
 @pytest.mark.slow

@@ -2411,7 +2411,8 @@ ELSEWHERE = {
     "engine/findings.py",
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),
     *("plan/prediction.py", "plan/forecast.py", "plan/beside.py"),
-    *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py", "checkpoint/safety_copy.py"),
+    *("checkpoint/exporting.py", "checkpoint/importing.py", "checkpoint/tensor_files.py"),
+    *("checkpoint/keeper.py", "checkpoint/safety_copy.py"),
 }
 # What other ranks do, or what the numbers are, is no mistake of a call: tests of agreement, watchdog, finite, commit.
 # Nor is the end of a stage's forward.

@@ -21,7 +21,7 @@ from torch import nn
 from fullshard import CheckpointError, fully_shard
 from fullshard.checkpoint import load
 from fullshard.checkpoint.folder import entries
-from fullshard.checkpoint.keeper import keeps_folders, kept_folder
+from fullshard.checkpoint.keeper import keeps_folders, kept_folder, launcher_identity, named, opened_folder
 from fullshard.checkpoint.safety_copy import SafetyCopies, _Exchange
 from fullshard.testing import assert_same
 
@@ -41,7 +41,7 @@ def begun(strategy: str = "zero3") -> tuple[nn.Module, Any]:
 def host(memory: Path, ranks_of_host: int = 1) -> Path:
     """The folder of this rank's host; hosts of several ranks are made of neighbours."""
     folder = memory / f"host{dist.get_rank() // ranks_of_host}"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder
 
 
@@ -253,6 +253,137 @@ def launcher() -> Any:
     with subprocess.Popen(["sleep", "1000"]) as process:
         yield process
         process.kill()
+
+
+def plant(memory: Path, kind: str, launcher: int) -> Path:
+    """Make what another user could make in `memory`, to be taken for the folder of `launcher`."""
+    victim = memory / "victim"
+    victim.mkdir()
+    (victim / "kept").write_text("precious")
+    planted = memory / f"fullshard-{'0' * 32}"
+    if kind == "link to a folder":
+        victim.chmod(0o700)
+        (victim / "kept").write_text(launcher_identity(launcher))
+        planted.symlink_to(victim)
+    elif kind == "file":
+        planted.write_text(launcher_identity(launcher))
+    elif kind == "fifo":
+        os.mkfifo(planted)
+    elif kind == "name of before":  # this is where versions before this one looked
+        planted = memory / f"fullshard-{os.getuid()}-{launcher}-{launcher_identity(launcher).split()[-1]}"
+        planted.mkdir()
+        (planted / "kept").symlink_to(victim / "kept")
+    else:
+        planted.mkdir(mode=0o700)
+        record = planted / "kept"
+        if kind == "record is a fifo":
+            os.mkfifo(record)
+        elif kind == "record is a link":
+            (victim / "kept").write_text(launcher_identity(launcher))
+            record.symlink_to(victim / "kept")
+        else:
+            record.write_text(launcher_identity(launcher))
+        if kind == "open to others":
+            planted.chmod(0o777)
+        elif kind == "of another user":
+            os.chown(planted, 65534, 65534)
+    return planted
+
+
+PLANTED = ["link to a folder", "file", "fifo", "name of before", "record is a fifo", "record is a link"]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *PLANTED,
+        "open to others",
+        pytest.param("of another user", marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can make it")),
+    ],
+)
+def test_a_folder_that_another_user_could_have_made_is_not_taken(launcher, tmp_path, kind):
+    """Nothing is written to it, and nothing of it is removed or waited for."""
+    planted = plant(tmp_path, kind, launcher.pid)
+    kept = {path: path.lstat() for path in tmp_path.rglob("*")}
+    precious = (tmp_path / "victim" / "kept").read_text()
+    folder = kept_folder(launcher.pid, tmp_path)
+    assert folder != planted
+    assert not folder.is_symlink()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "kept").stat().st_mode & 0o777 == 0o600
+    assert kept_folder(launcher.pid, tmp_path) == folder
+    assert {path: path.lstat() for path in kept} == kept
+    assert (tmp_path / "victim" / "kept").read_text() == precious
+    with pytest.raises(OSError, match=f"{planted}"), opened_folder(planted if kind not in RECORDS else planted / "no"):
+        pass
+
+
+RECORDS = ["record is a fifo", "record is a link"]  # in a folder that is as it should be
+
+
+def test_memory_in_which_others_can_rename_is_refused(launcher, tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"has mode 777: other users can rename and replace what is in it"):
+        kept_folder(launcher.pid, tmp_path)
+    tmp_path.chmod(0o1777)
+    kept_folder(launcher.pid, tmp_path)
+
+
+def swap_folder(memory: Path) -> str:
+    """The folder is removed, and another user makes one of the same name, with links to files of this user."""
+    here = host(memory)
+    copies = SafetyCopies(here)
+    model, optimizer = begun()
+    copies.save(model=model, optimizer=optimizer, step=1, extra=None).wait()
+    dist.barrier()
+    here.rename(here.with_name(f"{here.name} removed"))
+    shutil.rmtree(here.with_name(f"{here.name} removed"))
+    here.mkdir()
+    assert copies.newest() is None
+    with pytest.raises(CheckpointError) as caught:
+        copies.save(model=model, optimizer=optimizer, step=2, extra=None).wait()
+    assert not list(here.iterdir())
+    return str(caught.value)
+
+
+def test_nothing_is_written_to_a_folder_that_takes_the_name_of_a_removed_one(tmp_path):
+    first, other = run_ranks(2, swap_folder, tmp_path)
+    assert first == other
+    assert "No such file or directory" in first
+
+
+def open_what_others_can_enter(memory: Path) -> str:
+    here = host(memory)
+    if dist.get_rank() == 1:
+        here.chmod(0o750)
+    with pytest.raises(CheckpointError) as caught:
+        SafetyCopies(here)
+    return str(caught.value)
+
+
+def test_a_folder_that_others_can_enter_is_refused_on_every_rank(tmp_path):
+    first, other = run_ranks(2, open_what_others_can_enter, tmp_path)
+    assert first == other
+    assert "rank 1: PermissionError: " in first
+    assert "and has mode 750, but must belong to user" in first
+
+
+def meet_in_a_folder(memory: Path, launcher: int) -> set[str]:
+    """Twice, as after a restart of the ranks."""
+    model, optimizer = begun()
+    copies = SafetyCopies.kept_with(launcher, memory)
+    copies.save(model=model, optimizer=optimizer, step=1, extra=None).wait()
+    again = SafetyCopies.kept_with(launcher, memory)
+    found = again.newest()
+    assert found is not None
+    assert found.manifest.step == 1
+    return {str(named(again.fetch(found)).parent), str(named(copies.fetch(found)).parent)}
+
+
+def test_ranks_of_a_host_meet_in_one_folder_and_find_it_again(launcher, tmp_path):
+    folders = set.union(*run_ranks(2, meet_in_a_folder, tmp_path, launcher.pid))
+    assert folders == {str(path) for path in tmp_path.iterdir()}
+    assert len(folders) == 1
 
 
 def test_a_folder_is_gone_when_its_launcher_is_killed(launcher, tmp_path):

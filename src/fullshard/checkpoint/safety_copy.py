@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,9 +40,11 @@ from fullshard.checkpoint.folder import (
     partial_in,
     write_synced,
 )
+from fullshard.checkpoint.keeper import MEMORY, kept_folder, launcher_identity, opened_folder
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, StoredFile, damage_in
 from fullshard.checkpoint.saving import manifest_of, write_files
 from fullshard.checkpoint.staging import HostMemory
+from fullshard.checkpoint.together import default_ranks
 from fullshard.errors import CheckpointError
 from fullshard.tape.recorder import noting
 
@@ -70,17 +73,46 @@ class SafetyCopies:
     """The copies of one run. Every rank of the default process group makes one, and calls all methods.
 
     Args:
-        folder: in the memory of this rank's host, the same for all ranks of the host and for nobody else.
+        folder: in the memory of this rank's host, the same for all ranks of the host and for nobody else. It belongs to
+            this user and is closed to all others. Files are reached through its descriptor, never by its name.
+
+    Raises:
+        CheckpointError: some rank cannot open its folder, or other users can.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
         self._behind = Background("fullshard-safety-copy")
         self._memory = HostMemory()
         self._ranks = self._behind.ranks()
+        self._folder = self._ranks.do("opening the folder of safety copies", lambda: self._opened(folder))
         places = self._ranks.share("looking for hosts", lambda: (socket.gethostname(), str(folder)))
         self._leaders = [rank for rank, place in enumerate(places) if places.index(place) == rank]
         self._host_of = [self._leaders.index(places.index(place)) for place in places]
+
+    @classmethod
+    def kept_with(cls, launcher: int, memory: Path = MEMORY) -> SafetyCopies:
+        """Those of a run whose ranks are started by the process `launcher` on each host, and may be restarted by it.
+
+        The first rank of each host finds the folder or makes it, and names it to the others.
+
+        Raises:
+            CheckpointError: some host cannot have a folder.
+        """
+        ranks = default_ranks()
+        launchers = ranks.share("looking for hosts", lambda: (socket.gethostname(), launcher_identity(launcher)))
+        first = launchers.index(launchers[ranks.index])
+        folders = ranks.share(
+            f"making a folder in {memory}", lambda: kept_folder(launcher, memory) if first == ranks.index else None
+        )
+        folder = folders[first]
+        assert folder is not None, "made by the first rank of each host"
+        return cls(folder)
+
+    def _opened(self, folder: Path) -> Path:
+        with opened_folder(folder) as descriptor:
+            kept = os.dup(descriptor)
+        weakref.finalize(self, os.close, kept)
+        return Path(f"/proc/self/fd/{kept}")
 
     @property
     def _host(self) -> int:
@@ -248,9 +280,12 @@ class _Exchange:
     def lay_out(self) -> None:
         """Allocate all memory now: a write to a mapped file without memory raises no error, but a signal."""
         for name, stored in self.coming.items():
-            with (self.folder / name).open("wb") as file:
+            descriptor = os.open(self.folder / name, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            try:
                 if stored.nbytes:
-                    os.posix_fallocate(file.fileno(), 0, stored.nbytes)
+                    os.posix_fallocate(descriptor, 0, stored.nbytes)
+            finally:
+                os.close(descriptor)
 
     def run(self, leaders: Sequence[int], group: dist.ProcessGroup | None) -> None:
         """Send and receive, straight from one host's memory to the other's."""

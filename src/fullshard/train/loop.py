@@ -16,7 +16,7 @@ from torch import Tensor
 from fullshard import CheckpointError, ConfigError, DiskError, clip_grad_norm_
 from fullshard.checkpoint import PendingSave, Restored, async_save, latest, load
 from fullshard.checkpoint.exporting import write_safetensors
-from fullshard.checkpoint.keeper import kept_folder
+from fullshard.checkpoint.keeper import named
 from fullshard.checkpoint.manifest import step_of
 from fullshard.checkpoint.safety_copy import SafetyCopies
 from fullshard.plan.beside import FirstSteps, say_if_too_large
@@ -85,7 +85,7 @@ def train(
         peak.reset()  # a model may be made whole before it is sharded
         trainer.foresight = Foresight(forecasting, peak)
     if settings.checkpoints.safety_copy_every:
-        trainer.copies = SafetyCopies(kept_folder(os.getppid()))
+        trainer.copies = SafetyCopies.kept_with(os.getppid())
     saves = settings.checkpoints.checkpoint_every > 0
     with heeding_sigterm() if saves else nullcontext() as stop:
         try:
@@ -320,7 +320,7 @@ class Trainer:
             )
         self.folder.cut_back(was["sizes"])
         self.stopwatch.total_s = was["seconds"]
-        came = {"step": restored.step, "world": self.rank.world, "from": str(restored.path)}
+        came = {"step": restored.step, "world": self.rank.world, "from": str(named(restored.path))}
         self.folder.write_line("resume", came)
         return restored.step or 0
 
