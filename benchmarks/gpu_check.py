@@ -399,8 +399,10 @@ def main() -> int:
     if not (args.dry or torch.cuda.is_available()):
         sys.stderr.write("gpu-check: torch finds no GPU here; nothing was run. --dry runs what needs none.\n")
         return 2
-    dry_path = Path(tempfile.gettempdir()) / "gpu_dry.json"
-    path: Path = args.json or (dry_path if args.dry and not args.name else results_path(args.name))
+    path: Path | None = args.json
+    if path is None:
+        # Not a fixed name in the temporary directory, where another user could have made it.
+        path = Path(tempfile.mkdtemp()) / "gpu_dry.json" if args.dry and not args.name else results_path(args.name)
     chosen = parts(dry=args.dry)
     if args.parts:
         chosen = [part for part in [*chosen, *optional_parts()] if part.name in args.parts.split(",")]

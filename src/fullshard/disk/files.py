@@ -309,8 +309,7 @@ def _open_nameless(folder: Path, name: str) -> int:
         except OSError as error:
             if error.errno not in (*_NO_DIRECT, errno.EISDIR):
                 raise
-    path = folder / f".{name}.{os.getpid()}.scratch"
-    path.unlink(missing_ok=True)  # of a process that was killed between the next two lines, and had this number
+    path = folder / f".{name}.{os.urandom(16).hex()}.scratch"  # nobody else can make it first
     descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     path.unlink()
     return descriptor
