@@ -279,7 +279,7 @@ def test_a_stranger_is_not_taken_for_a_rank(meet):
 
 def test_ranks_on_several_hosts_share_nothing_and_agree_on_that(meet, monkeypatch):
     hosts = iter("abb")
-    monkeypatch.setattr(neighbours, "_host", lambda: next(hosts))
+    monkeypatch.setattr(neighbours, "host_identity", lambda: next(hosts))
     assert meet(Ranks(3)) == ["they are on 2 hosts"] * 3
 
 
@@ -299,7 +299,7 @@ def test_one_that_cannot_connect_is_enough(meet, monkeypatch):
 
 
 def gather_on_hosts(host: str) -> tuple[bool, Tensor]:
-    neighbours._host = lambda: host.format(rank=dist.get_rank())
+    neighbours.host_identity = lambda: host.format(rank=dist.get_rank())
     return wire().neighbours is None, gather(wire())
 
 

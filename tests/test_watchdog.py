@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +29,7 @@ from fullshard.liveness.store import PatientStore
 from fullshard.liveness.watchdog import EXIT_CODE, _Board, _Question
 from fullshard.liveness.whereabouts import Whereabouts
 from fullshard.tape.recorder import Origin, Phase
+from fullshard.testing import run_ranks
 
 WORLD = 3
 KILLED = 137 - 128
@@ -377,16 +379,63 @@ def test_the_ring_tells_a_loss_from_a_farewell(world):
 def test_a_stranger_is_not_taken_for_a_rank():
     store = PatientStore(dist.HashStore(), 5)
     ring = Ring(store, 0, 2, silence_s=4)
+    other = Ring(store, 1, 2, silence_s=4)
+    assert not ring.join()
     host, port, _ = store.get("ring/0").decode().split()
     with socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(b"x" * 32)
-        other = Ring(store, 1, 2, silence_s=4)
         while ring.join() + other.join() < 2:
             pass
         assert stranger.recv(1) == b""
     assert ring.watches
     for each in (ring, other):
         each.leave(farewell=True)
+
+
+def test_a_rank_listens_where_the_previous_one_can_connect_and_nowhere_else():
+    """By the loopback address on one host; by the address in use if that is not known, or another one."""
+    rings = ring_of(3)
+    assert [ring._server.getsockname()[0] for ring in rings] == ["127.0.0.1"] * 3
+    for ring in rings:
+        ring.leave(farewell=True)
+    for elsewhere in ("another host", ""):
+        store = PatientStore(dist.HashStore(), 5)
+        way = ("127.0.0.9", 9)
+        ring = Ring(store, 0, 2, silence_s=4, way=way)
+        store.set("ring/host/1", elsewhere)
+        assert not ring.join()
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect(way)
+            assert ring._server.getsockname()[0] == probe.getsockname()[0]
+        ring.leave(farewell=True)
+        store.close()
+
+
+def listening_addresses() -> set[str]:
+    """The IP addresses at which this process listens; see proc_pid_net(5)."""
+    found = set()
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+                found.add(words[1].partition(":")[0])
+    return found
+
+
+def listen_in_training() -> set[str]:
+    model = fullshard.fully_shard(torch.nn.Linear(8, 8))
+    for _ in range(2):
+        model(torch.ones(2, 8)).sum().backward()
+    dist.barrier()
+    sleep(2.5)  # until the ring is closed
+    return listening_addresses()
+
+
+def test_ranks_of_one_host_listen_at_the_loopback_address_only():
+    """Those of gloo, too, if it is told so: the ranks of these tests are."""
+    for addresses in run_ranks(2, listen_in_training):
+        assert addresses == {"0100007F"}
 
 
 def test_whereabouts_tell_the_collective_the_step_and_the_line():

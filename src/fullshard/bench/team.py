@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from fullshard.bench.workload import Workload
 from fullshard.errors import FullshardError
+from fullshard.testing.ranks import loopback_store
 
 __all__ = ["Team", "TeamFailed"]
 
@@ -79,7 +80,7 @@ class Team:
         self._timeout = timeout
         world = workload.world if world is None else world
         # The store lives here, so that no rank that ends takes it along.
-        self._store = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self._store = loopback_store(timeout)
         job = _Job(make, workload, world, self._store.port, timeout)
         self._ranks: list[tuple[ForkServerProcess, Connection]] = []
         try:

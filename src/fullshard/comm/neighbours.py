@@ -27,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
 
 import torch
@@ -37,6 +36,7 @@ from torch import Tensor
 from fullshard.device.accelerator import accelerator_for
 from fullshard.errors import named_ranks
 from fullshard.layout.offsets import align
+from fullshard.liveness.ring import host_identity
 from fullshard.liveness.watchdog import PeerGoneError
 from fullshard.policy.switches import switches
 
@@ -60,6 +60,7 @@ _MESSAGE_NBYTES = 1024  # more than any message has
 _HEAD = struct.Struct("<BIQQQ")  # kind, block, collective, tag, and a number that depends on the kind
 _HELLO = struct.Struct("<i16s")  # rank, and the token of the one that listens
 _DESCRIPTOR = struct.Struct("i")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _PATIENCE_S = 1.0  # how long to wait for a block to be read, rather than to have one more
 _POLL_S = 3600.0  # epoll takes no more than some weeks
 _FULL_MS = 10  # how long to wait for room in a socket before looking for messages again
@@ -504,7 +505,7 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, _Address]:
         return None, _Address(obstacle=f"it is not possible on {sys.platform}")
     name = f"\0fullshard-{secrets.token_hex(16)}"
     try:
-        host = _host()
+        host = host_identity()
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         listener.bind(name)
         listener.listen(socket.SOMAXCONN)
@@ -513,10 +514,11 @@ def _listen(stack: ExitStack) -> tuple[socket.socket | None, _Address]:
     return listener, _Address(host, name, secrets.token_hex(8))
 
 
-def _host() -> str:
-    """The same for all that can meet on a socket without a file: one kernel, one namespace of its networks."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {Path('/proc/self/ns/net').readlink()}"
+def _user_of(connection: socket.socket) -> int:
+    """The user of the process at the other end, as the kernel knows it."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    return int(user)
 
 
 def _meet(sockets: dict[int, socket.socket], listener: socket.socket, addresses: Sequence[_Address], rank: int) -> None:
@@ -529,6 +531,9 @@ def _meet(sockets: dict[int, socket.socket], listener: socket.socket, addresses:
     listener.settimeout(_CONNECT_S)
     while len(sockets) < len(addresses) - 1:
         connection, _ = listener.accept()
+        if _user_of(connection) != os.geteuid():  # any user can connect: do not wait for what it says
+            connection.close()
+            continue
         connection.settimeout(_GREETING_S)
         hello = b""
         with suppress(OSError):

@@ -2,6 +2,11 @@
 
 The system closes a connection when its process ends, however it ends, and finds out by itself when a host does not
 answer any more. Nothing is sent but a greeting and a farewell, so a rank that is merely slow is never taken for lost.
+
+[Note: where a rank listens]
+Only the previous rank connects. If it is on the same host, the socket is bound to the loopback address, and other hosts
+cannot reach it; otherwise to the one address by which this host reaches the store. So ranks first exchange their hosts
+over the store. A connection that does not begin with the token from the store is closed.
 """
 
 from __future__ import annotations
@@ -10,15 +15,27 @@ import errno
 import secrets
 import socket
 from contextlib import suppress
+from pathlib import Path
 
 from fullshard.liveness.store import PatientStore
 
-__all__ = ["Ring"]
+__all__ = ["Ring", "host_identity"]
 
 _FAREWELL = b"."
 _PATIENCE_S = 5.0  # for one connection to be made
 _IDLE_S, _PROBE_S = 2, 1  # the system asks after 2 s without a sign of the other host, then every second
+_LOOPBACK = "127.0.0.1"
 _SILENT = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # what the system then says
+
+
+def host_identity() -> str:
+    """Text that all processes share which reach one another by the loopback address: one kernel, one network namespace.
+
+    Raises:
+        OSError: the system does not say.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {Path('/proc/self/ns/net').readlink()}"
 
 
 class Ring:
@@ -39,14 +56,17 @@ class Ring:
         self.previous_is_silent = False  # whether it was lost because its host does not answer
         self._store = store
         self._silence_s = silence_s
+        self._way = way
+        self._rank = rank
         self._next = (rank + 1) % world
         self._token = secrets.token_hex(16).encode()
-        self._server = socket.create_server(("", 0))
-        self._server.setblocking(False)
+        self._server: socket.socket | None = None
         self._to_next: socket.socket | None = None
         self._from_previous: socket.socket | None = None
-        address = f"{_own_address(way)} {self._server.getsockname()[1]} {self._token.decode()}"
-        store.set(_key(rank), address)
+        self._host = ""  # unknown
+        with suppress(OSError):
+            self._host = host_identity()
+        store.set(_host_key(rank), self._host)
 
     def join(self) -> bool:
         """Connect as far as is possible now; True once both neighbours are connected.
@@ -54,16 +74,27 @@ class Ring:
         Raises:
             OSError: a neighbour's address cannot be reached.
         """
+        if self._server is None and self._store.check([_host_key(self.previous)]):
+            self._listen(self._store.get(_host_key(self.previous)).decode())
         if self._to_next is None and self._store.check([_key(self._next)]):
             host, port, token = self._store.get(_key(self._next)).decode().split()
             connection = socket.create_connection((host, int(port)), timeout=_PATIENCE_S)
             _find_silence(connection, self._silence_s)
             connection.sendall(token.encode())
             self._to_next = connection
-        if self._from_previous is None:
+        if self._from_previous is None and self._server is not None:
             with suppress(BlockingIOError):
                 self._greet(self._server.accept()[0])
         return self._to_next is not None and self._from_previous is not None
+
+    def _listen(self, host_of_previous: str) -> None:
+        """Listen where the previous rank can connect, and publish that. See [Note: where a rank listens]."""
+        is_here = bool(self._host) and host_of_previous == self._host
+        address = _LOOPBACK if is_here else _own_address(self._way)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._server = socket.create_server((address, 0), family=family)
+        self._server.setblocking(False)
+        self._store.set(_key(self._rank), f"{address} {self._server.getsockname()[1]} {self._token.decode()}")
 
     def _greet(self, connection: socket.socket) -> None:
         connection.settimeout(_PATIENCE_S)
@@ -111,6 +142,10 @@ class Ring:
 
 def _key(rank: int) -> str:
     return f"ring/{rank}"
+
+
+def _host_key(rank: int) -> str:
+    return f"ring/host/{rank}"
 
 
 def _own_address(way: tuple[str, int] | None) -> str:

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from fullshard.device.current import count_devices, set_current_device, usual_device_type
 from fullshard.errors import ConfigError, FullshardError
 
-__all__ = ["RankFailure", "Ranks", "RanksFailed", "run_ranks"]
+__all__ = ["RankFailure", "Ranks", "RanksFailed", "loopback_store", "run_ranks"]
 
 T = TypeVar("T")
 
@@ -145,7 +145,7 @@ class Ranks:
         self.end()
 
     def _start(self, job: _Job) -> None:
-        self._store = _store(self._timeout)
+        self._store = loopback_store(self._timeout)
         self._traces = tempfile.TemporaryDirectory(prefix="fullshard-ranks-")
         for rank in range(self._world):
             self._ranks.append(_Rank.start(job, rank, self._store.port, Path(self._traces.name)))
@@ -176,7 +176,7 @@ class _Job:
         return cls(world, backend, timeout, payload, dict(os.environ))
 
 
-def _store(timeout: float) -> dist.TCPStore:
+def loopback_store(timeout: float) -> dist.TCPStore:
     """The store in which ranks find each other. It lives with the caller: its port is the system's choice at the moment
     of listening, so nobody can take it in between, and no rank that ends early takes the store with it.
 
