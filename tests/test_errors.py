@@ -588,6 +588,14 @@ def a_backward_finalized_by_hand_that_hooks_finalize() -> Steps:
     model.finalize_backward()
 
 
+@mistake(StateError, r"second.weight of shape \(5, 48\) was added after fully_shard", "before fully_shard")
+def a_head_that_is_added_after_sharding() -> Steps:
+    model = sharded()
+    yield
+    model.second = nn.Linear(48, 5)
+    model(inputs())
+
+
 @mistake(StateError, "DistributedDataParallel around Sequential, whose 0.weight is sharded", "strategy='hsdp'")
 def ddp_around_a_unit() -> Steps:
     model = nn.Sequential(linear(), linear())

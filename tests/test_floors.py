@@ -68,6 +68,7 @@ ROOMS: dict[str, list[str] | None] = {
         "footprint",
         "finite",
         "comparison",
+        "late_params",
         "slot_sharing",
         "homes",
         "reduction_queue",

@@ -14,8 +14,9 @@ from small_models import chain, inputs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import FullyShardedDataParallel, RankMismatchError, fully_shard
+from fullshard import FullyShardedDataParallel, RankMismatchError, StateError, fully_shard
 from fullshard.comm.collectives import Collectives
+from fullshard.testing import assert_same
 
 
 class Said(logging.Handler):
@@ -192,3 +193,198 @@ def test_ranks_that_agree_tell_one_another_as_little_of_a_large_model_as_of_a_sm
     assert set(small) == {"comparison of models", "comparison of parameters in no unit"}
     assert len(small["comparison of models"]) == 1
     assert max(map(max, small.values())) < 128
+
+
+# -- parameters that are added after sharding -------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A layer and a low-rank adapter next to it, as peft builds them."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.a, self.b = nn.Linear(48, 2, bias=False), nn.Linear(2, 192, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def add_adapter(model: nn.Module) -> Any:
+    model.layers[0].up = Adapted(model.layers[0].up)
+    return model.layers[0].up.a
+
+
+def add_head(model: nn.Module) -> Any:
+    model.add_module("second", nn.Linear(48, 5))
+    model.register_forward_hook(lambda _, args, output: output + model.second(args[0]))
+    return model.second
+
+
+def add_parameter(model: nn.Module) -> Any:
+    model.scale = nn.Parameter(torch.ones(5))
+    model.register_forward_hook(lambda _, args, output: output * model.scale)
+
+
+def add_past_registration(model: nn.Module) -> Any:
+    model._parameters["scale"] = nn.Parameter(torch.ones(5))
+    model.register_forward_hook(lambda _, args, output: output * model._parameters["scale"])
+
+
+def add_in_forward(model: nn.Module) -> Any:
+    def scale(_: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        if not hasattr(model, "scale"):
+            model.scale = nn.Parameter(torch.ones(5))
+        return output * model.scale
+
+    model.register_forward_hook(scale)
+
+
+def add_frozen_and_unfreeze(model: nn.Module) -> Any:
+    add_parameter(model)
+    model.scale.requires_grad_(False)
+    model(inputs())
+    model.scale.requires_grad_(True)
+
+
+ADD = [add_adapter, add_head, add_parameter, add_past_registration, add_in_forward, add_frozen_and_unfreeze]
+
+
+def step_plainly(model: nn.Module) -> Any:
+    """An optimizer that torch knows nothing of."""
+
+    def step() -> None:
+        with torch.no_grad():
+            for param in model.parameters():
+                if param.grad is not None:
+                    param -= 0.1 * param.grad
+
+    return step
+
+
+def sgd_of_late(model: nn.Module) -> Any:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad and not hasattr(p, "placements")]).step
+
+
+OPTIMIZERS = {"late": sgd_of_late, "all": lambda model: torch.optim.AdamW(model.parameters()).step, "own": step_plainly}
+
+
+def added_after_sharding(add: Any, optimizer: str, frozen: bool, started: bool) -> str:
+    """The error of the first step after `add`, or nothing."""
+    model = chain(fully_shard)
+    if frozen:
+        model.requires_grad_(False)
+    if started:
+        for step in range(3):
+            model(inputs(step))
+    torch.manual_seed(0)
+    try:
+        add(model)
+        loss = model(inputs() * (1 + dist.get_rank())).square().mean()
+        loss.backward()
+        OPTIMIZERS[optimizer](model)()
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def all_added_after_sharding() -> dict[str, str]:
+    found = {}
+    for number, (add, optimizer) in enumerate((add, optimizer) for add in ADD for optimizer in OPTIMIZERS):
+        frozen, started = bool(number % 2), bool(number % 3)
+        if add is add_past_registration and optimizer == "own":
+            continue  # nobody is told of either
+        found[f"{add.__name__} {optimizer} {frozen} {started}"] = added_after_sharding(add, optimizer, frozen, started)
+    return found
+
+
+def test_trained_parameters_that_are_added_after_sharding_are_refused():
+    for found in run_ranks(2, all_added_after_sharding):
+        for case, message in found.items():
+            assert "was added after fully_shard" in message, case
+
+
+def taken_care_of() -> list[Any]:
+    """What is added and trained alike on all ranks, or not trained, or on one rank only."""
+    found = []
+    for care in ("sharded", "ignored", "frozen", "unused", "alone"):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "data"))["data"] if care == "alone" else None
+        model = chain(partial(fully_shard, mesh=mesh))
+        model(inputs()).sum().backward()
+        torch.manual_seed(0)
+        head = add_head(model)
+        if care == "sharded":
+            fully_shard(head)
+        if care == "ignored":
+            fully_shard(head, ignored_params=head.parameters())
+        if care == "frozen":
+            head.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            if care == "unused":
+                with torch.no_grad():
+                    model(inputs())
+                continue
+            model(inputs(step) * (1 + dist.get_rank() * (care != "alone"))).square().mean().backward()
+            if care == "ignored":
+                for param in head.parameters():
+                    dist.all_reduce(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+        weight = head.weight
+        found.append(weight.full_tensor().detach() if care == "sharded" else weight.detach().clone())
+    return found
+
+
+def test_parameters_that_are_added_after_sharding_and_taken_care_of_are_accepted():
+    first, second = run_ranks(2, taken_care_of)
+    assert_same(first, second)
+
+
+def ignored_and_replaced() -> None:
+    """Ignored parameters are new objects after `to_empty` and `load_state_dict(assign=True)`."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model, ignored_params=model[1].parameters())
+    model.to_empty(device="cpu")
+    torch.nn.init.ones_(model[0].weight)
+    model(torch.ones(2, 4)).sum().backward()
+    model[1].load_state_dict({name: torch.ones_like(it) for name, it in model[1].state_dict().items()}, assign=True)
+    model[1].requires_grad_(True)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_ignored_parameters_stay_ignored_when_they_are_replaced():
+    run_ranks(2, ignored_and_replaced)
+
+
+def train_adapters_in_hooks(how: str) -> list[str]:
+    """Adapters that no module has; their optimizer has nothing else, or is given them late."""
+    model = chain(fully_shard).requires_grad_(False)
+    if how == "add_param_group":
+        model.head.weight.requires_grad_(True)
+    torch.manual_seed(dist.get_rank() if how == "drawn" else 0)
+    adapter = nn.Linear(48, 48)
+    model.layers[1].register_forward_hook(lambda _, args, output: output + adapter(args[0]))
+    params = [model.head.weight] if how == "add_param_group" else [*adapter.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    with Said() as texts:
+        for step in range(9):
+            model(inputs(step) * (1 + dist.get_rank())).square().mean().backward()
+            if how == "averaged":
+                for param in adapter.parameters():
+                    dist.all_reduce(param.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+            if how == "add_param_group" and not step:
+                optimizer.add_param_group({"params": [*adapter.parameters()]})
+    return texts
+
+
+@pytest.mark.parametrize("how", ["alike", "drawn", "add_param_group", "averaged"])
+def test_adapters_in_hooks_that_diverge_are_told_once(how):
+    first, second = run_ranks(2, train_adapters_in_hooks, how)
+    assert second == []
+    assert len(first) == (how != "averaged")
+    if first:
+        assert "2 parameters that no unit has, the first of shape (48, 48)" in first[0]

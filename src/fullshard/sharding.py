@@ -25,6 +25,7 @@ from fullshard.comm.mesh import (
 from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.at_rest import explain_mixtures
 from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install
+from fullshard.engine.late_params import watch_registrations
 from fullshard.engine.managed import managed_by, mark_ignored
 from fullshard.engine.materialize import find_parameters, give, initialise, move_buffers
 from fullshard.engine.other_engines import watch_wrappers
@@ -79,7 +80,7 @@ def shard_unit(
     device = device or current_device(axes.mesh.device_type)  # which the mesh may have selected
     options = replace(options, placements=placements)
     ignored = list(ignored_params or ())
-    mark_ignored(ignored)
+    mark_ignored(ignored, (module for _, module in own_modules(modules)))
     if materialize:
         initialise(modules, device, ignored, param_init_fn)
     found = find_parameters(modules, ignored, partial(_place, axes, options, shard_placement_fn))
@@ -92,6 +93,7 @@ def shard_unit(
     install(unit)
     watch_optimizers()
     watch_wrappers()
+    watch_registrations()
     explain_mixtures()
     own = [module for _, module in own_modules(modules)]
     register_hooks(own, unit)

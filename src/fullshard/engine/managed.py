@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.engine.sharded_param import ShardedParam
 
-__all__ = ["Managed", "is_ignored", "managed_by", "mark_ignored"]
+__all__ = ["Managed", "ignored_names", "is_ignored", "managed_by", "mark_ignored"]
 
 _IGNORED = "_fullshard_ignored"
 
@@ -35,15 +35,30 @@ class Managed:
         _by_id.update((id(form), self) for form in self.forms)
 
 
-def mark_ignored(params: Iterable[nn.Parameter]) -> None:
-    """Note that the user has said of `params` that no unit is to have them."""
+def mark_ignored(params: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -> None:
+    """Mark `params`, which the user has listed in `ignored_params`, and their names in those `modules` that have them.
+
+    The names are needed because `to_empty` and `load_state_dict(assign=True)` make new parameters.
+    """
+    ids = set()
     for param in params:
         setattr(param, _IGNORED, True)
+        ids.add(id(param))
+    for module in modules if ids else ():
+        names = {name for name, param in module._parameters.items() if id(param) in ids}
+        if names:
+            vars(module)[_IGNORED] = names | vars(module).get(_IGNORED, set())
 
 
 def is_ignored(param: nn.Parameter) -> bool:
-    """True if the user has said so."""
+    """True if the user has listed `param` in `ignored_params`."""
     return hasattr(param, _IGNORED)
+
+
+def ignored_names(module: nn.Module) -> Set[str]:
+    """The names under which `module` has parameters that were listed in `ignored_params`."""
+    names: Set[str] = vars(module).get(_IGNORED, frozenset())
+    return names
 
 
 # By id, since torch refuses to move a parameter that anything has a weak reference to.

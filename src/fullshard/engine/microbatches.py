@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fullshard.comm.mesh import broadcast_from_first
 from fullshard.device.accelerator import is_capturing
 from fullshard.engine.comparison import are_alike
+from fullshard.engine.late_params import LateParams
 from fullshard.engine.registry import buffers_of
 from fullshard.engine.unit import Unit
 from fullshard.liveness.whereabouts import here
@@ -32,7 +33,9 @@ class Microbatches:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self.outside: list[nn.Parameter] = []  # trained beside the units', and not compared between ranks yet
+        self._outside: list[nn.Parameter] = []  # trained, in no unit, and to be compared between ranks
+        self._outside_since = 0  # the step after which they were noted last
+        self.late_params = LateParams(units)
         self.number = 0  # of the step, from 1 on
         self._step = 0
         self._buffers_differ = True  # between ranks: each has seen other data since they were broadcast
@@ -43,6 +46,8 @@ class Microbatches:
             unit.notice_step()
         if counts:
             self._count()
+        if torch.is_grad_enabled():
+            self.late_params.check(again=counts and self.number == 1 and self._step.bit_count() == 1)
         if self._buffers_differ:
             self._buffers_differ = False
             for unit in self._units:
@@ -67,28 +72,38 @@ class Microbatches:
         self._set_number(self.number + 1 if any(unit.has_grads_waiting for unit in self._units) else 1)
         self._step += self.number == 1
         here.step = self._step
-        is_due = self.number == 1 and self._step.bit_count() == 1  # again, since rates may start at 0
-        if self.outside and is_due and not is_capturing(self._units[0].device):
-            self._compare_outside()
+        age = self._step - self._outside_since
+        is_due = self.number == 1 and (age + 1).bit_count() == 1  # again, since rates may start at 0
+        if self._outside and is_due and not is_capturing(self._units[0].device):
+            self._compare_outside(age)
 
     def _set_number(self, number: int) -> None:
         self.number = number
         for unit in self._units:
             unit.microbatch = number
 
-    def _compare_outside(self) -> None:
-        unit, params = self._units[0], self.outside
+    def compare_outside(self, params: Sequence[nn.Parameter]) -> None:
+        """Compare `params`, which no unit has, between ranks at the start of some of the next steps."""
+        known = {id(param) for param in self._outside}
+        new = [param for param in params if id(param) not in known]
+        if new:
+            self._outside += new
+            self._outside_since = self._step
+
+    def _compare_outside(self, age: int) -> None:
+        unit, params = self._units[0], self._outside
         if not are_alike(params, unit):
-            self.outside = []
+            self._outside = []
             if unit.axes.shard_rank == 0:
                 _log.warning(
-                    "%d parameters that no unit has, the first of shape %s, are trained by each rank for itself: after "
-                    "%d steps ranks have different values. Call fully_shard on the outermost module too, which takes "
-                    "what is left; or average their gradients yourself, and list them in ignored_params.",
-                    *(len(params), tuple(params[0].shape), self._step - 1),
+                    "%d parameters that no unit has, the first of shape %s, are trained by each rank separately: ranks "
+                    "have different values after %d steps. Call fully_shard on the outermost module, which manages all "
+                    "parameters that are left; or call it on the module that has these; or average their gradients "
+                    "yourself and list them in ignored_params.",
+                    *(len(params), tuple(params[0].shape), age),
                 )
-        elif self._step >= _LAST_COMPARISON:
-            self.outside = []
+        elif age + 1 >= _LAST_COMPARISON:
+            self._outside = []
 
 
 def _broadcast_buffers(unit: Unit) -> None:

@@ -22,6 +22,7 @@ the schedule add to whole gradients as they like, and `finalize_backward` reduce
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, cast
@@ -51,7 +52,7 @@ from fullshard.policy.precision import is_castable
 from fullshard.tape.context import drop_if_stale
 from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
 
-__all__ = ["Runtime", "cast_outputs", "runtime_or_none"]
+__all__ = ["Runtime", "cast_outputs", "runtime_of_last_backward", "runtime_or_none"]
 
 
 class Runtime:
@@ -351,6 +352,7 @@ class Runtime:
         self._check_whole()
         self.disks.end_pass(self.activations.disk_failures)
         self.activations.end_backward()
+        self.microbatches.late_params.check()
         self.reductions.check_finite(tallies)
 
     def _reshard_after_backward(self, unit: Unit) -> None:
@@ -373,6 +375,7 @@ class Runtime:
         self.phase = Phase.IDLE
         note_origin(Origin("", Phase.IDLE))
         self.microbatches.note_end()
+        _note_backward_of(self)
 
     def _check_whole(self) -> None:
         """Refuse a backward of a pipeline's stage that went for the gradients of its inputs alone.
@@ -537,6 +540,7 @@ class Runtime:
         tallies = self.reductions.take_tallies()
         self.disks.end_pass(self.activations.disk_failures)
         self.activations.end_backward()
+        self.microbatches.late_params.check()
         self.reductions.check_finite(tallies)
 
     def _prefetch_forward(self, unit: Unit) -> None:
@@ -574,6 +578,18 @@ def cast_outputs(unit: Unit, output: Any) -> Any:
     if dtype is None:
         return output
     return map_tensors(lambda tensor: tensor.to(dtype) if is_castable(tensor.dtype) else tensor, output)
+
+
+_last: list[weakref.ref[Runtime]] = []  # of which a backward ended, at most one
+
+
+def _note_backward_of(runtime: Runtime) -> None:
+    _last[:] = [weakref.ref(runtime)]
+
+
+def runtime_of_last_backward() -> Runtime | None:
+    """The runtime whose backward was the last one to end; None if there was none, or its model is gone."""
+    return _last[0]() if _last else None
 
 
 def runtime_or_none(unit: Unit) -> Runtime | None:

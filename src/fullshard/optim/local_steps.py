@@ -185,6 +185,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
 
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
+            note_outside(optimizer)  # which may have more parameters since its last step
             choose_for_budget(optimizer)  # before it is asked where anything is: its hook comes behind that
         disk, on_cpu = states_on_disk(optimizer), _on_cpu(optimizer)
         for unit in on_cpu:

@@ -1,4 +1,4 @@
-"""Parameters that an optimizer trains beside those of units, as of a head that was forgotten."""
+"""Parameters that an optimizer trains and no unit has, such as those of a head or an adapter outside of the model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,34 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fullshard.engine.managed import is_ignored, managed_by
-from fullshard.engine.runtime import runtime_or_none
+from fullshard.engine.runtime import runtime_of_last_backward, runtime_or_none
 
 __all__ = ["note_outside"]
 
-_noted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_noted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""How many parameters each optimizer had when they were last looked at."""
 
 
 def note_outside(optimizer: Optimizer) -> None:
-    """Have ranks compare what `optimizer` trains and no unit has, if it trains units too: nobody may average that."""
-    if optimizer in _noted:
+    """Make ranks compare the parameters of `optimizer` that no unit has, since nobody may average their gradients.
+
+    They are compared if the optimizer trains units too, or if their gradients may come from a backward through units.
+    """
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _noted.get(optimizer) == count:
         return
-    _noted.add(optimizer)
+    _noted[optimizer] = count
     params: list[nn.Parameter] = [param for group in optimizer.param_groups for param in group["params"]]
     managed = next(filter(None, map(managed_by, params)), None)
-    runtime = None if managed is None else runtime_or_none(managed.unit)
-    if runtime is not None:
-        runtime.microbatches.outside += [it for it in params if it.requires_grad and not _is_looked_after(it)]
+    outside = [param for param in params if param.requires_grad and not _is_looked_after(param)]
+    if managed is None:
+        runtime = runtime_of_last_backward()
+        outside = [param for param in outside if param.grad is not None]
+    else:
+        runtime = runtime_or_none(managed.unit)
+    if runtime is not None and outside:
+        runtime.microbatches.late_params.check(again=True)
+        runtime.microbatches.compare_outside(outside)
 
 
 def _is_looked_after(param: nn.Parameter) -> bool:

@@ -1,0 +1,94 @@
+"""Trained parameters that were added to a sharded model after `fully_shard`, such as adapters or a new head.
+
+No unit has them, so nothing averages their gradients: each rank would train its own copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from fullshard.engine.managed import ignored_names, is_ignored, managed_by
+from fullshard.engine.registry import own_modules
+from fullshard.engine.unit import Unit
+from fullshard.errors import StateError
+
+__all__ = ["LateParams", "watch_registrations"]
+
+_registrations = 0  # of parameters and modules, in any module of this process
+
+
+@cache
+def watch_registrations() -> None:
+    """Count every parameter and module that is registered from now on."""
+    register_module_parameter_registration_hook(_count)
+    register_module_module_registration_hook(_count)
+
+
+def _count(*_: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+class LateParams:
+    """The parameters below the units of a root that no unit has. Searched for only after something was registered.
+
+    Args:
+        units: the root's.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._searched_at = -1
+        self._found: list[tuple[str, nn.Parameter]] = []
+
+    def check(self, *, again: bool = False) -> None:
+        """Raise if any of them is trained, on more than one rank.
+
+        Args:
+            again: whether to search although nothing was registered, since some code writes to `Module._parameters`.
+
+        Raises:
+            StateError: each rank would train its own copy.
+        """
+        if again or self._searched_at != _registrations:
+            self._searched_at = _registrations
+            self._found = self._search() if self._units[0].axes.world > 1 else []
+        trained = [(name, param) for name, param in self._found if param.requires_grad]
+        if trained:
+            name, param = trained[0]
+            raise StateError(
+                f"{name} of shape {tuple(param.shape)} was added after fully_shard"
+                + (f", and so were {len(trained) - 1} other trained parameters" if len(trained) > 1 else "")
+                + ". No unit manages it, so its gradient would not be averaged and each rank would train its own "
+                "copy. Add adapters, heads and parameters before fully_shard; or call fully_shard on the new module; "
+                "or freeze the parameter by requires_grad_(False). If you average its gradient yourself, call "
+                "fully_shard(new_module, ignored_params=new_module.parameters())."
+            )
+
+    def _search(self) -> list[tuple[str, nn.Parameter]]:
+        slots = {
+            (id(owner.module), owner.name) for unit in self._units for param in unit.params for owner in param.owners
+        }
+        found = {}
+        for unit in self._units:
+            for prefix, module in own_modules(unit.modules):
+                for name, param in module._parameters.items():
+                    if param is None or (id(module), name) in slots or not _is_unmanaged(module, name, param):
+                        continue
+                    found[id(param)] = (".".join(part for part in (unit.name, prefix, name) if part), param)
+        return list(found.values())
+
+
+def _is_unmanaged(module: nn.Module, name: str, param: nn.Parameter) -> bool:
+    if isinstance(param, DTensor) or managed_by(param) is not None:
+        return False
+    return not is_ignored(param) and name not in ignored_names(module)
