@@ -6,19 +6,37 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from shared_ranks import run_ranks
 from small_models import ONE_AXIS, Block, shard, small_gpt
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fullshard import FullyShardedDataParallel, fully_shard, recording, stream_weights
+from fullshard import (
+    FSDPMeshInfo,
+    FullyShardedDataParallel,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+    fully_shard,
+    recording,
+    stream_weights,
+)
 from fullshard._compat import storage_watch
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
 BUCKET = 3 * 10**4  # bytes: fewer than some weights have
+
+# A parameter: its shape, the mesh that it is sharded over, along which dim, and whether it is placed on `ep` first.
+PARAMETERS = st.tuples(
+    st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(1, 3)),
+    st.sampled_from(["of the unit", "efsdp", "ep", "both"]),
+    st.sampled_from([None, 0, 1]),
+    st.booleans(),
+)
 
 
 def by_wrapper(model: nn.Module) -> nn.Module:
@@ -103,3 +121,39 @@ def stream_tensor_parallel() -> None:
 
 def test_weights_of_tensor_parallelism_arrive_whole():
     run_ranks(4, stream_tensor_parallel)
+
+
+def stream_from_several_meshes(
+    parameters: Any, units: int, strategy: str, bucket: int, dtype: torch.dtype | None
+) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    infos = {
+        "efsdp": FSDPMeshInfo(mesh["efsdp"], shard_mesh_dim=0),
+        "ep": FSDPMeshInfo(mesh["ep"], shard_mesh_dim=0),
+        "both": HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0),
+    }
+    model, plain, places = nn.Sequential(*(nn.Module() for _ in range(units))), {}, {}
+    for number, (shape, over, dim, is_placed) in enumerate(parameters):
+        value = torch.randn(shape, generator=torch.Generator().manual_seed(number))
+        plain[f"{number % units}.p{number}"] = value if dtype is None else value.to(dtype)
+        is_placed = is_placed and over == "efsdp"  # experts: each rank of `ep` has its own
+        param = nn.Parameter(distribute_tensor(value, mesh["ep"], [Shard(0)]) if is_placed else value)
+        setattr(model[number % units], f"p{number}", param)
+        chosen = None if dim is None else Shard(dim)
+        places[param] = chosen if over == "of the unit" else ShardPlacementResult(chosen, infos[over])
+    for unit in model:
+        fully_shard(unit, strategy=strategy, shard_placement_fn=places.get)
+    fully_shard(model, strategy=strategy)
+    assert_same(dict(sorted(stream_weights(model, bucket_bytes=bucket, dtype=dtype))), dict(sorted(plain.items())))
+
+
+@settings(max_examples=15, derandomize=True, phases=[Phase.generate])
+@given(
+    parameters=st.lists(PARAMETERS, min_size=1, max_size=6),
+    units=st.integers(1, 2),
+    strategy=st.sampled_from(["zero3", "zero3", "zero1", "ddp"]),
+    bucket=st.sampled_from([1, 500, 2**30]),
+    dtype=st.sampled_from([None, torch.bfloat16]),
+)
+def test_weights_of_one_unit_on_several_meshes_arrive_whole(parameters, units, strategy, bucket, dtype):
+    run_ranks(4, stream_from_several_meshes, parameters, units, strategy, bucket, dtype)

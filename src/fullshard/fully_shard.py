@@ -414,10 +414,11 @@ class FSDPModule:
             ConfigError: `stream` was given for a mesh with a replicate axis, whose sums have a stream already.
         """
         unit = unit_of(_module(self))
-        if stream is not None and any(axes.replicate_group is not None for axes in unit.collectives):
+        replicated = next((axes.mesh for axes in unit.collectives if axes.replicate_group is not None), None)
+        if stream is not None and replicated is not None:
             raise ConfigError(
-                f"set_all_reduce_hook(stream=...): {unit.axes.mesh} has a replicate axis, on the stream of whose sums "
-                "the hook runs. Leave stream out."
+                f"set_all_reduce_hook(stream=...): {replicated} has a replicate axis, and the hook runs on the stream "
+                "of its all-reduce. Leave stream out."
             )
         unit.state.all_reduce_hook = hook if stream is None else functools.partial(on_stream, stream, hook)
 

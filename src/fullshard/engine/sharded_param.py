@@ -92,6 +92,7 @@ class ShardedParam:
         self.fqn = source.fqn
         self.owners = list(source.owners)
         self.layout = param_layout
+        self.axes = plan.axes
         self.view = source.view
         whole = source.local
         names = inner_names(whole) if holds_tensors(whole) else []

@@ -99,9 +99,14 @@ class _Weight:
         return 0 if self.managed is None else self.managed.param.layout.spec.part_numel * self.dtype.itemsize
 
     @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The ranks whose parts are gathered, which need not be those of the unit; None if there is nothing to gather."""
+        return self.managed.param.axes.shard_group if self.managed is not None and self.part_nbytes else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes that it takes in a bucket."""
-        return 0 if self.managed is None else align(self.managed.unit.axes.shard_group.size() * self.part_nbytes, _STEP)
+        return 0 if self.managed is None else align(self.managed.param.axes.shard_world * self.part_nbytes, _STEP)
 
 
 def _weights(model: nn.Module, dtype: torch.dtype | None, rename: Callable[[str], str | None]) -> list[_Weight]:
@@ -143,7 +148,7 @@ def _buckets(weights: Sequence[_Weight], bucket_bytes: int) -> Iterator[list[_We
     over: dist.ProcessGroup | None = None
     nbytes = 0
     for weight in weights:
-        group = over if weight.managed is None else weight.managed.unit.axes.shard_group
+        group = weight.group or over
         if nbytes and (nbytes + weight.nbytes > bucket_bytes or group is not over):
             yield bucket
             bucket, nbytes = [], 0
@@ -155,11 +160,10 @@ def _buckets(weights: Sequence[_Weight], bucket_bytes: int) -> Iterator[list[_We
 @torch.no_grad()
 def _gathered(bucket: Sequence[_Weight]) -> list[Tensor | None]:
     """Of each weight, all ranks' parts as bytes, end to end; None where there is nothing to gather."""
-    gathered = [(weight, weight.managed) for weight in bucket if weight.managed is not None]
-    if not gathered:
+    units = [weight.managed.unit for weight in bucket if weight.managed is not None]
+    if not units:
         return [None] * len(bucket)
-    unit = gathered[0][1].unit
-    group = unit.axes.shard_group
+    unit, group = units[0], next((weight.group for weight in bucket if weight.group is not None), None)
     memory = torch.empty(sum(weight.nbytes for weight in bucket), dtype=torch.uint8, device=unit.device)
     regions: list[Tensor | None] = []
     receive, send, start = [], [], 0
@@ -168,14 +172,17 @@ def _gathered(bucket: Sequence[_Weight]) -> list[Tensor | None]:
             regions.append(None)
             continue
         part, shard = weight.part_nbytes, weight.managed.param.local
-        region = memory[start : start + group.size() * part]
-        own = region[group.rank() * part : (group.rank() + 1) * part]
+        axes = weight.managed.param.axes
+        region = memory[start : start + axes.shard_world * part]
+        own = region[axes.shard_rank * part : (axes.shard_rank + 1) * part]
         own[: shard.numel() * weight.dtype.itemsize].view(weight.dtype).view(shard.shape).copy_(shard)
         regions.append(region)
         if part:
             receive.append(region)
             send.append(own)
         start += weight.nbytes
+    if group is None:
+        return regions
     tensors = 2 ** (len(receive) - 1).bit_length()
     channel = collectives_for(group, unit.device).channel_for(f"stream_weights of up to {tensors}", tensors)
     channel.all_gather(receive, send, origin=Origin(unit.name, Phase.IDLE)).wait()
