@@ -1,19 +1,23 @@
 """Gradients of several microbatches: added up in the right dtype, and reduced exactly when they are to be."""
 
+import random
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
-from small_models import ONE_AXIS, Layer, chain, inputs, leave, sgd, whole_grads, wholes
+from small_models import ONE_AXIS, Chain, Layer, chain, inputs, leave, sgd, whole_grads, wholes
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, recording
+from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, dry, fully_shard, recording
+from fullshard.engine.registry import units_in
 from fullshard.tape.recorder import Recorder
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
@@ -169,6 +173,158 @@ def deferred_like_immediate() -> None:
 
 def test_a_deferred_sum_over_replicas_is_the_same_but_for_rounding():
     run_ranks(4, deferred_like_immediate)
+
+
+# -- the end of a step -------------------------------------------------------------------------------------------------
+
+
+class ByData:
+    """An optimizer that torch knows nothing of. It updates `param.data`, which changes no version."""
+
+    def __init__(self, params: Any) -> None:
+        self.params = list(params)
+
+    def step(self) -> None:
+        for param in self.params:
+            if param.grad is not None:
+                param.data.add_(param.grad, alpha=-0.1)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self.params:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.data.zero_()
+
+
+class InPlace(ByData):
+    """The same, by operations that change versions."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param in self.params:
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.1)
+
+    @torch.no_grad()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for param in self.params:
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": torch.optim.AdamW,
+    "fused": partial(torch.optim.AdamW, fused=True),
+    "foreach": partial(torch.optim.AdamW, foreach=True),
+    "SGD": partial(torch.optim.SGD, lr=0.1),
+    "by data": ByData,
+    "in place": InPlace,
+}
+
+
+def make_optimizers(model: torch.nn.Module, kinds: Sequence[str]) -> list[Any]:
+    """One optimizer of each kind, which has some parameters of every unit."""
+    params = list(model.parameters())
+    return [OPTIMIZERS[kind](params[i :: len(kinds)]) for i, kind in enumerate(kinds)]
+
+
+def run_program(seed: int, shard: Any) -> list[Any]:
+    """Accumulations, evaluations, steps of each optimizer and `zero_grad` of both kinds, in random order."""
+    chance = random.Random(seed)
+    model = chain(shard, Chain([Layer() for _ in range(2)]))
+    kinds = chance.choices(list(OPTIMIZERS), k=chance.choice((1, 1, 2)))
+    optimizers, left = make_optimizers(model, kinds), []
+    in_backward = chance.random() < 0.2
+
+    def step_in_backward(param: Tensor) -> None:
+        for optimizer, its in zip(optimizers, held, strict=True):
+            if param in its:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=seed % 2 == 0)
+
+    if in_backward:
+        params = list(model.parameters())
+        optimizers = [OPTIMIZERS[kinds[0]]([param]) for param in params]
+        held = [{param} for param in params]
+        for param in params:
+            param.register_post_accumulate_grad_hook(step_in_backward)
+    for number in range(4):
+        count, quiet = chance.choice((1, 2, 3)), chance.random() < 0.7 and not in_backward
+        for i in range(count):
+            model.set_requires_gradient_sync(i == count - 1 or not quiet)
+            loss = model(inputs(10 * number + i)).square().mean()
+            loss.backward()
+            left.append(loss.detach())
+        for operation in ("evaluate", "step", "evaluate", "step", "write", "zero", "evaluate"):
+            optimizer = chance.choice(optimizers)
+            if chance.random() < 0.3 or (operation == "write" and chance.random() < 0.7):
+                continue
+            if operation == "evaluate":
+                with torch.no_grad():
+                    left.append(model(inputs(number)))
+            elif operation == "step":
+                optimizer.step()
+            elif operation == "write":
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(0.9)
+            else:
+                optimizer.zero_grad(set_to_none=chance.random() < 0.3)
+    return left
+
+
+def run_programs(seeds: range) -> None:
+    for seed in seeds:
+        expected = run_program(seed, partial(fully_shard, strategy="zero3"))  # which keeps nothing
+        for strategy in ("zero1", "zero2"):
+            assert_same(
+                run_program(seed, partial(fully_shard, strategy=strategy)), expected, name=f"{strategy}, {seed}"
+            )
+
+
+def test_kept_parameters_are_those_of_the_last_step_whoever_took_it():
+    run_ranks(2, run_programs, range(8))
+
+
+@pytest.mark.slow
+def test_they_are_in_many_programs():
+    run_ranks(2, run_programs, range(8, 80))
+
+
+def numbers_and_gathers(kind: str, *, set_to_none: bool, skips: bool) -> list[list[tuple[int, int]]]:
+    """For each microbatch of three steps: its number, and the all-gathers."""
+    model = chain(partial(fully_shard, strategy="zero1"), Chain([Layer()]))
+    [optimizer], steps = make_optimizers(model, [kind]), []
+    for step in range(3):
+        counted = []
+        for i in range(MICROBATCHES):
+            model.set_requires_gradient_sync(i == MICROBATCHES - 1)
+            with recording() as record:
+                model(batch(i)).square().mean().backward()
+            counted.append((units_in(model)[0].microbatch, len(record.collectives("all_gather"))))
+        if not (skips and step == 1):  # as a gradient scaler does when it finds an inf
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        steps.append(counted)
+    return steps
+
+
+def count_numbers_and_gathers() -> None:
+    first, again = (1, 2), [(2, 0), (3, 0)]  # two units
+    for kind, set_to_none in product(("AdamW", "fused", "in place"), (True, False)):
+        steps = numbers_and_gathers(kind, set_to_none=set_to_none, skips=False)
+        assert steps == [[first, *again]] * 3, (kind, set_to_none)
+    for set_to_none in (True, False):
+        steps = numbers_and_gathers("AdamW", set_to_none=set_to_none, skips=True)
+        assert [[number for number, _ in step] for step in steps] == [[1, 2, 3]] * 3, set_to_none
+
+
+def test_zero1_gathers_once_a_step_and_counts_its_microbatches_whatever_zeroes_gradients():
+    with dry.world(2):
+        count_numbers_and_gathers()
 
 
 # -- dtypes -----------------------------------------------------------------------------------------------------------

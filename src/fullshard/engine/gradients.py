@@ -2,6 +2,17 @@
 
 Whole gradients lie where autograd left them, or are held here for a later microbatch's reduction. What a reduction
 makes of them is this rank's shards, in one buffer that every step uses again.
+
+[Note: when a step is over]
+Unsharded parameters that are kept must be gathered again after every step. Every step of a `torch.optim.Optimizer` adds
+to the versions of the shards that it updates (`optim/local_steps.py` does it for fused kernels), and so does every
+in-place operation on a parameter. A script can also update `param.data`, which no version shows. Therefore parameters
+are gathered again as long as there is a gradient whose shard still has the version from its delivery: somebody may have
+used this gradient at any time. After a step of an optimizer the versions differ, whether `zero_grad` has removed
+gradients or filled them with zeros.
+
+The microbatch count starts again under the same conditions. It also does if gradients were written to since their
+delivery, as `zero_grad(set_to_none=False)` does after a step that a gradient scaler skipped.
 """
 
 from __future__ import annotations
@@ -36,6 +47,7 @@ class GradientState:
     whole: dict[int, Tensor] = field(default_factory=dict)  # not reduced yet, in the reduce dtype, by parameter
     first_sums: dict[int, Tensor] = field(default_factory=dict)  # sums that miss the second level, by parameter
     may_have_stepped: bool = False
+    delivered: list[tuple[int, int]] = field(default_factory=list)  # versions of each shard and gradient at that time
     is_replayed: bool = False  # a CUDA graph has gradients of it: steps are taken without this library's code
     written_by_graphs: list[Tensor | None] = field(default_factory=list)  # at any replay, so nobody else may have it
 
@@ -239,23 +251,34 @@ class Gradients:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def expect_step(self) -> None:
-        """Note that the optimizer has gradients to step with."""
+        """Note that the optimizer has new gradients to step with."""
         self.state.may_have_stepped = True
+        self.state.delivered = [
+            (param.sharded._version, -1 if (grad := param.sharded.grad) is None else grad._version)
+            for param in self.params
+        ]
         if is_capturing(self.plan.device):
             self.state.is_replayed = True
             self.state.written_by_graphs.append(self.flat)
 
     def take_step_notice(self) -> bool:
-        """True if an optimizer may have stepped since this was asked last: there were gradients.
-
-        Fused ones leave versions as they are. Asked again, it is only so if there are gradients still.
-        """
+        """Return True if shards may have changed since the last call. See [Note: when a step is over]."""
         stepped = self.state.may_have_stepped or self.state.is_replayed or is_capturing(self.plan.device)
         if stepped:
-            self.state.may_have_stepped = any(param.has_grad for param in self.params)
+            self.state.may_have_stepped = any(shard for shard, _ in self._as_delivered())
         return stepped
 
     @property
     def are_waiting(self) -> bool:
         """True if there are gradients that an optimizer can still step with, or sums that miss the second level."""
-        return self.state.may_have_stepped or bool(self.state.first_sums)
+        waiting = self.state.may_have_stepped and any(shard and grad for shard, grad in self._as_delivered())
+        return waiting or bool(self.state.first_sums)
+
+    def _as_delivered(self) -> list[tuple[bool, bool]]:
+        """For each parameter that has a gradient: whether its shard, and that gradient, are as at the last delivery."""
+        pairs = zip(self.params, self.state.delivered, strict=False)
+        return [
+            (param.sharded._version == shard, grad._version == version)
+            for param, (shard, version) in pairs
+            if (grad := param.sharded.grad) is not None
+        ]

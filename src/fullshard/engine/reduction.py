@@ -164,8 +164,8 @@ class Reduction(ABC):
     def deliver(self) -> None:
         """Let the sharded parameters have their gradients, added to what they have already."""
         if self._finishes:
-            self._gradients.expect_step()
             self._deliver()
+            self._gradients.expect_step()
             self._kept.clear()
             self._gradients.hand_over()
         else:

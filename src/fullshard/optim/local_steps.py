@@ -87,7 +87,16 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _stepping:
         _give_back(optimizer)
+        _show_step(optimizer)
     _note_end_of_step()
+
+
+def _show_step(optimizer: Optimizer) -> None:
+    """Increment the versions of the sharded parameters that `optimizer` has updated, as fused and foreach kernels do
+    not. Kept unsharded parameters are gathered again if the version has changed.
+    """
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    torch.autograd.graph.increment_version([it for it in params if isinstance(it, DTensor) and it.grad is not None])
 
 
 def _note_step() -> None:
@@ -360,6 +369,7 @@ def _step_in_portions(
 
         _note_step()
         step_all(run)
+        _show_step(optimizer)
         _note_end_of_step()
         for hook in after:
             hook(optimizer, (optimizer, *args), kwargs)
