@@ -1133,11 +1133,11 @@ def encoded_without_a_gather() -> Steps:
 # -- the wrapper ------------------------------------------------------------------------------------------------------
 
 
-@mistake(ConfigError, "was given a module that it wraps already", "Wrap it once")
-def wrap_twice() -> Steps:
-    module = wrapped()
+@mistake(StateError, "share_memory.. of .*, which is sharded", "before it is sharded")
+def shared_memory_of_shards() -> Steps:
+    model = chain(fully_shard)
     yield
-    FullyShardedDataParallel(module)
+    model.share_memory()
 
 
 @mistake(ConfigError, "use_orig_params=False cannot be honoured", "Leave the argument out")

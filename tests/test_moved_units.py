@@ -1,15 +1,23 @@
-"""Units whose modules are moved or cast between steps: they go on with the values, the wires and the past they have."""
+"""Units whose modules are moved or cast between steps: they go on with the values, the wires and the past they have.
+So do units that other libraries put their wrappers around.
+"""
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
-from small_models import chain, inputs
+from small_models import Layer, Shard, chain, inputs, leave, sgd
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
 
-from fullshard import MixedPrecisionPolicy, fully_shard, recording
+from fullshard import FullyShardedDataParallel, MixedPrecisionPolicy, StateError, fully_shard, recording
 from fullshard.engine.registry import units_in
 from fullshard.tape.context import Kept, kept
 from fullshard.testing import assert_same
@@ -111,3 +119,111 @@ def test_what_is_kept_for_a_default_group_goes_with_it():
         assert before["collectives of process groups"] >= 1
         assert before["default meshes"] == 1
         assert {what for what, count in after.items() if count} == {"test"}
+
+
+class Around(nn.Module):
+    """A wrapper of no library that is known here."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
+    "CheckpointWrapper": checkpoint_wrapper,
+    "Sequential": nn.Sequential,
+    "a user's": Around,
+}
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "to": lambda model: model.to("cpu", torch.float64),
+    "cpu": lambda model: model.cpu(),
+    "float": lambda model: model.double().float(),
+    "half": lambda model: model.half().float(),
+    "bfloat16": lambda model: model.bfloat16().float(),
+    "double": lambda model: model.double(),
+    "type": lambda model: model.type(torch.float64),
+    "apply": lambda model: model.apply(lambda module: None),
+    "zero_grad": lambda model: model.zero_grad(),
+    "zero_grad to zeros": lambda model: model.zero_grad(set_to_none=False),
+    "requires_grad_": lambda model: model.requires_grad_(False).requires_grad_(True),
+    "load_state_dict": lambda model: model.load_state_dict(model.state_dict()),
+    "train": lambda model: model.eval().train(),
+    "to_empty": lambda model: refilled(model),
+}
+
+
+def refilled(model: nn.Module) -> None:
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    model.to_empty(device="cpu")
+    model.load_state_dict(values)
+
+
+def wrap_everywhere(model: nn.Module, wrapper: Callable[[nn.Module], Any]) -> nn.Module:
+    """Put wrappers around the layers of `model` and around itself."""
+    for name, layer in model.layers.named_children():
+        setattr(model.layers, name, wrapper(layer))
+    return wrapper(model)
+
+
+def wrap_inside(model: nn.Module, wrapper: Callable[[nn.Module], Any]) -> nn.Module:
+    """Put wrappers around all layers as torch does it: within `FullyShardedDataParallel`."""
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, Layer)
+    )
+    return model
+
+
+def learn_after(change: Callable[[nn.Module], object], model: nn.Module) -> list[torch.Tensor]:
+    """Losses before a step, after it, and after a step that follows the change."""
+    losses = []
+    for number in range(3):
+        if number == 1:
+            change(model)
+        optimizer = sgd(model)
+        loss = model(inputs(number).to(next(model.parameters()).dtype)).square().mean()
+        loss.backward()
+        losses.append(loss.detach().double())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def change_what_is_wrapped() -> None:
+    for name, change in CHANGES.items():
+        expected = learn_after(change, chain(leave))
+        for kind, wrapper in WRAPPERS.items():
+            for shard in (fully_shard, FullyShardedDataParallel):
+                if kind == "CheckpointWrapper" or name == "to":
+                    assert_same(learn_after(change, wrap_inside(sharded_chain(shard), wrapper)), expected)
+                if name == "to":
+                    assert_same(learn_after(change, wrap_everywhere(sharded_chain(shard), wrapper)), expected)
+
+
+def sharded_chain(shard: Shard) -> Any:
+    """A chain whose layers are units, by either interface."""
+    model = chain(leave)
+    for name, layer in model.layers.named_children():
+        setattr(model.layers, name, shard(layer))
+    return shard(model)
+
+
+def test_units_in_wrappers_are_changed_like_plain_modules():
+    run_ranks(2, change_what_is_wrapped)
+
+
+def share_what_is_sharded() -> list[str]:
+    said = []
+    for model in (sharded_chain(fully_shard), Around(sharded_chain(FullyShardedDataParallel))):
+        with pytest.raises(StateError) as caught:
+            model.share_memory()
+        said.append(str(caught.value))
+        model(inputs()).sum().backward()
+    return said
+
+
+def test_shared_memory_is_refused_with_the_remedy():
+    for said in run_ranks(2, share_what_is_sharded):
+        assert all("Call share_memory() on the module before it is sharded" in message for message in said)

@@ -719,3 +719,25 @@ def test_what_replaces_a_sharded_parameter_is_not_ignored_in_silence(change, by)
         for message in messages:
             assert f"weight of Linear (up.weight) was replaced by {by} after it was sharded" in message
             assert "before sharding" in message
+
+
+def wrap_what_is_wrapped() -> None:
+    expected = None
+    for wrappers in (1, 2, 3):
+        model = chain(leave)
+        for _ in range(wrappers):
+            model = FullyShardedDataParallel(model)
+        optimizer = sgd(model)
+        model(inputs()).square().mean().backward()
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+        found = [norm, model(inputs()), dict(model.named_parameters()), model.state_dict()]
+        found += [FullyShardedDataParallel.optim_state_dict(model, optimizer), copy.deepcopy(model).state_dict()]
+        expected = expected or found
+        assert_same(found, expected)
+        assert [each.check_is_root() for each in model.fsdp_modules(model)] == [True, *[False] * (wrappers - 1)]
+
+
+def test_a_wrapper_around_a_wrapper_changes_nothing():
+    """torch allows it, too."""
+    run_ranks(2, wrap_what_is_wrapped)

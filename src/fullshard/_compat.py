@@ -83,6 +83,7 @@ __all__ = [
     "inner_names",
     "inner_tensors",
     "innermost_dispatch_mode",
+    "is_share_memory",
     "is_wrapper_type",
     "joined_mesh",
     "keeping_versions",
@@ -258,6 +259,11 @@ def _references(tensors: list[Tensor]) -> list[int]:
 def shares_memory(tensor: Tensor) -> bool:
     """True if another tensor shares the storage of `tensor`."""
     return storage_references(tensor.untyped_storage()) > 2  # the tensor's own, and that of the handle just made
+
+
+def is_share_memory(function: Callable[..., Any]) -> bool:
+    """Return whether `function` is what `nn.Module.share_memory` applies to each tensor."""
+    return getattr(function, "__code__", None) in torch.nn.Module.share_memory.__code__.co_consts
 
 
 def all_gather_each(wholes: list[Tensor], parts: list[Tensor], group: dist.ProcessGroup) -> None:

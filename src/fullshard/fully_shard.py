@@ -536,7 +536,7 @@ class FSDPModule:
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Apply `nn.Module.to` and its like to the shards, which then move into the group's buffers again."""
-        with changing_shards(unit_of(_module(self))):
+        with changing_shards(unit_of(_module(self)), fn):
             super()._apply(fn, recurse)  # type: ignore[misc]  # the class it is mixed into is an nn.Module
         return _module(self)
 

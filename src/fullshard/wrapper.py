@@ -42,6 +42,7 @@ from fullshard.wrap import AutoWrapPolicy, wrapped_modules
 __all__ = ["BackwardPrefetch", "FullyShardedDataParallel"]
 
 _WRAPPED = "_fsdp_wrapped_module"
+_SHARDED = "_sharded_module"
 
 
 class BackwardPrefetch(Enum):
@@ -132,6 +133,7 @@ class FullyShardedDataParallel(nn.Module):
                 apart = {cls: {"mixed_precision": None} for cls in precision._module_classes_to_ignore}
             self._wrap_children(module, auto_wrap_policy, skipped, params, apart, options)
         self._fsdp_wrapped_module = module
+        vars(self)[_SHARDED] = module  # stays when `apply_activation_checkpointing` puts a wrapper in its place
         shard_unit(
             (module,),
             ShardOptions(
@@ -234,7 +236,7 @@ class FullyShardedDataParallel(nn.Module):
         zero_shard_grads(self, set_to_none)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FullyShardedDataParallel:
-        with changing_shards(unit_of(self.module)):
+        with changing_shards(self._unit, fn):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -257,8 +259,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def check_is_root(self) -> bool:
         """True if no other wrapped module contains this one, as far as a forward has shown."""
-        runtime = runtime_of(self.module)
-        return unit_of(self.module) in runtime.units[:1]
+        return self._unit in runtime_of(self._unit.module).units[:1]
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -287,6 +288,10 @@ class FullyShardedDataParallel(nn.Module):
             offload_to_cpu=offload_to_cpu,
             with_grads=with_grads,
         )
+
+    @property
+    def _unit(self) -> Unit:
+        return unit_of(vars(self)[_SHARDED])
 
     def _units(self) -> list[Unit]:
         return units_in(self)
@@ -474,8 +479,6 @@ def _check(
     ignored_states: object,
     use_orig_params: bool,
 ) -> None:
-    if isinstance(module, FullyShardedDataParallel):
-        raise ConfigError("FullyShardedDataParallel was given a module that it wraps already. Wrap it once.")
     if not use_orig_params:
         raise ConfigError(
             "use_orig_params=False cannot be honoured: parameters are never flattened here, each keeps its shape and "

@@ -11,6 +11,7 @@ from torch import nn
 
 from fullshard._compat import (
     in_function_transform,
+    is_share_memory,
     outside_of_function_transforms,
     outside_of_graphs,
     outside_of_selective_checkpoints,
@@ -150,13 +151,23 @@ def check_idle(unit: Unit, doing: str) -> None:
 
 
 @contextmanager
-def changing_shards(unit: Unit) -> Iterator[None]:
-    """A context in which modules may be given other parameters, as `Module.to` does: the unit takes them over.
+def changing_shards(unit: Unit, function: Callable[..., Any] | None = None) -> Iterator[None]:
+    """A context in which modules may be given other parameters, as `Module.to` does: the unit adopts them.
+
+    Args:
+        unit: the unit whose modules change.
+        function: what `Module._apply` calls with each tensor, if that makes the change.
 
     Raises:
-        StateError: the unit is in forward or backward, or its parameters are summoned.
+        StateError: the unit is in forward or backward, its parameters are summoned, or `function` is that of
+            `Module.share_memory`.
     """
     check_idle(unit, "to be moved or cast")
+    if function is not None and is_share_memory(function):
+        raise StateError(
+            f"share_memory() of {unit.name or 'the root'}, which is sharded: torch cannot put a DTensor into shared "
+            "memory. Call share_memory() on the module before it is sharded, or on the tensors of a full state dict."
+        )
     units = (unit, *unit.borrowed)  # tied weights are changed through any module that has them
     for unit in units:
         unit.reshard()

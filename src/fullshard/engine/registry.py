@@ -47,12 +47,12 @@ def unregister(module: nn.Module) -> Unit | None:
 
 
 def unit_of(module: nn.Module) -> Unit:
-    """The unit that the forward of `module` unshards.
+    """Return the unit that the forward of `module`, or of the module in this wrapper, unshards.
 
     Raises:
         StateError: the module is not sharded.
     """
-    unit = _unit_or_none(module)
+    unit = _unit_or_none(module) or _unit_or_none(unwrapped(module))
     if unit is None:
         raise StateError(
             f"{type(module).__name__} is not a unit. Call fully_shard(module) on it first, or name one of its units."
