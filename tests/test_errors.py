@@ -1140,6 +1140,49 @@ def shared_memory_of_shards() -> Steps:
     model.share_memory()
 
 
+@mistake(ConfigError, "cpu_offload=True is a bool", r"Pass CPUOffload\(")
+def offload_that_is_no_policy() -> Steps:
+    yield
+    wrapped(cpu_offload=True)
+
+
+@mistake(ConfigError, "param_init_fn=42 cannot be called", "Pass a function of one module")
+def init_function_that_is_none() -> Steps:
+    yield
+    wrapped(param_init_fn=42)
+
+
+@mistake(ConfigError, "ignored_modules='head' is a str", "Pass a list of modules")
+def ignored_modules_by_name() -> Steps:
+    yield
+    wrapped(ignored_modules="head")
+
+
+@mistake(ConfigError, "sync_module_states='False' is a str", "Pass True or False")
+def flag_that_is_a_string() -> Steps:
+    yield
+    wrapped(sync_module_states="False")
+
+
+@mistake(ConfigError, "device_id=1.5 is a float", "Pass a torch.device or a number")
+def device_that_is_no_device() -> Steps:
+    yield
+    wrapped(device_id=1.5)
+
+
+@mistake(ConfigError, "device_id='gpu' names no device", "Pass a torch.device or its number")
+def device_of_an_unknown_name() -> Steps:
+    yield
+    wrapped(device_id="gpu")
+
+
+@mistake(ConfigError, "FSDP_USE_FULL_PREC_IN_EVAL=1 with mixed_precision=", "Unset the variable")
+def full_precision_in_evaluation() -> Steps:
+    yield
+    with mock.patch.dict(os.environ, FSDP_USE_FULL_PREC_IN_EVAL="1"):
+        wrapped(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))
+
+
 @mistake(ConfigError, "use_orig_params=False cannot be honoured", "Leave the argument out")
 def flattened_parameters() -> Steps:
     yield

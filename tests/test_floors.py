@@ -16,7 +16,7 @@ ROOMS: dict[str, list[str] | None] = {
     "errors": None,
     "versions": None,
     "required": None,
-    "policy": ["sizes", "strategy", "precision", "offload", "tiers", "meshes", "options", "switches"],
+    "policy": ["arguments", "sizes", "strategy", "precision", "offload", "tiers", "meshes", "options", "switches"],
     "layout": ["offsets", "shard_spec", "group_layout", "slots"],
     "_fakes": None,
     "_compat": None,

@@ -211,7 +211,7 @@ def sharded_chain(shard: Shard) -> Any:
 
 
 def test_units_in_wrappers_are_changed_like_plain_modules():
-    run_ranks(2, change_what_is_wrapped)
+    run_ranks(1, change_what_is_wrapped)
 
 
 def share_what_is_sharded() -> list[str]:

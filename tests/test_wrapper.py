@@ -34,6 +34,7 @@ from torch.distributed.tensor import Shard as Cut
 from fullshard import (
     BackwardPrefetch,
     ConfigError,
+    CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
     ShardingStrategy,
@@ -741,3 +742,33 @@ def wrap_what_is_wrapped() -> None:
 def test_a_wrapper_around_a_wrapper_changes_nothing():
     """torch allows it, too."""
     run_ranks(2, wrap_what_is_wrapped)
+
+
+def read_arguments_back() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16)
+    for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD):
+        group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        model = FullyShardedDataParallel(
+            FullyShardedDataParallel(Layer(), process_group=group),
+            sharding_strategy=strategy,
+            mixed_precision=precision,
+        )
+        inner = model.module
+        assert model.sharding_strategy is strategy
+        assert model.process_group.size() == model.world_size == dist.get_world_size()
+        assert model.rank == dist.get_rank()
+        assert (inner.process_group, inner.rank, inner.world_size) == (group, 0, 1)
+        assert model.mixed_precision is precision
+        assert inner.mixed_precision == MixedPrecision()
+        assert model.cpu_offload == CPUOffload()
+        assert FullyShardedDataParallel(Layer(), cpu_offload=CPUOffload(True)).cpu_offload == CPUOffload(True)
+        assert model.compute_device == torch.device("cpu")
+        assert copy.deepcopy(model).sharding_strategy is strategy
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    hybrid = FullyShardedDataParallel(Layer(), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    assert (hybrid.sharding_strategy, hybrid.world_size) == (ShardingStrategy.HYBRID_SHARD, 1)
+    assert hybrid.process_group == mesh.get_group("shard")
+
+
+def test_scripts_read_arguments_back():
+    run_ranks(2, read_arguments_back)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
@@ -19,6 +20,7 @@ from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, 
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.optim.clipping import clip_grad_norm_
+from fullshard.policy.arguments import check_callable, check_flags, check_iterable, check_type
 from fullshard.policy.offload import CPUOffload
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecision, MixedPrecisionPolicy
@@ -43,6 +45,7 @@ __all__ = ["BackwardPrefetch", "FullyShardedDataParallel"]
 
 _WRAPPED = "_fsdp_wrapped_module"
 _SHARDED = "_sharded_module"
+_PRECISION = "_mixed_precision"
 
 
 class BackwardPrefetch(Enum):
@@ -107,8 +110,16 @@ class FullyShardedDataParallel(nn.Module):
     ) -> None:
         super().__init__()
         _check(module, process_group, device_mesh, ignored_modules, ignored_states, use_orig_params)
+        _check_types(cpu_offload, backward_prefetch, mixed_precision, param_init_fn, device_id, device_mesh)
+        check_flags(
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            broadcast_buffers=broadcast_buffers,
+        )
         skipped, params = _ignored(ignored_modules, ignored_states)
-        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
+        resolve_placements(strategy, argument="sharding_strategy")
         device = _device(device_id, device_mesh)
         mesh = _mesh(device_mesh, process_group, strategy, device)
         precision = mixed_precision or MixedPrecision()
@@ -133,6 +144,7 @@ class FullyShardedDataParallel(nn.Module):
                 apart = {cls: {"mixed_precision": None} for cls in precision._module_classes_to_ignore}
             self._wrap_children(module, auto_wrap_policy, skipped, params, apart, options)
         self._fsdp_wrapped_module = module
+        vars(self)[_PRECISION] = precision
         vars(self)[_SHARDED] = module  # stays when `apply_activation_checkpointing` puts a wrapper in its place
         shard_unit(
             (module,),
@@ -179,6 +191,44 @@ class FullyShardedDataParallel(nn.Module):
             wrapped = FullyShardedDataParallel(child, **{**options, **overrides})
             for parent, name in places:
                 parent._modules[name] = wrapped
+
+    # -- arguments that scripts read back -----------------------------------------------------------------------------
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy | Placements:
+        """The strategy, or the placements if no strategy has that name."""
+        placements = self._unit.options.placements
+        return next((each for each in ShardingStrategy if each.placements == placements), placements)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks of the shard axis, or all ranks of a mesh of one axis."""
+        return self._unit.axes.shard_group
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in `process_group`."""
+        return dist.get_rank(self.process_group)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of `process_group`."""
+        return dist.get_world_size(self.process_group)
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """The dtypes, with None where tensors keep their own."""
+        return cast(MixedPrecision, vars(self)[_PRECISION])
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Whether parameters are offloaded to the CPU."""
+        return CPUOffload(self._unit.options.offload == CPUOffload(True).policy)
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device that computes."""
+        return self._unit.device
 
     # -- being a module -----------------------------------------------------------------------------------------------
 
@@ -479,6 +529,8 @@ def _check(
     ignored_states: object,
     use_orig_params: bool,
 ) -> None:
+    check_type("module", module, nn.Module, "the nn.Module to shard")
+    check_flags(use_orig_params=use_orig_params)
     if not use_orig_params:
         raise ConfigError(
             "use_orig_params=False cannot be honoured: parameters are never flattened here, each keeps its shape and "
@@ -495,11 +547,42 @@ def _check(
         raise ConfigError("ignored_modules and ignored_states both say what to leave alone. Pass one of them.")
 
 
+def _check_types(
+    cpu_offload: object,
+    backward_prefetch: object,
+    mixed_precision: MixedPrecision | None,
+    param_init_fn: object,
+    device_id: object,
+    device_mesh: object,
+) -> None:
+    if cpu_offload is not None:
+        check_type("cpu_offload", cpu_offload, CPUOffload, "CPUOffload(offload_params=True), or None")
+    if backward_prefetch is not None:
+        check_type("backward_prefetch", backward_prefetch, BackwardPrefetch, "a BackwardPrefetch, or None")
+    if mixed_precision is not None:
+        check_type("mixed_precision", mixed_precision, MixedPrecision, "a fullshard.MixedPrecision, or None")
+        if mixed_precision.param_dtype is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
+            raise ConfigError(
+                f"FSDP_USE_FULL_PREC_IN_EVAL=1 with mixed_precision={mixed_precision}: evaluation computes in "
+                "param_dtype here, as training does. Unset the variable; to evaluate in full precision, load the "
+                "weights into a model without mixed_precision, or evaluate within summon_full_params."
+            )
+    if param_init_fn is not None:
+        check_callable("param_init_fn", param_init_fn, "a function of one module, or None")
+    if device_id is not None and (isinstance(device_id, bool) or not isinstance(device_id, int | str | torch.device)):
+        raise ConfigError(f"device_id={device_id!r} is a {type(device_id).__name__}. Pass a torch.device or a number.")
+    if device_mesh is not None:
+        check_type("device_mesh", device_mesh, DeviceMesh, "what init_device_mesh returns, or None")
+
+
 def _ignored(
     ignored_modules: Iterable[nn.Module] | None,
     ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
 ) -> tuple[list[nn.Module], list[nn.Parameter]]:
     """The modules and the parameters to leave alone, those of the modules among them."""
+    for name, items in (("ignored_modules", ignored_modules), ("ignored_states", ignored_states)):
+        if items is not None:
+            check_iterable(name, items, "a list of modules" if name == "ignored_modules" else "a list of parameters")
     given: list[Any] = [*(ignored_modules or ()), *(ignored_states or ())]
     modules = [item for item in given if isinstance(item, nn.Module)]
     params = [item for item in given if isinstance(item, nn.Parameter)]
@@ -515,7 +598,10 @@ def _device(device_id: int | torch.device | None, mesh: DeviceMesh | None) -> to
         return current_device(usual_device_type() if mesh is None else mesh.device_type)
     found = torch.accelerator.current_accelerator(check_available=True)
     kind = "cuda" if found is None else found.type
-    device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+    try:
+        device = torch.device(kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
+    except RuntimeError as error:
+        raise ConfigError(f"device_id={device_id!r} names no device. Pass a torch.device or its number.") from error
     if device.type == kind and (device.index or 0) >= count_devices():
         raise ConfigError(
             f"device_id={device_id!r}: there is no such GPU, torch sees {count_devices()} here. Pass "

@@ -130,8 +130,12 @@ _PLACEMENTS = {
 }
 
 
-def resolve_placements(strategy: str | ShardingStrategy | Placements) -> Placements:
-    """The placements that a short name, a `ShardingStrategy` or placements stand for.
+def resolve_placements(strategy: str | ShardingStrategy | Placements, argument: str = "strategy") -> Placements:
+    """Return the placements that a short name, a `ShardingStrategy` or placements stand for.
+
+    Args:
+        strategy: one of these.
+        argument: the name of the user's argument, for the message.
 
     Raises:
         ConfigError: no strategy has that name.
@@ -143,6 +147,6 @@ def resolve_placements(strategy: str | ShardingStrategy | Placements) -> Placeme
     if isinstance(strategy, str) and strategy in _PLACEMENTS:
         return _PLACEMENTS[strategy]
     raise ConfigError(
-        f"strategy={strategy!r} is not a strategy. Choose one of {', '.join(_PLACEMENTS)}, "
+        f"{argument}={strategy!r} is not a strategy. Choose one of {', '.join(_PLACEMENTS)}, "
         "a fullshard.ShardingStrategy, or Placements."
     )

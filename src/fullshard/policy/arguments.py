@@ -1,0 +1,51 @@
+"""Checks of arguments where a user passes them, so that a wrong one is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fullshard.errors import ConfigError
+
+__all__ = ["check_callable", "check_flags", "check_iterable", "check_type"]
+
+
+def check_type(name: str, value: object, kinds: type[Any] | tuple[type[Any], ...], expected: str) -> None:
+    """Raise if `value`, passed as the argument `name`, is not an instance of `kinds`.
+
+    Raises:
+        ConfigError: it is not; the message says that `expected` is.
+    """
+    if not isinstance(value, kinds):
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Pass {expected}.")
+
+
+def check_callable(name: str, value: object, expected: str) -> None:
+    """Raise if `value`, passed as the argument `name`, can be called neither as a function nor as an object.
+
+    Raises:
+        ConfigError: it cannot; the message says that `expected` is to be passed.
+    """
+    if not callable(value):
+        raise ConfigError(f"{name}={value!r} cannot be called. Pass {expected}.")
+
+
+def check_iterable(name: str, value: object, expected: str) -> None:
+    """Raise if `value`, passed as the argument `name`, is a string or nothing that can be iterated over.
+
+    Raises:
+        ConfigError: it is; the message says that `expected` is to be passed.
+    """
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Pass {expected}.")
+
+
+def check_flags(**flags: object) -> None:
+    """Raise if an argument is neither True nor False (1 and 0 are accepted).
+
+    Raises:
+        ConfigError: it is something else, such as the string "False".
+    """
+    for name, value in flags.items():
+        if not isinstance(value, bool) and not (type(value) is int and value in (0, 1)):
+            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Pass True or False.")
