@@ -655,6 +655,17 @@ def units(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if module in chosen]
 
 
+class Quantizer(nn.Module):
+    """Has parameters, and methods other than a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Linear(2, 2)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.codes(x)
+
+
 def test_layers_become_units():
     assert units(Small()) == ["blocks.0", "blocks.1"]
     stages = nn.Sequential(nn.Linear(2, 2), nn.Sequential(Block(), Block()), nn.ModuleList([Block()]))
@@ -663,6 +674,11 @@ def test_layers_become_units():
     named = nn.Sequential(nn.Sequential(Block(), nn.Linear(2, 2)))
     named._no_split_modules = ["Block"]
     assert units(named) == ["0.0"]
+    named = nn.Sequential(Quantizer(), nn.Sequential(Block(), Block()))
+    named._no_split_modules = ["Quantizer"]  # has no forward, as one that Mimi names
+    assert units(named) == ["1.0", "1.1"]
+    named._no_split_modules = ["Quantizer", "Block"]
+    assert units(named) == ["1.0", "1.1"]
 
 
 def test_arguments_without_a_counterpart_are_refused():

@@ -30,6 +30,7 @@ from typing import Any
 
 from torch import nn
 
+from fullshard.engine.registry import has_forward
 from fullshard.errors import ConfigError
 
 __all__ = [
@@ -306,7 +307,7 @@ class _Walk:
 
     def can_be_unit(self, module: nn.Module, fqn: str) -> bool:
         """True if a forward of `module` will ever run; raises if it will not, and its parameters depended on that."""
-        if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+        if has_forward(module):
             return True
         if isinstance(module, nn.ParameterList | nn.ParameterDict) or self.free_numel(module) == 0:
             return False

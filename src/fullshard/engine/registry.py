@@ -13,6 +13,7 @@ from fullshard.errors import StateError
 __all__ = [
     "buffers_of",
     "clean_fqn",
+    "has_forward",
     "is_unit",
     "name_units",
     "own_modules",
@@ -86,6 +87,11 @@ def own_modules(modules: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
     for module in modules:
         visit("", module)
     return found
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether the class of `module`, or `module` itself, defines a forward."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:

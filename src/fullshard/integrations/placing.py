@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fullshard.comm.routes import collectives_of
 from fullshard.device.current import current_device, usual_device_type
 from fullshard.engine.materialize import initialise
-from fullshard.engine.registry import is_unit, own_modules
+from fullshard.engine.registry import has_forward, is_unit, own_modules
 from fullshard.fully_shard import fully_shard
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.wrap import AutoWrapPolicy, CustomPolicy, wrapped_modules
@@ -80,7 +80,8 @@ def layers_and_children(model: nn.Module) -> AutoWrapPolicy:
 
 def _layers(model: nn.Module) -> set[nn.Module]:
     named = set(getattr(model, "_no_split_modules", None) or ())
-    return {child for child in model.modules() if type(child).__name__ in named} or set(_repeated(model))
+    layers = {child for child in model.modules() if type(child).__name__ in named and has_forward(child)}
+    return layers or set(_repeated(model))
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
