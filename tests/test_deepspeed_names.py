@@ -189,6 +189,7 @@ def test_the_accelerator_of_a_cpu_is_one_device(caplog):
         (deepspeed, "no_such_name", "docs/deepspeed.md"),
         (deepspeed.zero, "TiledLinear", "docs/deepspeed.md"),
         (deepspeed.comm, "inference_all_reduce", "docs/deepspeed.md"),
+        (deepspeed.checkpointing, "get_cuda_rng_tracker", "docs/deepspeed.md"),
         (deepspeed.ops, "lamb", "docs/deepspeed.md"),
         (deepspeed.utils, "groups", "docs/deepspeed.md"),
     ],
@@ -198,3 +199,50 @@ def test_other_names_are_refused_by_name(module: Any, name: str, instead: str):
     assert not hasattr(module, name)
     with pytest.raises(FullshardError, match=f"{name} has no counterpart .*{instead}"):
         getattr(module, name)
+
+
+def test_configurations_have_deepspeed_s_attributes():
+    found = deepspeed.DeepSpeedConfig({**CONFIG, "train_batch_size": 8, "bf16": {"enabled": True}})
+    assert (found.train_batch_size, found.train_micro_batch_size_per_gpu, found.gradient_accumulation_steps) == (
+        8,
+        8,
+        1,
+    )
+    assert (found.zero_optimization_stage, found.zero_enabled) == (3, True)
+    assert (found.bfloat16_enabled, found.float16_enabled) == (True, False)
+    assert (found.optimizer_name, found.scheduler_name, found.gradient_clipping) == ("adam", "WarmupLR", 1.0)
+    assert deepspeed.__version__.split(".")[:2] == ["0", "19"]
+    assert deepspeed.DeepSpeedEngine is deepspeed.Engine
+    for arguments in ({"config": 42}, {"config": None}, {"config": CONFIG, "mpu": 1}, {"config": {"no_such_key": 1}}):
+        with pytest.raises(ConfigError):
+            deepspeed.DeepSpeedConfig(**arguments)
+
+
+def test_modules_are_built_on_a_device():
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        weight = nn.Linear(2, 2).weight
+    assert (weight.device.type, weight.dtype) == ("meta", torch.bfloat16)
+    with deepspeed.OnDevice(torch.bfloat16, enabled=False):
+        weight = nn.Linear(2, 2).weight
+    assert (weight.device.type, weight.dtype) == ("cpu", torch.float32)
+    for arguments in ({"dtype": 42}, {"dtype": torch.int64}, {"dtype": torch.float16, "device": "no device"}):
+        with pytest.raises(ConfigError):
+            deepspeed.OnDevice(**arguments)
+
+
+def test_checkpoints_compute_again():
+    calls: list[int] = []
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return (x * x).sin()
+
+    deepspeed.checkpointing.configure(None, partition_activations=False)
+    assert deepspeed.checkpointing.is_configured()
+    x = torch.ones(3, requires_grad=True)
+    deepspeed.checkpointing.checkpoint(twice, x).sum().backward()
+    assert len(calls) == 2
+    assert_same([x.grad], [2 * torch.ones(3).cos()])
+    deepspeed.checkpointing.reset()
+    with pytest.raises(ConfigError, match="partition_activations=True"):
+        deepspeed.checkpointing.configure(None, partition_activations=True)

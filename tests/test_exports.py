@@ -94,9 +94,13 @@ DOCUMENTED = {
         "StateError",
     ],
     "fullshard.integrations.deepspeed": [
+        "DeepSpeedConfig",
+        "DeepSpeedEngine",
         "Engine",
+        "OnDevice",
         "accelerator",
         "add_config_arguments",
+        "checkpointing",
         "comm",
         "explain_config",
         "get_accelerator",

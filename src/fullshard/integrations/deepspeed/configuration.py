@@ -14,6 +14,7 @@ import torch
 from fullshard.errors import ConfigError
 from fullshard.integrations.deepspeed.keys import KEYS, check, leaves, settings_of
 from fullshard.integrations.deepspeed.loss_scale import LossScale
+from fullshard.policy.arguments import check_type
 from fullshard.policy.offload import Offload, OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy
 
@@ -182,6 +183,7 @@ def explain_config(config: str | PathLike[str] | Mapping[str, Any]) -> str:
 def _loaded(config: str | PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(config, Mapping):
         return config
+    check_type("config", config, (str, PathLike), "a dict, or the path of a JSON file")
     path = Path(config)
     try:
         loaded = json.loads(path.read_text())

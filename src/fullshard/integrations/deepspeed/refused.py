@@ -12,13 +12,9 @@ class MissingNameError(ConfigError, AttributeError):
 
 
 _INSTEAD = {
-    "DeepSpeedConfig": "explain_config says what a configuration means here.",
-    "DeepSpeedEngine": "deepspeed.Engine is what initialize returns.",
-    "OnDevice": 'Build the model under torch.device("meta").',
     "PipelineEngine": "Stages of torch.distributed.pipelining can be sharded by fullshard.fully_shard.",
     "PipelineModule": "Stages of torch.distributed.pipelining can be sharded by fullshard.fully_shard.",
     "autotuning": "fullshard bench measures strategies beside one another.",
-    "checkpointing": "torch.utils.checkpoint.checkpoint works with sharded modules.",
     "compression": "Quantise the model with another library, before or after training.",
     "inference": "Export the weights (fullshard checkpoint export), and serve them with an inference engine.",
     "init_inference": "Export the weights (fullshard checkpoint export), and serve them with an inference engine.",
