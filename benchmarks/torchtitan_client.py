@@ -317,9 +317,7 @@ def train(library: str, by_gloo: bool, names: list[str], folder: str) -> dict[st
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(CASES))
-    parser.add_argument(
-        "--in-rank-order", action="store_true", help="have FSDP2 add up gradients in the order of ranks"
-    )
+    parser.add_argument("--gloo-order", action="store_true", help="leave the order of FSDP2's sums to gloo")
     options = parser.parse_args(arguments)
     names = options.cases or list(CASES)
     found = {}
