@@ -184,6 +184,34 @@ def test_parameters_that_only_some_ranks_use_count_as_zero_if_asked(strategy):
     run_ranks(2, count_unused_as_zero, strategy)
 
 
+class Gate(nn.Module):
+    """A unit without parameters, which only the ranks in `users` call."""
+
+    users: tuple[int, ...] = (0,)
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gate(x) if dist.get_rank() in self.users else x
+
+
+def call_unlike_units(strategy: str) -> None:
+    layers = [Gate(fully_shard(nn.GELU(), strategy=strategy)), Layer(), Layer(), Gate(fully_shard(nn.GELU()))]
+    model = chain(partial(fully_shard, strategy=strategy), Chain(layers))
+    for step in range(6):
+        layers[0].users = layers[3].users = (step % 2,)
+        model(inputs(step)).square().mean().backward()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_ranks_may_call_different_units_without_parameters(strategy):
+    """Memory is shared between units, which ranks agree on, after a backward whose order was expected on all ranks."""
+    run_ranks(2, call_unlike_units, strategy, timeout=30)
+
+
 def go_on_after_a_mismatch() -> None:
     model = chain(fully_shard, Branching())
     model.odd = (1,)

@@ -82,7 +82,7 @@ def test_a_tracker_of_the_same_order_always_knows_what_comes_next(order, ahead):
     tracker = OrderTracker(order)
     for position, unit in enumerate(order):
         assert used(tracker, unit, ahead) == tuple(order[position + 1 : position + 1 + ahead])
-    assert tracker.agrees
+    assert tracker.agrees_on(range(99))
 
 
 @given(st.lists(UNITS, max_size=12), st.lists(UNITS, max_size=12))
@@ -91,7 +91,16 @@ def test_a_tracker_sees_what_is_used_and_agrees_only_with_that(expected, order):
     for unit in order:
         tracker.record(unit)
     assert tracker.seen == order
-    assert tracker.agrees == (order == expected)
+    assert tracker.agrees_on(range(99)) == (order == expected)
+
+
+@given(st.lists(UNITS, max_size=12), st.lists(UNITS, max_size=12), st.sets(UNITS))
+def test_a_tracker_agrees_on_some_units_whatever_the_others_did(expected, order, units):
+    tracker = OrderTracker(expected)
+    for unit in order:
+        tracker.record(unit)
+    same = [unit for unit in order if unit in units] == [unit for unit in expected if unit in units]
+    assert tracker.agrees_on(units) == same
 
 
 def test_a_tracker_that_expects_nothing_prefetches_nothing():
@@ -104,7 +113,7 @@ def test_a_tracker_skips_units_that_were_left_out():
     tracker = OrderTracker([0, 1, 2, 3])
     assert used(tracker, 0) == (1,)
     assert used(tracker, 2) == (3,)
-    assert not tracker.agrees
+    assert not tracker.agrees_on(range(99))
 
 
 def test_a_tracker_waits_where_a_unit_is_new_and_goes_on_from_there():

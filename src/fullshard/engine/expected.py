@@ -61,7 +61,7 @@ class Expected:
 
     def begin_backward(self) -> None:
         """Note that a backward begins."""
-        self._left = tuple(unit.state.number for forward in self.open for unit in forward.left)
+        self._left = tuple(unit.state.number for forward in self.open for unit in forward.left if unit.param_groups)
         self.backward = OrderTracker(self._backward_orders.get(self._left, self._left[::-1]))
 
     def end_backward(self) -> None:
@@ -95,7 +95,8 @@ class Expected:
         return [it for it in ahead if it.state.unshards_in_backward]
 
     def _ahead(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
-        order.record(unit.state.number)
+        if unit.param_groups:  # else it gathers nothing, and only some ranks may call it
+            order.record(unit.state.number)
         if chosen is not None:
             return chosen
         return [self._units[number] for number in order.following(unit.options.prefetch_depth)]

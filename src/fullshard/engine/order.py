@@ -6,7 +6,7 @@ nothing breaks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 __all__ = ["OrderTracker"]
 
@@ -47,7 +47,6 @@ class OrderTracker:
         """True if no further unit is expected, since all have come that came last time."""
         return not self._is_lost and 0 < len(self.expected) == self._known
 
-    @property
-    def agrees(self) -> bool:
-        """True if the order seen is the one expected."""
-        return tuple(self.seen) == self.expected
+    def agrees_on(self, units: Container[int]) -> bool:
+        """Return True if `units` were seen in the order in which they were expected."""
+        return [unit for unit in self.seen if unit in units] == [unit for unit in self.expected if unit in units]

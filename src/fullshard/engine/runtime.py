@@ -347,7 +347,7 @@ class Runtime:
         self._end_backward()
         self.expected.end_backward()
         if not self.expected.open:
-            self.residency.slots.end_microbatch(is_typical=self.expected.backward.agrees)
+            self.residency.slots.end_microbatch(self.expected.backward)
         tallies = self.reductions.take_tallies()
         self._check_whole()
         self.disks.end_pass(self.activations.disk_failures)

@@ -9,6 +9,7 @@ from torch import nn
 
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.memory import Slot
+from fullshard.engine.order import OrderTracker
 from fullshard.engine.unit import Unit
 from fullshard.layout.slots import Interval, assign_slots
 from fullshard.policy.switches import switches
@@ -53,16 +54,21 @@ class SlotSharing:
         self._is_wished = False
         unit.move(Slot(unit.device))
 
-    def end_microbatch(self, *, is_typical: bool) -> None:
-        """Assign slots, once, after a microbatch that ran in the order of the one before."""
-        if is_typical and not self._is_assigned:
-            self._is_assigned = True
-            self._assign()
+    def end_microbatch(self, backward: OrderTracker) -> None:
+        """Assign slots, once, after a microbatch that ran in the order of the one before.
+
+        Ranks may ask one another for memory then, so all must find the same. They need not call the same modules, but
+        they start the same gathers. Only units with something to gather are compared for that reason.
+        """
+        if not self._is_assigned:
+            units = [unit for unit in self._units if not unit.keeps_unsharded and unit.slot_nbytes]
+            if backward.agrees_on({unit.state.number for unit in units}):
+                self._is_assigned = True
+                self._assign(units)
         self._intervals.clear()
         self._since.clear()
 
-    def _assign(self) -> None:
-        units = [unit for unit in self._units if not unit.keeps_unsharded and unit.slot_nbytes]
+    def _assign(self, units: Sequence[Unit]) -> None:
         if not units or not (self._is_enabled or self._is_cpu):  # on a CPU other ranks may ask
             return
         nbytes = {unit.state.number: unit.slot_nbytes for unit in units}
