@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fullshard import DataParallelMeshDims, explain, fully_shard, replicate
 from fullshard.engine.hooks import runtime_of
 from fullshard.engine.registry import units_in
+from fullshard.liveness.whereabouts import here
 from fullshard.testing import assert_same
 
 
@@ -243,3 +246,42 @@ def replicas() -> None:
 
 def test_replicate_is_ddp():
     run_ranks(2, replicas)
+
+
+# -- two models in two threads ----------------------------------------------------------------------------------------
+
+
+def train_in_threads() -> list[Any]:
+    """Train two models over groups of their own; each rank comes to the first collective of another one first."""
+    groups = [dist.new_group(range(2), backend="gloo") for _ in range(2)]
+    # Named, or torch takes them for the same mesh.
+    meshes = [
+        DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,)) for group, name in zip(groups, "ab", strict=True)
+    ]
+    models = [chain(partial(fully_shard, mesh=mesh)) for mesh in meshes]
+    first = dist.get_rank()
+    found: dict[int, list[Any]] = {}
+
+    def train(number: int) -> None:
+        found[number] = trained(models[number], first)
+
+    threads = [Thread(target=train, args=(number,), daemon=True) for number in range(2)]
+    threads[first].start()
+    while not any(str(task).startswith("meeting of the ranks") for task in here.waits()):
+        time.sleep(0.001)  # the other rank comes to this collective once both of its threads run
+    threads[1 - first].start()
+    for thread in threads:
+        thread.join(timeout=20)
+        assert not thread.is_alive(), "the threads of two ranks wait for one another"
+    assert_same(found[0], found[1])
+    return found[0]
+
+
+def test_two_models_train_in_two_threads():
+    """No lock that both need is held while a rank waits for another one."""
+    alone = run_ranks(2, train_alone)
+    assert_same(run_ranks(2, train_in_threads), alone)
+
+
+def train_alone() -> list[Any]:
+    return trained(chain(partial(fully_shard, mesh=init_device_mesh("cpu", (2,)))), dist.get_rank())

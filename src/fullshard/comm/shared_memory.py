@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from hashlib import sha256
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,22 @@ __all__ = ["SharedMemoryCollectives"]
 
 _log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+
+class _once(Generic[T]):  # noqa: N801  # a decorator
+    """`functools.cached_property` without its lock, which Python 3.11 holds for all instances while the method runs.
+
+    The method is a collective: with the lock, two threads that use two groups would wait for one another on two ranks.
+    """
+
+    def __init__(self, method: Callable[[Any], T]) -> None:
+        self._method = method
+
+    def __get__(self, instance: object, owner: type | None = None) -> T:
+        value = vars(instance)[self._method.__name__] = self._method(instance)
+        return value
+
 
 class SharedMemoryCollectives(PairwiseCollectives):
     """Every rank puts what others need where they see it, and they take it from there; fingerprints go along.
@@ -41,7 +58,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
         self._fingerprint = b""  # goes with the collective that is being started
         self._started = 0  # collectives, which all ranks count alike: nothing is taken for what came before or after
 
-    @cached_property
+    @_once
     def neighbours(self) -> Neighbours | None:
         """The other ranks, if all are on this host. Asked first, it is a collective."""
         if self.world == 1:

@@ -44,6 +44,7 @@ SILENCE_S = 30
 _LOOK_S = 1.0  # between two looks at the store; longer in large worlds, where it has many ranks to answer
 _LOOKS_A_SECOND = 500
 _GRACE_S = 3.0  # for a rank that learns of a loss to raise an exception by itself
+_LONG_GRACE_S = 10.0  # the same where only a background thread waits, or a collective that is not this package's
 _ANSWER_S = 4.0  # for the others to say where they are
 _STORE_S = 5.0  # for the store to answer
 _EARLY_S = 10.0  # of waiting: if all ranks wait, and not for the same, hardly any of them will ever go on
@@ -184,7 +185,7 @@ class _Watchdog:
 
     def _run(self) -> None:
         """Look again and again until the group is gone. A failure is logged, and the next look tries again."""
-        while not self._stopped.is_set() and dist.group.WORLD is self.group:
+        while not self._stopped.is_set() and self._is_needed:
             try:
                 self._look()
             except Exception as error:
@@ -197,6 +198,11 @@ class _Watchdog:
             self._say_what_is_not_watched()
         if self._ring is not None and not self._stopped.is_set():  # the group is destroyed
             self._ring.leave(farewell=True)
+
+    @property
+    def _is_needed(self) -> bool:
+        """True while the group is the default one, and later while a thread still waits after a loss."""
+        return dist.group.WORLD is self.group or (self._missed_since < math.inf and bool(here.waits()))
 
     def _look(self) -> None:
         """Look at the previous rank, at the board and at the clock."""
@@ -212,8 +218,15 @@ class _Watchdog:
                 self._reported = task
         loss = self._own_board.known_loss()
         self._missed_since = min(self._missed_since, monotonic()) if loss else math.inf
-        if loss and min(monotonic() - self._missed_since, here.waited_s) > _GRACE_S:
+        if loss and self._is_stuck(here.task):
             self._end(_loss(loss, str(here)))
+
+    def _is_stuck(self, task: Task | None) -> bool:
+        """True if this process has waited for so long since a loss, for `task` or in any thread, that it hangs."""
+        missed_s = monotonic() - self._missed_since
+        if task is not None and min(missed_s, task.waited_s) > (_LONG_GRACE_S if task.is_torchs else _GRACE_S):
+            return True
+        return min(missed_s, here.waited_behind_s) > _LONG_GRACE_S
 
     def _say_what_is_not_watched(self) -> None:
         """Log if this rank cannot ask its GPU, or ranks cannot ask one another."""
@@ -241,7 +254,7 @@ class _Watchdog:
         """The question to answer if `task` takes too long: this rank's, or that of one that asked just before."""
         if task is None:
             return None
-        if task.waited_s > self._end_s(task):
+        if task.waited_s > self._end_s(task) and not task.is_torchs:  # whose process group has its own timeout
             return self._own_board.ask(self._rank, "end")
         if task.waited_s > switches.report_after_s and not task.in_first_step and task is not self._reported:
             return self._own_board.ask(self._rank, "report")

@@ -1,4 +1,11 @@
-"""The present activity of this rank: kept by the engine, read by the watchdog when something goes wrong."""
+"""The present activity of this rank: kept by the engine, read by the watchdog when something goes wrong.
+
+[Note: waits of all threads]
+Any thread of this process may wait for other ranks, so a wait belongs to the thread that noted it. Background threads,
+such as the one that writes checkpoints, call `work_behind`: their waits count as the program's once the program waits
+for such a thread (`waiting_here`). Until then they only serve to notice that this process cannot go on after the loss
+of a rank. Collectives that users call by torch are found by looking at the stacks of the other threads.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import get_ident, main_thread
 from time import monotonic
 from types import FrameType
 from typing import Protocol
@@ -35,10 +43,11 @@ class Task:
     """
 
     name: str
-    origin: Origin
+    origin: Origin | None  # None if no unit's, nor the root's
     since: float
     in_first_step: bool  # or before it: ranks may compile meanwhile, each for as long as it takes
     ended: End | None = None  # of one that a GPU carries out, while the host goes on
+    is_torchs: bool = False  # called by others than this package; its process group has a timeout of its own
 
     @property
     def waited_s(self) -> float:
@@ -46,6 +55,8 @@ class Task:
         return monotonic() - self.since
 
     def __str__(self) -> str:
+        if self.origin is None:
+            return self.name
         microbatch = f", microbatch {self.origin.microbatch}" if self.origin.microbatch else ""
         return f"{self.name} of {self.origin.unit or 'the root'} in {self.origin.phase.value}{microbatch}"
 
@@ -58,37 +69,71 @@ class Unwatched:
     error: Exception
 
 
+@dataclass(frozen=True)
+class _TorchCall:
+    """A call of torch's in which a thread is, as seen on its stack."""
+
+    name: str
+    thread: int
+    frame: int  # with `after` it tells one call from the next
+    after: float  # when the last collective of this package had ended
+
+
 @dataclass
 class Whereabouts:
-    """The activity of this rank's main thread. Written by that thread, read by another; both forget what has ended."""
+    """The activity of this rank. Written by the threads that wait, read by another one; all forget what has ended."""
 
     step: int = 0
     """Steps that the root which ran last has begun."""
     unwatched: Unwatched | None = None
     """The last queued collective that had to be given up, if there was one."""
-    _waiting: Task | None = None
+    _waiting: dict[int, Task] = field(default_factory=dict)  # by thread, as in all that follows
+    _behind: set[int] = field(default_factory=set)  # threads that work for others
+    _joining: dict[int, float] = field(default_factory=dict)  # since when a thread waits for one of those
+    _trains: set[int] = field(default_factory=set)  # threads that have waited for ranks, besides the main thread
+    _seen_call: tuple[_TorchCall, Task] | None = None
     _queued: deque[Task] = field(default_factory=deque)
     _drops: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that drops what has ended
     _last: Task | None = None
     _left: float = field(default_factory=monotonic)
     _seen: set[tuple[str, str, Phase]] = field(default_factory=set)  # collectives before the first step
 
-    def enter(self, name: str, origin: Origin) -> None:
-        """Note that the host waits for a collective from now on."""
-        self._waiting = self._new_task(name, origin)
+    def enter(self, name: str, origin: Origin | None = None) -> None:
+        """Note that this thread waits for a collective from now on."""
+        thread = get_ident()
+        self._waiting[thread] = self._new_task(name, origin)
+        if thread not in self._trains and thread not in self._behind:
+            self._trains.add(thread)
 
     def leave(self) -> None:
         """Note that it waits no longer."""
-        self._last, self._waiting, self._left = self._waiting, None, monotonic()
+        thread = get_ident()
+        task = self._waiting.pop(thread, None)
+        if thread not in self._behind:
+            self._last, self._left = task, monotonic()
 
     @contextmanager
-    def waiting(self, name: str, origin: Origin) -> Iterator[None]:
-        """A context in which the host waits for a collective."""
+    def waiting(self, name: str, origin: Origin | None = None) -> Iterator[None]:
+        """A context in which this thread waits for other ranks."""
         self.enter(name, origin)
         try:
             yield
         finally:
             self.leave()
+
+    @contextmanager
+    def waiting_here(self) -> Iterator[None]:
+        """A context in which this thread waits for threads that work behind, and so for whatever these wait for."""
+        thread = get_ident()
+        self._joining[thread] = monotonic()
+        try:
+            yield
+        finally:
+            del self._joining[thread]
+
+    def work_behind(self) -> None:
+        """Note that this thread works for others from now on."""
+        self._behind.add(get_ident())
 
     def queue(self, name: str, origin: Origin, ended: End | None) -> None:
         """Note that a device has a collective to carry out, which ends with `ended`; None: nobody can tell."""
@@ -96,30 +141,42 @@ class Whereabouts:
             self._drop_ended()  # a watchdog does it too, but not every job has one
             self._queued.append(self._new_task(name, origin, ended))
 
+    def waits(self) -> list[Task]:
+        """What any thread of this process waits for at present, the oldest first; without calls of torch's."""
+        return sorted(self._waiting.copy().values(), key=lambda task: task.since)
+
     @property
     def waited_s(self) -> float:
         """Seconds that the collective under way has been waited for; 0 if there is none."""
         task = self.task
         return 0.0 if task is None else task.waited_s
 
+    @property
+    def waited_behind_s(self) -> float:
+        """The same of whatever any thread waits for."""
+        return max((task.waited_s for task in self.waits()), default=0.0)
+
     def now(self) -> tuple[str, float]:
         """This rank's activity, in words, and the seconds that it has lasted."""
         step = f", step {self.step}" if self.step else ""
         task = self.task
         if task is not None:
-            return f"in {task}{step}", task.waited_s
-        call = _call_of_main_thread()
-        if call:
-            return f"in {call}{step}, {_line_of_main_thread()}", monotonic() - self._left
+            place = f", {_line_of(self._seen_thread)}" if task.is_torchs else ""
+            return f"in {task}{step}{place}", task.waited_s
+        line = _line_of(main_thread().ident)
+        joining = self._joining.copy()
+        if joining:
+            return f"waiting for a thread of its own{step}, {line}", monotonic() - min(joining.values())
         last = f"the last was {self._last}{step}" if self._last is not None else "there has been none"
-        return f"in no collective ({last}), {_line_of_main_thread()}", monotonic() - self._left
+        return f"in no collective ({last}), {line}", monotonic() - self._left
 
     @property
     def is_waiting(self) -> bool:
         """True if the host waits, in a collective of this package's or in one of torch's: of what a GPU has been given,
         nobody knows whether it computes or waits.
         """
-        return self._waiting is not None or bool(_call_of_main_thread())
+        task = self.task
+        return task is not None and (task.ended is None or self._torch_call() is not None)
 
     def __str__(self) -> str:
         place, seconds = self.now()
@@ -129,11 +186,38 @@ class Whereabouts:
     def task(self) -> Task | None:
         """The collective that is under way, if there is one."""
         self._drop_ended()
+        waiting = self._waiting.copy()
+        is_joining = bool(self._joining)
+        tasks = [task for thread, task in waiting.items() if is_joining or thread not in self._behind]
+        if tasks:
+            return min(tasks, key=lambda task: task.since)
         try:
-            head = self._queued[0]
+            return self._queued[0]
         except IndexError:
-            head = None
-        return self._waiting or head
+            return self._torch_call()
+
+    def _torch_call(self) -> Task | None:
+        """The collective that a program has called by torch, waited for since it was first seen here."""
+        call = next(filter(None, (_torch_call_of(thread, self._left) for thread in self._threads())), None)
+        seen = self._seen_call
+        if call is None:
+            self._seen_call = None
+            return None
+        if seen is None or seen[0] != call:
+            in_first_step = self.step < 2 and self._is_first(call.name, None)
+            seen = self._seen_call = call, Task(call.name, None, monotonic(), in_first_step, is_torchs=True)
+        return seen[1]
+
+    def _threads(self) -> list[int]:
+        """The threads whose calls of torch count: the main one, and those that have waited for ranks before."""
+        main = main_thread().ident or 0
+        return [main, *(thread for thread in self._trains.copy() if thread != main)]
+
+    @property
+    def _seen_thread(self) -> int | None:
+        """The thread that is in the call of torch's that was seen last."""
+        seen = self._seen_call
+        return None if seen is None else seen[0].thread
 
     def _drop_ended(self) -> None:
         """Forget what has ended at the head of the queue, unless another thread is about to: no thread waits here."""
@@ -157,46 +241,72 @@ class Whereabouts:
             self.unwatched = Unwatched(task, error)
             return True
 
-    def _new_task(self, name: str, origin: Origin, ended: End | None = None) -> Task:
+    def _new_task(self, name: str, origin: Origin | None, ended: End | None = None) -> Task:
         return Task(name, origin, monotonic(), self.step < 2 and self._is_first(name, origin), ended)
 
-    def _is_first(self, name: str, origin: Origin) -> bool:
+    def _is_first(self, name: str, origin: Origin | None) -> bool:
         """True if a collective belongs to the first step; of a model that never trains, the first of each kind."""
         if self.step:
             return True
-        collective = (name, origin.unit, origin.phase)
+        collective = (name, origin.unit, origin.phase) if origin is not None else (name, "", Phase.IDLE)
         is_new = collective not in self._seen
         self._seen.add(collective)
         return is_new
 
 
-here = Whereabouts()
+_TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = (str(Path(__file__).parent.parent), _TORCH)
+# A thread that waits for a collective of torch's has one of these files on its stack.
+_COLLECTIVES = tuple(
+    str(Path(_TORCH, "distributed", name)) for name in ("distributed_c10d.py", "_functional_collectives.py")
+)
+_LEAVING = ("destroy_process_group", "abort")  # which wait for no other rank
 
 
-_LIBRARIES = (str(Path(__file__).parent.parent), str(Path(torch.__file__).parent))
+def _frame_of(thread: int | None) -> FrameType | None:
+    return sys._current_frames().get(thread or 0)
 
 
-_COLLECTIVES = str(Path(torch.__file__).parent / "distributed" / "distributed_c10d.py")
+def _torch_call_of(thread: int, after: float) -> _TorchCall | None:
+    """The collective of torch's that `thread` is in, by the name that it was called by; None if it is in none.
 
-
-def _frame_of_main_thread() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _call_of_main_thread() -> str:
-    """The collective of torch's that the main thread is in, by the name it was called by; empty if it is in none."""
-    frame, found = _frame_of_main_thread(), ""
-    while frame is not None:
-        if frame.f_code.co_filename == _COLLECTIVES:
-            found = f"torch.distributed.{frame.f_code.co_name}"
+    Collectives are also called by other functions of torch, such as `DTensor.full_tensor`: the outermost one counts.
+    """
+    frame, found = _frame_of(thread), None
+    while frame is not None and (found is not None or _is_of(frame, _LIBRARIES)):
+        is_torchs = _is_of(frame, (_TORCH,))
+        if frame.f_code.co_filename in _COLLECTIVES or (found is not None and is_torchs and _is_public(frame)):
+            name = frame.f_code.co_qualname
+            where = "torch.distributed." if frame.f_code.co_filename == _COLLECTIVES[0] else ""
+            found = None if name.startswith(_LEAVING) else _TorchCall(f"{where}{name}", thread, id(frame), after)
+        elif not is_torchs:
+            break
         frame = frame.f_back
     return found
 
 
-def _line_of_main_thread() -> str:
-    """The line that the main thread is at, in the user's own code where there is any on the stack."""
-    innermost = frame = _frame_of_main_thread()
-    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+def _is_of(frame: FrameType, folders: tuple[str, ...]) -> bool:
+    return frame.f_code.co_filename.startswith((*folders, "<"))
+
+
+def _is_public(frame: FrameType) -> bool:
+    """True for a function of `torch.distributed` that users call: no private one, and no wrapper."""
+    code = frame.f_code
+    is_ours = code.co_filename.startswith(str(Path(_TORCH, "distributed")))
+    return (
+        is_ours
+        and not any(part.startswith(("_", "<")) for part in code.co_qualname.split("."))
+        and (code.co_name != "wrapper")
+    )
+
+
+def _line_of(thread: int | None) -> str:
+    """The line that `thread` is at, in the user's own code where there is any on the stack."""
+    innermost = frame = _frame_of(thread)
+    while frame is not None and _is_of(frame, _LIBRARIES):
         frame = frame.f_back
     frame = frame or innermost
     return "ended" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+here = Whereabouts()
