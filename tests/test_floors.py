@@ -83,7 +83,7 @@ ROOMS: dict[str, list[str] | None] = {
         "materialize",
     ],
     "state": ["block_states", "on_disk", "budget", "state_dict", "optim_state", "summon", "streaming"],
-    "optim": ["rebinding", "outside", "put_off", "local_steps", "clipping", "muon"],
+    "optim": ["rebinding", "outside", "same_order", "put_off", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "dry": None,
     "wrap": None,

@@ -1,5 +1,6 @@
 """State dicts of optimizers: by the user's own FQNs, whole or sharded, loaded wherever the parameters are."""
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,10 +28,14 @@ from torch.distributed.tensor import DTensor
 from fullshard import (
     FullOptimStateDictConfig,
     FullyShardedDataParallel,
+    RankMismatchError,
     ShardedOptimStateDictConfig,
     StateDictType,
+    clip_grad_norm_,
     recording,
 )
+from fullshard.checkpoint import load, save
+from fullshard.optim import Muon, step_shards
 from fullshard.state.optim_state import (
     full_optim_state_dict,
     optim_state_dict_to_load,
@@ -378,3 +383,88 @@ def states_on_a_mesh_of_two_axes() -> None:
 
 def test_the_first_rank_of_a_mesh_of_two_axes_reaches_all():
     run_ranks(4, states_on_a_mesh_of_two_axes)
+
+
+# -- ranks that order parameters differently --------------------------------------------------------------------------
+
+
+def in_any_order(model: nn.Module, seed: int | None) -> list[dict[str, Any]]:
+    """The matrices and the other trained parameters of `model` as two groups; shuffled on each rank, if seeded."""
+    params = [param for param in trained(model) if param.numel()]
+    groups = [[it for it in params if it.ndim == 2], [it for it in params if it.ndim != 2]]
+    for group in groups if seed is not None else []:
+        random.Random(seed + dist.get_rank()).shuffle(group)
+    return [{"params": group, "weight_decay": 0.1 * number} for number, group in enumerate(groups)]
+
+
+def train_in_any_order(folder: str, name: str, strategy: str, seed: int | None) -> list[Any]:
+    """All that training leaves, and a fresh optimizer that goes on from each form of the state."""
+    left: list[Any] = []
+
+    def make() -> tuple[Any, list[torch.optim.Optimizer]]:
+        model = shard(small_gpt(blocks=1), strategy=strategy)
+        matrices, others = in_any_order(model, seed)
+        if name == "Muon":
+            return model, [Muon([matrices]), torch.optim.SGD([others], lr=0.05, momentum=0.9)]
+        made = step_shards(RowScaled([others])) if name == "step_shards" else torch.optim.Adam([matrices, others])
+        return model, [made]
+
+    def learn_on(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+        loss = loss_of(model, batch(len(left), sequences=4))
+        loss.backward()
+        stepped = [param for it in optimizers for group in it.param_groups for param in group["params"]]
+        left.extend([loss.detach(), clip_grad_norm_(stepped, 0.5)])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizers = make()
+    learn_on(model, optimizers)
+    if name != "step_shards":  # whose states have not the shape of parameters
+        full = [full_optim_state_dict(model, it, rank0_only=False)["state"] for it in optimizers]
+        left.append(full)
+        other, loaded = make()
+        for number, (it, old) in enumerate(zip(loaded, optimizers, strict=True)):
+            save(f"{folder}-{number}", step=1, model=model, optimizer=old)
+            load(f"{folder}-{number}", model=other, optimizer=it)
+        left.append([whole_state(sharded_optim_state_dict(other, it)["state"]) for it in loaded])
+        other, loaded = make()
+        other.load_state_dict(model.state_dict())
+        for it, old in zip(loaded, optimizers, strict=True):
+            state = full_optim_state_dict(model, old)
+            optim_state_dict_to_load(other, it, state, load_directly=True, from_first_rank=True)
+        learn_on(other, loaded)
+    learn_on(model, optimizers)
+    return [*left, gathered({name: it.detach() for name, it in model.named_parameters()})]
+
+
+def ignore_the_order_of_optimizers(folder: str, strategy: str) -> None:
+    for name in ("Adam", "Muon", "step_shards"):
+        in_order = train_in_any_order(f"{folder}/{name}", name, strategy, None)
+        assert_same(train_in_any_order(f"{folder}/{name}-shuffled", name, strategy, seed=3), in_order, name=name)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_the_order_in_which_a_rank_gives_parameters_to_an_optimizer_changes_nothing(tmp_path, strategy):
+    run_ranks(2, ignore_the_order_of_optimizers, str(tmp_path), strategy)
+
+
+def refuse_orders_that_matter() -> None:
+    model = shard(small_gpt(blocks=1))
+    optimizer = RowScaled(in_any_order(model, seed=3))
+    loss_of(model, batch(0, sequences=4)).backward()
+    with pytest.raises(RankMismatchError, match=r"RowScaled has its parameters in different orders.* not from a set"):
+        optimizer.step()
+
+    model = shard(small_gpt(blocks=1))
+    optimizer = torch.optim.SGD(in_any_order(model, None), momentum=0.9)
+    loss_of(model, batch(0, sequences=4)).backward()
+    optimizer.step()
+    if dist.get_rank() == 1:
+        del optimizer.state[next(iter(optimizer.state))]["momentum_buffer"]
+    with pytest.raises(RankMismatchError, match="sharded states"):
+        full_optim_state_dict(model, optimizer)
+
+
+def test_an_optimizer_whose_order_matters_is_refused_if_ranks_differ():
+    run_ranks(2, refuse_orders_that_matter)

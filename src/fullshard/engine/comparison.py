@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from itertools import zip_longest
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from fullshard.errors import RankMismatchError
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["are_alike", "check_ranks_agree", "meet"]
+__all__ = ["are_alike", "check_ranks_agree", "check_same_names", "meet"]
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +57,27 @@ def are_alike(params: Sequence[nn.Parameter], unit: Unit) -> bool:
     """True if `params`, which no unit has, have the same values on all ranks that have `unit`; all say the same."""
     mine = _hash([digest(param) for param in params])
     return len(set(_of_all_ranks(mine, unit, "comparison of parameters in no unit").values())) == 1
+
+
+def check_same_names(names: Sequence[str], unit: Unit, optimizer: str) -> None:
+    """Raise on every rank that has `unit` if `names`, those of the parameters of `optimizer`, are not the same on all.
+
+    Raises:
+        RankMismatchError: they are in another order, or others.
+    """
+    hashes = _of_all_ranks(_hash(list(names)), unit, "comparison of optimizers")
+    first, *odd = _first_of_each(hashes).values()
+    if not odd:
+        return
+    theirs = _of_all_ranks(list(names) if dist.get_rank() in (first, odd[0]) else [], unit, "comparison of optimizers")
+    pairs = zip_longest(theirs[first], theirs[odd[0]], fillvalue="no further one")
+    number, one, other = next((i, one, other) for i, (one, other) in enumerate(pairs) if one != other)
+    raise RankMismatchError(
+        f"{optimizer} has its parameters in different orders: parameter {number} is {one} on rank {first}, but {other} "
+        f"on rank {odd[0]}. It steps DTensors, whose operations can run collectives, parameter by parameter in its own "
+        "order. Build its groups from lists in the order of model.named_parameters(), not from a set. If it treats "
+        "each element separately, call fullshard.optim.step_shards(optimizer)."
+    )
 
 
 def meet(units: Sequence[Unit], name: str) -> None:

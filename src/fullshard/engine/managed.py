@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from fullshard.engine.sharded_param import ShardedParam
 
-__all__ = ["Managed", "ignored_names", "is_ignored", "managed_by", "mark_ignored"]
+__all__ = [
+    "Managed",
+    "ignored_names",
+    "in_model_order",
+    "is_ignored",
+    "managed_by",
+    "mark_ignored",
+    "number_parameters",
+]
+
+TensorT = TypeVar("TensorT", bound=Tensor)
 
 _IGNORED = "_fullshard_ignored"
 
@@ -65,9 +76,33 @@ def ignored_names(module: nn.Module) -> Set[str]:
 _by_id: weakref.WeakValueDictionary[int, Managed] = weakref.WeakValueDictionary()
 
 
-def managed_by(param: nn.Parameter) -> Managed | None:
+def managed_by(param: Tensor) -> Managed | None:
     """The entry of `param`, in any of its forms or as it was before it was sharded; None if no unit has it."""
     managed = _by_id.get(id(param))
     if managed is None or all(form is not param for form in managed.forms):
         return None
     return managed
+
+
+_numbers = count()
+
+
+def number_parameters(root: nn.Module) -> None:
+    """Number the managed parameters of `root` in the order of `root.parameters()`, for `in_model_order`."""
+    for param in root.parameters():
+        managed = managed_by(param)
+        if managed is not None:
+            managed.param.number = next(_numbers)
+
+
+def in_model_order(params: Sequence[TensorT]) -> list[TensorT]:
+    """Sort the managed parameters among `params` as their models have them. Others keep their positions.
+
+    The order is the same on every rank, even if each rank gave `params` in another one (a group built from a `set`,
+    for example). Whatever runs one collective per parameter must use it.
+    """
+    numbers = {i: managed.param.number for i, param in enumerate(params) if (managed := managed_by(param)) is not None}
+    ordered = list(params)
+    for i, j in zip(numbers, sorted(numbers, key=numbers.__getitem__), strict=True):
+        ordered[i] = params[j]
+    return ordered

@@ -39,6 +39,7 @@ from fullshard.engine.comparison import check_ranks_agree
 from fullshard.engine.disks import Disks
 from fullshard.engine.expected import Expected
 from fullshard.engine.homes import homes_of
+from fullshard.engine.managed import number_parameters
 from fullshard.engine.microbatches import Microbatches
 from fullshard.engine.nested import map_tensors, tensors_in
 from fullshard.engine.reduction_queue import ReductionQueue
@@ -88,6 +89,7 @@ class Runtime:
         self.residency = Residency(self.units, self.reductions)
         self.microbatches = Microbatches(self.units)
         name_units(root, units)
+        number_parameters(root)
         drop_if_stale()  # what belongs to an earlier default process group
         watch()
         check_ranks_agree(units)

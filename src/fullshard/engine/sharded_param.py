@@ -93,6 +93,7 @@ class ShardedParam:
         self.owners = list(source.owners)
         self.layout = param_layout
         self.axes = plan.axes
+        self.number = -1  # among all managed parameters, once a root that has it has run: the same on every rank
         self.view = source.view
         whole = source.local
         names = inner_names(whole) if holds_tensors(whole) else []

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from fullshard.comm.routes import collectives_for
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.current import usual_device_type
+from fullshard.engine.managed import in_model_order
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import choose_spec
 from fullshard.optim.rebinding import point_to_shards
@@ -35,7 +36,8 @@ def clip_grad_norm_(
     """Scale gradients down so that the norm of all together is at most `max_norm`; the norm before that.
 
     Every rank gets the same number, and at one world size the same bits under every strategy: the norm is taken of each
-    rank's shard of each gradient, even if the rank has the whole one, and combined in rank order.
+    rank's shard of each gradient, even if the rank has the whole one, and combined in rank order. The order of
+    `parameters` does not matter: ranks may give them in different ones.
 
     Args:
         parameters: sharded parameters, plain ones, or both. Every rank must pass the same.
@@ -52,7 +54,7 @@ def clip_grad_norm_(
     """
     if not norm_type > 0 or not max_norm >= 0:
         raise ConfigError(f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): positive numbers are needed.")
-    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = in_model_order([parameters] if isinstance(parameters, Tensor) else list(parameters))
     grads = [param.grad for param in params if param.grad is not None]
     with acting_for(_NORM):
         norm = total_norm(grads, norm_type)
@@ -68,7 +70,7 @@ def clip_grad_norm_(
 
 @torch.no_grad()
 def total_norm(grads: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all `grads` together, as `clip_grad_norm_` returns it."""
+    """The p-norm of all `grads` together, as `clip_grad_norm_` returns it. Every rank gives them in the same order."""
     if not grads:
         return torch.tensor(0.0)
     norms: list[Tensor] = [torch.empty(0)] * len(grads)

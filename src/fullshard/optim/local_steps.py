@@ -39,6 +39,7 @@ from fullshard.errors import ConfigError
 from fullshard.optim.outside import note_outside
 from fullshard.optim.put_off import can_put_off, put_off
 from fullshard.optim.rebinding import point_to_shards
+from fullshard.optim.same_order import check_same_order
 from fullshard.state.block_states import block_states
 from fullshard.state.budget import choose_for_budget
 from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
@@ -77,6 +78,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _give_back(optimizer)
         point_to_shards(optimizer)
         _check_steps_shards(optimizer)
+        if not _may_have_any_order(optimizer):
+            check_same_order(optimizer)
         note_outside(optimizer)
         choose_for_budget(optimizer)
         _step_shards(optimizer)
@@ -167,6 +170,14 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
             "treats elements or blocks of them by themselves, have it step each rank's plain shards: optimizer = "
             "fullshard.optim.step_shards(optimizer)."
         )
+
+
+def _may_have_any_order(optimizer: Optimizer) -> bool:
+    """True if a step gives the same values whatever the order of the parameters is, on each rank."""
+    blocks = block_states(optimizer)
+    if blocks is not None and blocks.draws:  # random numbers, which replicas must draw alike
+        return False
+    return type(optimizer) in _ELEMENTWISE or hasattr(optimizer.step, _MARK) or isinstance(optimizer, StepsInPortions)
 
 
 def _cut_params(optimizer: Optimizer) -> list[Tensor]:

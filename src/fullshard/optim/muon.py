@@ -45,6 +45,7 @@ from fullshard.comm.routes import collectives_for
 from fullshard.comm.wire import Pending
 from fullshard.device.accelerator import accelerator_for
 from fullshard.device.lanes import Mark
+from fullshard.engine.managed import in_model_order, managed_by
 from fullshard.errors import ConfigError
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
@@ -184,7 +185,12 @@ class Muon(torch.optim.Optimizer, StepsInPortions):
     def _matrices_by_team(self) -> dict[Team, list[Matrix]]:
         """All parameters, with a gradient or without."""
         found: dict[Team, list[Matrix]] = {}
-        for name, group, param in self._named():
+        named = {id(param): (name, group) for name, group, param in self._named()}
+        for param in in_model_order([param for _, _, param in self._named()]):
+            name, group = named[id(param)]
+            managed = managed_by(param)
+            if managed is not None and "param_names" not in group:
+                name = f"{managed.unit.name}.{managed.param.fqn}".removeprefix(".")  # the same on every rank
             if param.grad is not None and param.grad.layout != torch.strided:
                 raise ConfigError(
                     f"Muon: the gradient of {name}, {tuple(param.shape)}, is sparse. Make it dense (nn.Embedding has "

@@ -55,7 +55,7 @@ def measure_tiers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
     states: dict[str, list[Tensor]] = {tier: [] for tier in TIERS}
     for optimizer in optimizers:
         for param, state in optimizer.state.items():
-            managed = managed_by(param)  # type: ignore[arg-type]  # a Parameter, though torch says Tensor
+            managed = managed_by(param)
             beside = managed is not None and managed.unit.is_offloaded
             for value in (local_tensor(it) for it in state.values() if isinstance(it, Tensor)):
                 states["disk" if isinstance(value, OnDisk) else "cpu" if beside else "device"].append(value)

@@ -56,7 +56,7 @@ from fullshard.engine.findings import DiskFailures
 from fullshard.engine.footprint import gathered_peak, kept_between_steps
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.homes import on_disk_in_turn, rest_as_asked, stepped_on_cpu_in_turn
-from fullshard.engine.managed import managed_by
+from fullshard.engine.managed import in_model_order, managed_by
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.registry import process_groups_along
 from fullshard.engine.runtime import Runtime, runtime_or_none
@@ -89,7 +89,7 @@ def choose_for_budget(optimizer: Optimizer) -> None:
     """
     if optimizer in _seen:
         return
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = in_model_order([param for group in optimizer.param_groups for param in group["params"]])
     units = dict.fromkeys(managed.unit for param in params if (managed := managed_by(param)) is not None)
     runtimes = dict.fromkeys(runtime_or_none(unit) for unit in units)
     if None in runtimes:  # nothing has run: there is nothing to go by

@@ -44,7 +44,7 @@ from fullshard.disk.space import Extent, Scratch
 from fullshard.disk.tensors import OnDisk, no_buffer
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.homes import homes_of
-from fullshard.engine.managed import Managed, managed_by
+from fullshard.engine.managed import Managed, in_model_order, managed_by
 from fullshard.engine.registry import process_groups_along
 from fullshard.engine.unit import Unit
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
@@ -578,8 +578,12 @@ def choose_portions_anew(units: Iterable[Unit]) -> None:
 
 
 def portions_on_disk(params: Iterable[nn.Parameter]) -> list[tuple[Path, list[nn.Parameter]]]:
-    """The portions of `params`, which one optimizer steps, whose states rest on a disk; each with the folder."""
-    return [(folder, portion) for folder, of_unit in _chosen(params) for portion in _divided(of_unit)]
+    """The portions of `params`, which one optimizer steps, whose states rest on a disk; each with the folder.
+
+    They are the same on every rank, since Muon runs collectives for each.
+    """
+    ordered = in_model_order(list(params))
+    return [(folder, portion) for folder, of_unit in _chosen(ordered) for portion in _divided(of_unit)]
 
 
 def _chosen(params: Iterable[nn.Parameter]) -> Iterator[tuple[Path, list[nn.Parameter]]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -78,14 +79,14 @@ def optim_state_dict(
     if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
         return _mapped(named, lambda value: value.cpu()) if config.offload_to_cpu else named
     assert isinstance(config, FullOptimStateDictConfig)
-    meet(units_in(model), "optim_state_dict() of whole tensors")
+    _meet(model, named, "optim_state_dict() of whole tensors")
     return _gathered(named, keep=not config.rank0_only or is_first_rank(model), offload=config.offload_to_cpu)
 
 
 def full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, *, rank0_only: bool = True) -> StateDict:
     """The state of `optim` by FQN with whole tensors on the CPU, whatever `model` is set to give."""
     named = _named(model, optim, optim.state_dict())
-    meet(units_in(model), "full_optim_state_dict()")
+    _meet(model, named, "full_optim_state_dict()")
     return _gathered(named, keep=not rank0_only or is_first_rank(model), offload=True)
 
 
@@ -120,7 +121,10 @@ def optim_state_dict_to_load(
     config = get_state_dict_type(model).optim_state_dict_config
     if from_first_rank is None:
         from_first_rank = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-    given, fetch = _sent_by_first(optim_state_dict, model) if from_first_rank else (optim_state_dict or {}, _here)
+    found = optim_state_dict or {}
+    if "state" in found:
+        found = {**found, "state": _in_model_order(model, found["state"])}
+    given, fetch = _sent_by_first(found, model) if from_first_rank else (found, _here)
     optim = optim or _as_saved(model, given)
     params = params_by_fqn(model, optim)
     _check_names(given, params)
@@ -194,10 +198,15 @@ def rekeyed(
 
 
 def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> StateDict:
-    """`state_dict`, which numbers parameters, with their FQNs instead."""
+    """`state_dict`, which numbers parameters, with FQNs instead. States are in the order of the model's parameters.
+
+    Ranks may give an optimizer the same parameters in different orders (groups built from a `set`), and what is done
+    with the result runs one collective per state.
+    """
     params = params_by_fqn(model, optim)
     fqns = list(params)
     state = {fqns[key] if isinstance(key, int) else key: dict(value) for key, value in state_dict["state"].items()}
+    state = _in_model_order(model, state)
     blocks = block_states(optim)
     if blocks is not None:
         state = {fqn: blocks.apart(values, params[fqn]) for fqn, values in state.items()}
@@ -214,6 +223,29 @@ def _named(model: nn.Module, optim: torch.optim.Optimizer, state_dict: Mapping[s
         for group in state_dict["param_groups"]
     ]
     return {"state": state, "param_groups": groups}
+
+
+def _in_model_order(model: nn.Module, state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`state`, whose keys are FQNs, in the order of `model.named_parameters()`. Other keys come last."""
+    numbers = {clean_fqn(name): number for number, (name, _) in enumerate(model.named_parameters())}
+    return {fqn: state[fqn] for fqn in sorted(state, key=lambda fqn: numbers.get(fqn, len(numbers)))}
+
+
+def _meet(model: nn.Module, named: StateDict, doing: str) -> None:
+    """Return once every rank has come to gather the same states as `named` has.
+
+    Raises:
+        RankMismatchError: ranks have states of different parameters, or in different forms (on gloo).
+    """
+    forms: list[str] = []
+
+    def note(fqn: str, value: Any) -> None:
+        if isinstance(value, DTensor):
+            forms.append(f"{fqn} {tuple(value.shape)} {value.dtype} {value.placements}")
+
+    for fqn, values in named["state"].items():
+        tree_map(partial(note, fqn), values)
+    meet(units_in(model), f"{doing}: {len(forms)} sharded states ({crc32(repr(forms).encode()):08x})")
 
 
 def _is_of_shard_alone(value: Any) -> bool:

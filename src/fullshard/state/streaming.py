@@ -100,7 +100,7 @@ class _Weight:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The ranks whose parts are gathered, which need not be those of the unit; None if there is nothing to gather."""
+        """The ranks whose parts are gathered, not always those of the unit; None if there is nothing to gather."""
         return self.managed.param.axes.shard_group if self.managed is not None and self.part_nbytes else None
 
     @property

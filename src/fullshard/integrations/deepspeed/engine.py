@@ -21,6 +21,7 @@ from fullshard.checkpoint import latest, load, save
 from fullshard.checkpoint.contents import model_state
 from fullshard.checkpoint.folder import write_synced
 from fullshard.checkpoint.together import default_ranks
+from fullshard.engine.managed import in_model_order
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import CheckpointError, ConfigError, StateError
 from fullshard.fully_shard import FSDPModule
@@ -163,7 +164,7 @@ class Engine(nn.Module):
         if settings.clips_to > 0:
             norm = clip_grad_norm_(params, settings.clips_to)
         elif settings.always_norm or settings.skips_overflows:
-            norm = total_norm([param.grad for param in params])
+            norm = total_norm([param.grad for param in in_model_order(params)])
         else:
             self._norm = None
             return True
