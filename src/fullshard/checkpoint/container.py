@@ -1,7 +1,7 @@
 """The container: `torch.distributed.checkpoint`'s own files, with checksums, and read without executing anything.
 
 torch reads `.metadata` by pickle, and values that are no tensors by an unrestricted `torch.load`: both run whatever
-code somebody has put there. Here the metadata may name the container's own classes only, and values are read with
+code somebody has put there. Here the metadata is not unpickled (`metadata_file.py`), and values are read with
 `weights_only=True`.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import math
 import os
-import pickle
 import struct
 import sys
 import warnings
@@ -19,7 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
-from zipfile import ZipFile
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
 import torch.distributed as dist
@@ -41,14 +40,17 @@ from torch.futures import Future
 from xxhash import xxh3_128
 
 from fullshard._compat import storage_info
+from fullshard.checkpoint import metadata_file
 from fullshard.checkpoint.manifest import Progress, StoredFile
 from fullshard.checkpoint.together import Ranks, failure_of_group, failure_of_some, said_by
 from fullshard.disk.tensors import OnDisk
 from fullshard.errors import CheckpointError
+from fullshard.regular_files import open_regular, open_unbuffered, read_regular
 
-__all__ = ["METADATA", "read_metadata", "read_values", "write"]
+__all__ = ["METADATA", "check_files", "read_metadata", "read_values", "write"]
 
 METADATA = ".metadata"
+_MOST_METADATA_NBYTES = 1 << 30
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -238,58 +240,40 @@ def read_metadata(checkpoint: Path) -> Metadata:
     """
     path = checkpoint / METADATA
     try:
-        with path.open("rb") as file:
-            metadata = _Unpickler(file).load()
-        if not isinstance(metadata, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-        names = {info.relative_path for info in metadata.storage_data.values()}
-        odd = [name for name in names if Path(name).name != name]
-        if odd:
-            raise pickle.UnpicklingError(f"it refers to {odd[0]!r}, which is not in the checkpoint's folder")
+        return metadata_file.loads(read_regular(path, limit=_MOST_METADATA_NBYTES))
     except OSError as error:
         raise CheckpointError(
             f"{path}: expected the metadata of a checkpoint, found none ({error.strerror}). Name the folder that "
             "torch.distributed.checkpoint or fullshard.checkpoint has written."
         ) from error
-    except Exception as error:  # whatever bytes can make pickle raise
+    except CheckpointError as error:
         raise CheckpointError(
-            f"{path}: expected the metadata of a checkpoint, found something else ({said_by(error)}). Nothing in it "
-            "was executed. Load another checkpoint."
+            f"{path}: expected the metadata of a checkpoint, found something else ({error}). Nothing in it was "
+            "executed. Load another checkpoint."
         ) from error
-    return metadata
 
 
-class _Unpickler(pickle.Unpickler):
-    """Makes objects of the classes that a container's metadata consists of, and no others."""
+def check_files(checkpoint: Path, metadata: Metadata) -> None:
+    """Check that every file that `metadata` refers to is a regular file with all the bytes that it says.
 
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
-
-
-_ALLOWED = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("collections", "OrderedDict"),
-}
+    Raises:
+        CheckpointError: one is missing, is not a regular file, or is too short.
+    """
+    needed: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
+    for name, nbytes in needed.items():
+        path = checkpoint / name
+        try:
+            with open_regular(path) as file:
+                found = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: expected {nbytes} bytes, found a file that cannot be read ({error.strerror}). Load another "
+                "checkpoint."
+            ) from error
+        if found < nbytes:
+            raise CheckpointError(f"{path}: expected {nbytes} bytes, found {found}. Load another checkpoint.")
 
 
 def read_values(
@@ -329,6 +313,7 @@ class _Reader(dcp.FileSystemReader):
 
     def __init__(self, checkpoint: Path, metadata: Metadata, *, ours: bool) -> None:
         super().__init__(checkpoint)
+        self.fs = _RegularFiles()
         self._metadata = metadata
         self._ours = ours
 
@@ -355,7 +340,7 @@ class _Reader(dcp.FileSystemReader):
             else:
                 by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, wanted in by_file.items():
-            with (Path(self.path) / name).open("rb", buffering=0) as file:
+            with open_unbuffered(Path(self.path) / name) as file:
                 for item in wanted:
                     target = planner.resolve_tensor(item).detach()  # of what rests on a disk, memory for one at a time
                     _read_into(target, file, self._start_of(item, file))
@@ -380,10 +365,22 @@ class _Reader(dcp.FileSystemReader):
         stored = self._metadata.state_dict_metadata[item.storage_index.fqn]
         assert isinstance(stored, TensorStorageMetadata)
         entry = self.storage_data[item.storage_index]
-        row_nbytes = math.prod(item.lengths[1:]) * stored.properties.dtype.itemsize
+        itemsize = stored.properties.dtype.itemsize
+        nbytes = math.prod(_sizes_of_chunk(stored, item)) * itemsize
+        row_nbytes = math.prod(item.lengths[1:]) * itemsize
         first_row = item.storage_offsets[0] if item.storage_offsets else 0
         start: int = entry.offset
-        return start + _start_of_tensor(_Entry(file, start, entry.length)) + first_row * row_nbytes
+        return start + _start_of_tensor(_Entry(file, start, entry.length), nbytes) + first_row * row_nbytes
+
+
+class _RegularFiles(FileSystem):
+    """Opens regular files for reading, and nothing else."""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        assert mode == "rb", "this file system only reads"
+        with open_regular(path) as file:
+            yield file
 
 
 def _sizes_of_chunk(stored: TensorStorageMetadata, item: ReadItem) -> torch.Size:
@@ -417,17 +414,19 @@ class _Entry(io.RawIOBase):
         return count
 
 
-def _start_of_tensor(entry: _Entry) -> int:
+def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
     """The position, in bytes, of a tensor in the output of torch.save: a zip file with a record for these bytes alone.
 
     Raises:
-        CheckpointError: the byte order is not this machine's.
+        CheckpointError: the byte order is not this machine's, or the record has other than `nbytes` bytes.
     """
     with ZipFile(entry) as records:
         [record] = [it for it in records.infolist() if it.filename.endswith("/data/0")]
         order = records.read(record.filename.removesuffix("data/0") + "byteorder").decode()
     if order != sys.byteorder:
         raise CheckpointError(f"expected numbers in the order of bytes {sys.byteorder}, found {order}")
+    if record.file_size != nbytes or record.compress_type != ZIP_STORED:
+        raise CheckpointError(f"expected a tensor of {nbytes} bytes, found {record.file_size}")
     entry.seek(record.header_offset + 26)  # in the record's header: the lengths of its name, and of what follows
     name, more = struct.unpack("<HH", entry.read(4) or b"")
     return int(record.header_offset + 30 + name + more)

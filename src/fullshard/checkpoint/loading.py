@@ -93,7 +93,7 @@ def load(
         own: dict[str, Any] = {}
     else:
         ours, own = _accounts(opened, manifest.world, data is not None)
-        saved = saved_by_us(opened, ours)
+        saved = ranks.do(doing, lambda: saved_by_us(opened, ours))
     saved = saved.renamed(taker.tied)
     keys = ranks.do(doing, lambda: taker.fit(opened, saved, own))
     targets = ranks.do(doing, lambda: taker.targets(opened, saved, keys))

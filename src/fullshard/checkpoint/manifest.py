@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128
 
 from fullshard.errors import CheckpointError
+from fullshard.regular_files import is_plain_name, open_unbuffered, read_regular
 
-__all__ = ["MANIFEST", "Manifest", "Progress", "StoredFile", "damage_in", "step_of"]
+__all__ = ["MANIFEST", "Manifest", "Progress", "StoredFile", "are_stored_files", "damage_in", "step_of"]
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_MOST_NBYTES = 256 << 20
+_LONGEST_LINE = 1 << 16
 _PIECE_NBYTES = 4 << 20
 
 Progress = Callable[[int, int], None]
@@ -64,24 +69,88 @@ class Manifest:
         path = checkpoint / MANIFEST
         expected, found = "the manifest of a complete checkpoint", ""
         try:
-            document = json.loads(path.read_bytes())
-            content: dict[str, Any] = document["content"]
-            if document["checksum"] == _checksum(content):
-                step = step_of(checkpoint)
-                if content.pop("format") != FORMAT:
-                    expected, found = f"a manifest of format {FORMAT}", "one of another version of fullshard"
-                elif step not in (None, content["step"]):
-                    expected, found = f"the manifest of step {step}", f"that of step {content['step']}"
-                else:
-                    files = {name: StoredFile(**stored) for name, stored in content.pop("files").items()}
-                    return cls(**content, files=files)
-            else:
-                expected, found = f"the checksum {document['checksum']}", _checksum(content)
+            content = _content(json.loads(read_regular(path, limit=_MOST_NBYTES)))
+            step = step_of(checkpoint)
+            if step in (None, content["step"]):
+                return cls(**content)
+            expected, found = f"the manifest of step {step}", f"that of step {content['step']}"
         except OSError as error:
             found = f"none ({error.strerror})"
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except _OddError as error:
+            expected, found = error.expected or expected, error.found
+        except (ValueError, RecursionError) as error:
             found = f"a file that cannot be understood ({error})"
         raise CheckpointError(f"{path}: expected {expected}, found {found}. Load another checkpoint.")
+
+
+class _OddError(Exception):
+    """A manifest that is not as this version writes it."""
+
+    def __init__(self, found: str, expected: str = "") -> None:
+        super().__init__(found)
+        self.expected = expected
+        self.found = found
+
+
+def _content(document: Any) -> dict[str, Any]:
+    """Return the fields of the manifest in `document`, of which any value may be anything that JSON has.
+
+    Raises:
+        _OddError: it is not a valid manifest.
+    """
+    if not isinstance(document, dict) or document.keys() != {"checksum", "content"}:
+        raise _OddError("something else")
+    content = document["content"]
+    if not _is_checksum(document["checksum"]):
+        raise _OddError("one without a checksum")
+    if document["checksum"] != (actual := _checksum(content)):
+        raise _OddError(actual, f"the checksum {document['checksum']}")
+    if isinstance(content, dict) and "format" in content and not _is_count(content["format"], FORMAT, FORMAT):
+        raise _OddError("one of another version of fullshard", f"a manifest of format {FORMAT}")
+    odd = [name for name in _FIELDS if not isinstance(content, dict) or not _FIELDS[name](content.get(name))]
+    if odd or content.keys() != _FIELDS.keys():
+        raise _OddError(f"one whose {', '.join(odd) or 'list of fields'} is not valid")
+    if content["world"] > len(content["files"]):
+        raise _OddError(f"one of {content['world']} ranks with {len(content['files'])} files, fewer than one per rank")
+    fields = {name: content[name] for name in _FIELDS if name != "format"}
+    return {**fields, "files": {name: StoredFile(**stored) for name, stored in content["files"].items()}}
+
+
+def are_stored_files(value: Any) -> bool:
+    """Return True if `value`, read from JSON, has the size and checksum of files by name."""
+    return isinstance(value, dict) and all(
+        is_plain_name(name)
+        and isinstance(stored, dict)
+        and stored.keys() == {"nbytes", "checksum"}
+        and _is_count(stored["nbytes"])
+        and _is_checksum(stored["checksum"])
+        for name, stored in value.items()
+    )
+
+
+def _is_count(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> bool:
+    return type(value) is int and least <= value <= most  # bool is an int, too
+
+
+def _is_checksum(value: Any) -> bool:
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
+
+
+def _is_line(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= _LONGEST_LINE and value.isprintable()
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "format": _is_count,
+    "id": _is_line,
+    "step": _is_count,
+    "number": _is_count,
+    "world": lambda value: _is_count(value, 1),
+    "strategy": _is_line,
+    "versions": lambda value: isinstance(value, dict) and all(map(_is_line, (*value, *value.values()))),
+    "saved_at": _is_line,
+    "files": are_stored_files,
+}
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -107,26 +176,26 @@ def damage_in(
     for name, stored in files.items():
         path, wrong = checkpoint / name, None
         try:
-            nbytes = path.stat().st_size
-            if nbytes != stored.nbytes:
-                wrong = f"expected {stored.nbytes} bytes, found {nbytes}"
-            elif reads:
-                checksum = xxh3_128()
-                for piece in _pieces(path):
-                    checksum.update(piece)
-                    done += len(piece)
-                    if progress is not None:
-                        progress(done, total)
-                if checksum.hexdigest() != stored.checksum:
-                    wrong = f"expected the checksum {stored.checksum}, found {checksum.hexdigest()}"
+            with open_unbuffered(path) as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                if nbytes != stored.nbytes:
+                    wrong = f"expected {stored.nbytes} bytes, found {nbytes}"
+                elif reads:
+                    checksum = xxh3_128()
+                    for piece in _pieces(file):
+                        checksum.update(piece)
+                        done += len(piece)
+                        if progress is not None:
+                            progress(done, total)
+                    if checksum.hexdigest() != stored.checksum:
+                        wrong = f"expected the checksum {stored.checksum}, found {checksum.hexdigest()}"
         except OSError as error:
             wrong = f"expected {stored.nbytes} bytes, found a file that cannot be read ({error.strerror})"
         if wrong is not None:
             yield f"{path}: {wrong}"
 
 
-def _pieces(path: Path) -> Iterator[memoryview]:
+def _pieces(file: FileIO) -> Iterator[memoryview]:
     buffer = memoryview(bytearray(_PIECE_NBYTES))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            yield buffer[:count]
+    while count := file.readinto(buffer):
+        yield buffer[:count]

@@ -17,6 +17,7 @@ from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import MANIFEST, Manifest, Progress, StoredFile, damage_in, step_of
 from fullshard.checkpoint.together import Ranks
 from fullshard.errors import CheckpointError
+from fullshard.regular_files import shown
 
 __all__ = ["Opened", "open_checkpoint", "verify"]
 
@@ -56,7 +57,11 @@ class Opened:
 
     def accounts(self, *keys: str) -> list[Any]:
         """The values of `keys` that were written by `as_one_value`."""
-        return [value for (value,) in self.values(*keys)]
+        values = self.values(*keys)
+        odd = [key for key, it in zip(keys, values, strict=True) if type(it) is not tuple or len(it) != 1]
+        if odd:
+            raise CheckpointError(f"{self.doing}: {odd[0]!r} is not as fullshard writes it. Load another checkpoint.")
+        return [value for (value,) in values]
 
     def read(self, targets: dict[str, Any], progress: Progress | None = None) -> None:
         """Read the values of `targets`: tensors in place, whole or sharded in any way; others are replaced."""
@@ -96,7 +101,7 @@ def open_checkpoint(path: Path, ranks: Ranks, progress: Progress | None = None, 
                 raise
             refused.append(str(error))
             if ranks.leads:
-                logger.warning("%s Falling back to the next older one.", error)
+                logger.warning("%s Falling back to the next older one.", shown(str(error), lines=True))
         else:
             return opened
     raise CheckpointError(f"{doing}: none of its {len(found)} checkpoints is intact. {' '.join(refused)}")
@@ -126,6 +131,7 @@ def _opened(path: Path, ranks: Ranks, progress: Progress | None, verifies: bool)
     if manifest is not None and verifies:
         verify(path, manifest.files, ranks, doing, "Load another checkpoint.", progress)
     metadata = ranks.do(doing, lambda: container.read_metadata(path))
+    ranks.once(doing, lambda: container.check_files(path, metadata))
     return Opened(path, manifest, metadata, ranks)
 
 

@@ -20,8 +20,9 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 from xxhash import xxh3_128
 
-from fullshard.checkpoint.manifest import StoredFile
+from fullshard.checkpoint.manifest import StoredFile, are_stored_files
 from fullshard.errors import CheckpointError
+from fullshard.regular_files import is_plain_name, read_regular, reopened
 
 __all__ = [
     "CHECKSUMS",
@@ -38,6 +39,7 @@ __all__ = [
 WEIGHTS = "model.safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 CHECKSUMS = "checksums.json"
+_MOST_JSON_NBYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -330,7 +332,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: expected an index of safetensors files, found no 'weight_map'. {_AGAIN}")
-    odd = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
+    odd = [name for name in weight_map.values() if not is_plain_name(name)]
     if odd:
         raise CheckpointError(f"{index}: expected names of files beside it, found {odd[0]!r}. {_AGAIN}")
     return weight_map
@@ -364,7 +366,7 @@ def _described(path: Path) -> tuple[dict[str, Description], dict[str, str]]:
 def _opened(path: Path) -> Iterator[Any]:
     """The file `path`, in a context whose errors name it. Reads copy from the disk; nothing is mapped."""
     try:
-        with safe_open(path, "pt", backend="pread") as file:
+        with reopened(path) as same, safe_open(same, "pt", backend="pread") as file:
             yield file
     except (SafetensorError, OSError) as error:
         said = getattr(error, "strerror", None) or error
@@ -379,18 +381,19 @@ def _checksums(folder: Path, names: Sequence[str]) -> dict[str, StoredFile] | No
     if not path.exists():
         return None
     content = _json(path, "checksums")
-    try:
-        return {name: StoredFile(**content[name]) for name in names}
-    except (KeyError, TypeError) as error:
+    absent = [name for name in names if not isinstance(content, dict) or name not in content]
+    if absent or not are_stored_files(content):
+        found = f"none of {absent[0]}" if absent else "something else"
         raise CheckpointError(
-            f"{path}: expected the checksums of {', '.join(names)}, found something else ({error}). If the files were "
-            f"changed on purpose, delete {CHECKSUMS}."
-        ) from error
+            f"{path}: expected the checksums of {', '.join(names)}, found {found}. If the files were changed on "
+            f"purpose, delete {CHECKSUMS}."
+        )
+    return {name: StoredFile(**content[name]) for name in names}
 
 
 def _json(path: Path, expected: str) -> Any:
     try:
-        return json.loads(path.read_bytes())
+        return json.loads(read_regular(path, limit=_MOST_JSON_NBYTES))
     except OSError as error:
         raise CheckpointError(f"{path}: expected {expected}, found none ({error.strerror}). {_AGAIN}") from error
     except (ValueError, RecursionError) as error:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from fullshard.command_line import near_matches
 from fullshard.errors import CheckpointError, ConfigError, DiskError
+from fullshard.regular_files import shown
 from fullshard.versions import versions
 
 __all__ = ["main"]
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return dispatch(argv)
     except (ConfigError, CheckpointError, DiskError) as error:
         if os.environ.get("RANK", "0") == "0":  # all ranks find the same mistake; one says so
-            print(f"fullshard: {error}", file=sys.stderr)
+            print(f"fullshard: {shown(str(error), lines=True)}", file=sys.stderr)
         return BAD_INPUT if isinstance(error, ConfigError) else FAILED
 
 

@@ -20,6 +20,7 @@ from fullshard.cli.checkpoint.settings import ExportSettings, ShowSettings
 from fullshard.command_line import near_matches, parse, take_words
 from fullshard.errors import CheckpointError, ConfigError
 from fullshard.integrations.deepspeed.importing import import_deepspeed
+from fullshard.regular_files import shown
 
 __all__ = ["run"]
 
@@ -44,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
         ConfigError: an argument or an option is not sound.
     """
     if not argv or argv[0] in ("-h", "--help"):
-        print_line(_usage())
+        sys.stdout.write(_usage() + "\n")
         return GOOD
     name, *rest = argv
     if name not in _ACTIONS:
@@ -56,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         return action.run(*map(Path, words), settings)
     except CheckpointError as error:
-        sys.stderr.write(f"fullshard: {error}\n")
+        sys.stderr.write(f"fullshard: {shown(str(error), lines=True)}\n")
         return NOT_DONE
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fullshard.checkpoint.manifest import Progress as Tell
+from fullshard.regular_files import shown
 
 __all__ = ["SlowBar", "in_bytes", "print_json", "print_line", "print_table"]
 
@@ -33,8 +34,8 @@ def print_json(value: Any) -> None:
 
 
 def print_line(text: str) -> None:
-    """Print one text as it is."""
-    _console().print(Text(text), soft_wrap=True)
+    """Print a text, which may have been read from a file."""
+    _console().print(Text(shown(text, lines=True)), soft_wrap=True)
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
@@ -43,7 +44,7 @@ def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, right
     for heading in headings:
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(shown(cell)) for cell in row))
     _console().print(table)
 
 

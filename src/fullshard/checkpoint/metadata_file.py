@@ -1,0 +1,489 @@
+"""Read the metadata of `torch.distributed.checkpoint`, which is a pickle, without unpickling it.
+
+The file may come from anybody. Python's unpickler calls what the file names and sets attributes of what it got, so an
+allow list of classes is not enough: a pickle can set attributes of an allowed class itself. `loads` is an interpreter
+of its own for the few opcodes that such a file consists of. It only ever makes numbers, strings, containers and
+`_Object`s, which record the name of a class and the state that the file gives for it. Nothing is imported, called or
+modified. Then the result is compared with the known structure of the metadata, and torch's classes are made from
+checked values.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from fullshard._compat import storage_info
+from fullshard.errors import CheckpointError
+from fullshard.layout.coverage import uncovered
+from fullshard.regular_files import is_plain_name
+
+__all__ = ["loads"]
+
+T = TypeVar("T")
+
+_THEIRS = "torch.distributed.checkpoint.metadata"
+_MOST_DIMS = 64
+_LONGEST_NAME = 1 << 16  # characters
+_LARGEST = (1 << 63) - 1
+_LEAST_NBYTES = 16  # that a part of a tensor takes in a file
+
+
+def loads(data: bytes) -> Metadata:
+    """Return the metadata in `data`.
+
+    Raises:
+        CheckpointError: it is not the metadata of a checkpoint, or its parts do not cover every tensor exactly. The
+            message says why.
+    """
+    return _metadata(_Interpreter(data).run(), most_parts=len(data) // _LEAST_NBYTES)
+
+
+def _refused(why: str) -> CheckpointError:
+    return CheckpointError(why)
+
+
+# -- from bytes to inert values ---------------------------------------------------------------------------------------
+
+
+class _Global(NamedTuple):
+    """The name of a class or function, which is never looked up."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+class _Object:
+    """An instance of the class `kind`, as the file describes it: its arguments, and its state."""
+
+    __slots__ = ("args", "kind", "state")
+
+    def __init__(self, kind: _Global, args: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.args = args
+        self.state: dict[Any, Any] | tuple[Any, ...] | None = None
+
+
+_CLASSES = {
+    *(
+        _Global(_THEIRS, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+        )
+    ),
+    _Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+_SIZE = _Global("torch", "Size")
+_LAYOUT = _Global("torch.serialization", "_get_layout")
+_MEMORY_FORMAT = _Global(_THEIRS, "_MEM_FORMAT_ENCODING")
+_ORDERED = _Global("collections", "OrderedDict")
+_PATHS = {
+    _Global(module, name)
+    for module in ("pathlib", "pathlib._local")  # the latter in Python 3.13
+    for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
+}
+_DTYPES = {_Global("torch", name): it for name, it in vars(torch).items() if isinstance(it, torch.dtype)}
+_LAYOUTS = {str(it): it for it in vars(torch).values() if isinstance(it, torch.layout)}
+_MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # as torch encodes them
+_KNOWN = {*_CLASSES, *_PATHS, *_DTYPES, _SIZE, _LAYOUT, _MEMORY_FORMAT, _ORDERED}
+
+_MARK = object()
+
+
+class _Interpreter:
+    """Interprets the opcodes of one pickle. Each opcode makes at most one new value."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+        self._stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def run(self) -> Any:
+        """Return the value that the pickle describes.
+
+        Raises:
+            CheckpointError: there is an opcode that no metadata has, or one that does not fit what came before it.
+        """
+        data = self._data
+        while self._at < len(data):
+            code = data[self._at]
+            self._at += 1
+            if code == _STOP:
+                if len(self._stack) != 1 or self._at != len(data):
+                    raise _refused("its end is not where it should be")
+                return self._pop()
+            step = _STEPS.get(code)
+            if step is None:
+                raise _refused(f"it has the opcode {code:#04x}, which no checkpoint needs")
+            try:
+                step(self)
+            except (IndexError, KeyError, struct.error, UnicodeDecodeError):
+                raise _refused(f"the opcode at byte {self._at} has no valid argument") from None
+        raise _refused("it has no end")
+
+    # arguments
+
+    def _take(self, nbytes: int) -> bytes:
+        found = self._data[self._at : self._at + nbytes]
+        if len(found) != nbytes:
+            raise _refused("it is cut off")
+        self._at += nbytes
+        return found
+
+    def _number(self, format: str) -> int:
+        [number] = struct.unpack(format, self._take(struct.calcsize(format)))
+        return int(number)
+
+    def _line(self) -> str:
+        end = self._data.find(b"\n", self._at)
+        if end < 0:
+            raise _refused("it is cut off")
+        return self._take(end + 1 - self._at)[:-1].decode()
+
+    # the stack
+
+    def _pop(self, kind: type[T] | None = None) -> T:
+        value = self._stack.pop()
+        if value is _MARK or (kind is not None and type(value) is not kind):
+            raise _refused(f"the opcode at byte {self._at} has an argument of another type")
+        return value  # type: ignore[no-any-return]
+
+    def _push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def _top(self, kind: type[T]) -> T:
+        value = self._stack[-1]
+        if type(value) is not kind:
+            raise _refused(f"the opcode at byte {self._at} has an argument of another type")
+        return value
+
+    def _since_mark(self) -> list[Any]:
+        stack = self._stack
+        for place in range(len(stack) - 1, -1, -1):
+            if stack[place] is _MARK:
+                found = stack[place + 1 :]
+                del stack[place:]
+                return found
+        raise _refused("a mark is missing")
+
+    # opcodes
+
+    def _protocol(self) -> None:
+        if self._number("<B") > 5:
+            raise _refused("its protocol is not known")
+
+    def _frame(self) -> None:
+        self._take(8)  # a hint for reading in pieces
+
+    def _text(self, format: str) -> None:
+        self._push(self._take(self._number(format)).decode("utf-8", "surrogatepass"))
+
+    def _long(self) -> None:
+        self._push(int.from_bytes(self._take(self._number("<B")), "little", signed=True))
+
+    def _tuple(self, count: int) -> None:
+        if count:
+            found = tuple(self._stack[-count:])
+            if len(found) != count or any(it is _MARK for it in found):
+                raise _refused("a tuple is not complete")
+            del self._stack[-count:]
+            self._push(found)
+        else:
+            self._push(())
+
+    def _remember(self, place: int) -> None:
+        value = self._stack[-1]
+        if value is _MARK:
+            raise _refused("a mark is remembered")
+        self._memo[place] = value
+
+    def _global(self, module: str, name: str) -> None:
+        found = _Global(module, name)
+        if found not in _KNOWN:
+            raise _refused(f"it names {found}, which no checkpoint needs")
+        self._push(found)
+
+    def _stack_global(self) -> None:
+        name = self._pop(str)
+        self._global(self._pop(str), name)
+
+    def _new(self) -> None:
+        args, kind = self._pop(tuple), self._pop(_Global)
+        if kind not in _CLASSES or args:
+            raise _refused(f"it makes a {kind} with {len(args)} arguments")
+        self._push(_Object(kind, args))
+
+    def _reduce(self) -> None:
+        args, kind = self._pop(tuple), self._pop(_Global)
+        if kind == _ORDERED and not args:
+            self._push({})
+        elif kind == _SIZE and len(args) == 1 and _are_sizes(args[0]):
+            self._push(args[0])
+        elif (kind in (_LAYOUT, _MEMORY_FORMAT) and len(args) == 1) or kind in _PATHS:
+            self._push(_Object(kind, args))
+        else:
+            raise _refused(f"it calls {kind} with arguments of no size, layout or path")
+
+    def _build(self) -> None:
+        state: Any = self._pop()
+        target = self._top(_Object)
+        if target.kind not in _CLASSES or target.state is not None or type(state) not in (dict, tuple):
+            raise _refused(f"it gives a {target.kind} a state that it cannot have")
+        target.state = state
+
+    def _set(self, items: list[Any]) -> None:
+        target = self._top(dict)
+        if len(items) % 2:
+            raise _refused("a key has no value")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) not in (str, _Object):  # others could be hashed only by recursion, or not at all
+                raise _refused("a key is no name")
+            target[key] = value
+
+    def _set_one(self) -> None:
+        value: Any = self._pop()
+        key: Any = self._pop()
+        self._set([key, value])
+
+    def _append_one(self) -> None:
+        value: Any = self._pop()
+        self._top(list).append(value)
+
+    def _append(self) -> None:
+        found = self._since_mark()
+        self._top(list).extend(found)
+
+
+_STOP = ord(".")
+_STEPS: Mapping[int, Callable[[_Interpreter], None]] = {
+    ord(code): step
+    for code, step in {
+        "\x80": _Interpreter._protocol,
+        "\x95": _Interpreter._frame,
+        "(": lambda it: it._push(_MARK),
+        "N": lambda it: it._push(None),
+        "\x88": lambda it: it._push(True),
+        "\x89": lambda it: it._push(False),
+        "J": lambda it: it._push(it._number("<i")),
+        "K": lambda it: it._push(it._number("<B")),
+        "M": lambda it: it._push(it._number("<H")),
+        "\x8a": _Interpreter._long,
+        "X": lambda it: it._text("<I"),
+        "\x8c": lambda it: it._text("<B"),
+        "\x8d": lambda it: it._text("<Q"),
+        "}": lambda it: it._push({}),
+        "]": lambda it: it._push([]),
+        ")": lambda it: it._tuple(0),
+        "\x85": lambda it: it._tuple(1),
+        "\x86": lambda it: it._tuple(2),
+        "\x87": lambda it: it._tuple(3),
+        "t": lambda it: it._push(tuple(it._since_mark())),
+        "q": lambda it: it._remember(it._number("<B")),
+        "r": lambda it: it._remember(it._number("<I")),
+        "\x94": lambda it: it._remember(len(it._memo)),
+        "h": lambda it: it._push(it._memo[it._number("<B")]),
+        "j": lambda it: it._push(it._memo[it._number("<I")]),
+        "c": lambda it: it._global(it._line(), it._line()),
+        "\x93": _Interpreter._stack_global,
+        "R": _Interpreter._reduce,
+        "\x81": _Interpreter._new,
+        "b": _Interpreter._build,
+        "s": _Interpreter._set_one,
+        "u": lambda it: it._set(it._since_mark()),
+        "a": _Interpreter._append_one,
+        "e": _Interpreter._append,
+    }.items()
+}
+
+
+# -- from inert values to metadata ------------------------------------------------------------------------------------
+
+
+def _metadata(value: Any, *, most_parts: int) -> Metadata:
+    """Make metadata of the value that a file describes."""
+    state = _state(value, "Metadata")
+    stored: dict[MetadataIndex, Any] = {}
+    for key, info in _entries(state.get("storage_data"), _Object):
+        index = _index(key)
+        if index in stored:
+            raise _refused(f"{index.fqn!r} at {index.offset} is stored twice")
+        stored[index] = _storage(info)
+    entries = dict(_entries(state.get("state_dict_metadata"), str))
+    tensors = {name: it for name, it in entries.items() if _is_a(it, "TensorStorageMetadata")}
+    parts = {name: _list(_state(it, "TensorStorageMetadata").get("chunks")) for name, it in tensors.items()}
+    if sum(map(len, parts.values())) > most_parts:  # before any is looked at: a file may refer to one list many times
+        raise _refused("it has more parts of tensors than there is room for in it")
+    made = {name: _tensor(name, it) if name in tensors else _bytes(it) for name, it in entries.items()}
+    for name, entry in made.items():
+        if isinstance(entry, TensorStorageMetadata):
+            for chunk in entry.chunks:
+                _check_stored(name, chunk, entry.properties.dtype, stored)
+        elif MetadataIndex(name) not in stored:
+            raise _refused(f"the value {name!r} is stored nowhere")
+    version = state.get("version")
+    return Metadata(
+        state_dict_metadata=made,
+        planner_data=_planned(state.get("planner_data")),
+        storage_data=stored,
+        version=None if version is None else _name(version),
+    )
+
+
+def _tensor(name: str, value: Any) -> TensorStorageMetadata:
+    state = _state(value, "TensorStorageMetadata")
+    size = _size(state.get("size"))
+    chunks = [_chunk(it) for it in _list(state.get("chunks"))]
+    why = uncovered(size, ((it.offsets, it.sizes) for it in chunks))
+    if why is not None:
+        raise _refused(f"of the tensor {_name(name)!r} {why}")
+    return TensorStorageMetadata(_properties(state.get("properties")), size, chunks)
+
+
+def _check_stored(
+    name: str, chunk: ChunkStorageMetadata, dtype: torch.dtype, stored: Mapping[MetadataIndex, Any]
+) -> None:
+    place = stored.get(MetadataIndex(name, chunk.offsets))
+    nbytes = math.prod(chunk.sizes) * dtype.itemsize
+    if place is None or place.length < nbytes:
+        found = "nothing" if place is None else f"{place.length} bytes"
+        raise _refused(f"{name!r} has {nbytes} bytes at {tuple(chunk.offsets)}, of which {found} is stored")
+
+
+def _bytes(value: Any) -> BytesStorageMetadata:
+    if not _is_a(value, "BytesStorageMetadata"):
+        raise _refused("an entry is neither a tensor nor a value")
+    return BytesStorageMetadata()
+
+
+def _chunk(value: Any) -> ChunkStorageMetadata:
+    state = _state(value, "ChunkStorageMetadata")
+    return ChunkStorageMetadata(offsets=_size(state.get("offsets")), sizes=_size(state.get("sizes")))
+
+
+def _properties(value: Any) -> TensorProperties:
+    if not _is_a(value, "TensorProperties") or type(value.state) is not tuple or len(value.state) != 5:
+        raise _refused("a tensor has no properties")
+    dtype, layout, requires_grad, memory_format, pin_memory = value.state
+    if type(dtype) is not _Global or dtype not in _DTYPES:
+        raise _refused("a tensor has no dtype")
+    if type(requires_grad) is not bool or type(pin_memory) is not bool:
+        raise _refused("a tensor has odd properties")
+    return TensorProperties(
+        dtype=_DTYPES[dtype],
+        layout=_known(layout, _LAYOUT, _LAYOUTS),
+        requires_grad=requires_grad,
+        memory_format=_known(memory_format, _MEMORY_FORMAT, dict(enumerate(_MEMORY_FORMATS))),
+        pin_memory=pin_memory,
+    )
+
+
+def _known(value: Any, kind: _Global, values: Mapping[Any, T]) -> T:
+    """Return the member of `values` that an enumeration's object stands for."""
+    if type(value) is not _Object or value.kind != kind:
+        raise _refused(f"expected a {kind}")
+    [said] = value.args
+    if type(said) not in (int, str) or said not in values:
+        raise _refused(f"it has a {kind} that is not known")
+    return values[said]
+
+
+def _index(value: Any) -> MetadataIndex:
+    state = _state(value, "MetadataIndex")
+    offset, hint = state.get("offset"), state.get("index")
+    return MetadataIndex(
+        _name(state.get("fqn")), None if offset is None else _size(offset), None if hint is None else _count(hint)
+    )
+
+
+def _storage(value: Any) -> Any:
+    state = _state(value, "_StorageInfo")
+    path = state.get("relative_path")
+    if not isinstance(path, str) or not is_plain_name(path):
+        found = repr(path[:200]) if isinstance(path, str) else "something else"
+        raise _refused(f"it refers to {found}, which is not in the checkpoint's folder")
+    if state.get("transform_descriptors"):
+        raise _refused("its values are transformed, for example compressed. Save it without extensions")
+    return storage_info(path, _count(state.get("offset")), _count(state.get("length")))
+
+
+def _planned(value: Any) -> dict[str, tuple[str | int, ...]] | None:
+    """The path of each entry in the state dict that was saved."""
+    if value is None:
+        return None
+    paths = {}
+    for key, path in _entries(value, str):
+        if type(path) is not tuple or len(path) > _LONGEST_NAME or not all(type(it) in (str, int) for it in path):
+            raise _refused("an entry has no path in the state dict")
+        paths[key] = path
+    return paths
+
+
+def _is_a(value: Any, name: str) -> bool:
+    return type(value) is _Object and value.kind.name == name
+
+
+def _state(value: Any, name: str) -> dict[Any, Any]:
+    if not _is_a(value, name) or type(value.state) is not dict:
+        raise _refused(f"expected a {name}")
+    return value.state
+
+
+def _entries(value: Any, kind: type) -> Iterator[tuple[Any, Any]]:
+    if type(value) is not dict or not all(type(key) is kind for key in value):
+        raise _refused("it lacks a table that every checkpoint has")
+    for key, item in value.items():
+        yield (_name(key) if kind is str else key), item
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise _refused("expected a list")
+    return value
+
+
+def _name(value: Any) -> str:
+    if type(value) is not str or len(value) > _LONGEST_NAME:
+        raise _refused("expected a name")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _LARGEST:
+        raise _refused("expected a number of 0 or more")
+    return value
+
+
+def _are_sizes(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) <= _MOST_DIMS
+        and all(type(it) is int and 0 <= it <= _LARGEST for it in value)
+    )
+
+
+def _size(value: Any) -> torch.Size:
+    if not _are_sizes(value):
+        raise _refused("expected the shape of a tensor")
+    return torch.Size(value)

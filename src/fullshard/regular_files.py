@@ -1,0 +1,128 @@
+"""Read files that anybody may have put there: regular files only, and none larger than the reader expects.
+
+A FIFO or a device in place of a file would block its reader, or never end. Every refusal is an `OSError` whose
+`strerror` says what was found, so callers handle it like a file that cannot be read.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["is_plain_name", "open_regular", "open_unbuffered", "read_regular", "read_text", "reopened", "shown"]
+
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a FIFO without a writer does not block then
+_KINDS = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_regular(path: str | os.PathLike[str], *, limit: int | None = None) -> io.BufferedReader:
+    """Open a regular file, or a link to one, for reading.
+
+    The type is checked before the file is opened, since opening a device can have effects, and again on the open
+    descriptor, since another process may replace the file in between.
+
+    Args:
+        path: the file.
+        limit: the largest size in bytes that is accepted; any if None.
+
+    Raises:
+        OSError: it is missing, is not a regular file, or is larger than `limit`.
+    """
+    return io.BufferedReader(open_unbuffered(path, limit=limit))
+
+
+def open_unbuffered(path: str | os.PathLike[str], *, limit: int | None = None) -> io.FileIO:
+    """Open a file as `open_regular` does, without a buffer."""
+    _check(os.stat(path), path, limit)
+    descriptor = os.open(path, _FLAGS)
+    try:
+        _check(os.fstat(descriptor), path, limit)
+        return io.FileIO(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | os.PathLike[str], *, limit: int) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        OSError: as `open_regular`, or the file has grown beyond `limit` since it was opened.
+    """
+    with open_regular(path, limit=limit) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise _too_large(len(data), path, limit)
+    return data
+
+
+def read_text(path: str | os.PathLike[str], *, limit: int) -> str:
+    """Return the text of a regular file in UTF-8.
+
+    Raises:
+        OSError: as `read_regular`.
+        UnicodeDecodeError: the bytes are not UTF-8.
+    """
+    return read_regular(path, limit=limit).decode("utf-8")
+
+
+@contextmanager
+def reopened(path: Path) -> Iterator[Path]:
+    """Yield a path of a regular file for libraries that open files by path.
+
+    On Linux the yielded path refers to the descriptor that was checked, so nothing else can be opened by it.
+
+    Raises:
+        OSError: as `open_regular`.
+    """
+    with open_regular(path) as file:
+        same = Path(f"/proc/self/fd/{file.fileno()}")
+        yield same if same.exists() else path
+
+
+def is_plain_name(name: object) -> bool:
+    """Return True if `name` is a printable name of a file, without folders."""
+    return (
+        isinstance(name, str)
+        and 0 < len(name.encode(errors="replace")) < 256
+        and name.isprintable()
+        and "/" not in name
+        and name not in (".", "..")
+    )
+
+
+def shown(text: str, *, lines: bool = False) -> str:
+    """Return `text` with an escape sequence for each character that a terminal does not print as itself.
+
+    Args:
+        text: may come from a file.
+        lines: whether line breaks are kept. What follows one is indented, so it cannot pass for a line of its own.
+    """
+    if lines:
+        return "\n  ".join(map(shown, text.split("\n")))
+    if text.isprintable():
+        return text
+    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode("ascii") for it in text)
+
+
+def _check(found: os.stat_result, path: str | os.PathLike[str], limit: int | None) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kind = _KINDS.get(stat.S_IFMT(found.st_mode), "something else")
+        raise OSError(errno.EINVAL, f"expected a regular file, but it is {kind}", os.fspath(path))
+    if limit is not None and found.st_size > limit:
+        raise _too_large(found.st_size, path, limit)
+
+
+def _too_large(nbytes: int, path: str | os.PathLike[str], limit: int) -> OSError:
+    return OSError(errno.EFBIG, f"expected at most {limit} bytes, but it has {nbytes}", os.fspath(path))

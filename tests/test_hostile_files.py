@@ -1,0 +1,577 @@
+"""Files that somebody else may have written: each is read as a valid one or refused, and nothing is run or blocked."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from test_checkpoint_damage import forge
+from torch import nn
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from fullshard import CheckpointError
+from fullshard.checkpoint import load, load_safetensors, metadata_file, save
+from fullshard.checkpoint import manifest as manifests
+from fullshard.checkpoint.folder import entries
+from fullshard.checkpoint.manifest import MANIFEST, Manifest
+from fullshard.cli import main
+from fullshard.layout.coverage import uncovered
+from fullshard.regular_files import open_regular, read_regular, shown
+
+ESCAPES = "\x1b[31mred\x1b[0m\u202e\r"
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints of ours. Not to be changed."""
+    folder = tmp_path_factory.mktemp("written")
+    for step in (1, 2):
+        torch.manual_seed(step)
+        ours = model()
+        save(folder, model=ours, step=step, optimizer=torch.optim.AdamW(ours.parameters()), extra={"a": [1, "b"]})
+    return folder
+
+
+@pytest.fixture
+def folder(written: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(written, tmp_path / "copy")
+
+
+def newest(folder: Path) -> Path:
+    return folder / "step-000000002"
+
+
+# -- metadata: nothing is executed, imported or modified --------------------------------------------------------------
+
+CALLS: list[Any] = []
+
+
+def trap(*args: Any, **kwargs: Any) -> Any:
+    """Stands for whatever an attacker would call."""
+    CALLS.append(args)
+    return {}
+
+
+class Trap:
+    """Stands for a class of the process that an attacker would change."""
+
+    __slots__ = ("slot",)
+    shared = "as it was"
+
+    def __setstate__(self, state: Any) -> None:
+        trap(state)
+
+
+GLOBALS = [
+    (__name__, "trap"),
+    (__name__, "Trap"),
+    ("os", "system"),
+    ("builtins", "getattr"),
+    ("torch", "load"),
+    ("torch.distributed.checkpoint.metadata", "Metadata"),
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("torch", "float32"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("a_module_that_is_not_there", "x"),
+]
+
+
+def text(value: str) -> bytes:
+    return b"\x8c" + bytes([len(value)]) + value.encode()
+
+
+def named(module: str, name: str) -> bytes:
+    return text(module) + text(name) + b"\x93"
+
+
+SLOTS = b"}" + text("__init__") + named(__name__, "trap") + b"s"
+ATTACKS = [
+    *(named(*it) for it in GLOBALS),
+    *(named(*it) + b")R" for it in GLOBALS),
+    *(named(*it) + b")\x81" for it in GLOBALS),
+    *(named(*it) + b"N" + SLOTS + b"\x86b" for it in GLOBALS),  # the state of slots, for the class itself
+    *(named(*it) + SLOTS + b"b" for it in GLOBALS),
+    *(named(*it) + b")\x81" + SLOTS + b"b" for it in GLOBALS),
+    b"cos\nsystem\n(" + text("true") + b"tR",
+    b"(" + text("true") + b"ios\nsystem\n",
+    b"(" + named(__name__, "trap") + b"o",
+    named(__name__, "Trap") + b")}\x92",
+    text("id") + b"Q",
+    b"Pid\n",
+    b"\x82\x01",
+    b"\x84\x01\x00\x00\x00",
+    b"\x97",
+    b"]\x94h\x00a",  # a list that holds itself
+    b"r\xff\xff\xff\xff",
+    b"\x8e" + struct.pack("<Q", 1 << 62),
+    b"\x8d" + struct.pack("<Q", 1 << 62),
+    b"\x8b" + struct.pack("<i", -5),
+    b"\x95" + struct.pack("<Q", 1 << 62),
+    b")" + b"\x85" * 5000,
+    b"(" * 5000,
+    b"}" + b")" + b"\x85" * 5000 + b"Ns",
+    *(bytes([code]) for code in range(256)),
+]
+
+
+def mutated(data: bytes, draw: random.Random) -> bytes:
+    """`data` with some opcodes, or bytes, removed, repeated, replaced or put in."""
+    for _ in range(draw.randrange(1, 4)):
+        start, stop = sorted((draw.randrange(len(data)), draw.randrange(len(data))))
+        kind = draw.randrange(6)
+        if kind == 0:
+            data = data[:start] + draw.choice(ATTACKS) + data[start:]
+        elif kind == 1:
+            data = data[:start] + draw.choice(ATTACKS) + data[start + draw.randrange(1, 9) :]
+        elif kind == 2:
+            data = data[:start] + bytes([data[start] ^ 1 << draw.randrange(8)]) + data[start + 1 :]
+        elif kind == 3:
+            data = data[:start] + data[min(stop, start + 40) :]
+        elif kind == 4:
+            data = data[:stop] + data[start : start + 40] + data[stop:]
+        else:
+            data = data[:-1] + draw.choice(ATTACKS) + b"."
+        data = data or b"."
+    return data
+
+
+def what_classes_have() -> dict[str, dict[str, int]]:
+    """The attributes of every class and module that a checkpoint's metadata can name, or that an attack names."""
+    modules = ["torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", __name__]
+    found: dict[str, dict[str, int]] = {}
+    for name in [*modules, "torch", "torch.serialization", "collections", "pathlib", "os", "builtins"]:
+        held = {key: it for key, it in vars(sys.modules[name]).items() if key not in ("CALLS", "__warningregistry__")}
+        found[name] = {key: id(it) for key, it in held.items()}
+        for key, it in held.items():
+            if isinstance(it, type) and it.__module__ in (*modules, "pathlib", "collections", "torch"):
+                found[f"{name}.{key}"] = {attribute: id(value) for attribute, value in vars(it).items()}
+    return found
+
+
+def is_plain(value: Any) -> bool:
+    """True if `value` is metadata whose parts all have the types that torch gives them."""
+    return (
+        type(value) is Metadata
+        and all(type(key) is str and is_plain_entry(it) for key, it in value.state_dict_metadata.items())
+        and all(type(key) is MetadataIndex and type(it.offset) is int for key, it in value.storage_data.items())
+        and all(
+            type(key) is str and type(it) is tuple and all(type(word) in (str, int) for word in it)
+            for key, it in (value.planner_data or {}).items()
+        )
+    )
+
+
+def is_plain_entry(entry: Any) -> bool:
+    if type(entry) is BytesStorageMetadata:
+        return True
+    return (
+        type(entry) is TensorStorageMetadata
+        and type(entry.properties.dtype) is torch.dtype
+        and type(entry.size) is torch.Size
+        and all(type(it) is ChunkStorageMetadata for it in entry.chunks)
+        and uncovered(entry.size, ((it.offsets, it.sizes) for it in entry.chunks)) is None
+    )
+
+
+def count_refused(data: bytes, cases: int, seed: int) -> int:
+    """How many of the cases were refused; the others are valid metadata."""
+    draw, before, refused = random.Random(seed), what_classes_have(), 0
+    modules = set(sys.modules)
+    CALLS.clear()
+    for case in range(cases):
+        hostile = mutated(data, draw)
+        try:
+            assert is_plain(metadata_file.loads(hostile)), f"case {case} of seed {seed}"
+        except CheckpointError:
+            refused += 1
+    assert CALLS == []
+    assert set(sys.modules) == modules
+    assert what_classes_have() == before
+    return refused
+
+
+def test_hostile_metadata_is_refused_or_plain_and_changes_nothing(written):
+    data = (newest(written) / ".metadata").read_bytes()
+    assert is_plain(metadata_file.loads(data))
+    assert count_refused(data, cases=3000, seed=0) > 2000
+
+
+@pytest.mark.slow
+def test_the_same_for_many_more_files(written):
+    for protocol in range(2, 6):
+        data = pickle.dumps(pickle.loads((newest(written) / ".metadata").read_bytes()), protocol=protocol)
+        assert is_plain(metadata_file.loads(data))
+        assert count_refused(data, cases=50_000, seed=protocol) > 30_000
+
+
+def test_each_attack_by_itself_is_refused(written):
+    before = what_classes_have()
+    CALLS.clear()
+    for attack in ATTACKS:
+        with pytest.raises(CheckpointError):
+            metadata_file.loads(b"\x80\x04" + attack + b".")
+    assert CALLS == []
+    assert what_classes_have() == before
+
+
+def test_an_attack_on_classes_does_not_disturb_later_loads(folder):
+    """Setting the state of slots on a class is the way to modify one through an allow list."""
+    kind = named("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata")
+    forge(newest(folder), ".metadata", b"\x80\x04" + kind + b"N" + SLOTS + b"\x86b.")
+    assert load(folder, model=model()).step == 1
+    with pytest.raises(CheckpointError, match=r"\.metadata: expected the metadata of a checkpoint"):
+        load(newest(folder), model=model())
+    assert load(folder, model=model()).step == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_what_torch_has_written_is_read_as_torch_reads_it(protocol, tmp_path):
+    state = {"a": {"b": torch.ones(2, 3), "c": torch.tensor(1, dtype=torch.int8)}, "d": [1, {"e": 2.5}], "f": "x"}
+    dcp.save(state, checkpoint_id=tmp_path / "theirs")
+    theirs = pickle.loads((tmp_path / "theirs" / ".metadata").read_bytes())
+    ours = metadata_file.loads(pickle.dumps(theirs, protocol=protocol))
+    theirs.storage_meta = None
+    assert ours == theirs
+
+
+# -- parts cover every tensor exactly ---------------------------------------------------------------------------------
+
+
+def counted(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    """True if every element is in one box, by looking at each."""
+    times = torch.zeros(shape, dtype=torch.int64)
+    for offsets, sizes in boxes:
+        times[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))] += 1
+    return bool((times == 1).all())
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
+    """A tensor cut again and again, of which parts may then be lost, repeated, moved or resized."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 5)) if shape else 0):
+        offsets, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dim = draw(st.integers(0, len(shape) - 1))
+        at = draw(st.integers(0, sizes[dim]))
+        for start, size in ((0, at), (at, sizes[dim] - at)):
+            boxes.append(
+                (
+                    (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :]),
+                    (*sizes[:dim], size, *sizes[dim + 1 :]),
+                )
+            )
+    for _ in range(draw(st.integers(0, 2))):
+        place = draw(st.integers(0, len(boxes) - 1)) if boxes else 0
+        if boxes and draw(st.booleans()):
+            boxes.pop(place)
+        elif boxes:
+            offsets, sizes = boxes[place]
+            boxes.append((tuple(max(0, it - draw(st.integers(0, 1))) for it in offsets), sizes))
+    return shape, boxes
+
+
+@given(cut_tensors())
+@settings(max_examples=300, deadline=None)
+def test_parts_are_accepted_just_if_each_element_is_in_one(case):
+    shape, boxes = case
+    assert (uncovered(shape, boxes) is None) == counted(shape, boxes)
+
+
+def test_the_cost_is_proportional_to_the_number_of_parts():
+    many = 50_000
+    assert uncovered((many, 2), (((row, 0), (1, 2)) for row in range(many))) is None
+    assert uncovered((2, many), (((0, column), (2, 1)) for column in range(many))) is None
+    assert uncovered((1,) * 64, [((0,) * 64, (1,) * 64)]) is None
+    assert "at most 8" in (uncovered((2,) * 40, [((0,) * 40, (1,) * 40)]) or "")
+
+
+def edited(path: Path, edit: Callable[[Metadata], None]) -> bytes:
+    metadata = pickle.loads(path.read_bytes())
+    edit(metadata)
+    return pickle.dumps(metadata)
+
+
+def halve(metadata: Metadata, key: str) -> None:
+    """Cut `key` in two, of which only the first half is there."""
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks[0].sizes = torch.Size([entry.size[0] // 2, *entry.size[1:]])
+
+
+def repeat(metadata: Metadata, key: str) -> None:
+    """Store one part of `key` twice."""
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    entry.chunks.append(entry.chunks[0])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("edit", [halve, repeat])
+@pytest.mark.parametrize("key", ["model.0.weight", "optimizer.state.1.weight.exp_avg"])
+@pytest.mark.parametrize("theirs", [False, True])
+def test_metadata_without_a_part_is_refused_before_anything_is_overwritten(edit, key, theirs, folder):
+    ours = model()
+    optimizer = torch.optim.AdamW(ours.parameters())
+    ours(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save(folder, model=ours, step=2, optimizer=optimizer)
+    checkpoint = newest(folder)
+    forge(checkpoint, ".metadata", edited(checkpoint / ".metadata", lambda it: edit(it, key)))
+    if theirs:
+        (checkpoint / MANIFEST).unlink()
+        forge_away = pickle.loads((checkpoint / ".metadata").read_bytes())
+        del forge_away.state_dict_metadata["fullshard"]
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(forge_away))
+    fresh = model()
+    for param in fresh.parameters():
+        nn.init.constant_(param, 7.0)
+    with pytest.raises(CheckpointError, match=f"of the tensor '{key}' its . parts do not cover each element"):
+        load(checkpoint, model=fresh)
+    assert all((param == 7).all() for param in fresh.parameters())
+
+
+def test_sizes_without_stored_bytes_are_refused(folder):
+    """Memory is never asked for by what a file claims alone."""
+
+    def grow(metadata: Metadata) -> None:
+        entry = metadata.state_dict_metadata["model.0.weight"]
+        assert isinstance(entry, TensorStorageMetadata)
+        entry.size = entry.chunks[0].sizes = torch.Size([10**9, 10**9])
+
+    checkpoint = newest(folder)
+    forge(checkpoint, ".metadata", edited(checkpoint / ".metadata", grow))
+    with pytest.raises(CheckpointError, match=r"'model\.0\.weight' has 4000000000000000000 bytes"):
+        load(checkpoint, model=model())
+    assert main(["checkpoint", "inspect", str(checkpoint)]) != 0
+
+
+# -- manifests --------------------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.sampled_from([-1, 10**12, 10**400, "9"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=4,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value within a JSON document."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+def put(document: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return document
+
+
+def resealed(document: Any) -> bytes:
+    """`document` with the checksum that its content has."""
+    if isinstance(document, dict) and "checksum" in document and "content" in document:
+        document["checksum"] = manifests._checksum(document["content"])
+    return json.dumps(document).encode("utf-8", "surrogatepass")
+
+
+def check_run_goes_on(folder: Path) -> None:
+    """Whatever the newest manifest holds, there is an intact older checkpoint, and the next save is the newest."""
+    try:
+        Manifest.read(newest(folder))
+        is_valid = True
+    except CheckpointError as error:
+        is_valid = False
+        assert str(newest(folder) / MANIFEST) in str(error)
+    assert len(entries(folder)) == 2
+    fresh = model()
+    try:
+        assert load(folder, model=fresh).step in (1, 2)
+    except CheckpointError:  # a valid manifest of another world or step, which its values contradict
+        assert is_valid
+    for command in (["ls"], ["verify"], ["inspect"]):
+        assert main(["checkpoint", *command, str(folder)]) in (0, 1, 2)
+    number = max((it.manifest.number for it in entries(folder) if it.manifest is not None), default=0)
+    saved = save(folder, model=fresh, step=3)
+    assert Manifest.read(saved).number == number + 1
+    shutil.rmtree(saved)
+
+
+@pytest.mark.filterwarnings("ignore")
+@given(data=st.data())
+@settings(max_examples=120, deadline=None)
+def test_any_value_at_any_place_of_a_manifest_is_valid_or_refused(data, written, tmp_path_factory):
+    logging.getLogger("fullshard").setLevel(logging.ERROR)
+    folder = shutil.copytree(written, tmp_path_factory.mktemp("any") / "copy")
+    path = newest(folder) / MANIFEST
+    if data.draw(st.booleans(), "any bytes"):
+        path.write_bytes(data.draw(st.binary(max_size=200)))
+    else:
+        document = json.loads(path.read_text())
+        place = data.draw(st.sampled_from(list(places(document))))
+        path.write_bytes(resealed(put(document, place, data.draw(JSON))))
+    try:
+        check_run_goes_on(folder)
+    finally:
+        shutil.rmtree(folder)
+        logging.getLogger("fullshard").setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("number", "9"),
+        ("number", True),
+        ("files", None),
+        ("files", {"../outside": {"nbytes": 1, "checksum": "0" * 32}}),
+        ("files", {"a\x1bb": {"nbytes": 1, "checksum": "0" * 32}}),
+        ("world", 10**12),
+        ("step", 2.0),
+        ("strategy", ESCAPES),
+        ("versions", {"torch": 2}),
+        ("saved_at", None),
+        ("id", []),
+    ],
+)
+def test_a_field_that_no_manifest_has_is_refused(field, value, folder):
+    path = newest(folder) / MANIFEST
+    path.write_bytes(resealed(put(json.loads(path.read_text()), ("content", field), value)))
+    with pytest.raises(CheckpointError, match=r"manifest\.json: expected "):
+        Manifest.read(newest(folder))
+    check_run_goes_on(folder)
+
+
+# -- special files ----------------------------------------------------------------------------------------------------
+
+
+def replace_by_special(path: Path, kind: str) -> None:
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+
+SPECIAL = ("fifo", "device", "folder")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", [MANIFEST, ".metadata", "__0_0.distcp"])
+def test_special_files_in_a_checkpoint_are_refused_at_once(name, kind, folder, capsys):
+    replace_by_special(newest(folder) / name, kind)
+    with pytest.raises(CheckpointError, match="expected a regular file, but it is a "):
+        load(newest(folder), model=model())
+    assert load(folder, model=model()).step == 1
+    for command in ("ls", "verify", "inspect"):
+        assert main(["checkpoint", command, str(newest(folder))]) in (0, 1, 2)
+    assert save(folder, model=model(), step=3).exists()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_special_files_in_torchs_own_checkpoints_are_refused_at_once(name, kind, tmp_path):
+    dcp.save({"model": model().state_dict()}, checkpoint_id=tmp_path / "theirs")
+    replace_by_special(tmp_path / "theirs" / name, kind)
+    with pytest.raises(CheckpointError, match="expected a regular file, but it is a "):
+        load(tmp_path / "theirs", model=model())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "checksums.json"])
+def test_special_files_among_safetensors_are_refused_at_once(name, kind, tmp_path):
+    save_file(model().state_dict(), tmp_path / "model.safetensors")
+    weight_map = dict.fromkeys(model().state_dict(), "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (tmp_path / "checksums.json").write_text("{}")
+    replace_by_special(tmp_path / name, kind)
+    with pytest.raises(CheckpointError, match=r"regular file|cannot be read"):
+        load_safetensors(model(), tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_file_that_is_replaced_while_it_is_opened_does_not_block(tmp_path, monkeypatch):
+    """Between the check of the name and the opening of the file."""
+    path = tmp_path / "file"
+    path.write_bytes(b"x")
+    before = os.stat(path)
+    replace_by_special(path, "fifo")
+    monkeypatch.setattr(os, "stat", lambda *_: before)
+    with pytest.raises(OSError, match="FIFO"):
+        open_regular(path)
+
+
+def test_sizes_are_bounded(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"12345")
+    assert read_regular(path, limit=5) == b"12345"
+    with pytest.raises(OSError, match="at most 4 bytes, but it has 5"):
+        read_regular(path, limit=4)
+    with path.open("r+b") as file:
+        file.truncate(1 << 40)  # a file with a hole, which takes no room on the disk
+    with pytest.raises(OSError, match="at most"):
+        read_regular(path, limit=1 << 20)
+
+
+# -- what is printed --------------------------------------------------------------------------------------------------
+
+
+@given(st.text())
+def test_only_printable_text_reaches_a_terminal(text):
+    assert shown(text).isprintable()
+    assert all(line.isprintable() for line in shown(text, lines=True).split("\n"))
+    assert text.isprintable() == (shown(text) == text)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify"])
+def test_escape_sequences_in_files_are_not_printed(command, tmp_path, capsys):
+    dcp.save({"model": {f"w{ESCAPES}": torch.ones(2)}}, checkpoint_id=tmp_path / "theirs")
+    save_file({f"w{ESCAPES}": torch.ones(2)}, tmp_path / f"{ESCAPES}.safetensors")
+    for path in (tmp_path, tmp_path / "theirs", tmp_path / f"{ESCAPES}.safetensors"):
+        main(["checkpoint", command, str(path)])
+        said = capsys.readouterr()
+        assert not set(said.out + said.err) & set(ESCAPES[:1] + ESCAPES[-2:])
