@@ -2455,9 +2455,11 @@ def test_a_mistake_is_answered_on_every_rank_before_anything_is_sent(name):
 
 SOURCE = Path(fullshard.__file__).parent
 # Files and folders whose mistakes are made in tests of their own: of commands, liveness, shared memory, exports, safety
-# copies, disks and what is away on them, runs in ranks, integrations, benches and predictions.
+# copies, disks and what is away on them, runs in ranks, integrations, benches, predictions,
+# trials of optimizers, batches.
 ELSEWHERE = {
     *("cli", "command_line.py", "required.py", "train", "bench", "integrations", "planner"),
+    *("optim/elementwise.py", "testing/parity/batches.py", "testing/parity/plain.py"),
     *("testing/ranks.py", "testing/same.py", "disk", "engine/away.py", "engine/activations.py"),
     "engine/findings.py",
     *("liveness/store.py", "liveness/watchdog.py", "comm/neighbours.py", "comm/pretended.py", "dry"),

@@ -84,7 +84,7 @@ ROOMS: dict[str, list[str] | None] = {
         "materialize",
     ],
     "state": ["block_states", "on_disk", "budget", "state_dict", "optim_state", "summon", "streaming"],
-    "optim": ["rebinding", "outside", "same_order", "put_off", "local_steps", "clipping", "muon"],
+    "optim": ["rebinding", "elementwise", "outside", "same_order", "put_off", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "dry": None,
     "wrap": None,

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import unittest.mock
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from shared_ranks import run_ranks
 from small_models import Chain, Layer, agree_with_plain, chain, inputs, leave, whole, wholes
 from test_docs import code_blocks, page, section
@@ -467,6 +469,232 @@ def refuse_what_needs_wholes(name: str) -> None:
 @pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Muon", "Rprop"])
 def test_optimizers_that_cannot_step_shards_are_refused_by_name(name):
     run_ranks(2, refuse_what_needs_wholes, name)
+
+
+class Kept(torch.optim.Optimizer):
+    """An optimizer with `update(param, grad, state, group)`, of which a subclass says what it does."""
+
+    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.9, extra: str = "x") -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+        self.extra = extra
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(self.update(param, param.grad, self.state[param], group), alpha=group["lr"])
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return grad.sign()
+
+    def adam(self, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if not state:
+            state |= {"m": torch.zeros_like(grad), "v": torch.zeros_like(grad), "t": 0}
+        state["t"] += 1
+        state["m"].lerp_(grad, 0.1)
+        state["v"].lerp_(grad * grad, 0.01)
+        return state["m"] / (1 - 0.9 ** state["t"]) / ((state["v"] / (1 - 0.99 ** state["t"])).sqrt() + 1e-8)
+
+
+class OwnAdam(Kept):
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return self.adam(grad, state) + 0.1 * param
+
+
+class DecaysMatrices(Kept):
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return self.adam(grad, state) + (0.1 * param if param.ndim > 1 else 0)
+
+
+class InTraining(OwnAdam):
+    """It steps only after `train()`, as schedule-free optimizers do."""
+
+    is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    def step(self, closure: Any = None) -> None:
+        assert self.is_training
+        super().step()
+
+
+class Foreach(Kept):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                torch._foreach_add_(params, [param.grad for param in params], alpha=-group["lr"])
+
+
+class TrustRatio(Kept):  # LAMB
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        move = self.adam(grad, state)
+        return move * param.norm().clamp(max=10) / move.norm().clamp(min=1e-6)
+
+
+class ClippedUpdates(Kept):  # StableAdamW
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        move = self.adam(grad, state)
+        return move / (grad.square() / state["v"].clamp(min=1e-16)).mean().sqrt().clamp(min=1)
+
+
+class Factored(Kept):  # Adafactor, CAME
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if param.ndim < 2:
+            return self.adam(grad, state)
+        rows, columns = grad.square().mean(1), grad.square().mean(0)
+        state["rows"] = rows if "rows" not in state else state["rows"].lerp(rows, 0.1)
+        state["columns"] = columns if "columns" not in state else state["columns"].lerp(columns, 0.1)
+        return grad / (state["rows"][:, None] * state["columns"] / state["rows"].mean()).sqrt().clamp(min=1e-6)
+
+
+class Preconditioned(Kept):  # Shampoo
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if param.ndim < 2:
+            return grad
+        state["right"] = state.get("right", torch.eye(param.shape[1])) + grad.t() @ grad
+        values, vectors = torch.linalg.eigh(state["right"])
+        return grad @ (vectors * values.clamp(min=1e-6) ** -0.5) @ vectors.t()
+
+
+class Rotated(Kept):  # SOAP, which takes no step at first
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        if param.ndim < 2:
+            return self.adam(grad, state)
+        if "basis" not in state:
+            state["basis"] = torch.linalg.eigh(grad.t() @ grad)[1]
+            return torch.zeros_like(grad)
+        adam = state.setdefault("adam", {})
+        return self.adam(grad @ state["basis"], adam) @ state["basis"].t()
+
+
+class Centred(Kept):  # Ranger
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return grad - grad.mean(0, keepdim=True)
+
+
+class NormOfAll(Kept):  # Adan with max_grad_norm, SAM
+    def step(self, closure: Any = None) -> None:
+        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        self.norm = torch.stack([grad.norm() for grad in grads]).norm()
+        super().step()
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return grad / self.norm
+
+
+class Drawn(Kept):
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        return grad + torch.randn_like(grad)
+
+
+class NeedsMore(OwnAdam):
+    """Its arguments are kept nowhere."""
+
+    def __init__(self, params: Any, needed: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+class Later(OwnAdam):
+    """A statistic that is used in much later steps only."""
+
+    def update(self, param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+        move = super().update(param, grad, state, group)
+        state["rows"] = grad.square().mean(-1)
+        return move
+
+
+def of_layers(kind: Any, *args: Any, **options: Any) -> Any:
+    model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    first = {"params": list(model[0].parameters()), "lr": 0.0}  # of a schedule that begins with 0
+    return kind([first, {"params": list(model[1].parameters())}], *args, **options)
+
+
+@pytest.mark.parametrize("kind", [Kept, OwnAdam, DecaysMatrices, InTraining, Foreach, Lion])
+def test_elementwise_optimizers_that_nobody_knows_may_step_shards(kind, caplog):
+    optimizer = of_layers(kind, lr=1e-3)
+    if kind is InTraining:
+        optimizer.train()
+    state = torch.get_rng_state()
+    assert step_shards(optimizer, verify=False) is optimizer
+    assert caplog.text == ""
+    assert not optimizer.state
+    assert_same(torch.get_rng_state(), state)
+
+
+NEED_WHOLES = [TrustRatio, ClippedUpdates, Factored, Preconditioned, Rotated, Centred, NormOfAll]
+
+
+@pytest.mark.parametrize("kind", NEED_WHOLES)
+def test_optimizers_that_need_wholes_are_found_by_a_trial(kind):
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} needs whole parameters.*on test tensors.*differ"):
+        step_shards(of_layers(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "args", "said"),
+    [
+        (Drawn, (), "its steps are random"),
+        (NeedsMore, (object(),), "could not be tried on test tensors"),
+        (Later, (), "its state 'rows' has shape"),
+    ],
+)
+def test_optimizers_that_a_trial_says_nothing_of_are_warned_about(kind, args, said, caplog):
+    step_shards(of_layers(kind, *args))
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["SOAP", "CAME", "CAME8bit", "Shampoo", "DistributedShampoo", "StableAdamW", "Lamb", "LARS", "Prodigy"]
+)
+def test_optimizers_that_are_known_to_need_wholes_are_refused_by_name(name):
+    kind = type(name, (OwnAdam,), {})
+    for derived in (kind, type("Mine", (kind,), {})):
+        with pytest.raises(ConfigError, match=f"{derived.__name__} takes sums over whole parameters"):
+            step_shards(of_layers(derived))
+
+
+def test_installed_optimizers_are_accepted_or_refused():
+    import bitsandbytes.optim as bnb
+    import torchao.optim as ao
+    import transformers
+
+    for kind in (bnb.AdamW8bit, bnb.Lion32bit, bnb.AdEMAMix, ao.AdamW8bit, ao.AdamW4bit, torch.optim.Rprop):
+        step_shards(of_layers(kind, lr=0.01))
+    for kind in (bnb.LAMB, bnb.LAMB8bit, bnb.LARS8bit, bnb.PytorchLARS, transformers.Adafactor, torch.optim.Adafactor):
+        options: dict[str, Any] = {"momentum": 0.9} if "LARS" in kind.__name__ else {}
+        options |= {"relative_step": False} if kind is transformers.Adafactor else {}
+        with pytest.raises(ConfigError, match="takes sums over whole parameters"):
+            step_shards(of_layers(kind, lr=0.01, **options))
+
+
+def verify(kinds: Sequence[Any]) -> dict[str, str]:
+    found = {}
+    for kind in kinds:
+        torch.manual_seed(0)
+        model = chain(fully_shard)
+        optimizer = kind(model.parameters(), lr=0.01)
+        with unittest.mock.patch("fullshard.optim.local_steps.check_elementwise"):
+            step_shards(optimizer, verify=True)
+        try:
+            for step in range(5):
+                model(inputs(step) + dist.get_rank()).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        except ConfigError as error:
+            found[kind.__name__] = str(error)
+    return found
+
+
+def test_a_comparison_with_whole_tensors_finds_what_needs_them():
+    right = [Kept, OwnAdam, DecaysMatrices, Foreach, torch.optim.AdamW]
+    first, second = run_ranks(2, verify, [*right, *NEED_WHOLES])
+    assert first == second
+    assert set(first) == {kind.__name__ for kind in NEED_WHOLES}
+    assert "on shards differs from that on the whole tensor by" in first["Rotated"]
 
 
 def step_by_lbfgs() -> None:

@@ -36,6 +36,7 @@ from fullshard.disk.tensors import OnDisk
 from fullshard.engine.managed import managed_by
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
+from fullshard.optim.elementwise import Comparison, check_elementwise, check_name, trials
 from fullshard.optim.outside import note_outside
 from fullshard.optim.put_off import can_put_off, put_off
 from fullshard.optim.rebinding import point_to_shards
@@ -55,13 +56,9 @@ _ELEMENTWISE = frozenset(
         *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.SGD, torch.optim.ASGD),
     }
 )
-_NEEDS_WHOLES = {
-    "Adafactor": "Use AdamW, or Muon of fullshard.optim for matrices",
-    "LBFGS": "Use AdamW",
-    "Muon": "Use Muon of fullshard.optim",
-}
 _LIBRARIES_WITH_KERNELS = {"bitsandbytes", "torchao"}
 _stepping: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # those that have shards at the moment
+_comparisons: weakref.WeakKeyDictionary[Optimizer, Comparison] = weakref.WeakKeyDictionary()
 _MARK = "_fullshard_steps_shards"
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -74,6 +71,8 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in trials:
+        return
     if optimizer not in _stepping:
         _give_back(optimizer)
         point_to_shards(optimizer)
@@ -88,6 +87,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in trials:
+        return
     if optimizer not in _stepping:
         _give_back(optimizer)
         _show_step(optimizer)
@@ -121,34 +122,48 @@ _STEP = Origin("", Phase.STEP)
 _interrupted = Origin("", Phase.IDLE)  # for whom work was recorded before a step, which may be taken within backward
 
 
-def step_shards(optimizer: OptimizerT) -> OptimizerT:
-    """Have `optimizer`, which is returned, step this rank's plain shards in place of the sharded parameters.
+def step_shards(optimizer: OptimizerT, *, verify: bool = False) -> OptimizerT:
+    """Make `optimizer` step this rank's plain shards in place of the sharded parameters, and return it.
 
-    Right for optimizers that treat each element by itself, or each block of some: those of other libraries, too, whose
-    kernels take plain memory. Of bitsandbytes' and torchao's, which encode states in blocks, shards must be whole
-    blocks. States of other optimizers that are no tensors of the parameter's shape are this rank's own, and are not
-    saved. Optimizers of torch's that are known to be elementwise need no such call.
+    This is right for optimizers that treat each element, or each block of elements, separately, and needed for those of
+    other libraries whose kernels take plain memory. For bitsandbytes and torchao, which encode states in blocks, shards
+    must be whole blocks. States whose shape is not the parameter's are local to each rank, and are not saved. torch's
+    elementwise optimizers need no such call.
+
+    Optimizers that are known to need whole parameters are refused by name. Others that this package does not know are
+    tried on small test tensors, whole and cut in two, and refused if the steps differ. A warning is logged if they
+    cannot be tried.
+
+    Args:
+        optimizer: an optimizer without states, or with states.
+        verify: whether to compare the first three steps with those of an optimizer of the same class on whole tensors.
+            Each rank gathers all parameters and gradients for it, and has memory for whole states.
 
     Raises:
-        ConfigError: it needs whole parameters, or shards of whole blocks, which `shard_alignment` of `fully_shard`
-            gives.
+        ConfigError: the optimizer needs whole parameters, or shards of whole blocks, which `shard_alignment` of
+            `fully_shard` gives. With `verify`, `step()` raises it, too.
     """
-    if type(optimizer).__name__ in _NEEDS_WHOLES:
-        raise _refused(optimizer)
+    check_name(optimizer)
     blocks = block_states(optimizer)
     if blocks is not None:
         blocks.check(_cut_params(optimizer))
+    is_known = type(optimizer) in _ELEMENTWISE or type(optimizer) is torch.optim.Rprop
+    if not (is_known or _is_of_library_with_kernels(optimizer) or _has_wholes_only(optimizer)):
+        check_elementwise(optimizer)
     if not hasattr(optimizer.step, _MARK):
         _replace_step(optimizer)
+    if verify:
+        _comparisons[optimizer] = Comparison(weakref.ref(optimizer))
     return optimizer
 
 
-def _refused(optimizer: Optimizer) -> ConfigError:
-    name = type(optimizer).__name__
-    return ConfigError(
-        f"{name} takes sums over whole parameters, of which each rank has a part. {_NEEDS_WHOLES[name]}, or keep "
-        "parameters whole with strategy='ddp'."
-    )
+def _is_of_library_with_kernels(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.split(".")[0] in _LIBRARIES_WITH_KERNELS
+
+
+def _has_wholes_only(optimizer: Optimizer) -> bool:
+    """True if no parameter is cut, as under `ddp`, nor may be before the first step."""
+    return all(isinstance(param, DTensor) for param in _params(optimizer)) and not _cut_params(optimizer)
 
 
 def _check_steps_shards(optimizer: Optimizer) -> None:
@@ -163,8 +178,8 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
     if not sharded or hasattr(optimizer.step, _MARK):
         return
     if kind is torch.optim.Adafactor:  # the others' sums are taken by operations on DTensors
-        raise _refused(optimizer)
-    if kind is torch.optim.Rprop or kind.__module__.split(".")[0] in _LIBRARIES_WITH_KERNELS:
+        check_name(optimizer)
+    if kind is torch.optim.Rprop or _is_of_library_with_kernels(optimizer):
         raise ConfigError(
             f"{kind.__module__}.{kind.__name__} cannot step DTensors, as {len(sharded)} sharded parameters are. If it "
             "treats elements or blocks of them by themselves, have it step each rank's plain shards: optimizer = "
@@ -204,6 +219,17 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
     owner = weakref.ref(optimizer)
 
     def step_of(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        comparison = _comparisons.get(optimizer)
+        if comparison is None:
+            return take_step(optimizer, *args, **kwargs)
+        point_to_shards(optimizer)
+        comparison.begin(args, kwargs)
+        result = take_step(optimizer)
+        if comparison.end():
+            del _comparisons[optimizer]
+        return result
+
+    def take_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             note_outside(optimizer)  # which may have more parameters since its last step
             choose_for_budget(optimizer)  # before it is asked where anything is: its hook comes behind that

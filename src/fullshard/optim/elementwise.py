@@ -1,0 +1,313 @@
+"""Whether an optimizer may step shards: by name, by a trial on test tensors, and by a comparison with whole tensors.
+
+A rank that steps its shard alone gives the numbers of a plain process only if the step treats each element by itself.
+Norms, means, factored or projected states need the whole parameter.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard._compat import outside_of_modes
+from fullshard.engine.managed import managed_by
+from fullshard.errors import ConfigError
+
+__all__ = ["Comparison", "check_elementwise", "check_name", "trials"]
+
+_log = logging.getLogger(__name__)
+
+trials: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers that were made here, for a trial or a comparison: nothing else of this package looks at them."""
+
+_INSTEAD = {"muon": "Use Muon of fullshard.optim", "adafactor": "Use AdamW, or Muon of fullshard.optim for matrices"}
+_NEED_WHOLES = frozenset(
+    {
+        *("adafactor", "adafactorbigvision", "adahessian", "adalomo", "adammini", "adamp", "apollo", "came"),
+        *("dadaptadagrad", "dadaptadam", "dadaptadan", "dadaptlion", "dadaptsgd", "dion", "distributedshampoo"),
+        *("fira", "fromage", "galoreadafactor", "galoreadamw", "kron", "lamb", "lars", "lbfgs", "lomo", "mars", "muon"),
+        *("normuon", "novograd", "nvnovograd", "prodigy", "psgd", "pytorchlars", "ranger", "ranger21", "rangerva"),
+        *("sam", "scalableshampoo", "scion", "sgdp", "shampoo", "sm3", "soap", "stableadamw"),
+    }
+)
+_SUFFIX = re.compile(r"_?(\d+bit|fp8)$")
+
+_ROWS, _COLUMNS, _STEPS, _PARTS = 256, 160, 6, 2
+_LARGEST_GROUPS = 4
+_TOLERANCE = 1e-4  # of the largest change of an element of the parameter
+
+
+def check_name(optimizer: Optimizer) -> None:
+    """Raise if `optimizer`, or a class that it is derived from, is known to need whole parameters.
+
+    Raises:
+        ConfigError: it is.
+    """
+    for kind in type(optimizer).__mro__:
+        name = _known_name(kind.__name__)
+        if name is not None:
+            raise ConfigError(
+                f"{type(optimizer).__name__} takes sums over whole parameters, of which each rank has a part. "
+                f"{_INSTEAD.get(name, 'Use AdamW')}, or keep parameters whole with strategy='ddp'."
+            )
+    clipped = next((group["max_unorm"] for group in _options(optimizer) if group.get("max_unorm")), 0)
+    if clipped:
+        raise ConfigError(
+            f"{type(optimizer).__name__} with max_unorm={clipped} takes norms of whole parameters, of which each rank "
+            "has a part. Leave max_unorm out, or keep parameters whole with strategy='ddp'."
+        )
+
+
+def _known_name(name: str) -> str | None:
+    lowered = name.lower()
+    return next((it for it in (lowered, _SUFFIX.sub("", lowered)) if it in _NEED_WHOLES), None)
+
+
+def _options(optimizer: Any) -> list[Mapping[str, Any]]:
+    args = getattr(optimizer, "args", None)
+    return [*optimizer.param_groups, vars(args) if hasattr(args, "__dict__") else {}]
+
+
+# -- a trial on test tensors ------------------------------------------------------------------------------------------
+
+
+def check_elementwise(optimizer: Optimizer) -> None:
+    """Raise if the step of `optimizer` on two halves of test tensors differs from that on the whole tensors.
+
+    The halves are stepped by two optimizers of its class, as two ranks would do it. No rank sends anything. A warning
+    says so if the optimizer cannot be tried, or has states that show a need of whole parameters in later steps.
+
+    Raises:
+        ConfigError: the steps differ.
+    """
+    kind = type(optimizer).__name__
+    try:
+        wholes, parts, shapes = _try_both(optimizer)
+        again = _try_both(optimizer, seed=1)[0]
+    except Exception as error:
+        _log.warning(
+            "step_shards(%s): its step could not be tried on test tensors (%s: %s). It is right only if it treats each "
+            "element, or each block of elements, separately. step_shards(optimizer, verify=True) compares the first "
+            "steps with whole tensors.",
+            *(kind, type(error).__name__, str(error).partition("\n")[0]),
+        )
+        return
+    if _difference(wholes, again) > 0:
+        _log.warning(
+            "step_shards(%s): its steps are random, so that a trial on test tensors says nothing. It is right only if "
+            "it treats each element, or each block of elements, separately.",
+            kind,
+        )
+        return
+    difference = _difference(wholes, parts)
+    if difference > _TOLERANCE:
+        raise ConfigError(
+            f"{kind} needs whole parameters, of which each rank has a part: on test tensors that are cut in two, its "
+            f"steps differ from those on whole ones by {difference:.2g} of the largest step. Use AdamW or another "
+            "optimizer that treats each element separately, or keep parameters whole with strategy='ddp'."
+        )
+    if shapes:
+        _log.warning(
+            "step_shards(%s): its state %r has shape %s for a parameter of shape %s. Steps on test tensors do not "
+            "depend on it yet. If later ones need whole parameters, keep these whole with strategy='ddp'; "
+            "step_shards(optimizer, verify=True) compares the first steps with whole tensors.",
+            *(kind, *shapes[0]),
+        )
+
+
+Moves = list[Tensor]  # what each step added to each parameter
+Shapes = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
+
+
+def _try_both(optimizer: Optimizer, seed: int = 0) -> tuple[Moves, Moves, Shapes]:
+    """Steps of test tensors, whole and in joined parts; and states whose shape is not the parameter's."""
+    device = next(param.device for group in optimizer.param_groups for param in group["params"])
+    for where in dict.fromkeys([torch.device("cpu"), device]):
+        if where.type == "meta":
+            continue
+        devices = [] if where.type == "cpu" else [where]
+        try:
+            with outside_of_modes(), torch.random.fork_rng(devices, device_type=device.type), torch.no_grad():
+                torch.manual_seed(seed)
+                whole, shapes = _steps_of(optimizer, where, 0, 1)
+                parts = [_steps_of(optimizer, where, part, _PARTS)[0] for part in range(_PARTS)]
+        except Exception:
+            if where == device:
+                raise
+        else:
+            return whole, [torch.cat(its) for its in zip(*parts, strict=True)], shapes
+    raise RuntimeError(f"parameters are on {device}")
+
+
+def _steps_of(optimizer: Optimizer, device: torch.device, part: int, parts: int) -> tuple[Moves, Shapes]:
+    """What some steps add to the part of that number, of so many, of the test tensors."""
+    generator = torch.Generator().manual_seed(0)
+    groups = optimizer.param_groups[:_LARGEST_GROUPS]
+    drawn = [[_draw(generator, shape) for shape in ((_ROWS, _COLUMNS), (_ROWS,))] for _ in groups]
+    params = [[_part(it, part, parts).to(device).requires_grad_() for it in its] for its in drawn]
+    made = _made_like(optimizer, groups, params, lr=1e-2)
+    flat = [param for its in params for param in its]
+    moves = []
+    for step in range(_STEPS):
+        for param, whole in zip(flat, (it for its in drawn for it in its), strict=True):
+            grad = _draw(generator, tuple(whole.shape))
+            grad[_ROWS // 2 :] *= 10.0 ** (step % 3 - 1)  # sums over rows differ from part to part, and in time
+            param.grad = _part(grad, part, parts).to(device)
+        before = [param.detach().clone() for param in flat]
+        made.step()
+        moves += [(param.detach() - old).double().cpu() for param, old in zip(flat, before, strict=True)]
+    shapes = [
+        (name, tuple(value.shape), tuple(param.shape))
+        for param in flat
+        for name, value in made.state.get(param, {}).items()
+        if isinstance(value, Tensor) and value.numel() > 1 and value.shape != param.shape
+    ]
+    return moves, shapes
+
+
+def _draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+def _part(whole: Tensor, part: int, parts: int) -> Tensor:
+    return whole.chunk(parts)[part].clone()
+
+
+def _difference(expected: Iterable[Tensor], found: Iterable[Tensor]) -> float:
+    """The largest difference, relative to the largest element of the same tensor, beyond the rounding of float32."""
+    worst = 0.0
+    for one, other in zip(expected, found, strict=True):
+        largest = float(one.abs().max()) or 1e-12
+        worst = max(worst, (float((one - other).abs().max()) - 1e-6) / largest)
+    return worst
+
+
+# -- optimizers of the same class -------------------------------------------------------------------------------------
+
+
+def _made_like(
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    params: Sequence[Sequence[Tensor]],
+    lr: float | None = None,
+) -> Optimizer:
+    """A new optimizer of the class and with the options of `optimizer`, for other parameters.
+
+    Args:
+        optimizer: what it is to be like.
+        groups: the options of each group, with other entries that are left out.
+        params: of each group.
+        lr: in place of all learning rates that are numbers; theirs, if None.
+    """
+    given = []
+    for group, its in zip(groups, params, strict=True):
+        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        if lr is not None and isinstance(options.get("lr"), int | float | Tensor):
+            options["lr"] = lr if isinstance(options["lr"], int | float) else torch.full_like(options["lr"], lr)
+        given.append({**options, "params": list(its)})
+    known = {**_plain(vars(optimizer)), **optimizer.defaults}
+    if lr is not None and isinstance(known.get("lr"), int | float):
+        known["lr"] = lr
+    _, *others = list(inspect.signature(type(optimizer).__init__).parameters.values())[1:]
+    arguments = {it.name: known[it.name] for it in others if it.name in known and it.kind is not it.VAR_KEYWORD}
+    with torch.enable_grad():
+        made = type(optimizer)(given, **arguments)
+    trials.add(made)
+    if callable(getattr(made, "train", None)):
+        made.train()  # type: ignore[attr-defined]  # schedule-free optimizers
+    return made
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in values.items() if value is None or isinstance(value, bool | int | float | str)
+    }
+
+
+# -- a comparison with whole tensors ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Comparison:
+    """The first steps of an optimizer on shards, compared with those of another one of its class on whole tensors."""
+
+    optimizer: weakref.ref[Optimizer]
+    steps_left: int = 3
+    made: Optimizer | None = None
+
+    def begin(self, args: Any, kwargs: Any) -> None:
+        """Gather parameters and gradients, and take the step with whole ones. A collective.
+
+        Raises:
+            ConfigError: it cannot be compared.
+        """
+        optimizer = self._optimizer
+        if args or kwargs:
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step was called with arguments, while step_shards(verify=True) compares "
+                "its steps. Call backward, and then step(), in the first steps."
+            )
+        if self.made is None:
+            if any(optimizer.state.values()):
+                raise ConfigError(
+                    f"step_shards(verify=True): {type(optimizer).__name__} has states, which another one would need. "
+                    "Verify in a run that begins without states, such as before load_state_dict."
+                )
+            wholes = [[_whole(param).requires_grad_() for param in group["params"]] for group in optimizer.param_groups]
+            self.made = _made_like(optimizer, optimizer.param_groups, wholes)
+        for group, ours in zip(self.made.param_groups, optimizer.param_groups, strict=True):
+            group.update({name: value for name, value in ours.items() if name not in ("params", "param_names")})
+            for whole, param in zip(group["params"], ours["params"], strict=True):
+                whole.grad = None if param.grad is None else _whole(param.grad)
+        self._before = [whole.detach().clone() for whole in self._wholes]
+        self.made.step()
+
+    def end(self) -> bool:
+        """Gather parameters again and compare. True if it was the last step to compare. A collective.
+
+        Raises:
+            ConfigError: they differ, on every rank alike.
+        """
+        self.steps_left -= 1
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        for param, whole, before in zip(params, self._wholes, self._before, strict=True):
+            found, expected = _whole(param).double(), whole.detach().double()
+            largest = float((expected - before.double()).abs().max()) if expected.numel() else 0.0
+            rounding = 2 * torch.finfo(whole.dtype).eps * float(expected.abs().max()) if expected.numel() else 0.0
+            off = float((found - expected).abs().max()) if expected.numel() else 0.0
+            if not off <= _TOLERANCE * largest + rounding:
+                managed = managed_by(param)
+                name = "a parameter" if managed is None else managed.param.fqn
+                raise ConfigError(
+                    f"{type(self._optimizer).__name__} needs whole parameters, of which each rank has a part: the step "
+                    f"of {name} of shape {tuple(whole.shape)} on shards differs from that on the whole tensor by "
+                    f"{off:.2g}, and the largest step of an element is {largest:.2g}. Use AdamW or another optimizer "
+                    "that treats each element separately, or keep parameters whole with strategy='ddp'."
+                )
+        return self.steps_left <= 0
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = self.optimizer()
+        assert optimizer is not None, "its caller keeps it"
+        return optimizer
+
+    @property
+    def _wholes(self) -> list[Tensor]:
+        assert self.made is not None
+        return [whole for group in self.made.param_groups for whole in group["params"]]
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()
