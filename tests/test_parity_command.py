@@ -26,9 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import fullshard
+from fullshard import ConfigError
 from fullshard.cli import main
 from fullshard.comm import pairwise, shared_memory
 from fullshard.testing import Parallelism, ParityReport, ParityRow, RanksFailed, assert_same, check_parity, run_ranks
+from fullshard.testing.parity.batches import BatchArgument, argument_of
 from fullshard.testing.parity.cases import Case, cases_of
 from fullshard.testing.parity.difference import Compared, Difference, Finding, Kind, Tolerance
 from fullshard.testing.parity.plain import train_plain
@@ -343,6 +345,76 @@ class FailsAnyway(Net):
 def test_plain_training_that_fails_is_an_error_and_no_row():
     with pytest.raises(RanksFailed, match="ValueError: never"):
         check_parity(FailsAnyway, make_batch, ranks=2, **QUICK)
+
+
+def make_rows(rows: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(rows, WIDTH)}
+
+
+def make_one() -> dict[str, Tensor]:
+    return {"x": torch.randn(3, WIDTH)}
+
+
+def make_no_rows(number: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(0, WIDTH)}
+
+
+def test_a_batch_is_made_of_rows_as_for_a_plan():
+    for make, rows in ((make_rows, 5), (make_one, 3), (make_inputs, 4)):
+        recipe = Recipe(make_model=LowNet, make_batch=make, rows=5)
+        drawn = [recipe._batch(number)["x"] for number in (0, 1, 0)]
+        assert [len(batch) for batch in drawn] == [rows] * 3
+        assert_same(drawn[0], drawn[2])
+        assert not torch.equal(drawn[0], drawn[1])
+    report = check_parity(LowNet, make_rows, ranks=2, strategies=["zero3"], **QUICK)
+    assert report.is_bit_for_bit, report
+    with pytest.raises(ConfigError, match=r"make_no_rows\(0\) returned a tensor of shape \(0, 40\), which has no rows"):
+        check_parity(LowNet, make_no_rows, ranks=2, **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "argument"),
+    [
+        (lambda value: [(value, 7)], BatchArgument.ROWS),
+        (lambda value: [(2 * value, 7), (3,)], BatchArgument.ROWS),
+        (lambda value: [(4, 7)], BatchArgument.NUMBER),
+        (lambda value: [(4, 5 + value)], BatchArgument.NUMBER),  # sequences of other lengths
+        (lambda value: [(1 + value, 7)], BatchArgument.NUMBER),
+        (lambda value: [(3, 7)] * (1 + value), BatchArgument.NUMBER),
+        (lambda value: [((4, 7), (5, 7))[value - 1]], BatchArgument.NUMBER),  # there are only two
+        (lambda: [(4, 7)], BatchArgument.NOTHING),
+    ],
+)
+def test_what_a_function_of_a_batch_takes_is_seen_in_its_shapes(sizes, argument):
+    made = (lambda: sizes()) if argument is BatchArgument.NOTHING else lambda value: [*map(torch.zeros, sizes(value))]
+    assert argument_of(made) is argument
+
+
+class Diverges(LowNet):
+    """Its loss is not a number, or its gradient is infinite."""
+
+    loss_factor, gradient_factor = float("nan"), 1.0
+
+    def forward(self, x: Tensor) -> SimpleNamespace:
+        loss = super().forward(x).loss * self.loss_factor
+        if self.gradient_factor != 1:
+            loss.register_hook(lambda grad: grad * self.gradient_factor)
+        return SimpleNamespace(loss=loss)
+
+
+class DivergesInBackward(Diverges):
+    loss_factor, gradient_factor = 1.0, float("inf")
+
+
+@pytest.mark.parametrize(
+    ("model", "said"), [(Diverges, "the loss of microbatch 0"), (DivergesInBackward, "the gradient of")]
+)
+def test_plain_training_that_is_not_finite_is_an_error(model, said, capsys):
+    with pytest.raises(ConfigError, match=f"plain training gives {said}.* = (nan|inf|-inf) in step 1"):
+        check_parity(model, make_inputs, ranks=2, strategies=["zero3"], **QUICK)
+    argv = ["--model", f"{__file__}:{model.__name__}", "--batch", f"{__file__}:make_inputs", "--ranks", "2"]
+    assert main(["parity", *argv, "--strategies", "zero3"]) == 2
+    assert said in capsys.readouterr().err
 
 
 # -- the parts --------------------------------------------------------------------------------------------------------

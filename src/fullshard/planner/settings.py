@@ -12,9 +12,9 @@ from fullshard.plan.hardware import HERE, hardware
 from fullshard.planner.candidates import CHECKPOINTING, PRECISIONS, STRATEGIES, Cluster
 from fullshard.planner.question import Question
 from fullshard.planner.steps import MakeOptimizer
-from fullshard.planner.subject import Subject, gpt_subject, mismatch, named_subject, transformers_subject
+from fullshard.planner.subject import Subject, gpt_subject, named_subject, transformers_subject
 from fullshard.policy.precision import GATHER_WIRES, REDUCE_WIRES
-from fullshard.testing.parity.named import function_named
+from fullshard.testing.parity.named import function_named, mismatch
 from fullshard.train.settings import ModelSettings
 
 __all__ = ["PlanSettings"]

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from fullshard import _fakes, dry
 from fullshard.errors import ConfigError, StateError
-from fullshard.testing.parity.named import function_named
+from fullshard.testing.parity.batches import shapes_of
+from fullshard.testing.parity.named import function_named, mismatch
 from fullshard.train.model import GPT, VOCABULARY, byte_losses, shape_of
 from fullshard.train.settings import ModelSettings
 
@@ -27,7 +27,6 @@ __all__ = [
     "Subject",
     "gpt_subject",
     "library_line",
-    "mismatch",
     "named_subject",
     "transformers_subject",
     "user_line",
@@ -245,19 +244,6 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
     return found if found.ndim == 0 else found.float().mean()
 
 
-def mismatch(function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
-    """Why `function` does not take these arguments; None if it does, or does not say what it takes."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-    try:
-        signature.bind(*given, **named)
-    except TypeError as error:
-        return str(error)
-    return None
-
-
 def copy_with_memory(model: nn.Module, *, values: bool) -> nn.Module:
     """A copy of a model of the meta device, on the CPU: within a dry run, on fake tensors. Tied weights stay tied.
 
@@ -362,16 +348,12 @@ def _check_heeds_rows(make_batch: Callable[[int], Any], name: str) -> None:
     Raises:
         ConfigError: it does.
     """
-    one, two = (_shapes(_batch_on_meta(make_batch, rows)) for rows in (1, 2))
+    one, two = (shapes_of(_batch_on_meta(make_batch, rows)) for rows in (1, 2))
     if one and one == two:
         raise ConfigError(
             f"--batch {name}: makes the same for 1 row and for 2, tensors of {', '.join(map(str, one))}. Its argument "
             "is the number of rows: return so many, or take no argument, if what it returns is one row."
         )
-
-
-def _shapes(batch: Any) -> list[tuple[int, ...]]:
-    return [tuple(it.shape) for it in tree_leaves(batch) if isinstance(it, Tensor)]
 
 
 def _batch_on_meta(make_batch: Callable[[int], Any], rows: int) -> Any:

@@ -30,9 +30,10 @@ __all__ = ["check_parity", "rows_of"]
 
 def check_parity(
     make_model: Callable[[], nn.Module],
-    make_batch: Callable[[int], Any],
+    make_batch: Callable[..., Any],
     loss: Loss | None = None,
     *,
+    rows: int = 2,
     ranks: int | Sequence[int] = (2, 3, 4),
     strategies: Sequence[str] | None = None,
     replicas: int = 2,
@@ -60,10 +61,14 @@ def check_parity(
     Args:
         make_model: returns the model. Its random values are the same in each process, being drawn from the usual
             generators.
-        make_batch: returns microbatch number 0, 1, 2, ...: always the same for the same number. Rank `r` of `N` takes
-            its own microbatches, plain training all of them. A dict is passed to the model as keyword arguments, a
-            tuple or list as positional ones, anything else as the only one.
+        make_batch: `make_batch(rows)` returns one microbatch with that many rows, as for `fullshard plan`. Its values
+            come from the usual generators, which are seeded for each microbatch. `make_batch()` without rows is
+            accepted, and so is `make_batch(number)`, which returns microbatch number 0, 1, 2, ... of a size that does
+            not follow from the number, and always the same for the same number. Rank `r` of `N` takes its own
+            microbatches, plain training all of them. A dict is passed to the model as keyword arguments, a tuple or
+            list as positional ones, anything else as the only one.
         loss: the loss of `loss(model, batch)`, one number; the model's output, or its `.loss`, if None.
+        rows: the rows of a microbatch, for `make_batch(rows)`.
         ranks: the number of ranks, or several such numbers.
         strategies: their names; all that fit each number of ranks, if None.
         replicas: for the hybrid strategies, the number of ranks that hold the same shards.
@@ -85,7 +90,8 @@ def check_parity(
             first row, to the plain process within rounding.
 
     Raises:
-        ConfigError: an argument cannot be honoured, or one of the functions returns something that cannot be used.
+        ConfigError: an argument cannot be honoured, or one of the functions returns something that cannot be used,
+            or plain training gives numbers that are not finite.
         RanksFailed: plain training fails.
 
     Example:
@@ -98,6 +104,7 @@ def check_parity(
         make_model=make_model,
         make_batch=make_batch,
         loss=loss,
+        rows=rows,
         steps=steps,
         accumulate=accumulate,
         reduce_each=reduce_each,

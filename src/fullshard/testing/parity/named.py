@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from fullshard.command_line import near_matches
 from fullshard.errors import ConfigError
 
-__all__ = ["function_named"]
+__all__ = ["function_named", "mismatch"]
 
 
 def function_named(spec: str, option: str) -> Callable[..., Any]:
@@ -59,3 +60,16 @@ def _module(name: str, folder: str, option: str) -> ModuleType:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
+
+
+def mismatch(function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> str | None:
+    """Why `function` does not take these arguments; None if it does, or does not say what it takes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        return str(error)
+    return None

@@ -9,7 +9,7 @@ in its own way: gradients are added in rank order, on a mesh of two axes within 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import reduce
 from math import ceil, log2
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_
 
+from fullshard.errors import ConfigError
 from fullshard.optim.clipping import part_of_rank
 from fullshard.testing.parity.recipe import Recipe, trained
 from fullshard.testing.parity.stages import find_cut
@@ -72,7 +73,25 @@ class Plain:
             clip_grads_with_norm_(trained(self._model), self._recipe.clip, norm)
         self._optimizer.step()
         self._optimizer.zero_grad()
+        self._check_finite(number, gradients, losses)
         return Step(self.parameters, gradients, norm, losses)
+
+    def _check_finite(self, step: int, gradients: Mapping[str, Tensor | None], losses: Mapping[int, Tensor]) -> None:
+        """Raise if the step gave numbers that are not finite: any two such runs would look the same.
+
+        Raises:
+            ConfigError: it did.
+        """
+        found: dict[str, Tensor] = {f"the loss of microbatch {number}": loss for number, loss in losses.items()}
+        found |= {f"the gradient of {name}": grad for name, grad in gradients.items() if grad is not None}
+        found |= {name: param.detach() for name, param in self._model.named_parameters() if param.requires_grad}
+        for name, values in found.items():
+            odd = values[~values.isfinite()]
+            if odd.numel():
+                raise ConfigError(
+                    f"plain training gives {name} = {odd[0].item()} in step {step}, so there is nothing to compare "
+                    "with. Choose a model, loss, batch or learning rate with which every number stays finite."
+                )
 
     def _hand_values_to(self, copy: nn.Module) -> None:
         with torch.no_grad():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fullshard.engine.nested import map_tensors
 from fullshard.errors import ConfigError
 from fullshard.policy.precision import MixedPrecisionPolicy
+from fullshard.testing.parity.batches import BatchArgument, argument_of, check_has_rows
 from fullshard.testing.parity.context import cut_batch
 from fullshard.testing.parity.parallel import Parallelism
 from fullshard.wrap import AutoWrapPolicy, WrapPolicy, size_based_auto_wrap_policy, wrapped_modules
@@ -37,8 +38,9 @@ class Recipe:
     """
 
     make_model: Callable[[], nn.Module]
-    make_batch: Callable[[int], Any]
+    make_batch: Callable[..., Any]
     loss: Loss | None = None
+    rows: int = 2
     steps: int = 5
     accumulate: int | None = None
     reduce_each: bool = False
@@ -52,7 +54,7 @@ class Recipe:
     parallelism: Parallelism = field(default_factory=Parallelism)
 
     def __post_init__(self) -> None:
-        for name, value in (("steps", self.steps), ("accumulate", self.count)):
+        for name, value in (("rows", self.rows), ("steps", self.steps), ("accumulate", self.count)):
             if value < 1:
                 raise ConfigError(f"{name}={value}: must be at least 1.")
         if self.parallelism.pp > 1 and (self.reduce_each or self.count < self.parallelism.stages):
@@ -147,11 +149,23 @@ class Recipe:
         Raises:
             ConfigError: the loss is not one number with a gradient.
         """
-        _seed(self.seed + 1 + number)
-        batch = cut_batch(self.make_batch(number), self.parallelism.context)
+        batch = cut_batch(self._batch(number), self.parallelism.context)
         loss = _own_loss(model, batch) if self.loss is None else self.loss(model, batch)
         _check_loss(loss, number)
         return cast(Tensor, loss)
+
+    @cached_property
+    def batch_argument(self) -> BatchArgument:
+        """What the user's `make_batch` takes."""
+        return argument_of(self.make_batch)
+
+    def _batch(self, number: int) -> Any:
+        argument = self.batch_argument
+        _seed(self.seed + 1 + number)  # after trials of `make_batch`
+        values = {BatchArgument.ROWS: (self.rows,), BatchArgument.NUMBER: (number,)}.get(argument, ())
+        batch = self.make_batch(*values)
+        check_has_rows(batch, f"{_name(self.make_batch)}({', '.join(map(str, values))})")
+        return batch
 
     def backward(self, model: nn.Module, number: int) -> Tensor:
         """Add a microbatch's share of the step's gradients to those of `model`; its loss.

@@ -29,8 +29,10 @@ class SubjectSettings:
     model: MaybeStr = None
     """A function without arguments that returns the model. Needed."""
     batch: MaybeStr = None
-    """A function that returns microbatch number 0, 1, 2, ...: a dict or tuple of the model's arguments, or its only
-    argument. Needed."""
+    """A function make_batch(rows) that returns one microbatch: a dict or tuple of the model's arguments, or its only
+    argument. The same as for fullshard plan. A function of the microbatch's number is accepted, too. Needed."""
+    rows: int = 2
+    """Rows of a microbatch, for make_batch(rows)."""
     loss: MaybeStr = None
     """A function loss(model, batch) that returns one number. Left out: the model's output, or its .loss."""
     wrap: MaybeStr = None
@@ -124,6 +126,7 @@ class ParitySettings:
             make_model=function_named(_needed("model", subject.model), "--model"),
             make_batch=function_named(_needed("batch", subject.batch), "--batch"),
             loss=None if subject.loss is None else function_named(subject.loss, "--loss"),
+            rows=subject.rows,
             auto_wrap_policy=None if subject.wrap is None else policy_named(subject.wrap),
             steps=training.steps,
             accumulate=training.accumulate,

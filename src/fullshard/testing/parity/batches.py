@@ -1,0 +1,69 @@
+"""The contract of `make_batch`, which `fullshard parity` and `fullshard plan` have in common.
+
+`make_batch(rows)` returns one microbatch with that many rows. `make_batch()` returns one microbatch. `fullshard parity`
+also accepts `make_batch(number)`, which returns microbatch number 0, 1, 2, ... of a size that does not follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fullshard.errors import ConfigError
+from fullshard.testing.parity.named import mismatch
+
+__all__ = ["BatchArgument", "argument_of", "check_has_rows", "shapes_of"]
+
+_TRIED = (1, 2, 3)
+
+
+class BatchArgument(Enum):
+    """What a `make_batch` takes."""
+
+    NOTHING = "nothing"
+    ROWS = "the number of rows"
+    NUMBER = "the number of the microbatch"
+
+
+def argument_of(make_batch: Callable[..., Any]) -> BatchArgument:
+    """What `make_batch` takes: rows, if the first dim of some tensor is in proportion to the argument."""
+    if mismatch(make_batch, (1,), {}) is not None:
+        return BatchArgument.NOTHING
+    try:
+        tried = [shapes_of(make_batch(value)) for value in _TRIED]
+    except Exception:  # a list of microbatches may have fewer
+        return BatchArgument.NUMBER
+    if len({len(shapes) for shapes in tried}) > 1:
+        return BatchArgument.NUMBER
+    follows = [_in_proportion(of_each) for of_each in zip(*tried, strict=True)]
+    return BatchArgument.ROWS if any(follows) else BatchArgument.NUMBER
+
+
+def _in_proportion(shapes: Sequence[tuple[int, ...]]) -> bool:
+    if any(not shape for shape in shapes) or len({shape[1:] for shape in shapes}) > 1:
+        return False
+    first = [shape[0] for shape in shapes]
+    return first[0] > 0 and all(size == first[0] * value for size, value in zip(first, _TRIED, strict=True))
+
+
+def shapes_of(batch: Any) -> list[tuple[int, ...]]:
+    """The shapes of the tensors in `batch`."""
+    return [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+def check_has_rows(batch: Any, call: str) -> None:
+    """Raise if a tensor in `batch` has no rows.
+
+    Raises:
+        ConfigError: there is nothing to compute with.
+    """
+    empty = next((shape for shape in shapes_of(batch) if shape and not shape[0]), None)
+    if empty is not None:
+        raise ConfigError(
+            f"{call} returned a tensor of shape {empty}, which has no rows. make_batch(rows) must return one "
+            "microbatch with that many rows."
+        )
