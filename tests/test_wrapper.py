@@ -371,6 +371,52 @@ def test_dtypes_are_those_of_the_policy(precision, root, inner, reduced_itemsize
         assert sent == (48 * 48 + 48) // 2 * reduced_itemsize
 
 
+def wrap_with_ignored_modules() -> None:
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4)), nn.Sequential(nn.BatchNorm1d(4)))
+    wrapped = FullyShardedDataParallel(
+        model,
+        ignored_modules=[model[1]],
+        mixed_precision=MixedPrecision(buffer_dtype=BF16, _module_classes_to_ignore=()),
+        auto_wrap_policy=ModuleWrapPolicy({nn.BatchNorm1d}),
+    )
+    found = [{buffer.dtype for buffer in part.buffers()} for part in wrapped.module]
+    assert found == [{BF16, INT}, {F32, INT}]
+
+
+def test_buffers_of_ignored_modules_keep_their_dtype():
+    run_ranks(1, wrap_with_ignored_modules)
+
+
+class Offset(nn.Module):
+    """Two buffers beside a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("offset", torch.full((4,), float(dist.get_rank())))
+        self.register_buffer("cut", torch.full((2,), float(dist.get_rank())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        offset = self.offset.to_local() if isinstance(self.offset, DTensor) else self.offset
+        return x * self.weight + offset
+
+
+def broadcast_distributed_buffers() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in ("sync_module_states", "broadcast_buffers"):
+        model = Offset()
+        model.offset = DTensor.from_local(model.offset, mesh, [Replicate()], run_check=False)
+        model.cut = DTensor.from_local(model.cut, mesh, [Cut(0)], run_check=False)
+        wrapped = FullyShardedDataParallel(model, **{kind: True})
+        wrapped(torch.zeros(4))
+        assert_same(model.offset.to_local(), torch.zeros(4))  # the first rank's
+        assert_same(model.cut.to_local(), torch.full((2,), float(dist.get_rank())))  # a different part on each
+
+
+def test_buffers_that_are_distributed_tensors_are_broadcast():
+    run_ranks(2, broadcast_distributed_buffers)
+
+
 def compute_norm_with_the_rest() -> bool:
     precision = MixedPrecision(param_dtype=BF16, _module_classes_to_ignore=())
     return isinstance(wrapped(Chain(), mixed_precision=precision).module.layers[0].norm, FullyShardedDataParallel)

@@ -29,7 +29,7 @@ from fullshard.engine.late_params import watch_registrations
 from fullshard.engine.managed import managed_by, mark_ignored
 from fullshard.engine.materialize import find_parameters, give, initialise, move_buffers
 from fullshard.engine.other_engines import watch_wrappers
-from fullshard.engine.registry import buffers_of, is_unit, own_modules, units_in
+from fullshard.engine.registry import is_unit, own_modules, replicated_buffers_of, units_in
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
@@ -88,7 +88,8 @@ def shard_unit(
     if sync_module_states:
         for over in dict.fromkeys([axes, *(source.axes for source in found.sources)]):
             values = [source.local for source in found.sources if source.axes == over]
-            broadcast_from_first([*values, *(buffers_of(modules) if over is axes else ())], over, Phase.IDLE)
+            buffers = replicated_buffers_of(modules, axes) if over is axes else []
+            broadcast_from_first([*values, *buffers], over, Phase.IDLE)
     unit = Unit(modules, found.sources, found.borrowed, options, axes, device)
     install(unit)
     watch_optimizers()

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm.mesh import default_mesh
 from fullshard.device.current import count_devices, current_device, usual_device_type
 from fullshard.engine.hooks import changing_shards, refuse_pickle, runtime_of, without_sync, zero_shard_grads
+from fullshard.engine.managed import mark_ignored_buffers
 from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, unit_of, units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
@@ -118,6 +119,7 @@ class FullyShardedDataParallel(nn.Module):
             broadcast_buffers=broadcast_buffers,
         )
         skipped, params = _ignored(ignored_modules, ignored_states)
+        mark_ignored_buffers(skipped)
         strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
         resolve_placements(strategy, argument="sharding_strategy")
         device = _device(device_id, device_mesh)

@@ -19,6 +19,7 @@ __all__ = [
     "is_ignored",
     "managed_by",
     "mark_ignored",
+    "mark_ignored_buffers",
     "number_parameters",
 ]
 
@@ -61,7 +62,14 @@ def mark_ignored(params: Iterable[nn.Parameter], modules: Iterable[nn.Module]) -
             vars(module)[_IGNORED] = names | vars(module).get(_IGNORED, set())
 
 
-def is_ignored(param: nn.Parameter) -> bool:
+def mark_ignored_buffers(modules: Iterable[nn.Module]) -> None:
+    """Mark the buffers of `modules`, which the user has listed in `ignored_modules`."""
+    for module in modules:
+        for buffer in module.buffers():
+            setattr(buffer, _IGNORED, True)
+
+
+def is_ignored(param: Tensor) -> bool:
     """True if the user has listed `param` in `ignored_params`."""
     return hasattr(param, _IGNORED)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fullshard._compat import dtensor_like
 from fullshard.comm.mesh import Axes
 from fullshard.engine.hooks import changing_shards
-from fullshard.engine.managed import managed_by
+from fullshard.engine.managed import is_ignored, managed_by
 from fullshard.engine.param_view import check_payloads, view_of
 from fullshard.engine.registry import clean_fqn, own_modules, units_in
 from fullshard.engine.sharded_param import Owner, Source
@@ -207,9 +207,12 @@ def _swap(param: nn.Parameter, given: nn.Parameter) -> None:
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Move the buffers of `modules` to `device`, and floating-point ones to `dtype` if given. Meta ones stay."""
+    """Move the buffers of `modules` to `device`, and floating-point ones to `dtype` if given.
+
+    Those on the meta device and those of ignored modules stay as they are.
+    """
     for _, module in own_modules(modules):
         for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_meta:
+            if buffer is not None and not buffer.is_meta and not is_ignored(buffer):
                 cast = dtype if dtype is not None and is_castable(buffer.dtype) else buffer.dtype
                 module._buffers[name] = buffer.to(device, cast)

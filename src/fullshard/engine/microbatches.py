@@ -12,7 +12,7 @@ from fullshard.comm.mesh import broadcast_from_first
 from fullshard.device.accelerator import is_capturing
 from fullshard.engine.comparison import are_alike
 from fullshard.engine.late_params import LateParams
-from fullshard.engine.registry import buffers_of
+from fullshard.engine.registry import replicated_buffers_of
 from fullshard.engine.unit import Unit
 from fullshard.liveness.whereabouts import here
 from fullshard.tape.recorder import Phase
@@ -109,7 +109,7 @@ class Microbatches:
 def _broadcast_buffers(unit: Unit) -> None:
     """Let every rank have the first one's buffers: one message for those of a dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in buffers_of(unit.modules):
+    for buffer in replicated_buffers_of(unit.modules, unit.axes):
         by_dtype.setdefault(buffer.dtype, []).append(buffer)
     flats = [torch.cat([buffer.detach().reshape(-1) for buffer in same]) for same in by_dtype.values()]
     broadcast_from_first(flats, unit.axes, Phase.FORWARD)

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from fullshard.comm.mesh import Axes
+from fullshard.device.awaited import settled
 from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
@@ -20,6 +23,7 @@ __all__ = [
     "process_groups_along",
     "register",
     "register_as",
+    "replicated_buffers_of",
     "unit_of",
     "units_in",
     "unregister",
@@ -95,9 +99,34 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """The buffers of `modules`, and of those below that do not belong to another unit, each once."""
+    """The buffers of `modules`, and of those below that do not belong to another unit, each once.
+
+    For a `DTensor` (such as `distribute_module` makes) this is its local tensor.
+    """
+    return [_local(buffer) for buffer in _buffers_of(modules)]
+
+
+def replicated_buffers_of(modules: Iterable[nn.Module], axes: Axes) -> list[Tensor]:
+    """As `buffers_of`, without the `DTensor`s of which the ranks of `axes` hold different parts."""
+    return [_local(buffer) for buffer in _buffers_of(modules) if not _is_cut_along(buffer, axes)]
+
+
+def _buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     found = (buffer for _, module in own_modules(modules) for buffer in module._buffers.values())
     return list({id(buffer): buffer for buffer in found if buffer is not None}.values())
+
+
+def _local(buffer: Tensor) -> Tensor:
+    local: Tensor = settled(buffer._local_tensor) if isinstance(buffer, DTensor) else buffer
+    return local
+
+
+def _is_cut_along(buffer: Tensor, axes: Axes) -> bool:
+    if not isinstance(buffer, DTensor):
+        return False
+    cut = [axis for axis, placement in enumerate(buffer.placements) if not placement.is_replicate()]
+    groups = [buffer.device_mesh.get_group(axis) for axis in cut]
+    return any(len(axes.ranks.intersection(dist.get_process_group_ranks(group))) > 1 for group in groups)
 
 
 def process_groups_along(units: Iterable[Unit]) -> list[dist.ProcessGroup]:
