@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from shared_ranks import run_ranks
-from small_models import chain, inputs
+from small_models import agree_with_plain, chain, inputs, sgd, wholes
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -174,6 +174,34 @@ def read_between_forward_and_backward(strategy: str, reshard_after_forward: bool
 )
 def test_parameters_can_be_read_between_forward_and_backward(strategy, reshard):
     run_ranks(2, read_between_forward_and_backward, strategy, reshard)
+
+
+def write_in_the_hook_before(shard: Any) -> list[Any]:
+    """A forward hook changes the weights of the next layer, whose gather may have begun by then."""
+    model = chain(shard)
+    later, optimizer, left = list(model.layers[1].parameters()), sgd(model), []
+
+    @torch.no_grad()
+    def decay(*_: object) -> None:
+        for param in later:
+            param.mul_(0.5)
+
+    hook = None
+    for step in range(5):
+        if step in (1, 4):
+            hook = model.layers[0].register_forward_hook(decay)
+        loss = model(inputs(step)).square().mean()
+        loss.backward()
+        if hook is not None and step == 2:
+            hook.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+        left.append(loss.detach())
+    return [*left, wholes(model)]
+
+
+def test_a_hook_may_change_weights_that_are_being_gathered():
+    run_ranks(2, agree_with_plain, write_in_the_hook_before)
 
 
 def add_tensors_of_an_equal_mesh() -> None:

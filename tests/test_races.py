@@ -1,9 +1,12 @@
 """No race on pretended lanes, and each wait of the engine is needed: without it there is one."""
 
+import copy
+import gc
 import itertools
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,20 +139,20 @@ def withholding_replicas(model: Any) -> None:
         step(model, optimizer, number)
 
 
-def stepping_in_backward(model: Any) -> None:
+def stepping_in_backward(model: Any, take: Callable[[Tensor], None] | None = None) -> None:
     optimizers = {param: torch.optim.AdamW([param], fused=True) for param in model.parameters()}
 
-    def take(param: Tensor) -> None:
+    def step(param: Tensor) -> None:
         optimizers[param].step()
         optimizers[param].zero_grad()
 
     for param in model.parameters():
-        param.register_post_accumulate_grad_hook(take)
+        param.register_post_accumulate_grad_hook(take or step)
     for number in range(3):
         model(inputs(number)).float().square().mean().backward()
 
 
-def stepping_between_uses(model: Any) -> None:
+def stepping_between_uses(model: Any, take: Callable[[Tensor], None] | None = None) -> None:
     """A layer is used twice under reentrant checkpoints: its gradients come, and are stepped with, use by use."""
 
     def forward(x: Tensor) -> Tensor:
@@ -159,7 +162,26 @@ def stepping_between_uses(model: Any) -> None:
         return model.head(x)
 
     model.forward = forward
-    stepping_in_backward(model)
+    stepping_in_backward(model, take)
+
+
+def updating_data_between_uses(model: Any) -> None:
+    """The same, without an optimizer: no version tells that shards were written to."""
+
+    def take(param: Tensor) -> None:
+        param.data.add_(param.grad, alpha=-0.1)
+        param.grad = None
+
+    stepping_between_uses(model, take)
+
+
+def dropping_a_graph(model: Any) -> None:
+    """The graph of a forward is dropped while its activations may still be on their way."""
+    for number in range(2):
+        loss = model(inputs(number)).float().square().mean()
+        dropped = model(inputs(number)).float().square().mean()
+        del dropped
+        loss.backward()
 
 
 def writing_in_hooks(model: Any) -> None:
@@ -183,6 +205,121 @@ def failing(model: Any) -> None:
             step(model, optimizer, number)
         except KeyError:
             optimizer.zero_grad()
+
+
+def loading_after_failing(model: Any) -> None:
+    optimizer = sgd(model)
+    for number in range(3):
+        Breaking.armed = number == 1
+        try:
+            step(model, optimizer, number)
+        except KeyError:
+            model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+            optimizer.zero_grad()
+
+
+def dropping_after_failing(model: Any) -> None:
+    """A model whose backward fails is dropped, and another one is given its memory."""
+    Breaking.armed = False
+    failed = copy.deepcopy(model)
+    step(failed, sgd(failed), 0)
+    Breaking.armed = True
+    with suppress(KeyError):
+        step(failed, sgd(failed), 1)
+    del failed
+    gc.collect()
+    plainly(model)
+
+
+def unsharding_by_hand(model: Any) -> None:
+    optimizer, layer = sgd(model), model.layers[1]
+    for number in range(3):
+        model(inputs(number)).float().square().mean().backward()
+        if number < 2:
+            layer.unshard()
+            layer.reshard()
+        else:
+            layer.unshard(async_op=True)
+        optimizer.step()
+        layer.unshard()
+        layer.reshard()
+        optimizer.zero_grad()
+
+
+def unsharding_ahead_of_the_step(model: Any) -> None:
+    """A gather that is asked for before the optimizer's step, and waited for after it."""
+    optimizer, layer = sgd(model), model.layers[1]
+    for number in range(3):
+        model(inputs(number)).float().square().mean().backward()
+        handle = layer.unshard(async_op=True)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:  # else by the next forward
+            handle.wait()
+            for param in layer.parameters():
+                param.sum()
+            layer.reshard()
+
+
+def writing_after_evaluations_by_hand(model: Any) -> None:
+    """Steps that are finalized by hand, with forwards without gradients between them."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.set_manual_backward_finalization(True)
+    for _ in range(2):
+        model(inputs()).sum().backward()
+        model.finalize_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            model(inputs())
+        model.finalize_backward()
+        write_to(model)
+
+
+@torch.no_grad()
+def write_to(module: nn.Module) -> None:
+    for param in module.parameters():
+        param.mul_(0.9)
+
+
+def freezing_the_first(model: Any) -> None:
+    """Backward ends with a gather that no gradient follows."""
+    model.layers[0].requires_grad_(False)
+    optimizer = sgd(model)
+    for number in range(3):
+        step(model, optimizer, number)
+        write_to(model)
+
+
+def writing_in_the_hook_before(model: Any) -> None:
+    """A forward hook writes to the shards of the next layer, which would be prefetched at that time."""
+    later = list(model.layers[1].parameters())
+    model.layers[0].register_forward_hook(lambda *_: write_to(nn.ParameterList(later)))
+    plainly(model)
+
+
+def writing_in_the_backward_hook_before(model: Any) -> None:
+    later = list(model.layers[1].parameters())
+    model.layers[2].register_full_backward_hook(lambda *_: write_to(nn.ParameterList(later)))
+    plainly(model)
+
+
+def stepping_between_forwards(model: Any) -> None:
+    """Two forwards, with a step between them that writes to shards before the backward of the first."""
+    optimizer = sgd(model)
+    step(model, optimizer, 0)
+    model(inputs(1)).float().square().mean().backward()
+    loss = model(inputs(2)).float().square().mean()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.backward()
+
+
+def writing_before_backward(model: Any) -> None:
+    for number in range(2):
+        loss = model(inputs(number)).float().square().mean()
+        write_to(model)
+        loss.backward()
 
 
 def with_muon(model: Any) -> None:
@@ -247,10 +384,22 @@ LOOPS: dict[str, tuple[Loop, type[Layer]]] = {
     "replicas withheld": (withholding_replicas, Layer),
     "hooks": (stepping_in_backward, Layer),
     "hooks between uses": (stepping_between_uses, Layer),
+    "data between uses": (updating_data_between_uses, Layer),
+    "graph dropped": (dropping_a_graph, Layer),
     "writing in hooks": (writing_in_hooks, Layer),
     "checkpointing": (plainly, Checkpointed),
     "shared gradients": (plainly, TwiceUsed),
     "failing backward": (failing, BreakingLayer),
+    "loading after a failure": (loading_after_failing, BreakingLayer),
+    "dropping after a failure": (dropping_after_failing, BreakingLayer),
+    "unsharding by hand": (unsharding_by_hand, Layer),
+    "unsharding ahead of the step": (unsharding_ahead_of_the_step, Layer),
+    "evaluations by hand": (writing_after_evaluations_by_hand, Layer),
+    "first layer frozen": (freezing_the_first, Layer),
+    "writing in the hook before": (writing_in_the_hook_before, Layer),
+    "writing in the backward hook before": (writing_in_the_backward_hook_before, Layer),
+    "step between forwards": (stepping_between_forwards, Layer),
+    "writing before backward": (writing_before_backward, Layer),
     "Muon": (with_muon, Layer),
     "capture": (captured, Layer),
     "optimizer on another stream": (stepping_beside_compute, Layer),
@@ -302,8 +451,17 @@ def is_common(scenario: Scenario) -> bool:
     return loop in COMMON_LOOPS and option in COMMON_OPTIONS
 
 
+REDUNDANT = {
+    "Batch.take_back": "the reduce stream sends what it has received itself; on a CPU the host must wait",
+    "Unit.hand_over_shards": "the next gather waits for compute in any case; the next forward need not",
+    "Unit.notice_step": "compute has waited for that gather when it was asked for between steps",
+    "Buffers.take": "reads from disks are not on the tape",
+}
+"""Callers whose call of a function that waits is not needed on streams, and why it is there."""
+
+
 class Sites(NamedTuple):
-    """Where lanes wait."""
+    """Where lanes wait, by the line that asks for it and the line that calls its function."""
 
     met: frozenset[str]
     needed: frozenset[str]  # without which there is a race
@@ -313,7 +471,8 @@ class Sites(NamedTuple):
 
     @property
     def needless(self) -> set[str]:
-        return {site for site in self.met - self.needed if not site.startswith(OF_TORCH)}
+        needless = {site for site in self.met - self.needed if not site.startswith(OF_TORCH)}
+        return {site for site in needless if site.split(" in ")[-1] not in REDUNDANT or "called by" not in site}
 
 
 @cache
@@ -356,6 +515,24 @@ def test_every_wait_is_needed():
         ("zero3", "optimizer on another stream", ""),
         ("zero3", "transforms", ""),
         ("zero3", "evaluation and writing", "offload"),
+        ("zero3", "data between uses", ""),
+        ("hsdp", "Muon", ""),
+        ("zero3", "graph dropped", "activations"),
+        ("zero3", "finalized by hand", ""),
+        ("ddp", "finalized by hand", "offload"),
+        ("zero3", "unsharding by hand", ""),
+        ("zero3", "unsharding by hand", "offload"),
+        ("zero3", "unsharding ahead of the step", ""),
+        ("zero3", "unsharding ahead of the step", "offload"),
+        ("zero3", "evaluations by hand", "offload"),
+        ("zero3", "first layer frozen", "offload"),
+        ("zero3", "loading after a failure", "offload"),
+        ("zero3", "dropping after a failure", "activations"),
+        ("zero3", "writing in the hook before", ""),
+        ("zero3", "writing in the hook before", "offload"),
+        ("zero3", "writing in the backward hook before", ""),
+        ("zero3", "step between forwards", ""),
+        ("zero3", "writing before backward", ""),
         ("zero3", "steps", "activations"),
         ("zero3", "failing backward", "activations"),
     )

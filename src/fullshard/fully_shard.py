@@ -32,7 +32,6 @@ from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.policy.strategy import Placements as StrategyPlacements
 from fullshard.policy.strategy import ShardingStrategy
 from fullshard.sharding import ShardPlacementFn, shard_unit
-from fullshard.tape.recorder import Phase
 from fullshard.wrap import AutoWrapPolicy, wrapped_modules
 
 __all__ = [
@@ -296,8 +295,7 @@ class FSDPModule:
             async_op: only start the gather, and return a handle to wait for it.
         """
         unit = unit_of(_module(self))
-        runtime_of(_module(self)).residency.start_unshard(unit, Phase.IDLE)
-        unit.state.is_unsharded_by_hand = True
+        runtime_of(_module(self)).start_unshard_by_hand(unit)
         handle = UnshardHandle([unit])
         if async_op:
             return handle
@@ -308,7 +306,7 @@ class FSDPModule:
         """Put the shards back into the modules, and free the unsharded parameters."""
         unit = unit_of(_module(self))
         unit.state.is_unsharded_by_hand = False
-        unit.reshard()
+        unit.hand_over_shards()
         accelerator_for(unit.device).end_pass()
 
     @contextmanager

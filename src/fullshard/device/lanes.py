@@ -181,6 +181,14 @@ class Lanes:
     offload: Lane  # copies to the host
     host: Lane
 
+    def join(self) -> None:
+        """Let compute wait for all other streams, and these for compute: memory of each can then be freed."""
+        others = (self.gather, self.reduce, self.replicate, self.offload)
+        for lane in others:
+            self.compute.wait(lane.mark())
+        for lane in others:
+            lane.wait(self.compute.mark())
+
 
 LANES = tuple(lane.name for lane in fields(Lanes))
 """Their names, in that order."""

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -158,9 +159,18 @@ class DryAccelerator(Accelerator):
 
 
 def _site() -> str:
-    """The line that asks for a wait: the innermost one outside of the seam, as "file:line in function"."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((*_SEAM, "<")):
+    """The line that asks for a wait, and the line that calls its function: methods that several callers share are
+    several sites. As "file:line in function, called by file:line in function", where both are outside of the seam.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith((*_SEAM, "<")):
         frame = frame.f_back
+    assert frame is not None, "somebody asks"
+    site, caller = _line(frame), frame.f_back
+    is_ours = caller is not None and caller.f_code.co_filename.startswith(str(_PACKAGE))
+    return f"{site}, called by {_line(caller)}" if caller is not None and is_ours else site
+
+
+def _line(frame: FrameType) -> str:
     code = frame.f_code
     return f"{Path(code.co_filename).name}:{frame.f_lineno} in {code.co_qualname}"

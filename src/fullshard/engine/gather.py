@@ -36,7 +36,7 @@ class Gather:
         self._scratch = scratch
         self._sent: Tensor | None = None  # shards in the compute dtype and on the compute device, while they travel
         self._gathered_version = -1
-        self._sent_version = -1
+        self._sent_version = -1  # of the shards when the last gather began
 
     @property
     def version(self) -> int:
@@ -93,7 +93,7 @@ class Gather:
             self._sent = None
         self._storage.note_sent()
         unsharded.unpack()
-        self.note_current()
+        self._gathered_version = self._sent_version  # not the present one: shards may have been written to meanwhile
 
     def note_current(self) -> None:
         """Note that unsharded parameters have every rank's present values."""
@@ -148,6 +148,7 @@ class LocalGather(Gather):
 
     def start(self, unsharded: UnshardedBuffer, origin: Origin, *, in_common: bool) -> Pending:
         """See `Gather.start`. Nothing is sent."""
+        self._sent_version = self.version
         if not self._storage.plan.lives_in_unsharded:
             unsharded.flat.copy_(self._storage.memory, non_blocking=True)
             if self._storage.plan.memory.offloaded:
@@ -155,7 +156,7 @@ class LocalGather(Gather):
         return Pending()
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
-        self.note_current()
+        self._gathered_version = self._sent_version
 
 
 def gather_for(params: Sequence[ShardedParam], storage: ShardStorage, wires: GroupWires) -> Gather:

@@ -56,20 +56,28 @@ class Residency:
         for item in needed:
             self.start_unshard(item, phase)
         for item in needed:
-            item.wait_unshard()
+            if item.wait_unshard():
+                item.written_in.add(phase)
 
     def start_unshard(self, unit: Unit, phase: Phase) -> None:
         """Begin to gather `unit`, unless it is unsharded or on its way."""
         if unit.form is not Form.SHARDED:
             return
         check_not_summoned(unit)
+        shows_its_shards = unit.shows_its_shards  # as steps that are taken only now say nothing of writes by users
         unit.settle()
         if self._reductions.has_hooks(unit):  # they may step with an earlier use's gradients before this use
             self._reductions.finish()
         if phase is Phase.IDLE:
             unit.notice_step()
-        if phase is Phase.IDLE or (self._lanes.gather.is_stream and not unit.shows_its_shards):
+        if phase is Phase.IDLE:
             self.show_compute_s_work()
+        elif self._lanes.gather.is_stream:
+            if not shows_its_shards:
+                unit.written_in.add(phase)
+                self.show_compute_s_work()
+            elif unit.written_in:
+                unit.written_in.discard(phase)
         if not unit.can_occupy_slot and not unit.keeps_unsharded:
             self._make_room(unit)
         unit.start_unshard(phase)
@@ -77,11 +85,23 @@ class Residency:
         self._free_late()
 
     def prefetch(self, units: Iterable[Unit], phase: Phase) -> None:
-        """Begin to gather those of `units` that can be already."""
+        """Begin to gather those of `units` that can be already.
+
+        A unit whose shards were written to in the last pass, before it was needed, is gathered when it is needed: the
+        same hook may write to them again, which must not happen while a gather reads them.
+        """
+        needed_in = Phase.FORWARD if phase is Phase.FORWARD else Phase.PRE_BACKWARD
         for unit in units:
             may_move = unit.can_occupy_slot or unit.keeps_unsharded
-            if unit.form is Form.SHARDED and may_move and not self._reductions.has_hooks(unit):
+            if needed_in in unit.written_in or unit.form is not Form.SHARDED or not may_move:
+                continue
+            if not self._reductions.has_hooks(unit):
                 self.start_unshard(unit, phase)
+
+    def order_writes_after(self, unit: Unit) -> None:
+        """Make whoever writes to the shards of `unit` from now on wait until the gather has read them."""
+        self._lanes.compute.wait(self._lanes.gather.mark())
+        unit.await_copies_of_shards()
 
     def show_compute_s_work(self) -> None:
         """Have gathers from now on come behind all that compute has been given: shards may be others since."""

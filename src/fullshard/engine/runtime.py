@@ -100,6 +100,12 @@ class Runtime:
         self.activations = Activations(units)
         self.disks = Disks(self.units)
 
+    def __del__(self) -> None:
+        """Order the streams if a step is dropped half-way, since its memory is handed out again immediately."""
+        with suppress(Exception):  # the interpreter may be ending
+            if (self.phase is not Phase.IDLE or self._is_open) and not is_capturing(self._device):
+                self._lanes.join()
+
     @property
     def _device(self) -> torch.device:
         """Where compute runs: `Module.to` may have changed it."""
@@ -204,8 +210,7 @@ class Runtime:
     def _end_forward(self, top: Unit, *, raised: bool) -> None:
         for unit in self.units:
             unit.settle()  # that no forward came to
-        if any(unit.is_on_cpu for unit in self.units):  # the user may write to shards next
-            self._lanes.host.wait(self._lanes.gather.mark())
+        self._await_copies_of_shards()
         self.expected.end_forward(top)
         self.residency.forget_late()
         for unit in self.units:
@@ -223,6 +228,13 @@ class Runtime:
             self.disks.forget()  # other ranks may be elsewhere
         else:
             self.disks.end_pass()
+
+    def _await_copies_of_shards(self) -> None:
+        """Let the host wait until the gather stream has read shards in the host's memory: the user may write to them
+        next.
+        """
+        if any(unit.is_on_cpu for unit in self.units):
+            self._lanes.host.wait(self._lanes.gather.mark())
 
     def _leave(self, unit: Unit) -> None:
         self.residency.release(unit)
@@ -373,6 +385,7 @@ class Runtime:
             unit.forget_ahead()
         if any(unit.is_on_cpu for unit in self.units):  # the optimizer reads their gradients next
             self._lanes.host.wait(self._lanes.offload.mark())
+        self._await_copies_of_shards()
         accelerator_for(self._device).end_pass()
         self.phase = Phase.IDLE
         note_origin(Origin("", Phase.IDLE))
@@ -469,6 +482,13 @@ class Runtime:
             self.recover()
         self.finalizes_by_hand = enabled
 
+    def start_unshard_by_hand(self, unit: Unit) -> None:
+        """Begin to gather `unit` for the user. Between steps, the optimizer may write to shards next."""
+        self.residency.start_unshard(unit, Phase.IDLE)
+        unit.state.is_unsharded_by_hand = True
+        if self.phase is Phase.IDLE and not self._is_open:
+            self.residency.order_writes_after(unit)
+
     def unshard_all(self) -> None:
         """Begin to gather all units for forwards and backwards that come; the first call begins the step."""
         if not self._is_open:
@@ -554,6 +574,8 @@ class Runtime:
 
     def _prefetch_backward(self, unit: Unit) -> None:
         ahead = self.expected.ahead_in_backward(unit)
+        if self.serial == 1 and self._lanes.gather.is_stream and any(it._backward_hooks for it in unit.modules):
+            ahead = []  # which shards the user's hooks write to shows in the first backward, see `Residency.prefetch`
         if unit.options.backward_prefetch == "pre":
             self.residency.prefetch(ahead, Phase.BACKWARD)
             for later in self.expected.beyond(unit, self.expected.backward, unit.state.next_backward):

@@ -102,6 +102,7 @@ class Unit:
         self._stale: list[ParamGroup] = []
         self._put_off: list[Callable[[], None]] = []
         self._shown: list[int] = []  # versions of shards that gathers come behind
+        self.written_in: set[Phase] = set()  # passes in which somebody wrote to shards before the unit was needed
         kinds = by_kind(sources)
         where = device_of(sources, device)
         memory = self._memory_found_on(where)
@@ -279,8 +280,9 @@ class Unit:
     def notice_step(self) -> None:
         """Gather parameters that are kept, or were unsharded by hand, anew if they may have changed since."""
         stepped = [param_group for param_group in self.param_groups if param_group.gradients.take_step_notice()]
-        if stepped:
-            self.wait_unshard()
+        if stepped and self.form is Form.GATHERING:
+            self.finish_gather()
+            self.lanes.gather.wait(self.lanes.compute.mark())  # which has unpacked what came
         for param_group in stepped:
             param_group.gather.note_changed_shards()
         if self.form is Form.UNSHARDED and not all(param_group.gather.is_current for param_group in self.param_groups):
@@ -349,10 +351,31 @@ class Unit:
         self._stale = stale
         self.form = Form.GATHERING
 
-    def wait_unshard(self) -> None:
-        """Wait for the all-gather, and show the modules the unsharded parameters."""
+    def wait_unshard(self) -> bool:
+        """Wait for the all-gather, and show the modules the unsharded parameters.
+
+        If somebody has written to shards since it began, such as a hook of the module before, gather again.
+
+        Returns:
+            Whether somebody has.
+        """
+        if self.finish_gather():
+            return False
+        self.reshard(keep=True)
+        self.settle()
+        self.lanes.gather.wait(self.lanes.compute.mark())
+        self.start_unshard(Phase.IDLE)
+        self.finish_gather()
+        return True
+
+    def finish_gather(self) -> bool:
+        """Wait for the all-gather that is under way, and show the modules what it has gathered.
+
+        Returns:
+            Whether these are the present values.
+        """
         if self.form is not Form.GATHERING:
-            return
+            return True
         for pending in self._pending:
             pending.wait()
         with noting_wait(self.lanes.compute, self.origin(Phase.FORWARD)):
@@ -367,6 +390,17 @@ class Unit:
         for param in self.params:
             param.show(param.unsharded)
         accept_calls(self._leaves)
+        return all(param_group.gather.is_current for param_group in stale)
+
+    def hand_over_shards(self) -> None:
+        """Reshard. The host may write to shards in its memory when this returns."""
+        self.reshard()
+        self.await_copies_of_shards()
+
+    def await_copies_of_shards(self) -> None:
+        """Let the host wait until the gather stream has read the shards, if these are in the host's memory."""
+        if self.is_on_cpu and not self.is_meta:
+            self.lanes.host.wait(self.lanes.gather.mark())
 
     def reshard(self, phase: Phase = Phase.IDLE, *, keep: bool = False) -> None:
         """Show the modules the sharded parameters, and free the unsharded ones.
@@ -376,7 +410,7 @@ class Unit:
             keep: leave the unsharded parameters in memory: they are gathered again only if shards have changed.
         """
         if self.form is Form.GATHERING:
-            self.wait_unshard()
+            self.finish_gather()
         if self.form is Form.UNSHARDED:
             self._show_sharded()
             self.form = Form.SHARDED

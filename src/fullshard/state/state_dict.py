@@ -261,7 +261,7 @@ class _Hooks:
                 f"state dict within a forward or backward of {self._unit.name or 'the root'}: its parameters are "
                 "in use. Save and load between steps."
             )
-        self._unit.reshard()
+        self._unit.hand_over_shards()
 
     @own_hook
     def before_load(
