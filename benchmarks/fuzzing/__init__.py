@@ -1,0 +1,1 @@
+"""Random programs, compared with plain PyTorch: the parts of `benchmarks/fuzz.py`."""

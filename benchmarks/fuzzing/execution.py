@@ -1,0 +1,1022 @@
+"""Run one program, plain or sharded, and compare the two bit by bit.
+
+A program is plain data: dicts, lists, strings, numbers. `build` makes its model, `run_sharded` runs it on this rank,
+`run_plain` does the work of all ranks in one process with plain PyTorch, and `first_difference` compares the two. A
+missing key means the default. This file imports nothing of the fuzzer: it is the first part of a printed script.
+
+The reference computes the microbatches of all ranks with one copy of the model per rank. It adds the gradients in rank
+order, within each replica first, and divides once (docs/design.md, "Numbers do not depend on the strategy"). With mixed
+precision the copies have parameters in the compute dtype, and gradients are added in the reduce dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn.utils import clip_grads_with_norm_
+from torch.utils.checkpoint import checkpoint
+
+import fullshard
+from fullshard import (
+    FullshardError,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    Offload,
+    Placement,
+    Placements,
+    fully_shard,
+    summon_full_params,
+)
+from fullshard.engine.nested import map_tensors
+from fullshard.optim import step_shards
+from fullshard.testing.parity.plain import mean_of, norm_in_parts
+from fullshard.testing.same import differing, gaps
+from fullshard.wrap import CustomPolicy
+
+Json = dict[str, Any]
+ROWS = 6
+_S, _G = Placement.SHARDED, Placement.GROUPED
+GROUPED = {
+    "hpz": Placements(parameters=_S, parameters_in_step=_G, gradients=_S, optimizer=_S, group=2),
+    "hfsdp": Placements(parameters=_G, parameters_in_step=_G, gradients=_G, optimizer=_S, group=2),
+}
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+class Now:
+    """The step that runs on this rank, for modules that depend on it."""
+
+    step = 0
+    rank = 0
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Scale(nn.Module):
+    """Parameters without a dimension, without elements, and of three dimensions."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(0.9))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.cube = nn.Parameter(torch.randn(3, 2, width) / 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scalar + self.cube.sum((0, 1)) + self.empty.sum()
+
+
+class Lookup(nn.Module):
+    """An embedding of numbers that follow from the input."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.table = nn.Embedding(rows, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x.detach()[:, 0].float() * 7).long() % self.rows).to(x.dtype)
+
+
+class Own(nn.Module):
+    """A parameter that is used by the module that also calls a child."""
+
+    def __init__(self, width: int, child: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width) / width)
+        self.child = child
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(F.linear(x, self.weight)) + F.linear(x, self.weight.t())
+
+
+class Unused(nn.Module):
+    """A layer that is never called."""
+
+    def __init__(self, width: int, rows: int) -> None:
+        super().__init__()
+        self.spare = nn.Linear(width, rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Counted(nn.Module):
+    """A buffer that changes in forward."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.detach().mean(0).to(self.mean.dtype), alpha=0.1)
+        return x - self.mean.to(x.dtype)
+
+
+class Shape(nn.Module):
+    """Operations without parameters: views, in-place writes, strides, random numbers."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "inplace":
+            return (x * 1).mul_(0.5).tanh_()
+        if self.how == "inplace on input":
+            return F.relu(x, inplace=True) if not (x.is_leaf and x.requires_grad) else x
+        if self.how == "strides":
+            return x.t().contiguous().t()
+        if self.how == "view":
+            return x.view_as(x)
+        if self.how == "same":
+            return x
+        return F.dropout(x, 0.3, self.training)
+
+
+class Residual(nn.Module):
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.child(x)
+
+
+class Parallel(nn.Module):
+    """The mean of all children's outputs, called in reverse order if asked to."""
+
+    def __init__(self, children: list[nn.Module], reverse: bool) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(children)
+        self.reverse = reverse
+
+    def forward(self, x: Tensor) -> Tensor:
+        branches = list(self.branches)
+        total = x
+        for branch in reversed(branches) if self.reverse else branches:
+            total = total + branch(x)
+        return total / (1 + len(branches))
+
+
+class Repeat(nn.Module):
+    def __init__(self, child: nn.Module, times: int) -> None:
+        super().__init__()
+        self.child = child
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = torch.tanh(self.child(x))
+        return x
+
+
+class Dropped(nn.Module):
+    """A child that is called in some steps only, on all ranks or on some."""
+
+    def __init__(self, child: nn.Module, every: int, by_rank: bool) -> None:
+        super().__init__()
+        self.child = child
+        self.every = every
+        self.by_rank = by_rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        turn = Now.step + (Now.rank if self.by_rank else 0)
+        return x + self.child(x) if turn % self.every == 0 else x * 0.9
+
+
+class Detached(nn.Module):
+    """A child whose input, or whose whole work, has no gradient."""
+
+    def __init__(self, child: nn.Module, no_grad: bool) -> None:
+        super().__init__()
+        self.child = child
+        self.no_grad = no_grad
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad() if self.no_grad else nullcontext():
+            y = self.child(x.detach())
+        return x + y
+
+
+class Double(nn.Module):
+    """A child that computes in float64."""
+
+    def __init__(self, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.child(x.double()).to(x.dtype)
+
+
+class Recompute(nn.Module):
+    def __init__(self, child: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.child = child
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.child, x, use_reentrant=self.reentrant)
+
+
+class MyList(list):
+    """A subclass of list."""
+
+
+@dataclass
+class Answer:
+    """An output as a dataclass."""
+
+    hidden: Tensor
+    number: int = 3
+
+
+class Thing:
+    """An output that no library knows."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.inner = [hidden]
+
+
+BOXES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "tuple": (lambda y: (y, None, 2 * y), lambda box: box[0]),
+    "dict": (lambda y: {"y": [y], "z": y.detach()}, lambda box: box["y"][0]),
+    "dataclass": (Answer, lambda box: box.hidden),
+    "list subclass": (lambda y: MyList([y]), lambda box: box[0]),
+    "object": (Thing, lambda box: box.inner[0]),
+    "closure": (lambda y: lambda: y, lambda box: box()),
+}
+
+
+class Hides(nn.Module):
+    """A child whose output is returned in a container; a custom one only after some steps, if asked to."""
+
+    def __init__(self, child: nn.Module, how: str, since: int) -> None:
+        super().__init__()
+        self.child = child
+        self.how = how
+        self.since = since
+
+    def forward(self, x: Tensor) -> Any:
+        self.now = BOXES[self.how if Now.step >= self.since else "tuple"]
+        return self.now[0](self.child(x))
+
+
+class Opens(nn.Module):
+    def __init__(self, child: Hides) -> None:
+        super().__init__()
+        self.child = child
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = self.child(x)
+        hides = next(it for it in self.child.modules() if isinstance(it, Hides))
+        return hides.now[1](box)
+
+
+class Aux(nn.Module):
+    """A child, and an auxiliary loss of the module's own weights, kept on an attribute."""
+
+    def __init__(self, width: int, child: nn.Module) -> None:
+        super().__init__()
+        self.child = child
+        self.probe = nn.Linear(width, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.child(x)
+        self.aux = self.probe(y).square().mean()
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+class Builder:
+    """The model of a program, and which of its modules are units, frozen or ignored."""
+
+    def __init__(self, program: Json) -> None:
+        torch.manual_seed(program.get("seed", 0))
+        self.width: int = program.get("width", 6)
+        self._labelled: dict[str, nn.Module] = {}
+        self.units: list[tuple[list[nn.Module], Json]] = []
+        self.ignored: list[nn.Parameter] = []
+        self.model: nn.Module = Model(self._node(program.get("model", {"kind": "linear"})))
+        if "dtype" in program:
+            self.model.to(getattr(torch, program["dtype"]))
+
+    def _node(self, node: Json) -> nn.Module:
+        module = made = self._made(node)
+        if "label" in node:
+            self._labelled[node["label"]] = made
+        if node.get("frozen") or node.get("ignored"):
+            module.requires_grad_(False)
+        how = node.get("recompute")
+        if how is not None and not node.get("unit outside"):
+            self._unit(node, module)
+        if how == "wrapper":
+            module = checkpoint_wrapper(module)
+        elif how is not None:
+            module = Recompute(module, how == "reentrant")
+        if how is None or node.get("unit outside"):
+            self._unit(node, module)
+        if node.get("ignored"):
+            self.ignored += list(module.parameters())
+        return Opens(module) if node["kind"] == "box" else module
+
+    def _unit(self, node: Json, module: nn.Module) -> None:
+        if "unit" in node and not any(module in modules for modules, _ in self.units):
+            if node.get("as one") and isinstance(module, nn.Sequential) and len(module):
+                units = [unit for modules, _ in self.units for unit in modules]
+                rest = [child for child in dict.fromkeys(module) if not any(child is it for it in units)]
+                self.units.append((rest or [module], node["unit"]))
+            else:
+                self.units.append(([module], node["unit"]))
+
+    def _made(self, node: Json) -> nn.Module:
+        kind, width = node["kind"], self.width
+        children = [self._node(child) for child in node.get("children", [])]
+        child = children[0] if len(children) == 1 else nn.Sequential(*children)
+        if kind == "tied":
+            linear = nn.Linear(width, width)
+            other = self._labelled.get(node["to"])
+            if isinstance(other, nn.Linear):
+                linear.weight = other.weight
+            return linear
+        if kind == "again":
+            return self._labelled.get(node["to"]) or nn.Identity()
+        made: dict[str, Callable[[], nn.Module]] = {
+            "linear": lambda: nn.Linear(width, width, bias=node.get("bias", True)),
+            "mlp": lambda: Mlp(width, node.get("hidden", 5)),
+            "norm": lambda: nn.LayerNorm(width),
+            "batch norm": lambda: nn.BatchNorm1d(width),
+            "scale": lambda: Scale(width),
+            "lookup": lambda: Lookup(width, node.get("rows", 5)),
+            "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(width, width)),
+            "unused": lambda: Unused(width, node.get("rows", 5)),
+            "counted": lambda: Counted(width),
+            "shape": lambda: Shape(node.get("how", "view")),
+            "sequence": lambda: nn.Sequential(*children),
+            "own": lambda: Own(width, child),
+            "residual": lambda: Residual(child),
+            "parallel": lambda: Parallel(children, node.get("reverse", False)),
+            "repeat": lambda: Repeat(child, node.get("times", 2)),
+            "dropped": lambda: Dropped(child, node.get("every", 2), node.get("by rank", False)),
+            "detached": lambda: Detached(child, node.get("no_grad", False)),
+            "double": lambda: Double(child),
+            "box": lambda: Hides(child, node.get("how", "tuple"), node.get("since", 0)),
+            "aux": lambda: Aux(width, child),
+        }
+        return made[kind]()
+
+
+# -- what plain and sharded runs have in common -----------------------------------------------------------------------
+
+
+@dataclass
+class Part:
+    """A rank's local tensor, and the cuts that it is a part by: (dim, number of parts, index)."""
+
+    local: Tensor
+    cuts: list[tuple[int, int, int]]
+
+
+@dataclass
+class PerRank:
+    """Values that each rank has of its own."""
+
+    values: list[Any]
+
+
+class Boom(Exception):  # noqa: N818
+    """Raised by a program on purpose."""
+
+
+Records = dict[str, Any]
+
+
+def optimizer_of(program: Json, model: nn.Module) -> torch.optim.Optimizer:
+    """The program's optimizer, with two parameter groups if asked for."""
+    options = dict(program.get("optimizer", {"name": "SGD"}))
+    name, two = options.pop("name", "SGD"), options.pop("two groups", False)
+    params = [param for param in model.parameters() if param.requires_grad]
+    options.setdefault("lr", 0.05)
+    if two and len(params) > 1:
+        return getattr(torch.optim, name)([{"params": params[::2]}, {"params": params[1::2], "lr": 0.01}], **options)
+    return getattr(torch.optim, name)(params, **options)
+
+
+def loss_of(program: Json, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
+    """The loss of one microbatch, whose data and random numbers depend on the arguments alone."""
+    Now.step, Now.rank = step, rank
+    torch.manual_seed(step * 1000 + micro * 10 + rank)
+    width, dtype = program.get("width", 6), getattr(torch, program.get("dtype", "float32"))
+    x, target = torch.randn(2, ROWS, width).to(dtype)
+    if program.get("input needs grad"):
+        x.requires_grad_()
+    loss = (model(x) - target).float().square().mean()
+    return loss + sum(it.aux.float() for it in model.modules() if isinstance(it, Aux))
+
+
+@contextmanager
+def booming(model: nn.Module, action: Json) -> Iterator[None]:
+    """A context in which forward or backward raises `Boom` at a module."""
+    modules = [it for it in model.modules() if not list(it.children())]
+    module = modules[action.get("module", 0) % len(modules)]
+
+    def boom(*_: Any) -> None:
+        raise Boom
+
+    def in_backward(_: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(boom)
+
+    backward = action.get("where") == "backward"
+    handle = module.register_forward_hook(in_backward) if backward else module.register_forward_pre_hook(boom)
+    try:
+        yield
+    except Boom:
+        pass
+    finally:
+        handle.remove()
+
+
+class Driver:
+    """Runs the actions of a program in order. Subclasses say how each is done."""
+
+    def __init__(self, program: Json) -> None:
+        self.program = program
+        self.records: Records = {}
+        self.number = 0
+
+    def run(self) -> Records:
+        self.snapshot("start")
+        for action in self.program.get("loop", []):
+            self.number += 1
+            getattr(self, action["do"])(action)
+            if action["do"] != "boom":  # units may be unsharded until the next forward
+                self.snapshot("parameter")
+        return self.records
+
+    def record(self, name: str, value: Any) -> None:
+        self.records[f"action {self.number}: {name.replace('_checkpoint_wrapped_module.', '')}"] = value
+
+    def snapshot(self, name: str) -> None:
+        raise NotImplementedError
+
+
+# -- plain ------------------------------------------------------------------------------------------------------------
+
+
+class Plain(Driver):
+    """All ranks' work in this process, with plain PyTorch."""
+
+    def __init__(self, program: Json) -> None:
+        super().__init__(program)
+        self.ranks = program.get("ranks", 1)
+        self.shards = self.ranks // program.get("replicas", 1)  # a norm is taken of these
+        self.summed_first = 2 if program.get("strategy") == "hfsdp" else self.shards
+        self.model = Builder(program).model
+        self.copies = [self.computing(Builder(program)) for _ in range(self.ranks)]
+        self.optimizer = self.new_optimizer()
+        self.policy = policy_of(program)
+        self.buffers_differ = True
+        self.pending: list[Tensor | None] = []
+        for made in self.copies:
+            for i, (own, param) in enumerate(zip(made.parameters(), self.model.parameters(), strict=True)):
+                self.collect_gradients(own, i, self.policy.contract(param.dtype).reduce)
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        return optimizer_of(self.program, self.model)
+
+    def computing(self, built: Builder) -> nn.Module:
+        """The copy that computes for one rank: parameters in the compute dtype, units that cast."""
+        policy = policy_of(self.program)
+        for param in built.model.parameters():
+            if not any(param is it for it in built.ignored):
+                param.data = param.data.to(policy.contract(param.dtype).compute)
+        units = [module for modules, _ in built.units for module in modules]
+        root_only = self.program.get("interface") == "wrapper"
+        for module in dict.fromkeys([*units, built.model]):
+            if (
+                policy.param_dtype is not None
+                and policy.cast_forward_inputs
+                and (module is built.model or not root_only)
+            ):
+                module.register_forward_pre_hook(
+                    lambda _, args, kwargs: map_tensors(lambda t: cast(t, policy.param_dtype), (args, kwargs)),
+                    with_kwargs=True,
+                )
+            if policy.output_dtype is not None:
+                module.register_forward_hook(
+                    lambda _, args, output: map_tensors(lambda t: cast(t, policy.output_dtype), output)
+                )
+        return built.model
+
+    def collect_gradients(self, own: nn.Parameter, i: int, dtype: torch.dtype) -> None:
+        """Add each gradient of a copy's parameter to those that wait for a reduction, in the dtype of that."""
+
+        def collect(_: Tensor) -> None:
+            grad = own.grad.to(dtype)
+            self.pending[i] = grad.clone() if self.pending[i] is None else self.pending[i] + grad
+            own.grad = None
+
+        is_trained = own.requires_grad
+        own.requires_grad_().register_post_accumulate_grad_hook(collect)
+        own.requires_grad_(is_trained)
+
+    def snapshot(self, name: str) -> None:
+        for key, param in self.model.named_parameters():
+            self.record(f"{name} {key}", param.detach().clone())
+        by_rank = [dict(it.named_buffers()) for it in self.copies]
+        for key in by_rank[0]:
+            self.record(f"buffer {key}", PerRank([it[key].clone() for it in by_rank]))
+
+    def hand_over(self) -> None:
+        """Give the copies the parameters, and the first one's buffers in the first forward after a synced backward."""
+        if self.program.get("broadcast_buffers") and self.buffers_differ:
+            for other in self.copies[1:]:
+                for theirs, first in zip(other.buffers(), self.copies[0].buffers(), strict=True):
+                    theirs.copy_(first)
+        self.buffers_differ = False
+        with torch.no_grad():
+            for made in self.copies:
+                for own, param in zip(made.parameters(), self.model.parameters(), strict=True):
+                    own.copy_(param)
+                    own.requires_grad_(param.requires_grad)
+
+    def step(self, action: Json) -> None:
+        micros, each = action.get("micro", 1), action.get("sync") == "each"
+        pending: list[list[Tensor | None]] = [[None for _ in self.model.parameters()] for _ in self.copies]
+        losses: dict[int, list[Tensor]] = {}
+        for micro in range(micros):
+            self.hand_over()
+            syncs = each or micro == micros - 1
+            of_ranks = [self.loss(made, micro, rank, action) for rank, made in enumerate(self.copies)]
+            losses[micro] = [loss.detach() for loss in of_ranks]
+            for last in [False, True] if action.get("twice") else [True]:
+                for rank, loss in enumerate(of_ranks):
+                    self.pending = pending[rank]
+                    loss.backward(retain_graph=not last)
+                if syncs:
+                    self.reduce(pending)
+            self.buffers_differ = syncs
+        for micro, of_ranks in losses.items():
+            self.record(f"loss {micro}", PerRank(of_ranks))
+        for key, param in self.model.named_parameters():
+            self.record(f"gradient {key}", None if param.grad is None else param.grad.clone())
+        if "clip" in action:
+            params = list(self.model.parameters())
+            norm = norm_in_parts([param.grad for param in params if param.grad is not None], self.shards)
+            self.record("norm", norm)
+            clip_grads_with_norm_(params, action["clip"], norm)
+        self.optimizer.step()
+        if not action.get("keep grads"):
+            self.optimizer.zero_grad(set_to_none=action.get("set_to_none", True))
+
+    def reduce(self, pending: list[list[Tensor | None]]) -> None:
+        """Add the mean over all ranks to the gradients that the optimizer sees."""
+        for i, param in enumerate(self.model.parameters()):
+            found = next((sums[i] for sums in pending if sums[i] is not None), None)
+            if found is not None:
+                whole = [torch.zeros_like(found) if sums[i] is None else sums[i] for sums in pending]
+                mean = mean_of(whole, self.summed_first).to(param.dtype)
+                param.grad = mean if param.grad is None else param.grad + mean
+        for sums in pending:
+            sums[:] = [None] * len(sums)
+
+    def loss(self, model: nn.Module, micro: int, rank: int, action: Json) -> Tensor:
+        loss = loss_of(self.program, model, self.number, micro, rank)
+        if action.get("two forwards"):
+            loss = loss + loss_of(self.program, model, self.number, micro + 5, rank)
+        return loss
+
+    def evaluate(self, action: Json) -> None:
+        self.hand_over()
+        losses = []
+        for rank, made in enumerate(self.copies):
+            made.eval()
+            with torch.inference_mode() if action.get("inference") else torch.no_grad():
+                losses.append(loss_of(self.program, made, self.number, 0, rank))
+            made.train()
+        self.record("evaluation", PerRank(losses))
+
+    def forward_only(self, action: Json) -> None:
+        self.hand_over()
+        losses = [loss_of(self.program, made, self.number, 0, rank).detach() for rank, made in enumerate(self.copies)]
+        self.record("forward", PerRank(losses))
+
+    def boom(self, action: Json) -> None:
+        self.hand_over()
+        self.pending = [None for _ in self.model.parameters()]
+        for rank, made in enumerate(self.copies):
+            with booming(made, action):
+                loss_of(self.program, made, self.number, 0, rank).backward()
+            made.zero_grad()
+        self.optimizer.zero_grad()
+
+    def edit(self, action: Json) -> None:
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.mul_(0.875)
+
+    def summon(self, action: Json) -> None:
+        for key, param in self.model.named_parameters():
+            self.record(f"summoned {key}", param.detach().clone())
+        if action.get("write"):
+            self.edit(action)
+
+    def learning_rate(self, action: Json) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def freeze(self, action: Json) -> None:
+        params = list(self.model.parameters())
+        param = params[action.get("which", 0) % len(params)]
+        param.requires_grad_(action.get("trained", False))
+
+    def copied(self, action: Json) -> None:
+        self.model = copy.deepcopy(self.model)
+        self.optimizer = self.new_optimizer()
+
+    def nothing(self, action: Json) -> None:
+        pass
+
+    def reload(self, action: Json) -> None:
+        """See that torch's state dicts of the plain model can be loaded."""
+        model, optimizer = copy.deepcopy(dcp.get_state_dict(self.model, self.optimizer))
+        dcp.set_state_dict(self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+
+    def optimizer_state(self, action: Json) -> None:
+        """A new optimizer that takes the old one's state."""
+        states, old = copy.deepcopy(self.optimizer.state_dict()), self.optimizer
+        self.optimizer = self.new_optimizer()
+        if [len(it["params"]) for it in old.param_groups] == [len(it["params"]) for it in self.optimizer.param_groups]:
+            self.optimizer.load_state_dict(states)
+        else:
+            self.optimizer = old
+
+    checkpointed = optimizer_state
+    state_dicts = unshard = nothing
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def policy_of(program: Json) -> MixedPrecisionPolicy:
+    """The precision of a program, as a policy of `fully_shard`."""
+    options = dict(program.get("precision", {}))
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        if name in options:
+            options[name] = getattr(torch, options[name])
+    return MixedPrecisionPolicy(**options)
+
+
+def run_plain(program: Json) -> Records:
+    """The records of all ranks, by plain PyTorch."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Plain(program).run()
+
+
+# -- sharded ----------------------------------------------------------------------------------------------------------
+
+
+class Sharded(Driver):
+    """One rank's work, by fullshard."""
+
+    def __init__(self, program: Json, folder: str) -> None:
+        super().__init__(program)
+        self.folder = folder
+        self.rank = dist.get_rank()
+        fullshard.share_memory_between_units(program.get("share units"))
+        fullshard.check_finite_gradients(program.get("check finite", False))
+        self.model = self.sharded(program.get("strategy", "zero3"))
+        self.optimizer = self.new_optimizer()
+
+    def new_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = optimizer_of(self.program, self.model)
+        return step_shards(optimizer) if isinstance(optimizer, torch.optim.Rprop) else optimizer
+
+    def sharded(self, strategy: str) -> nn.Module:
+        """The program's model under `strategy`."""
+        program, built = self.program, Builder(self.program)
+        self.units = [module for modules, _ in built.units for module in modules]
+        mesh = mesh_of(program, strategy)
+        options: Json = {"broadcast_buffers": program.get("broadcast_buffers", False)}
+        if program.get("interface") == "wrapper":
+            policy = policy_of(program)
+            mixed = MixedPrecision(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+            return FullyShardedDataParallel(
+                built.model,
+                sharding_strategy=GROUPED.get(strategy, strategy),
+                device_mesh=mesh,
+                auto_wrap_policy=CustomPolicy(lambda module: any(module is it for it in self.units)),
+                mixed_precision=mixed if program.get("precision") else None,
+                ignored_states=built.ignored or None,
+                forward_prefetch=program.get("forward prefetch", False),
+                limit_all_gathers=program.get("limit", True),
+                **options,
+            )
+        options |= {"mesh": mesh, "strategy": GROUPED.get(strategy, strategy), "mp_policy": policy_of(program)}
+        options |= {"ignored_params": set(built.ignored), "offload_policy": self.offload()}
+        if program.get("shard dim 1"):
+            options["shard_placement_fn"] = lambda param: Shard(1) if param.ndim > 1 else None
+        for modules, own in built.units:
+            fully_shard(modules if len(modules) > 1 else modules[0], **options | own)
+        return fully_shard(built.model, **options)
+
+    def offload(self) -> Any:
+        options = dict(self.program.get("offload", {}))
+        if options.pop("cpu", False):
+            return fullshard.CPUOffloadPolicy()
+        needs_folder = "budget" in options or any("disk" in it for it in options.values() if isinstance(it, dict))
+        return Offload(**options, folder=self.folder if needs_folder else None) if options else None
+
+    @property
+    def is_wrapper(self) -> bool:
+        return isinstance(self.model, FullyShardedDataParallel)
+
+    def snapshot(self, name: str) -> None:
+        for key, param in self.model.named_parameters():
+            self.record(f"{name} {key}", part(param))
+        for key, buffer in self.model.named_buffers():
+            self.record(f"buffer {key}", buffer.detach().clone())
+
+    def step(self, action: Json) -> None:
+        micros, each = action.get("micro", 1), action.get("sync") == "each"
+        losses: Records = {}
+        for micro in range(micros):
+            syncs = each or micro == micros - 1
+            use_context = self.is_wrapper or action.get("no_sync")
+            if not use_context:
+                self.model.set_requires_gradient_sync(syncs)
+            with self.model.no_sync() if use_context and not syncs else nullcontext():
+                loss = Plain.loss(self, self.model, micro, self.rank, action)
+                losses[f"loss {micro}"] = loss.detach()
+                if action.get("twice"):
+                    loss.backward(retain_graph=True)
+                loss.backward()
+        for name, loss in losses.items():
+            self.record(name, loss)
+        for key, param in self.model.named_parameters():
+            self.record(f"gradient {key}", None if param.grad is None else part(param.grad))
+        if "clip" in action:
+            params = list(self.model.parameters())
+            if action.get("clip by torch"):
+                norm = nn.utils.clip_grad_norm_(params, action["clip"])
+                norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+            elif self.is_wrapper:
+                norm = self.model.clip_grad_norm_(action["clip"])
+            else:
+                norm = fullshard.clip_grad_norm_(params, action["clip"])
+            self.record("norm", norm.detach().clone())
+        self.optimizer.step()
+        if not action.get("keep grads"):
+            target = self.model if action.get("zero model") else self.optimizer
+            target.zero_grad(set_to_none=action.get("set_to_none", True))
+
+    def evaluate(self, action: Json) -> None:
+        self.model.eval()
+        with torch.inference_mode() if action.get("inference") else torch.no_grad():
+            self.record("evaluation", loss_of(self.program, self.model, self.number, 0, self.rank))
+        self.model.train()
+
+    def forward_only(self, action: Json) -> None:
+        self.record("forward", loss_of(self.program, self.model, self.number, 0, self.rank).detach())
+
+    def boom(self, action: Json) -> None:
+        with booming(self.model, action):
+            loss_of(self.program, self.model, self.number, 0, self.rank).backward()
+        self.optimizer.zero_grad()
+
+    def edit(self, action: Json) -> None:
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.mul_(0.875)
+
+    def summon(self, action: Json) -> None:
+        with summon_full_params(self.model, writeback=bool(action.get("write"))):
+            for key, param in self.model.named_parameters():
+                self.record(f"summoned {key}", param.detach().clone())
+            if action.get("write"):
+                self.edit(action)
+
+    learning_rate = Plain.learning_rate
+    freeze = Plain.freeze
+    optimizer_state = Plain.optimizer_state
+    nothing = Plain.nothing
+
+    def copied(self, action: Json) -> None:
+        self.model = copy.deepcopy(self.model)
+        self.units = []
+        self.optimizer = self.new_optimizer()
+
+    def unshard(self, action: Json) -> None:
+        units = [it for it in self.units if hasattr(it, "unshard")] or [self.model]
+        unit = units[action.get("which", 0) % len(units)]
+        if hasattr(unit, "unshard"):
+            handle = unit.unshard(async_op=action.get("async", False))
+            if handle is not None and not action.get("no wait"):
+                handle.wait()
+            if not action.get("leave"):
+                unit.reshard()
+
+    def state_dicts(self, action: Json) -> None:
+        """Load its own state dict, after the values were lost."""
+        states = copy.deepcopy(self.model.state_dict())
+        self.lose_values()
+        self.model.load_state_dict(states)
+
+    def reload(self, action: Json) -> None:
+        """Save and load by torch's state dicts of model and optimizer."""
+        options = dcp.StateDictOptions(full_state_dict=action.get("full", False))
+        model, optimizer = copy.deepcopy(dcp.get_state_dict(self.model, self.optimizer, options=options))
+        self.lose_values()
+        dcp.set_state_dict(
+            self.model, self.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=options
+        )
+
+    def checkpointed(self, action: Json) -> None:
+        """Save a checkpoint; load it into this model, or into a new one under another strategy."""
+        from fullshard.checkpoint import async_save, load, save
+
+        folder = Path(self.folder, "checkpoints")
+        if action.get("async"):
+            async_save(folder, model=self.model, optimizer=self.optimizer, step=self.number).wait()
+        else:
+            save(folder, model=self.model, optimizer=self.optimizer, step=self.number)
+        trained = [param.requires_grad for param in self.model.parameters()]
+        if "into" in action:
+            self.model = self.sharded(action["into"])
+            for param, is_trained in zip(self.model.parameters(), trained, strict=True):
+                param.requires_grad_(is_trained)
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            self.optimizer = self.new_optimizer()
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        self.lose_values()
+        load(folder, model=self.model, optimizer=self.optimizer)
+
+    def lose_values(self) -> None:
+        with torch.no_grad():
+            for tensor in [*self.model.parameters(), *self.model.buffers()]:
+                tensor.zero_()
+
+
+def part(tensor: Tensor) -> Part:
+    """A copy of this rank's part of `tensor`."""
+    if not isinstance(tensor, DTensor):
+        return Part(tensor.detach().clone(), [])
+    mesh = tensor.device_mesh
+    cuts = [
+        (placement.dim, mesh.size(axis), mesh.get_local_rank(axis))
+        for axis, placement in enumerate(tensor.placements)
+        if isinstance(placement, Shard)
+    ]
+    return Part(tensor.to_local().detach().clone(), cuts)
+
+
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh_of(program: Json, strategy: str) -> DeviceMesh:
+    ranks, replicas = program.get("ranks", 1), program.get("replicas", 1)
+    shape = (replicas, ranks // replicas) if replicas > 1 or strategy.startswith("hsdp") else (ranks,)
+    if shape not in _meshes:
+        _meshes[shape] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return _meshes[shape]
+
+
+@dataclass
+class Outcome:
+    """The end of a program on one rank: its records, or the error."""
+
+    records: Records | None = None
+    error: str = ""
+    is_ours: bool = False
+    place: str = ""  # the innermost function of fullshard
+    details: str = ""
+
+
+def run_sharded(program: Json, folder: str) -> Outcome:
+    """Run a program on this rank."""
+    logging.getLogger("fullshard").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Outcome(records=Sharded(program, folder).run())
+    except Exception as error:
+        ours = [it for it in traceback.extract_tb(error.__traceback__) if "/fullshard/" in it.filename]
+        return Outcome(
+            error=f"{type(error).__name__}: {error}",
+            is_ours=isinstance(error, FullshardError),
+            place=f"{Path(ours[-1].filename).name}:{ours[-1].name}" if ours else "",
+            details=traceback.format_exc(),
+        )
+    finally:
+        fullshard.share_memory_between_units(None)
+        fullshard.check_finite_gradients(False)
+
+
+# -- comparison -------------------------------------------------------------------------------------------------------
+
+
+def first_difference(actual: Records, expected: Records, rank: int) -> str | None:
+    """The first record that differs from the plain one, described; None if all bits are the same."""
+    if actual.keys() != expected.keys():
+        odd = sorted(actual.keys() ^ expected.keys())
+        return f"{odd[0]}: recorded on one side only"
+    for name, plain in expected.items():
+        ours, wanted = actual[name], plain.values[rank] if isinstance(plain, PerRank) else plain
+        if isinstance(ours, Part):
+            ours, wanted = ours.local, None if wanted is None else cut(wanted, ours.cuts)
+        if (found := difference(ours, wanted)) is not None:
+            return f"{name}, rank {rank}: {found}"
+    return None
+
+
+def cut(tensor: Tensor, cuts: list[tuple[int, int, int]]) -> Tensor:
+    for dim, count, index in cuts:
+        parts = tensor.chunk(count, dim)
+        tensor = parts[index] if index < len(parts) else tensor.narrow(dim, 0, 0)
+    return tensor
+
+
+def difference(ours: Tensor | None, plain: Tensor | None) -> str | None:
+    if ours is None or plain is None:
+        return None if ours is plain else f"{describe(ours)} instead of {describe(plain)}"
+    if (ours.dtype, ours.shape) != (plain.dtype, plain.shape):
+        return f"{describe(ours)} instead of {describe(plain)}"
+    ours, plain = ours.detach(), plain.detach()
+    differs = differing(ours, plain)
+    if not differs.any():
+        return None
+    gap = float(gaps(ours, plain, differs).max())
+    return f"{int(differs.sum())} of {ours.numel()} elements differ, by at most {gap:.3g}"
+
+
+def describe(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)}"
+
+
+def is_finite(records: Records) -> bool:
+    tensors = [it for value in records.values() for it in (value.values if isinstance(value, PerRank) else [value])]
+    return all(bool(torch.isfinite(it).all()) for it in tensors if isinstance(it, Tensor))
+
+
+def main(program: Json) -> int:
+    """Run `program` on the ranks of torchrun, compare it with the plain run, and report."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    if program.get("no shared memory"):
+        fullshard.share_memory_between_ranks(False)
+    if dist.get_world_size() != program.get("ranks", 1):
+        raise SystemExit(f"start this with --nproc-per-node {program.get('ranks', 1)}")
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    expected = run_plain(program)
+    outcome = run_sharded(program, folder[0])
+    if outcome.records is None:
+        print(f"rank {dist.get_rank()}: {outcome.details}", file=sys.stderr, flush=True)
+        os._exit(1)
+    found = first_difference(outcome.records, expected, dist.get_rank())
+    print(f"rank {dist.get_rank()}: {found or 'the same bits'}", flush=True)
+    dist.barrier()
+    return int(found is not None)

@@ -1,0 +1,276 @@
+"""Random programs. A missing key means the default, so that shrinking deletes keys."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from benchmarks.fuzzing.execution import BOXES
+
+Json = dict[str, Any]
+
+FEATURES = ("hidden", "aux")
+"""Parts that `--without` leaves out."""
+HIDDEN = ("list subclass", "object", "closure")
+
+LEAVES = {
+    "linear": 4,
+    "mlp": 4,
+    "norm": 2,
+    "batch norm": 1,
+    "scale": 1,
+    "lookup": 1,
+    "weight norm": 0.5,
+    "unused": 1,
+    "counted": 1,
+    "shape": 2,
+    "tied": 2,
+    "again": 1,
+}
+INNER = {
+    "sequence": 4,
+    "own": 1,
+    "residual": 2,
+    "parallel": 1,
+    "repeat": 1,
+    "dropped": 0.5,
+    "detached": 0.5,
+    "double": 0.5,
+    "box": 1,
+    "aux": 0.3,
+}
+OPTIMIZERS: list[Json] = [
+    {"name": "SGD"},
+    {"name": "SGD", "momentum": 0.9, "nesterov": True},
+    {"name": "SGD", "momentum": 0.9, "foreach": True, "weight_decay": 0.1},
+    {"name": "AdamW", "lr": 0.01},
+    {"name": "AdamW", "lr": 0.01, "foreach": True},
+    {"name": "AdamW", "lr": 0.01, "fused": True},
+    {"name": "Adam", "lr": 0.01, "amsgrad": True},
+    {"name": "Adagrad", "lr": 0.02},
+    {"name": "RMSprop", "lr": 0.005, "momentum": 0.5},
+    {"name": "NAdam", "lr": 0.005},
+    {"name": "RAdam", "lr": 0.005},
+    {"name": "Adamax", "lr": 0.005},
+    {"name": "Adadelta"},
+    {"name": "ASGD"},
+    {"name": "Rprop", "lr": 0.005},
+]
+OFFLOADS: list[Json] = [
+    {"cpu": True},
+    {"optimizer": {"cpu": 1.0}},
+    {"optimizer": {"disk": 0.5}},
+    {"optimizer": {"cpu": 0.5, "disk": 0.5}},
+    {"parameters": {"disk": 0.5}},
+    {"parameters": {"disk": 1.0}},
+    {"activations": {"disk": 1.0}},
+    {"activations": {"cpu": 0.5, "disk": 0.5}},
+    {"budget": "1MB"},
+]
+
+
+class Generator:
+    """One random program of a seed."""
+
+    def __init__(self, seed: str, ranks: tuple[int, ...] = (1, 2, 3, 4), without: tuple[str, ...] = ()) -> None:
+        self.random = random.Random(seed)
+        self._ranks = ranks
+        self._without = without
+        self._labels: list[str] = []
+        self._size = 0
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def weighted(self, weights: dict[str, float]) -> str:
+        return self.random.choices(list(weights), list(weights.values()))[0]
+
+    def program(self) -> Json:
+        choose = self.random.choice
+        self.with_precision = self.chance(0.25)
+        ranks = choose(self._ranks)
+        program: Json = {"ranks": ranks, "width": choose((5, 6, 16, 48)), "seed": self.random.randrange(1000)}
+        self._limit = choose((4, 8, 14))
+        nodes = [self.node(0) for _ in range(self.random.randint(1, 4))]
+        nodes.insert(self.random.randint(0, len(nodes)), {"kind": "linear"})  # something is trained
+        program["model"] = {"kind": "sequence", "children": nodes}
+        program["strategy"] = choose(("ddp", "zero1", "zero2", "zero3", "zero3", "hsdp", "hsdp_zero2"))
+        if program["strategy"].startswith("hsdp"):
+            program["replicas"] = choose([it for it in (1, 2, 4) if ranks % it == 0])
+        if ranks == 4 and self.chance(0.15):
+            program |= {"strategy": choose(("hpz", "hfsdp"))}
+            program.pop("replicas", None)
+        if self.with_precision:
+            program["precision"] = self.precision()
+        elif self.chance(0.08):
+            program["dtype"] = choose(("bfloat16", "float64"))
+        self.interface(program)
+        optimizers = OPTIMIZERS
+        if ranks > 1 and program["strategy"] != "ddp":  # a fused kernel of torch rounds the last elements differently
+            optimizers = [it for it in OPTIMIZERS if "fused" not in it]
+        program["optimizer"] = choose(optimizers) | ({"two groups": True} if self.chance(0.2) else {})
+        for key, probability in (("input needs grad", 0.1), ("broadcast_buffers", 0.1), ("check finite", 0.1)):
+            if self.chance(probability):
+                program[key] = True
+        if self.chance(0.2):
+            program["share units"] = self.chance(0.3)
+        if self.chance(0.15):
+            program["no shared memory"] = True
+        program["loop"] = self.loop(program)
+        return one_call(program) if "reentrant" in str(program) else program
+
+    def interface(self, program: Json) -> None:
+        if self.chance(0.3) and "output_dtype" not in program.get("precision", {}):
+            program["interface"] = "wrapper"
+            if self.with_precision and "batch norm" in str(program["model"]):
+                program.pop("precision")
+            program.get("precision", {}).pop("cast_forward_inputs", None)
+            for key in ("forward prefetch", "limit"):
+                if self.chance(0.2):
+                    program[key] = key != "limit"
+            return
+        if self.chance(0.2):
+            program["offload"] = self.random.choice(OFFLOADS)
+        if self.chance(0.08):
+            program["shard dim 1"] = True
+
+    def precision(self) -> Json:
+        choose = self.random.choice
+        made: Json = {"param_dtype": choose(("bfloat16", "bfloat16", "float16"))}
+        if self.chance(0.6):
+            made["reduce_dtype"] = choose(("float32", "bfloat16", "float64"))
+        if self.chance(0.2):
+            made["output_dtype"] = choose(("float32", "bfloat16"))
+        if self.chance(0.1):
+            del made["param_dtype"]
+            made["reduce_dtype"] = "bfloat16"
+        return made
+
+    def node(self, depth: int) -> Json:
+        self._size += 1
+        is_leaf = depth >= 4 or self._size >= self._limit or self.chance(0.45)
+        kind = self.weighted(LEAVES if is_leaf else INNER)
+        if kind in ("tied", "again") and not self._labels:
+            kind = "linear"
+        if kind in ("aux",) and "aux" in self._without:
+            kind = "residual"
+        node: Json = {"kind": kind}
+        choose = self.random.choice
+        if not is_leaf:
+            count = self.random.randint(1, 3) if kind in ("sequence", "parallel") else 1
+            node["children"] = [self.node(depth + 1) for _ in range(count)]
+        if kind == "linear":
+            node |= {"label": str(self._size)} | ({} if self.chance(0.7) else {"bias": False})
+            self._labels.append(node["label"])
+        elif kind in ("tied", "again"):
+            node["to"] = choose(self._labels)
+        elif kind == "mlp":
+            node["hidden"] = choose((1, 3, 7, 16, 192))
+        elif kind in ("lookup", "unused"):
+            node["rows"] = choose((1, 3, 9))
+        elif kind == "shape":
+            node["how"] = choose(("inplace", "inplace on input", "strides", "view", "same", "dropout"))
+        elif kind == "repeat":
+            node["times"] = choose((2, 3))
+        elif kind == "dropped":
+            node |= {"every": choose((2, 3))} | ({"by rank": True} if self.chance(0.3) else {})
+        elif kind == "detached" and self.chance(0.5):
+            node["no_grad"] = True
+        elif kind == "parallel" and self.chance(0.5):
+            node["reverse"] = True
+        elif kind == "box":
+            node["how"] = choose([it for it in BOXES if "hidden" not in self._without or it not in HIDDEN])
+            if self.chance(0.3):
+                node["since"] = 3
+        self.flags(node)
+        return node
+
+    def flags(self, node: Json) -> None:
+        if self.chance(0.15 if node["kind"] in LEAVES else 0.5):
+            node["unit"] = {}
+            if self.chance(0.2):
+                node["unit"] = {"reshard_after_forward": self.chance(0.5)}
+            if self.chance(0.3):
+                node["as one"] = True
+        if self.chance(0.08):
+            node["frozen"] = True
+        if self.chance(0.03):
+            node["ignored"] = True
+        if self.chance(0.12) and node["kind"] not in ("box", "aux"):
+            node["recompute"] = self.random.choice(("no", "no", "reentrant", "wrapper"))
+            if self.chance(0.4):
+                node["unit outside"] = True
+
+    def loop(self, program: Json) -> list[Json]:
+        others = {
+            "evaluate": 2,
+            "forward_only": 1,
+            "boom": 1,
+            "edit": 1,
+            "summon": 1,
+            "learning_rate": 1,
+            "freeze": 0.7,
+            "copied": 0.5,
+            "unshard": 1,
+            "state_dicts": 1,
+            "optimizer_state": 0.7,
+            "reload": 0.7,
+            "checkpointed": 1,
+        }
+        loop = [self.step(program)]
+        for _ in range(self.random.randint(1, 6)):
+            loop.append(self.step(program) if self.chance(0.6) else self.other(self.weighted(others), program))
+        if "by rank" in str(program["model"]):  # an error on one rank alone leaves the others waiting
+            loop = [action for action in loop if action["do"] != "boom"]
+        return loop
+
+    def step(self, program: Json) -> Json:
+        action: Json = {"do": "step"}
+        choose = self.random.choice
+        if program["strategy"] != "hfsdp" and self.chance(0.35):
+            action["micro"] = choose((2, 3))
+            if self.chance(0.4):
+                action["sync"] = "each"
+        for key, probability in (
+            ("two forwards", 0.1),
+            ("twice", 0.07),
+            ("no_sync", 0.3),
+            ("keep grads", 0.05),
+            ("zero model", 0.2),
+        ):
+            if self.chance(probability):
+                action[key] = True
+        if self.chance(0.15):
+            action["set_to_none"] = False
+        if self.chance(0.35) and not program.get("shard dim 1"):
+            action["clip"] = choose((0.1, 1.0, 100.0))
+        return action
+
+    def other(self, do: str, program: Json) -> Json:
+        action: Json = {"do": do}
+        choose = self.random.choice
+        if do == "boom":
+            action |= {"where": choose(("forward", "backward")), "module": self.random.randrange(20)}
+        elif do in ("unshard", "freeze"):
+            action["which"] = self.random.randrange(20)
+        if do == "freeze" and self.chance(0.5):
+            action["trained"] = True
+        if do == "checkpointed" and self.chance(0.5) and "replicas" not in program:
+            action["into"] = choose(("ddp", "zero1", "zero2", "zero3"))
+        flags = {"unshard": ("async", "no wait", "leave"), "summon": ("write",), "evaluate": ("inference",)}
+        flags |= {"checkpointed": ("async",)}
+        for flag in flags.get(do, ()):
+            if self.chance(0.4):
+                action[flag] = True
+        return action
+
+
+def one_call(program: Json) -> Json:
+    """The program with reentrant checkpoints replaced where a parameter has several gradients in one backward.
+
+    Each nested backward of a reentrant checkpoint is a reduction of its own, so gradients add up in another order.
+    """
+    several = ("repeat", "again", "tied", "own", "two forwards")
+    text = json.dumps(program)
+    return json.loads(text.replace('"reentrant"', '"no"')) if any(f'"{it}"' in text for it in several) else program

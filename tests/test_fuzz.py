@@ -1,0 +1,87 @@
+"""The fuzzer: a fixed sample of its programs, and faults in the engine that it finds and shrinks."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from benchmarks.fuzzing.generation import Generator
+from benchmarks.fuzzing.judging import EQUAL, WRONG, Pool, script_of, shrink
+
+from fullshard.comm import pairwise, shared_memory
+
+SAMPLE = 30
+LATER = ("hidden", "aux")  # backward through units whose outputs no hook sees
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Bits may depend on the number of threads, and ranks have one each."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_a_sample_of_programs_is_equal_to_plain_pytorch_or_refused():
+    with Pool() as pool:
+        programs = {f"sample:{i}": Generator(f"sample:{i}", (1, 2), LATER).program() for i in range(SAMPLE)}
+        verdicts = {name: pool.judge(program) for name, program in programs.items()}
+    failures = {name: verdict for name, verdict in verdicts.items() if verdict.is_failure}
+    assert not failures
+    assert sum(verdict.kind == EQUAL for verdict in verdicts.values()) > SAMPLE / 2
+
+
+def scale_gradients() -> None:
+    whole_sum = pairwise.sum_in_rank_order
+
+    def scaled(out, terms, divisor):
+        whole_sum(out, terms, divisor * 1.01)
+
+    patch.object(shared_memory, "sum_in_rank_order", scaled).start()
+
+
+def leave_a_rank_out() -> None:
+    whole_sum = pairwise.sum_in_rank_order
+
+    def partial_sum(out, terms, divisor):
+        whole_sum(out, terms[:1], divisor)
+
+    patch.object(shared_memory, "sum_in_rank_order", partial_sum).start()
+
+
+@pytest.mark.parametrize("fault", [leave_a_rank_out, pytest.param(scale_gradients, marks=pytest.mark.slow)])
+def test_a_planted_fault_is_found_and_shrunk(fault):
+    with Pool(before=fault) as pool:
+        programs = (Generator(f"planted:{i}", (2,), LATER).program() for i in range(20))
+        found = next(program for program in programs if pool.judge(program).kind == WRONG)
+        shrunk = shrink(found, lambda smaller: pool.judge(smaller).kind == WRONG, 60)
+        verdict = pool.judge(shrunk)
+    assert verdict.kind == WRONG
+    assert len(shrunk["loop"]) == 1
+    assert len(str(shrunk)) < 200
+
+
+def test_reductions_of_a_program_are_simpler_and_end():
+    program = Generator("any", (4,)).program()
+
+    assert shrink(program, lambda smaller: True) == {}
+
+
+def test_a_printed_script_runs_alone(tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(script_of({"loop": [{"do": "step"}]}))
+    env = os.environ | {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[1] / "src"),
+    }
+    ran = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert "the same bits" in ran.stdout
