@@ -435,9 +435,9 @@ def scenarios() -> Iterator[Scenario]:
                     yield strategy, loop, option
 
 
-def tape_of(strategy: str, loop: str, option: str, *, values: bool = True) -> dry.Tape:
+def tape_of(strategy: str, loop: str, option: str, *, values: bool = True, rank: int = 0) -> dry.Tape:
     run, layer = LOOPS[loop]
-    with dry.world(8), mock.patch.multiple(activations, **AWAY):
+    with dry.world(8, rank=rank), mock.patch.multiple(activations, **AWAY):
         mesh = {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
         with dry.taped(values=values) as tape:
             options = {"strategy": GROUPED.get(strategy, strategy), **OPTIONS[option]}
@@ -498,6 +498,12 @@ common = pytest.mark.parametrize("strategy", STRATEGIES)
 @common
 def test_no_lane_touches_what_another_still_uses(strategy):
     looked_through(of_strategy(strategy, common=True))
+
+
+@pytest.mark.parametrize("rank", [3, 7])
+def test_nor_on_ranks_other_than_the_first(rank):
+    for scenario in (("zero3", "steps", ""), ("hsdp", "accumulation", "bf16"), ("zero1", "steps", "offload")):
+        assert not dry.races(tape_of(*scenario, rank=rank)), scenario
 
 
 @common
