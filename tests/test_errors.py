@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
 from torch.nn.parallel import DistributedDataParallel
@@ -565,6 +566,20 @@ def a_backward_of_a_pipeline_s_stage_in_two_parts() -> Steps:
     stage._validate_fwd_input = stage._validate_fwd_outputs = lambda *args: None
     yield
     torch.autograd.grad(stage.forward_one_chunk(0, (x,)).sum(), x)
+
+
+@mistake(RuntimeError, "Failed to run stage backward input", sends=True)
+def a_backward_in_two_parts_without_a_stage() -> Steps:
+    model, x = sharded(), inputs().requires_grad_()
+    yield
+    try:
+        stage_backward_input([model(x).sum()], None, [x], model.parameters())
+    except RuntimeError as error:
+        assert isinstance(error.__cause__, StateError)
+        assert "stage_backward_input was called on FSDPChain, which is sharded" in str(error.__cause__)
+        model(inputs()).sum().backward()  # nothing is left of it
+        assert all(param.grad is not None for param in model.parameters())
+        raise
 
 
 @mistake(ConfigError, "bucket_bytes=0", "positive number")

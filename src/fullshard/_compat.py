@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partialmethod
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -77,6 +78,7 @@ __all__ = [
     "holds_tensors",
     "implicitly_replicates",
     "in_backward",
+    "in_backward_of_inputs",
     "in_function_transform",
     "in_pipeline_stage",
     "initialising_without_values",
@@ -161,6 +163,19 @@ def in_pipeline_stage() -> bool:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
+
+
+def in_backward_of_inputs() -> bool:
+    """True while `stage_backward_input` of `torch.distributed.pipelining` runs, in whichever thread."""
+    module = sys.modules.get("torch.distributed.pipelining._backward")
+    code = None if module is None else module.stage_backward_input.__code__
+    for innermost in () if code is None else sys._current_frames().values():  # a GPU's backward has its own threads
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is code:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

@@ -30,7 +30,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fullshard._compat import in_backward, in_pipeline_stage, on_backward_end
+from fullshard._compat import in_backward, in_backward_of_inputs, in_pipeline_stage, on_backward_end
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.lanes import Lanes
 from fullshard.engine.activations import Activations
@@ -269,8 +269,19 @@ class Runtime:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> int:
-        """The number of the backward that is executing; the first call in one arranges for its end."""
+        """The number of the backward that is executing; the first call in one arranges for its end.
+
+        Raises:
+            StateError: it takes gradients of inputs alone, and those of parameters later, when no hook sees them.
+        """
         if self.phase is not Phase.BACKWARD:
+            if in_backward_of_inputs() and any(unit.trainable for unit in self.units):
+                raise StateError(
+                    f"stage_backward_input was called on {type(self.units[0].module).__name__}, which is sharded: it "
+                    "takes gradients of inputs first, and those of parameters later (stage_backward_weight), when they "
+                    "would not be reduced. Zero-bubble schedules do so. Make the stages by "
+                    "fullshard.integrations.pipelining.PipelineStage; in a loop without stages call backward()."
+                )
             self.phase = Phase.BACKWARD
             self.disks.begin_pass()
             self.serial += 1
