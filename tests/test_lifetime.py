@@ -1,15 +1,29 @@
 """A sharded model can be moved, copied in place and dropped like any other."""
 
 import gc
+import re
 import weakref
+from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import ConfigError, StateError, fully_shard
+from fullshard import ConfigError, Offload, StateError, clip_grad_norm_, fully_shard, summon_full_params
+from fullshard._compat import default_store
+from fullshard.checkpoint import async_save, load, save
+from fullshard.checkpoint.safety_copy import SafetyCopies
 from fullshard.device.memory import Slot
 from fullshard.engine.registry import units_in
 from fullshard.testing import assert_same, run_ranks
@@ -144,3 +158,80 @@ def leave_shared_memory() -> None:
 
 def test_a_unit_that_leaves_shared_memory_hides_no_graph_that_waits():
     run_ranks(2, leave_shared_memory)
+
+
+# -- process groups that come and go ----------------------------------------------------------------------------------
+
+
+def kept_by_process() -> dict[str, int]:
+    """Counts of what the system keeps for this process: descriptors by kind, threads, children, shared memory."""
+    gc.collect()
+    found: Counter[str] = Counter()
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # that of the listing itself
+            found[re.sub(r"\d+", "N", str(link.readlink()).partition(":")[0])] += 1
+    found["threads"] = len(list(Path("/proc/self/task").iterdir()))
+    found["children"] = sum(
+        len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children") if path.exists()
+    )
+    found["shared mappings"] = Path("/proc/self/maps").read_text().count("memfd:fullshard")
+    return dict(found)
+
+
+def use_all(folder: Path, cycle: int, features: frozenset[str]) -> None:
+    """Train for a step, and use what keeps something for its process group."""
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        step(model)
+        if "clip" in features:
+            clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    if "save" in features:
+        load(save(folder, model=model, optimizer=optimizer, step=cycle, keep=1), model=model, optimizer=optimizer)
+    if "async_save" in features:
+        async_save(folder, model=model, optimizer=optimizer, step=100 + cycle, keep=1).wait()
+    if "safety copy" in features:
+        memory = folder / f"memory{dist.get_rank()}"
+        memory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        SafetyCopies(memory).save(model=model, optimizer=optimizer, step=cycle, extra=None).wait()
+    if "summon" in features:
+        with summon_full_params(model):
+            pass
+    if "states" in features:
+        whole = StateDictOptions(full_state_dict=True)
+        get_model_state_dict(model, options=whole)
+        get_optimizer_state_dict(model, optimizer, options=whole)
+    if "disk" in features:
+        step(fully_shard(nn.Linear(8, 8), offload_policy=Offload(parameters={"disk": 1.0}, folder=folder / "disk")))
+    if "hsdp" in features:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+        step(fully_shard(nn.Linear(8, 8), strategy="hsdp", mesh=mesh))
+
+
+def come_and_go(folder: Path, cycles: int, features: frozenset[str]) -> list[dict[str, int]]:
+    """What is kept after each cycle, in which a process group is made, used and destroyed."""
+    store = default_store()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    found = []
+    for cycle in range(cycles):
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"cycle {cycle}", store), rank=rank, world_size=world)
+        use_all(folder, cycle, features)
+        dist.barrier()
+        dist.destroy_process_group()
+        found.append(kept_by_process())
+    return found
+
+
+FEATURES = frozenset({"clip", "save", "async_save", "safety copy", "summon", "states", "disk", "hsdp"})
+
+
+def test_nothing_outlives_its_process_group_for_more_than_a_cycle(tmp_path):
+    """No more descriptors, threads, children and shared memory after seven cycles than after one of the first three:
+    threads of the process group before may not have ended yet.
+    """
+    for found in run_ranks(2, come_and_go, tmp_path, 7, FEATURES, timeout=120):
+        most = {kind: max(cycle.get(kind, 0) for cycle in found[:3]) for kind in found[-1]}
+        assert {kind: number for kind, number in found[-1].items() if number > most[kind]} == {}, found

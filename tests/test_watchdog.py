@@ -1,5 +1,6 @@
 """A job whose ranks would wait for ever ends by itself, and says which rank was lost or where all of them are."""
 
+import ast
 import os
 import re
 import signal
@@ -91,9 +92,7 @@ for step in range(1, 10):
         dist.barrier()
         if dist.get_rank() == 1:
             exec(action)
-        elif elsewhere:  # in something that does not notice, as a GPU would not
-            with here.waiting("all_gather", Origin("0", Phase.FORWARD, 1)):
-                time.sleep(100)
+        exec(elsewhere)
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -108,13 +107,20 @@ class Ended:
     said: str
 
 
-def run(action: str, setting: str = "", *, steps: str = "6", elsewhere: bool = False) -> list[Ended]:
-    """How each of three ranks ended."""
+# Something that does not notice, as a GPU would not.
+UNAWARE = """
+with here.waiting("all_gather", Origin("0", Phase.FORWARD, 1)):
+    time.sleep(100)
+"""
+
+
+def run(action: str, setting: str = "", *, steps: str = "6", elsewhere: str = "") -> list[Ended]:
+    """How each of three ranks ended. At `steps` rank 1 takes `action`, and the others do what `elsewhere` says."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD), "OMP_NUM_THREADS": "1"}
-    options = [action, setting, steps, "elsewhere" if elsewhere else ""]
+    options = [action, setting, steps, elsewhere]
     common["PYTHONPATH"] = str(Path(fullshard.__file__).parents[1])
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-c", FORKS + SCRIPT, folder, *options]
@@ -175,12 +181,154 @@ def test_ranks_that_wait_for_a_lost_one_say_which_and_where(action, code, how):
 
 @pytest.mark.slow
 def test_ranks_that_do_not_notice_a_loss_are_ended():
-    first, lost, last = run(IN_RING + "os.kill(os.getpid(), signal.SIGKILL)", elsewhere=True)
+    first, lost, last = run(IN_RING + "os.kill(os.getpid(), signal.SIGKILL)", elsewhere=UNAWARE)
     for rank, end in ((0, first), (2, last)):
         assert end.code == EXIT_CODE
         assert "[fullshard] rank 1 was lost: its process ended without a word" in end.said
         assert f"Rank {rank} was in all_gather of 0 in forward, microbatch 1, step 5, for" in end.said
         assert end.at - lost.at < 10
+
+
+SAVES = """
+import tempfile
+import fullshard.checkpoint.saving as saving
+def save(hangs=False):
+    if hangs:
+        saving.write_files = lambda *args: time.sleep(100)
+    saving.async_save(folder, model=model, step=step).wait()
+def start_save(hangs=False):
+    if hangs:
+        saving.write_files = lambda *args: time.sleep(100)
+    return saving.async_save(folder, model=model, step=step)
+step = 0
+folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+dist.broadcast_object_list(folder)
+folder = folder[0]
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def check_lost(ends: list[Ended], places: dict[int, str]) -> None:
+    """Rank 1 was killed; the others ended soon after that, and have said where they were, if that is given."""
+    first, lost, last = ends
+    assert lost.code == -KILLED
+    for rank, end in ((0, first), (2, last)):
+        assert end.code in (1, EXIT_CODE), end.said
+        assert end.at - lost.at < 30  # and not the 30 minutes of the process group
+        assert "rank 1 was lost: its process ended without a word" in end.said
+        assert places.get(rank, "") in end.said
+
+
+def test_a_loss_ends_ranks_that_wait_to_save():
+    """For the process group of the first save, whose store would let them wait for 30 minutes."""
+    ends = run(IN_RING + KILL, SAVES, elsewhere="start_save()")
+    check_lost(ends, dict.fromkeys((0, 2), "in making of a process group for saves"))
+
+
+@pytest.mark.slow
+def test_a_loss_ends_ranks_whose_save_waits_in_the_background():
+    """Whether the program waits for it, or has ended and Python waits for the thread."""
+    action = "pending = start_save(hangs=True); time.sleep(1); " + KILL
+    others = "pending = start_save()\nif dist.get_rank() == 0:\n    pending.wait()\nelse:\n    sys.exit()"
+    first, lost, last = run(action, SAVES + "save()", elsewhere=others)
+    assert lost.code == -KILLED
+    assert first.code in (1, EXIT_CODE)
+    assert last.code in (0, 1, EXIT_CODE)
+    assert max(first.at, last.at) - lost.at < 30  # and not the 30 minutes of the process group
+
+
+@pytest.mark.slow
+def test_a_loss_ends_ranks_that_gather_a_parameter():
+    whole = "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else time.sleep(100)"
+    first, lost, _ = run(IN_RING + KILL, elsewhere=whole)
+    assert lost.code == -KILLED
+    assert first.code in (1, EXIT_CODE)
+
+
+def test_a_parameter_that_one_rank_gathers_alone_is_told_early():
+    """As a barrier is that others do not come to."""
+    alone = "threading.Timer(6.5, lambda: os._exit(9)).start()\n"
+    whole = alone + "next(model.parameters()).full_tensor() if dist.get_rank() == 0 else dist.barrier()"
+    ends = run("import time; time.sleep(0.1); dist.barrier()", EARLY + "import threading", elsewhere=whole)
+    reports = "".join(end.said for end in ends)
+    assert "and no rank does anything but wait, though not all for the same: every rank must" in reports
+    assert "rank 0: in DTensor.full_tensor, step 5, at " in reports
+    assert "in torch.distributed.barrier, step 5, at " in reports
+
+
+EARLY = "import fullshard.liveness.watchdog as it; it._EARLY_S = 2.2\n"
+
+
+# Whoever waits for other ranks does it in `here.waiting`. These wait for something else, or are waited for there.
+WAITS_KNOWN = {
+    **dict.fromkeys(("_compat.py", "device/lanes.py"), "queued work"),
+    **dict.fromkeys(
+        ("comm/encoded.py", "comm/pairwise.py", "comm/two_level.py", "comm/wire.py", "engine/reduction.py"),
+        "Collectives.start",
+    ),
+    **dict.fromkeys(
+        ("engine/unit.py", "fully_shard.py", "optim/muon.py", "plan/cpu_speeds.py", "state/streaming.py"),
+        "Collectives.start",
+    ),
+    **dict.fromkeys(("disk", "engine/away.py", "engine/activations.py", "engine/gradients_on_disk.py"), "disk"),
+    **dict.fromkeys(("engine/group_buffers.py", "state/on_disk.py"), "disk"),
+    **dict.fromkeys(
+        ("checkpoint/background.py", "checkpoint/importing.py", "checkpoint/loading.py", "checkpoint/safety_copy.py"),
+        "PendingSave.wait",
+    ),
+    **dict.fromkeys(("checkpoint/saving.py", "train/loop.py"), "PendingSave.wait"),
+    "liveness": "the watchdog itself",
+    **dict.fromkeys(("plan/beside.py", "plan/speeds_of_ranks.py", "planner", "train/what_ifs.py"), "own processes"),
+    **dict.fromkeys(("bench", "testing", "report/watching.py"), "own processes and threads"),
+}
+SOURCE = Path(fullshard.__file__).parent
+
+
+def waits_in(path: Path) -> list[str]:
+    """Calls that wait, but for those within `here.waiting`."""
+    tree = ast.parse(path.read_text())
+    told = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With) and any("here.waiting" in ast.unparse(item) for item in node.items)
+    ]
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of, name = ast.unparse(node.func.value), node.func.attr
+            waits = not node.args if name in ("wait", "result", "join", "acquire") else name == "get" and "store" in of
+            if waits and not any(it.lineno <= node.lineno <= (it.end_lineno or 0) for it in told):
+                found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {of}.{name}")
+    return found
+
+
+def test_every_wait_for_other_ranks_is_known_to_the_watchdog():
+    unknown, used = [], set()
+    for path in sorted(SOURCE.rglob("*.py")):
+        place = path.relative_to(SOURCE)
+        known = {it.as_posix() for it in (place, *place.parents)} & WAITS_KNOWN.keys()
+        waits = waits_in(path)
+        used |= known if waits else set()
+        unknown += [] if known else waits
+    assert unknown == [], "wait in `with here.waiting(...)`, or say above what is waited for"
+    assert used == WAITS_KNOWN.keys()
+
+
+def test_no_lock_is_held_while_a_rank_waits_for_others():
+    """Else two threads that train two models wait for one another on two ranks."""
+    sends = {"waiting", "wait", "neighbours", "all_gather", "all_reduce", "broadcast", "barrier", "gather_objects"}
+    sends |= {"new_group", "exchange", "_exchange", "_meet", "combine", "gather_rows", "broadcast_object", "meet"}
+    held, locks = [], []
+    for path in sorted(SOURCE.rglob("*.py")):
+        place = path.relative_to(SOURCE).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Lock", "Condition", "Semaphore")):
+                locks.append(place)
+            if isinstance(node, ast.FunctionDef) and "cached_property" in map(ast.unparse, node.decorator_list):
+                names = {it.attr for it in ast.walk(node) if isinstance(it, ast.Attribute)}
+                held += [f"{place}:{node.lineno}: {name}" for name in names & sends]
+    assert held == []
+    assert locks == []  # the one of `Whereabouts` is made by its dataclass, and no thread waits for it
 
 
 FAILS = """

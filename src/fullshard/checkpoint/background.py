@@ -9,6 +9,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from fullshard.checkpoint.together import Ranks
+from fullshard.liveness.whereabouts import here
+from fullshard.tape.context import Kept
 
 __all__ = ["Background", "PendingSave", "checkpoints"]
 
@@ -32,16 +34,17 @@ class PendingSave:
             CheckpointError: some rank could not write; the same error on every rank.
         """
         self._was_waited_for = True
-        return self._future.result()
+        with here.waiting_here():
+            return self._future.result()
 
 
 class Background:
     """One thread that writes, one save at a time, and the group that its ranks communicate over meanwhile."""
 
     def __init__(self, name: str) -> None:
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._name = name
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix=name, initializer=here.work_behind)
         self._pending: PendingSave | None = None
-        self._groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
     def wait(self) -> None:
         """Wait for the save that goes on, if there is one.
@@ -53,7 +56,8 @@ class Background:
         if pending is not None and not pending._was_waited_for:
             pending.wait()
         elif pending is not None:
-            pending._future.exception()
+            with here.waiting_here():
+                pending._future.exception()
 
     def start(self, write: Callable[[], Path]) -> PendingSave:
         """Let `write` run on the thread; only one does at a time."""
@@ -62,12 +66,17 @@ class Background:
 
     def ranks(self) -> Ranks:
         """All ranks, over a group that training does not use: gloo's, since the copies are in host memory."""
-        world = dist.group.WORLD if dist.is_initialized() else None
-        if world is None:
+        if not dist.is_initialized():
             return Ranks()
-        if world not in self._groups:
-            self._groups[world] = dist.new_group(backend="gloo")
-        return Ranks(self._groups[world])
+        return Ranks(_groups.get_or_make(self._name, _new_group))
 
+
+def _new_group() -> dist.ProcessGroup:
+    with here.waiting("making of a process group for saves"):
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
+_groups: Kept[str, dist.ProcessGroup] = Kept("process groups of saves")
 
 checkpoints = Background("fullshard-checkpoint")

@@ -46,6 +46,7 @@ from fullshard.checkpoint.saving import manifest_of, write_files
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.together import default_ranks
 from fullshard.errors import CheckpointError
+from fullshard.liveness.whereabouts import here
 from fullshard.tape.recorder import noting
 
 __all__ = ["SafetyCopies", "SafetyCopy"]
@@ -297,9 +298,10 @@ class _Exchange:
             elif it.target == self.host and it.stored.nbytes:
                 data = _mapped(self.folder / f"{it.name}.coming", it.stored)
                 works.append(dist.irecv(data, leaders[it.source], group=group, tag=tag))
-        for work in works:
-            assert work is not None, "this rank is in the group"
-            work.wait()
+        with here.waiting("files of a safety copy"):
+            for work in works:
+                assert work is not None, "this rank is in the group"
+                work.wait()
 
     def take_in(self) -> None:
         """Give the received files their names.

@@ -21,6 +21,7 @@ from fullshard.checkpoint.manifest import Manifest, Progress, StoredFile
 from fullshard.checkpoint.staging import HostMemory
 from fullshard.checkpoint.together import Ranks, default_ranks
 from fullshard.errors import CheckpointError, ConfigError
+from fullshard.tape.context import Kept
 from fullshard.tape.recorder import noting
 from fullshard.versions import versions
 
@@ -138,11 +139,12 @@ def async_save(
     order = _Order(Path(folder), step, keep)
     checkpoints.wait()
     ranks = checkpoints.ranks()
-    contents = ranks.do(order.doing, lambda: _memory.copy(collect(model, optimizer, scheduler, data, extra)))
+    memory = _memory.get_or_make(None, HostMemory)
+    contents = ranks.do(order.doing, lambda: memory.copy(collect(model, optimizer, scheduler, data, extra)))
     return checkpoints.start(lambda: order.write(contents, ranks, progress))
 
 
-_memory = HostMemory()
+_memory: Kept[None, HostMemory] = Kept("host memory for copies")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fullshard.comm.routes import collectives_of
 from fullshard.errors import CheckpointError, RankMismatchError
+from fullshard.liveness.whereabouts import here
 from fullshard.tape.recorder import Origin, Phase
 
 __all__ = ["Ranks", "default_ranks", "failure_of_group", "failure_of_some", "said_by"]
@@ -84,7 +85,8 @@ class Ranks:
                     origin, name = Origin("", Phase.IDLE), doing.split(maxsplit=1)[0]  # paths are each rank's own
                     outcomes = collectives_of(self.group).gather_objects(outcome, origin=origin, name=name)
                 else:
-                    dist.all_gather_object(outcomes, outcome, group=self.group)
+                    with here.waiting(f"all_gather_object when {doing.partition(' to ')[0]}"):  # paths differ
+                        dist.all_gather_object(outcomes, outcome, group=self.group)
             except RankMismatchError:
                 raise
             except RuntimeError as error:

@@ -34,6 +34,7 @@ from fullshard.comm.routes import collectives_for
 from fullshard.engine.registry import units_in
 from fullshard.errors import ConfigError, StateError
 from fullshard.fully_shard import FSDPModule
+from fullshard.liveness.whereabouts import here
 from fullshard.required import require
 from fullshard.tape.recorder import Origin, Phase
 
@@ -107,7 +108,8 @@ class Replicas:
             own = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
             self._store = own  # for as long as this replica lives
             store.set("address", f"{socket.gethostname()} {own.port}")
-        host, port = store.get("address").decode().split()
+        with here.waiting("address of the first rank's store"):
+            host, port = store.get("address").decode().split()
         self._group = ProcessGroupGloo(timeout) if self._device.type == "cpu" else ProcessGroupNCCL(timeout)
         try:
             return Manager(
@@ -189,7 +191,8 @@ class Replicas:
 
         A rank that notices closes its connections: others in a ring may wait for this rank, and not for the lost one.
         """
-        self._manager.allreduce(sums).wait()
+        with here.waiting("all_reduce over replicas"):
+            self._manager.allreduce(sums).wait()
         if self._manager.errored() is not None:
             self._group.abort(errored=False)
 

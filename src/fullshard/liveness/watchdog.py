@@ -100,6 +100,7 @@ def watch() -> None:
     if _watchdog is not None:
         _watchdog.stop()
         _watchdog = None
+        here.forget_group()
     if group is not None and dist.get_world_size() > 1 and dist.get_backend() != "fake":
         _watchdog = _Watchdog(group)
         _watchdog.start()
@@ -202,7 +203,7 @@ class _Watchdog:
     @property
     def _is_needed(self) -> bool:
         """True while the group is the default one, and later while a thread still waits after a loss."""
-        return dist.group.WORLD is self.group or (self._missed_since < math.inf and bool(here.waits()))
+        return dist.group.WORLD is self.group or (self._missed_since < math.inf and here.waited_behind_s > 0)
 
     def _look(self) -> None:
         """Look at the previous rank, at the board and at the clock."""

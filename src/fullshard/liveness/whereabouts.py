@@ -48,6 +48,7 @@ class Task:
     in_first_step: bool  # or before it: ranks may compile meanwhile, each for as long as it takes
     ended: End | None = None  # of one that a GPU carries out, while the host goes on
     is_torchs: bool = False  # called by others than this package; its process group has a timeout of its own
+    thread: int | None = None  # that is in a call of torch's
 
     @property
     def waited_s(self) -> float:
@@ -74,7 +75,6 @@ class _TorchCall:
     """A call of torch's in which a thread is, as seen on its stack."""
 
     name: str
-    thread: int
     frame: int  # with `after` it tells one call from the next
     after: float  # when the last collective of this package had ended
 
@@ -91,7 +91,7 @@ class Whereabouts:
     _behind: set[int] = field(default_factory=set)  # threads that work for others
     _joining: dict[int, float] = field(default_factory=dict)  # since when a thread waits for one of those
     _trains: set[int] = field(default_factory=set)  # threads that have waited for ranks, besides the main thread
-    _seen_call: tuple[_TorchCall, Task] | None = None
+    _seen_calls: dict[int, tuple[_TorchCall, Task]] = field(default_factory=dict)
     _queued: deque[Task] = field(default_factory=deque)
     _drops: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that drops what has ended
     _last: Task | None = None
@@ -141,6 +141,14 @@ class Whereabouts:
             self._drop_ended()  # a watchdog does it too, but not every job has one
             self._queued.append(self._new_task(name, origin, ended))
 
+    def forget_group(self) -> None:
+        """Forget what belongs to a default process group that is gone. Threads that wait still do."""
+        self.step, self.unwatched, self._last = 0, None, None
+        self._left = monotonic()
+        self._seen.clear()
+        self._queued.clear()
+        self._trains.clear()
+
     def waits(self) -> list[Task]:
         """What any thread of this process waits for at present, the oldest first; without calls of torch's."""
         return sorted(self._waiting.copy().values(), key=lambda task: task.since)
@@ -153,15 +161,16 @@ class Whereabouts:
 
     @property
     def waited_behind_s(self) -> float:
-        """The same of whatever any thread waits for."""
-        return max((task.waited_s for task in self.waits()), default=0.0)
+        """The same of whatever any thread waits for, calls of torch on background threads included."""
+        calls = [task for task in map(self._torch_call_of, self._behind.copy()) if task is not None]
+        return max((task.waited_s for task in [*self.waits(), *calls]), default=0.0)
 
     def now(self) -> tuple[str, float]:
         """This rank's activity, in words, and the seconds that it has lasted."""
         step = f", step {self.step}" if self.step else ""
         task = self.task
         if task is not None:
-            place = f", {_line_of(self._seen_thread)}" if task.is_torchs else ""
+            place = f", {_line_of(task.thread)}" if task.is_torchs else ""
             return f"in {task}{step}{place}", task.waited_s
         line = _line_of(main_thread().ident)
         joining = self._joining.copy()
@@ -198,26 +207,27 @@ class Whereabouts:
 
     def _torch_call(self) -> Task | None:
         """The collective that a program has called by torch, waited for since it was first seen here."""
-        call = next(filter(None, (_torch_call_of(thread, self._left) for thread in self._threads())), None)
-        seen = self._seen_call
+        return next(filter(None, map(self._torch_call_of, self._threads())), None)
+
+    def _torch_call_of(self, thread: int) -> Task | None:
+        call = _torch_call_of(thread, self._left)
         if call is None:
-            self._seen_call = None
+            self._seen_calls.pop(thread, None)
             return None
+        seen = self._seen_calls.get(thread)
         if seen is None or seen[0] != call:
             in_first_step = self.step < 2 and self._is_first(call.name, None)
-            seen = self._seen_call = call, Task(call.name, None, monotonic(), in_first_step, is_torchs=True)
+            task = Task(call.name, None, monotonic(), in_first_step, is_torchs=True, thread=thread)
+            seen = self._seen_calls[thread] = call, task
         return seen[1]
 
     def _threads(self) -> list[int]:
-        """The threads whose calls of torch count: the main one, and those that have waited for ranks before."""
+        """The threads whose calls of torch count: the main one, and those that have waited for ranks before. Those that
+        work behind are among them while one of the others waits for them.
+        """
         main = main_thread().ident or 0
-        return [main, *(thread for thread in self._trains.copy() if thread != main)]
-
-    @property
-    def _seen_thread(self) -> int | None:
-        """The thread that is in the call of torch's that was seen last."""
-        seen = self._seen_call
-        return None if seen is None else seen[0].thread
+        behind = self._behind.copy() if self._joining else ()
+        return [main, *(thread for thread in self._trains.copy() if thread != main), *behind]
 
     def _drop_ended(self) -> None:
         """Forget what has ended at the head of the queue, unless another thread is about to: no thread waits here."""
@@ -278,7 +288,7 @@ def _torch_call_of(thread: int, after: float) -> _TorchCall | None:
         if frame.f_code.co_filename in _COLLECTIVES or (found is not None and is_torchs and _is_public(frame)):
             name = frame.f_code.co_qualname
             where = "torch.distributed." if frame.f_code.co_filename == _COLLECTIVES[0] else ""
-            found = None if name.startswith(_LEAVING) else _TorchCall(f"{where}{name}", thread, id(frame), after)
+            found = None if name.startswith(_LEAVING) else _TorchCall(f"{where}{name}", id(frame), after)
         elif not is_torchs:
             break
         frame = frame.f_back

@@ -12,6 +12,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from fullshard.liveness.whereabouts import here
+
 __all__ = ["PREEMPTED", "StopRequest", "heeding_sigterm"]
 
 PREEMPTED = os.EX_TEMPFAIL  # exit code 75: start it again, and it goes on
@@ -39,7 +41,8 @@ class StopRequest:
     def is_wanted(self) -> bool:
         """True if any rank had been asked when the step began; after each step."""
         assert self._work is not None, "exchange() comes first"
-        self._work.wait()
+        with here.waiting("all_reduce of requests to stop"):
+            self._work.wait()
         return bool(self._any_asked)
 
 
