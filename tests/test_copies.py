@@ -72,6 +72,22 @@ def test_a_copy_trains_as_the_model_would_and_alone(name):
     run_ranks(2, train_a_copy, SHARDS[name])
 
 
+def copy_ties_across_units(first: int) -> None:
+    model = nn.Sequential(nn.Linear(48, 48), nn.Linear(48, 48), nn.Linear(48, 48))
+    model[2].weight = model[0].weight
+    for number in (first, 2 - first):  # the first one has the weight, the other one borrows it
+        fully_shard(model[number])
+    fully_shard(model)
+    copied = copy.deepcopy(model)
+    assert copied[2].weight is copied[0].weight
+    assert_same(train(copied, 3), train(model, 3))
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_copy_keeps_ties_across_units(first):
+    run_ranks(2, copy_ties_across_units, first)
+
+
 def copy_all_that_is_awkward() -> None:
     """Tied weights, frozen ones, marks, buffers, ignored parameters, hooks of the user's, the meta device."""
     model = SmallGPT()

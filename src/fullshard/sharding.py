@@ -241,10 +241,28 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
         del memo[_COPYING]
     for inner in copied.modules():
         drop_own_hooks(inner)
-    for unit in reversed(units):  # inner ones first
+    for unit in _in_sharding_order(units):
         _shard_alike(unit, memo)
     copy_settings({inner: memo[id(inner)] for inner in module.modules()})
     return copied
+
+
+def _in_sharding_order(units: Sequence[Unit]) -> list[Unit]:
+    """Return `units` such that each comes after those inside it and those whose tied parameters it borrows."""
+    ordered: dict[Unit, None] = {}
+
+    def visit(unit: Unit) -> None:
+        if unit in ordered:
+            return
+        for inner in [it for module in unit.modules for it in reversed(units_in(module)) if it is not unit]:
+            visit(inner)
+        for lender in unit.borrowed:
+            visit(lender)
+        ordered[unit] = None
+
+    for unit in reversed(units):
+        visit(unit)
+    return list(ordered)
 
 
 def _check_whole(module: nn.Module, units: Sequence[Unit]) -> None:
