@@ -431,3 +431,21 @@ def test_a_strategy_that_could_not_have_them_there_is_reckoned_in_memory(tmp_pat
         for strategy in ("ddp", "zero1"):
             assert predict_ledger(there, strategy=strategy) == predict_ledger(here, strategy=strategy)
             assert predict_on_disk(there, strategy=strategy) == OnDiskCost()
+
+
+def first_read_in_inference_mode(folder: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model, offload_policy=Offload(parameters={"disk": 1.0}, folder=folder))
+    buffers_of(torch.device("cpu")).drop()  # what other tests left
+    with torch.inference_mode():
+        expected = model(torch.ones(2, 8)).clone()
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    assert_same(copied(torch.ones(2, 8)).detach(), expected)
+
+
+def test_buffers_that_inference_mode_made_are_written_to_outside_of_it(tmp_path):
+    run_ranks(2, first_read_in_inference_mode, tmp_path)

@@ -98,6 +98,7 @@ class Buffers:
         if not accelerator_for(self._device).has_lanes:
             self._given.clear()
 
+    @torch.inference_mode(False)  # may be written to in either mode
     def _new(self, nbytes: int) -> Tensor:
         accelerator = accelerator_for(self._device)
         if not accelerator.has_lanes:
