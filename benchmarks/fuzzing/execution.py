@@ -591,7 +591,7 @@ class Plain(Driver):
             losses[micro] = [loss.detach() for loss in of_ranks]
             for last in [False, True] if action.get("twice") else [True]:
                 for rank, loss in enumerate(of_ranks):
-                    self.pending = pending[rank]
+                    self.pending, Now.rank = pending[rank], rank  # which recomputed parts read
                     loss.backward(retain_graph=not last)
                 if syncs:
                     self.reduce(pending)
