@@ -914,7 +914,7 @@ def shard_nothing() -> Steps:
     fully_shard([])
 
 
-@mistake(ConfigError, "needs an nn.Module, or a list of them, but found str")
+@mistake(ConfigError, "is a str. Pass an nn.Module, or a list of them")
 def shard_a_string() -> Steps:
     yield
     fully_shard("model")
@@ -1143,6 +1143,27 @@ def encoded_and_summed_in_low_precision() -> Steps:
 def encoded_without_a_gather() -> Steps:
     yield
     fully_shard(linear(), strategy="ddp", mp_policy=MixedPrecisionPolicy(gather_wire="fp8"))
+
+
+@mistake(ConfigError, "group=0: a number of ranks of 1 or more", "or None, is needed")
+def groups_of_no_ranks() -> Steps:
+    yield
+    names = ("parameters", "parameters_in_step", "gradients", "optimizer")
+    Placements(**dict.fromkeys(names, Placement.SHARDED), group=0)
+
+
+@mistake(ConfigError, r"optim_state_dict has the keys \['state'\] and no param_groups", "or pass optim")
+def a_state_without_groups() -> Steps:
+    model = chain(fully_shard)
+    yield
+    optim_state_dict_to_load(model, None, {"state": {}})
+
+
+@mistake(ConfigError, r"stream_weights\(to_rank='0'\)", "the number of a rank, or None, is needed")
+def a_rank_by_name() -> Steps:
+    model = chain(fully_shard)
+    yield
+    list(stream_weights(model, to_rank="0"))
 
 
 # -- the wrapper ------------------------------------------------------------------------------------------------------

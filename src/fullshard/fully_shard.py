@@ -25,6 +25,7 @@ from fullshard.engine.hooks import (
 from fullshard.engine.registry import clean_fqn, is_unit, unit_of, units_in
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
+from fullshard.policy.arguments import check_callable, check_flags, check_iterable, check_type, is_number
 from fullshard.policy.meshes import DataParallelMeshDims
 from fullshard.policy.offload import OffloadPolicy, policies_by_name
 from fullshard.policy.options import ShardOptions
@@ -117,6 +118,9 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
         ```
     """
+    _check_arguments(module, mesh, mp_policy, ignored_params, dp_mesh_dims, shard_placement_fn)
+    check_flags(broadcast_buffers=broadcast_buffers)
+    ignored_params = None if ignored_params is None else list(ignored_params)
     axes = mesh if dp_mesh_dims is None else axes_by_name(mesh, dp_mesh_dims)
     if dp_mesh_dims is not None and dp_mesh_dims.shard is None:
         strategy = _whole_everywhere(strategy)
@@ -160,6 +164,28 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
     )
     return module
+
+
+def _check_arguments(
+    module: object,
+    mesh: object,
+    mp_policy: object,
+    ignored_params: Iterable[nn.Parameter] | None,
+    dp_mesh_dims: object,
+    shard_placement_fn: object,
+) -> None:
+    for each in module if isinstance(module, list | tuple) else (module,):
+        check_type("module", each, nn.Module, "an nn.Module, or a list of them")
+    if mesh is not None:
+        check_type("mesh", mesh, DeviceMesh, "what init_device_mesh returns, or None")
+    if mp_policy is not None:
+        check_type("mp_policy", mp_policy, MixedPrecisionPolicy, "a fullshard.MixedPrecisionPolicy, or None")
+    if ignored_params is not None:
+        check_iterable("ignored_params", ignored_params, "a set of parameters, or None")
+    if dp_mesh_dims is not None and not hasattr(dp_mesh_dims, "shard"):  # torch's own has the same fields
+        check_type("dp_mesh_dims", dp_mesh_dims, DataParallelMeshDims, "a DataParallelMeshDims, or None")
+    if shard_placement_fn is not None:
+        check_callable("shard_placement_fn", shard_placement_fn, "a function of one parameter, or None")
 
 
 def _policies(
@@ -219,6 +245,7 @@ def replicate(
     Raises:
         ConfigError: an argument cannot be honoured, or `dp_mesh_dims` names axes to shard over.
     """
+    _check_arguments(module, mesh, mp_policy, ignored_params, dp_mesh_dims, None)
     if dp_mesh_dims is not None and dp_mesh_dims.shard is not None:
         raise ConfigError(
             f"replicate(dp_mesh_dims={dp_mesh_dims}) names axes to shard over. Name them as replicate=, or call "
@@ -243,8 +270,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     Raises:
         StateError: a module is no unit.
     """
-    for module in modules:
-        unit_of(module)
+    _units_of(modules)
 
 
 _NO_STAGING = "messages are sent from shards and gradients, and received where they belong"
@@ -294,6 +320,7 @@ class FSDPModule:
         Args:
             async_op: only start the gather, and return a handle to wait for it.
         """
+        check_flags(async_op=async_op)
         unit = unit_of(_module(self))
         runtime_of(_module(self)).start_unshard_by_hand(unit)
         handle = UnshardHandle([unit])
@@ -320,11 +347,13 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Have backward reduce gradients over the ranks, or not: off for all microbatches of a step but the last."""
+        check_flags(requires_gradient_sync=requires_gradient_sync)
         for unit in self._units(recurse):
             unit.state.syncs_gradients = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Have backward reduce over the replicate axis too, or keep the sums over the shard axis for later."""
+        check_flags(requires_all_reduce=requires_all_reduce)
         for unit in self._units(recurse):
             unit.state.syncs_replicas = requires_all_reduce
 
@@ -334,16 +363,19 @@ class FSDPModule:
         The units themselves must be called on all ranks. A unit is then reduced when its backward is over instead of
         with its last gradient, and parameters that no rank used get a gradient of zeros.
         """
+        check_flags(reduce_scatter_unused_params=reduce_scatter_unused_params)
         for unit in self._units(recurse):
             unit.state.reduces_unused = reduce_scatter_unused_params
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free the unsharded parameters between forward and backward, or keep them."""
+        check_flags(reshard_after_forward=reshard_after_forward)
         for unit in self._units(recurse):
             unit.state.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free the unsharded parameters after backward, or keep them: a further microbatch then gathers nothing."""
+        check_flags(reshard_after_backward=reshard_after_backward)
         for unit in self._units(recurse):
             unit.state.reshard_after_backward = reshard_after_backward
 
@@ -357,6 +389,7 @@ class FSDPModule:
         stay unsharded from the step's first forward (or `unshard`) on, and its whole gradients stay in memory. Switched
         off within a step, it drops the gradients of that.
         """
+        check_flags(enabled=enabled)
         runtime_of(_module(self)).finalize_by_hand(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> UnshardHandle | None:
@@ -376,6 +409,7 @@ class FSDPModule:
 
         Switch it off only where backward reads no parameter, as that of an embedding: it would read freed memory.
         """
+        check_flags(unshard_in_backward=unshard_in_backward)
         unit_of(_module(self)).state.unshards_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -383,7 +417,7 @@ class FSDPModule:
 
         That is the divisor of units on fewer ranks, too, such as experts: these have seen the tokens of all.
         """
-        if not factor > 0:
+        if not is_number(factor) or not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor!r}): a positive number is needed.")
         unit_of(_module(self)).state.gradient_divisor = factor
 
@@ -411,6 +445,7 @@ class FSDPModule:
         Raises:
             ConfigError: `stream` was given for a mesh with a replicate axis, whose sums have a stream already.
         """
+        check_callable("hook", hook, "a function of one tensor")
         unit = unit_of(_module(self))
         replicated = next((axes.mesh for axes in unit.collectives if axes.replicate_group is not None), None)
         if stream is not None and replicated is not None:
@@ -517,13 +552,14 @@ class FSDPModule:
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's forward, instead of the next one in the recorded order."""
-        unit_of(_module(self)).state.next_forward = [unit_of(module) for module in modules]
+        unit_of(_module(self)).state.next_forward = _units_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's backward, instead of the next one in the recorded order."""
-        unit_of(_module(self)).state.next_backward = [unit_of(module) for module in modules]
+        unit_of(_module(self)).state.next_backward = _units_of(modules)
 
     def _units(self, recurse: bool) -> list[Unit]:
+        check_flags(recurse=recurse)
         module = _module(self)
         return units_in(module) if recurse else [unit_of(module)]
 
@@ -539,6 +575,13 @@ class FSDPModule:
         return _module(self)
 
 
+def _units_of(modules: Sequence[nn.Module]) -> list[Unit]:
+    check_iterable("modules", modules, "a list of units")
+    for module in modules:
+        check_type("modules", module, nn.Module, "a list of units")
+    return [unit_of(module) for module in modules]
+
+
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Unshard parameters for `module.method_name(...)`, such as `generate`, as for `forward`.
 
@@ -547,6 +590,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Raises:
         ConfigError: the module has no such method.
     """
+    check_type("module", module, nn.Module, "an nn.Module")
+    check_type("method_name", method_name, str, "the name of a method")
     if not is_unit(module):
         return
     method = getattr(module, method_name, None)
@@ -579,6 +624,7 @@ def take_part(module: nn.Module) -> Tensor:
     Raises:
         StateError: the module is no unit, or its unused parameters are not reduced.
     """
+    check_type("module", module, nn.Module, "a unit")
     lacking = [unit for unit in units_in(module) if unit.is_trained and not unit.state.reduces_unused]
     if lacking:
         raise StateError(

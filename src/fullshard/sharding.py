@@ -35,6 +35,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
 from fullshard.layout.shard_spec import ShardSpec, choose_spec
 from fullshard.optim.local_steps import watch_optimizers
+from fullshard.policy.arguments import check_type
 from fullshard.policy.meshes import ShardPlacementResult
 from fullshard.policy.options import ShardOptions
 from fullshard.policy.strategy import Placement
@@ -200,8 +201,7 @@ def _check(modules: Sequence[nn.Module]) -> None:
     if not modules:
         raise ConfigError("fully_shard was given an empty list of modules. Pass a module, or a list with at least one.")
     for module in modules:
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"fully_shard needs an nn.Module, or a list of them, but found {type(module).__name__}.")
+        check_type("module", module, nn.Module, "an nn.Module, or a list of them")
         if is_unit(module):
             raise ConfigError(
                 f"{type(module).__name__} is sharded already. Call fully_shard once on each module, inner ones first."

@@ -32,6 +32,7 @@ from torch import nn
 
 from fullshard.engine.registry import has_forward
 from fullshard.errors import ConfigError
+from fullshard.policy.arguments import check_callable
 
 __all__ = [
     "AutoWrapPolicy",
@@ -110,6 +111,7 @@ class CustomPolicy(WrapPolicy):
     """
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        check_callable("lambda_fn", lambda_fn, "a function of one module")
         self.lambda_fn = lambda_fn
 
     def overrides(self, module: nn.Module, numel: int) -> dict[str, Any] | None:

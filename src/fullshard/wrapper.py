@@ -493,6 +493,9 @@ _state_dict_type = state_dict_type
 
 def _check_group(group: dist.ProcessGroup | None, model: nn.Module) -> None:
     """Refuse a group that is none of `model`'s: states are sharded, gathered and sent over these."""
+    if group is not None:
+        check_type("group", group, dist.ProcessGroup, "a process group, or None")
+    check_type("model", model, nn.Module, "the sharded nn.Module")
     known = [*process_groups_along(units_in(model)), dist.group.WORLD]
     if group is not None and group not in known:
         raise ConfigError(

@@ -31,6 +31,7 @@ from fullshard.errors import ConfigError, RankLostError, named_ranks
 from fullshard.liveness.ring import Ring
 from fullshard.liveness.store import PatientStore
 from fullshard.liveness.whereabouts import Task, here
+from fullshard.policy.arguments import is_number
 from fullshard.policy.switches import switches
 
 __all__ = ["EXIT_CODE", "PeerGoneError", "lost", "set_collective_timeout", "watch"]
@@ -83,9 +84,9 @@ def set_collective_timeout(seconds: float | None, *, report_after: float | None 
     Raises:
         ConfigError: not a positive number.
     """
-    for name, value in (("", seconds), ("report_after=", report_after)):
-        if value is not None and not value > 0:
-            asked = f"set_collective_timeout({name}{value})"
+    for name, value in (("seconds=", seconds), ("report_after=", report_after)):
+        if value is not None and not (is_number(value) and value > 0):
+            asked = f"set_collective_timeout({name}{value!r})"
             raise ConfigError(f"{asked}: a positive number of seconds, or None, is needed.")
     switches.end_after_s = math.inf if seconds is None else seconds
     switches.report_after_s = math.inf if report_after is None else report_after

@@ -18,6 +18,7 @@ from fullshard.engine.managed import in_model_order
 from fullshard.errors import ConfigError
 from fullshard.layout.shard_spec import choose_spec
 from fullshard.optim.rebinding import point_to_shards
+from fullshard.policy.arguments import check_flags, check_iterable, check_type, is_number
 from fullshard.tape.recorder import Origin, Phase, acting_for
 
 __all__ = ["ShardedGradScaler", "clip_grad_norm_", "part_of_rank", "total_norm"]
@@ -52,9 +53,16 @@ def clip_grad_norm_(
         ConfigError: `max_norm` or `norm_type` is not a positive number.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
-    if not norm_type > 0 or not max_norm >= 0:
+    if not isinstance(parameters, Tensor):
+        check_iterable("parameters", parameters, "parameters, such as model.parameters()")
+    check_flags(error_if_nonfinite=error_if_nonfinite)
+    numbers = all(is_number(it) or isinstance(it, Tensor) for it in (norm_type, max_norm))
+    if not numbers or not norm_type > 0 or not max_norm >= 0:
         raise ConfigError(f"clip_grad_norm_(max_norm={max_norm}, norm_type={norm_type}): positive numbers are needed.")
-    params = in_model_order([parameters] if isinstance(parameters, Tensor) else list(parameters))
+    params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for param in params:
+        check_type("parameters", param, Tensor, "parameters, such as model.parameters()")
+    params = in_model_order(params)
     grads = [param.grad for param in params if param.grad is not None]
     with acting_for(_NORM):
         norm = total_norm(grads, norm_type)

@@ -41,6 +41,7 @@ from fullshard.optim.outside import note_outside
 from fullshard.optim.put_off import can_put_off, put_off
 from fullshard.optim.rebinding import point_to_shards
 from fullshard.optim.same_order import check_same_order
+from fullshard.policy.arguments import check_type
 from fullshard.state.block_states import block_states
 from fullshard.state.budget import choose_for_budget
 from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
@@ -143,6 +144,7 @@ def step_shards(optimizer: OptimizerT, *, verify: bool = False) -> OptimizerT:
         ConfigError: the optimizer needs whole parameters, or shards of whole blocks, which `shard_alignment` of
             `fully_shard` gives. With `verify`, `step()` raises it, too.
     """
+    check_type("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     check_name(optimizer)
     blocks = block_states(optimizer)
     if blocks is not None:

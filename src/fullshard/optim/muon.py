@@ -50,6 +50,7 @@ from fullshard.errors import ConfigError
 from fullshard.layout.group_layout import ALIGNMENT_BYTES
 from fullshard.layout.offsets import aligned_offsets
 from fullshard.layout.shard_spec import owned
+from fullshard.policy.arguments import check_iterable, is_number
 from fullshard.state.on_disk import StepsInPortions, bring_to_memory, states_on_disk
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, Phase, active_recorder
@@ -121,6 +122,7 @@ class Muon(torch.optim.Optimizer, StepsInPortions):
             "ns_steps": ns_steps,
             "adjust_lr_fn": adjust_lr_fn,
         }
+        check_iterable("params", params, "parameters, or groups of them")
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -222,12 +224,16 @@ class Muon(torch.optim.Optimizer, StepsInPortions):
 
 def _wrong_option(options: Mapping[str, Any]) -> str | None:
     lr, adjust = options["lr"], options["adjust_lr_fn"]
+    one = lr.numel() == 1 if isinstance(lr, Tensor) else is_number(lr)
+    steps, coefficients = options["ns_steps"], options["ns_coefficients"]
     needed = {
-        "lr": ((not isinstance(lr, Tensor) or lr.numel() == 1) and lr >= 0, "one number from 0 on"),
-        "weight_decay": (options["weight_decay"] >= 0, "a number from 0 on"),
-        "momentum": (options["momentum"] >= 0, "a number from 0 on"),
-        "ns_coefficients": (len(options["ns_coefficients"]) == 3, "a tuple of three numbers"),
-        "ns_steps": (0 <= options["ns_steps"] < 100, "a number from 0 to 99"),
+        "lr": (one and lr >= 0, "one number from 0 on"),
+        "weight_decay": (is_number(options["weight_decay"]) and options["weight_decay"] >= 0, "a number from 0 on"),
+        "momentum": (is_number(options["momentum"]) and options["momentum"] >= 0, "a number from 0 on"),
+        "nesterov": (isinstance(options["nesterov"], bool), "True or False"),
+        "ns_coefficients": (isinstance(coefficients, Sequence) and len(coefficients) == 3, "a tuple of three numbers"),
+        "eps": (is_number(options["eps"]) and options["eps"] >= 0, "a number from 0 on"),
+        "ns_steps": (type(steps) is int and 0 <= steps < 100, "a number from 0 to 99"),
         "adjust_lr_fn": (adjust in (None, "original", "match_rms_adamw"), "'original', 'match_rms_adamw' or None"),
     }
     wrong = [f"Muon({name}={options[name]!r}): {text} is needed." for name, (fits, text) in needed.items() if not fits]

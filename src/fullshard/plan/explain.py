@@ -18,6 +18,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError
 from fullshard.plan.ledger import predict_error_feedback, predict_ledger, predict_on_disk, predict_tiers
 from fullshard.plan.resting import activations_away, predict_travel
+from fullshard.policy.arguments import check_type
 from fullshard.policy.offload import Home, Offload
 
 __all__ = ["explain", "offload_lines"]
@@ -36,6 +37,7 @@ def explain(model: nn.Module) -> str:
     Raises:
         ConfigError: the model has no units.
     """
+    check_type("model", model, nn.Module, "a sharded nn.Module")
     units = units_in(model)
     if not units:
         raise ConfigError(

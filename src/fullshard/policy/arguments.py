@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 from fullshard.errors import ConfigError
 
-__all__ = ["check_callable", "check_flags", "check_iterable", "check_type"]
+__all__ = ["check_callable", "check_flags", "check_iterable", "check_type", "is_number"]
+
+
+def is_number(value: object) -> bool:
+    """Return whether `value` is a real number, which True and False are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_type(name: str, value: object, kinds: type[Any] | tuple[type[Any], ...], expected: str) -> None:

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from fullshard.errors import ConfigError
+from fullshard.policy.arguments import check_iterable, check_type
 
 __all__ = ["DataParallelMeshDims", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlacementResult"]
 
@@ -25,6 +26,11 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for field, value in (("shard", self.shard), ("replicate", self.replicate)):
+            if value is not None and not isinstance(value, str):
+                check_iterable(field, value, "the name of an axis, or a tuple of names")
+                for name in value:
+                    check_type(field, name, str, "the name of an axis, or a tuple of names")
         if not (self.shard_names or self.replicate_names):
             raise ConfigError(
                 "DataParallelMeshDims() names no axis. Name those to shard over, those to replicate over, or both, as "

@@ -11,6 +11,7 @@ from os import PathLike
 from pathlib import Path
 
 from fullshard.errors import ConfigError
+from fullshard.policy.arguments import check_flags
 from fullshard.policy.sizes import parse_size
 
 __all__ = ["CPUOffload", "CPUOffloadPolicy", "Home", "Offload", "OffloadPolicy", "check_policy", "policies_by_name"]
@@ -47,6 +48,9 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        check_flags(pin_memory=self.pin_memory)
 
     @property
     def in_full(self) -> Offload:
@@ -248,6 +252,9 @@ class CPUOffload:
     """The same choice for `FullyShardedDataParallel`, spelled as in torch."""
 
     offload_params: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(offload_params=self.offload_params)
 
     @property
     def policy(self) -> OffloadPolicy:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fullshard.errors import ConfigError
+from fullshard.policy.arguments import check_flags, check_iterable
 from fullshard.policy.strategy import Placement, Placements
 
 __all__ = [
@@ -106,6 +107,7 @@ class MixedPrecisionPolicy:
 
     def __post_init__(self) -> None:
         _check_floating(self, ("param_dtype", "reduce_dtype", "output_dtype"))
+        check_flags(cast_forward_inputs=self.cast_forward_inputs)
         _check_wire(self)
 
     def contract(self, stored: torch.dtype, grad: torch.dtype | None = None) -> DtypeContract:
@@ -161,6 +163,12 @@ class MixedPrecision:
 
     def __post_init__(self) -> None:
         _check_floating(self, ("param_dtype", "reduce_dtype", "buffer_dtype"))
+        check_flags(
+            cast_forward_inputs=self.cast_forward_inputs,
+            cast_root_forward_inputs=self.cast_root_forward_inputs,
+            keep_low_precision_grads=self.keep_low_precision_grads,
+        )
+        check_iterable("_module_classes_to_ignore", self._module_classes_to_ignore, "a list of module classes")
         _check_wire(self)
         if self.keep_low_precision_grads:
             raise ConfigError(

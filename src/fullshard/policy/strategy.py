@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from fullshard.errors import ConfigError
+from fullshard.policy.arguments import check_flags, check_type
 
 __all__ = ["Placement", "Placements", "ShardingStrategy", "resolve_placements"]
 
@@ -52,6 +53,11 @@ class Placements:
     group: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("parameters", "parameters_in_step", "gradients", "optimizer"):
+            check_type(name, getattr(self, name), Placement, "a fullshard.Placement")
+        check_flags(replicated=self.replicated)
+        if self.group is not None and (type(self.group) is not int or self.group < 1):
+            raise ConfigError(f"group={self.group!r}: a number of ranks of 1 or more, or None, is needed.")
         whole = Placement.WHOLE
         if self.parameters_in_step.spread > self.parameters.spread:
             raise ConfigError(

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from fullshard.policy.arguments import check_flags
+
 __all__ = [
     "Switches",
     "check_finite_gradients",
@@ -39,6 +41,7 @@ def compare_ranks(enabled: bool) -> None:
     Concerns collectives over gloo that start after this call; all ranks must agree on it. Without it, ranks that run
     their units in different orders wait for one another until the process group's time-out.
     """
+    check_flags(enabled=enabled)
     switches.compares_ranks = enabled
 
 
@@ -50,6 +53,7 @@ def check_finite_gradients(enabled: bool) -> None:
 
     A check takes two passes over the gradients, an all-reduce of one number and, on a GPU, a wait of the host.
     """
+    check_flags(enabled=enabled)
     switches.checks_finite = enabled
 
 
@@ -60,6 +64,7 @@ def share_memory_between_ranks(enabled: bool) -> None:
     shares memory if all of its ranks are on one Linux host, and none of them has this switched off, here or by
     `FULLSHARD_SHARED_MEMORY=0` in the environment. The numbers are the same in any case.
     """
+    check_flags(enabled=enabled)
     switches.shares_memory_between_ranks = enabled
 
 
@@ -74,4 +79,6 @@ def share_memory_between_units(enabled: bool | None) -> None:
     Args:
         enabled: None for the device's default.
     """
+    if enabled is not None:
+        check_flags(enabled=enabled)
     switches.shares_memory_between_units = enabled

@@ -25,6 +25,7 @@ from fullshard.engine.comparison import meet
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError, StateError
+from fullshard.policy.arguments import check_type
 from fullshard.state.block_states import FORM, block_states, is_part
 from fullshard.state.on_disk import states_on_disk
 from fullshard.state.state_dict import (
@@ -73,6 +74,8 @@ def optim_state_dict(
     Raises:
         ConfigError: `optim` has a parameter that is not in `model`.
     """
+    _check_arguments(model, optim, optim_state_dict)
+    check_type("optim", optim, torch.optim.Optimizer, "the optimizer of the model")
     settings = get_state_dict_type(model)
     config = settings.optim_state_dict_config
     named = _named(model, optim, optim_state_dict or optim.state_dict())
@@ -81,6 +84,14 @@ def optim_state_dict(
     assert isinstance(config, FullOptimStateDictConfig)
     _meet(model, named, "optim_state_dict() of whole tensors")
     return _gathered(named, keep=not config.rank0_only or is_first_rank(model), offload=config.offload_to_cpu)
+
+
+def _check_arguments(model: object, optim: object, optim_state_dict: object) -> None:
+    check_type("model", model, nn.Module, "the sharded nn.Module")
+    if optim is not None:
+        check_type("optim", optim, torch.optim.Optimizer, "the optimizer of the model")
+    if optim_state_dict is not None:
+        check_type("optim_state_dict", optim_state_dict, Mapping, "a state dict of the optimizer")
 
 
 def full_optim_state_dict(model: nn.Module, optim: torch.optim.Optimizer, *, rank0_only: bool = True) -> StateDict:
@@ -118,6 +129,7 @@ def optim_state_dict_to_load(
         ConfigError: a parameter of `optim` is not in `model`, or the state dict is of other parameters than `optim`, or
             of states in another shape.
     """
+    _check_arguments(model, optim, optim_state_dict)
     config = get_state_dict_type(model).optim_state_dict_config
     if from_first_rank is None:
         from_first_rank = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
@@ -154,7 +166,16 @@ def optim_state_dict_to_load(
 
 
 def _as_saved(model: nn.Module, named: StateDict) -> torch.optim.Optimizer:
-    """An optimizer of `model` that has the parameters and groups of `named`, and steps nothing."""
+    """Return an optimizer of `model` that has the parameters and groups of `named`, and steps nothing.
+
+    Raises:
+        ConfigError: `named` has no groups.
+    """
+    if "param_groups" not in named:
+        raise ConfigError(
+            f"optim_state_dict has the keys {list(named)} and no param_groups. Pass what optim_state_dict() returned, "
+            "or pass optim."
+        )
     params = {clean_fqn(name): param for name, param in model.named_parameters()}
     groups = [[params[fqn] for fqn in group["params"] if fqn in params] for group in named["param_groups"]]
     return torch.optim.Optimizer([{"params": group} for group in groups], {})

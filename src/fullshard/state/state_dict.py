@@ -28,6 +28,7 @@ from fullshard.engine.registry import clean_fqn, process_groups_along, units_in
 from fullshard.engine.sharded_param import ShardedParam, full_copy
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
+from fullshard.policy.arguments import check_type
 
 __all__ = [
     "FullOptimStateDictConfig",
@@ -155,6 +156,8 @@ def set_state_dict_type(
     Raises:
         ConfigError: the kind is not supported, or a config belongs to another kind.
     """
+    check_type("module", module, nn.Module, "an nn.Module")
+    check_type("state_dict_type", state_dict_type, StateDictType, "a fullshard.StateDictType")
     if state_dict_type not in _CONFIGS:
         raise ConfigError(
             f"state_dict_type={state_dict_type}: choose StateDictType.FULL_STATE_DICT or SHARDED_STATE_DICT; there are "

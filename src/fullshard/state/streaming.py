@@ -19,6 +19,7 @@ from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.engine.sharded_param import full_copy
 from fullshard.errors import ConfigError, StateError
 from fullshard.layout.offsets import align
+from fullshard.policy.arguments import check_callable, check_type, is_number
 from fullshard.policy.strategy import Placement
 from fullshard.tape.recorder import Origin, Phase
 
@@ -61,8 +62,15 @@ def stream_weights(
             engine.load_weights([(name, weight)])
         ```
     """
-    if bucket_bytes < 1:
-        raise ConfigError(f"stream_weights(bucket_bytes={bucket_bytes}): a positive number of bytes is needed.")
+    check_type("model", model, nn.Module, "an nn.Module")
+    if dtype is not None:
+        check_type("dtype", dtype, torch.dtype, "a torch.dtype, or None")
+    if rename is not None:
+        check_callable("rename", rename, "a function of a name, or None")
+    if to_rank is not None and (type(to_rank) is not int or to_rank < 0):
+        raise ConfigError(f"stream_weights(to_rank={to_rank!r}): the number of a rank, or None, is needed.")
+    if not is_number(bucket_bytes) or not bucket_bytes >= 1:
+        raise ConfigError(f"stream_weights(bucket_bytes={bucket_bytes!r}): a positive number of bytes is needed.")
     units = units_in(model)
     for unit in units:
         check_idle(unit, "streamed")

@@ -17,6 +17,7 @@ from fullshard.engine.registry import is_unit, units_in, unwrapped
 from fullshard.engine.sharded_param import ShardedParam, full_copy
 from fullshard.engine.unit import Unit
 from fullshard.errors import ConfigError, StateError
+from fullshard.policy.arguments import check_flags, check_type
 from fullshard.state.state_dict import is_first_rank
 
 __all__ = ["summon_full_params"]
@@ -61,6 +62,14 @@ def summon_full_params(
         StateError: a unit is in forward or backward, or on the meta device; on leaving, if a parameter was given
             another shape, or its shards were written to meanwhile.
     """
+    check_type("module", module, nn.Module, "a sharded nn.Module")
+    check_flags(
+        recurse=recurse,
+        writeback=writeback,
+        rank0_only=rank0_only,
+        offload_to_cpu=offload_to_cpu,
+        with_grads=with_grads,
+    )
     if rank0_only and writeback:
         raise ConfigError(
             "summon_full_params(rank0_only=True, writeback=True): ranks without the whole parameters could not keep "

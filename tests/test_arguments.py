@@ -1,0 +1,130 @@
+"""Every public function refuses an argument of a wrong type by its name, before anything is sent."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from shared_ranks import run_ranks
+from small_models import chain, inputs, leave, sgd
+from torch import nn
+
+import fullshard
+from fullshard import FSDPModule, FullyShardedDataParallel, Placement, fully_shard, recording
+from fullshard.optim import Muon, step_shards
+from fullshard.wrap import CustomPolicy, ModuleWrapPolicy
+
+WRONG: tuple[Any, ...] = (42, -1, float("nan"), None, "x", [], {}, object(), True)
+SHARDED = Placement.SHARDED
+
+Call = tuple[Callable[..., Any], dict[str, Any]]  # a public function, and arguments that it takes
+
+
+def calls() -> Iterator[Call]:
+    model = chain(fully_shard)
+    optimizer = sgd(model)
+    whole = FullyShardedDataParallel
+    yield whole, {"module": None}
+    yield fully_shard, {"module": None}
+    yield fullshard.replicate, {"module": None}
+    yield fullshard.clip_grad_norm_, {"parameters": list(model.parameters()), "max_norm": 1.0}
+    yield fullshard.summon_full_params, {"module": model}
+    yield fullshard.stream_weights, {"model": model}
+    yield fullshard.register_fsdp_forward_method, {"module": model, "method_name": "forward"}
+    yield fullshard.take_part, {"module": model}
+    yield fullshard.share_comm_ctx, {"modules": [model]}
+    yield fullshard.explain, {"model": model}
+    for policy in (fullshard.MixedPrecision, fullshard.MixedPrecisionPolicy, fullshard.CPUOffload):
+        yield policy, {}
+    yield fullshard.CPUOffloadPolicy, {}
+    yield fullshard.Offload, {}
+    names = ("parameters", "parameters_in_step", "gradients", "optimizer")
+    yield fullshard.Placements, dict.fromkeys(names, SHARDED)
+    yield fullshard.DataParallelMeshDims, {"shard": "dp"}
+    yield fullshard.set_collective_timeout, {"seconds": 1.0}
+    yield ModuleWrapPolicy, {"module_classes": {nn.Linear}}
+    yield CustomPolicy, {"lambda_fn": lambda module: False}
+    yield step_shards, {"optimizer": optimizer}
+    yield Muon, {"params": [param for param in model.parameters() if param.ndim == 2]}
+    yield whole.set_state_dict_type, {"module": model, "state_dict_type": fullshard.StateDictType.FULL_STATE_DICT}
+    yield whole.optim_state_dict, {"model": model, "optim": optimizer}
+    yield whole.optim_state_dict_to_load, {"model": model, "optim": optimizer, "optim_state_dict": {}}
+    for name, method in vars(FSDPModule).items():
+        if name.startswith("set_"):
+            required = {
+                it: True for it, parameter in parameters(method).items() if parameter.default is parameter.empty
+            }
+            yield getattr(model, name), required
+
+
+def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    found = inspect.signature(function).parameters
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: it for name, it in found.items() if it.kind in named and name != "self"}
+
+
+def outcome(function: Callable[..., Any], arguments: dict[str, Any], name: str, wrong: object) -> str:
+    """What is wrong with the way in which `wrong` is refused; empty if nothing is, or if it is accepted."""
+    given = {key: chain(leave) if value is None and key == "module" else value for key, value in arguments.items()}
+    try:
+        made = function(**{**given, name: wrong})
+        if isinstance(made, AbstractContextManager):
+            with made:
+                pass
+        elif inspect.isgenerator(made):
+            list(made)
+    except (fullshard.FullshardError, TypeError, ValueError) as error:
+        ours = isinstance(error, fullshard.FullshardError)
+        named = name in str(error) or "empty parameter list" in str(error)  # the latter is torch's
+        return "" if ours or named else f"{type(error).__name__} that does not name it: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def pass_wrong_arguments() -> list[str]:
+    found = []
+    for function, arguments in calls():
+        for name in parameters(function):
+            for wrong in WRONG:
+                said = outcome(function, arguments, name, wrong)
+                if said:
+                    found.append(f"{getattr(function, '__name__', function)}({name}={wrong!r}): {said}")
+    return found
+
+
+def test_arguments_of_a_wrong_type_are_refused_by_name():
+    assert run_ranks(1, pass_wrong_arguments) == [[]]
+
+
+def refuse_before_anything_is_sent() -> list[tuple[str, ...]]:
+    """On ranks that all pass the same wrong argument."""
+    model = chain(fully_shard)
+    model(inputs()).sum().backward()
+    said: list[str] = []
+    with recording() as record:
+        for function, arguments, name in (
+            (fully_shard, {"module": chain(leave)}, "mp_policy"),
+            (FullyShardedDataParallel, {"module": chain(leave), "sync_module_states": True}, "param_init_fn"),
+            (fullshard.clip_grad_norm_, {"parameters": model.parameters()}, "max_norm"),
+            (fullshard.summon_full_params, {}, "module"),
+            (FullyShardedDataParallel.optim_state_dict, {"model": model}, "optim"),
+        ):
+            try:
+                made = function(**arguments, **{name: "wrong"})
+                if isinstance(made, AbstractContextManager):
+                    made.__enter__()
+            except fullshard.ConfigError as error:
+                said.append(str(error))
+    assert record.sent_bytes() == 0
+    assert torch.is_grad_enabled()
+    return [tuple(said)]
+
+
+def test_they_are_refused_before_anything_is_sent():
+    first, second = run_ranks(2, refuse_before_anything_is_sent)
+    assert first == second
+    assert len(first[0]) == 5
