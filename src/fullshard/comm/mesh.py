@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TensorPlacement
-from torch.distributed.tensor import Replicate, Shard
 
 from fullshard._compat import (
     address,
@@ -25,7 +25,7 @@ from fullshard._compat import (
 )
 from fullshard.comm.routes import collectives_for, collectives_of
 from fullshard.device.current import count_devices
-from fullshard.errors import ConfigError, RankMismatchError, StateError
+from fullshard.errors import CheckpointError, ConfigError, RankMismatchError, StateError
 from fullshard.layout.shard_spec import ShardSpec, owned
 from fullshard.policy.meshes import DataParallelMeshDims
 from fullshard.policy.strategy import Placement, Placements
@@ -38,6 +38,7 @@ __all__ = [
     "axes_chosen",
     "axes_of_replicas",
     "broadcast_from_first",
+    "check_own_part",
     "default_mesh",
     "join",
     "own_part",
@@ -113,6 +114,62 @@ def own_part(whole: Tensor, mesh: DeviceMesh, placements: Sequence[TensorPlaceme
     for dim, span in enumerate(own_spans(whole.shape, mesh, placements)):
         whole = whole.narrow(dim, span.start, len(span))
     return whole
+
+
+def check_own_part(name: str, tensor: DTensor, target: DeviceMesh | None) -> None:
+    """Refuse a `DTensor` that holds another rank's part, as it does once another rank's file has been loaded.
+
+    A pickled `DTensor` keeps its mesh, and the mesh keeps the coordinate of the rank that pickled it. Meshes compare
+    equal whatever their coordinate is, so torch takes such a part for this rank's own.
+
+    Args:
+        name: of the tensor, for the message.
+        tensor: made on this rank, or loaded from a file.
+        target: the mesh of the parameter that it is for; None if there is none.
+
+    Raises:
+        CheckpointError: it was pickled by a rank at another coordinate of an axis along which the tensor is cut, or by
+            another number of ranks.
+    """
+    mesh = tensor.device_mesh
+    if mesh is target:
+        return
+    saved, own = mesh.get_coordinate(), _own_coordinate(mesh.mesh.tolist(), dist.get_rank())
+    cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    if target is not None and mesh != target and any(_ranks_along(mesh, axis) != mesh.size(axis) for axis in cut):
+        raise CheckpointError(
+            f"{name} of shape {tuple(tensor.shape)} is one part on a mesh of shape {tuple(mesh.shape)}, which does not "
+            f"exist in this run of {dist.get_world_size()} ranks. Load with as many ranks as saved it, or save whole "
+            "tensors (get_model_state_dict with full_state_dict=True) or with fullshard.checkpoint.save, which any "
+            "number of ranks can load."
+        )
+    if saved is not None and cut and (own is None or any(saved[axis] != own[axis] for axis in cut)):
+        raise CheckpointError(
+            f"{name} of shape {tuple(tensor.shape)} holds the part at coordinate {saved} of a mesh of shape "
+            f"{tuple(mesh.shape)}, but rank {dist.get_rank()} is {'not in it' if own is None else f'at {own}'}. The "
+            "file was saved by another rank: torch.save of a sharded state dict writes only that rank's part. Load on "
+            "each rank the file that it saved, or save whole tensors (get_model_state_dict with full_state_dict=True) "
+            "or with fullshard.checkpoint.save, which any number of ranks can load."
+        )
+
+
+def _ranks_along(mesh: DeviceMesh, axis: int) -> int:
+    """Return the number of ranks of the group that `mesh` has along an axis; 0 if that is not a group of this run."""
+    try:
+        return dist.get_world_size(mesh.get_group(axis))
+    except (RuntimeError, LookupError, ValueError):  # of a mesh that was pickled in another run
+        return 0
+
+
+def _own_coordinate(ranks: Any, rank: int) -> tuple[int, ...] | None:
+    """Return the indices of `rank` in nested lists; None if it is not there."""
+    if not isinstance(ranks, list):
+        return () if ranks == rank else None
+    for index, inner in enumerate(ranks):
+        found = _own_coordinate(inner, rank)
+        if found is not None:
+            return (index, *found)
+    return None
 
 
 def own_spans(shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[TensorPlacement]) -> list[range]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fullshard._compat import dtensor_like
+from fullshard.comm.mesh import check_own_part
 from fullshard.engine.comparison import meet
 from fullshard.engine.hooks import is_in_use
 from fullshard.engine.managed import managed_by
@@ -280,7 +281,12 @@ class _Hooks:
     ) -> None:
         """Shard whole tensors, so that `module` loads this rank's shards."""
         self.before(module)
-        self._outermost = self._outermost or module
+        if self._outermost is None:
+            self._outermost = module
+            known = next((it.params[0].dtensor.device_mesh for it in units_in(module) if it.params), None)
+            for key, value in state.items():  # all of them before any is loaded
+                if isinstance(value, DTensor):
+                    check_own_part(clean_fqn(key), value, known)
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
             managed = None if param is None else managed_by(param)

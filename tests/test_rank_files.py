@@ -1,0 +1,138 @@
+"""A file that one rank has pickled is loaded by that rank, and refused by others, whose shards are not in it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shared_ranks import run_ranks
+from torch import nn
+
+from fullshard import CheckpointError, fully_shard
+from fullshard.testing import assert_same
+
+
+def built(**options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Linear(8, 5))
+    for layer in model:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    stepped(model, optimizer)
+    return model, optimizer
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def dumped(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def opened(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def of_rank(rank: int, value: Any) -> Any:
+    found = [value]
+    dist.broadcast_object_list(found, src=rank)
+    return found[0]
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.to_local().clone() for name, param in model.state_dict().items()}
+
+
+def load_anothers(options: dict[str, Any]) -> list[str]:
+    """What is said on this rank about rank 0's file, and about one whose tensors were moved to the CPU first."""
+    model, optimizer = built(**options)
+    moved = {name: value.cpu() for name, value in model.state_dict().items()}
+    files = of_rank(0, (dumped(model.state_dict()), dumped(moved)))
+    stepped(model, optimizer)
+    before, said = values(model), []
+    for data in files:
+        try:
+            model.load_state_dict(opened(data))
+            said.append("")
+        except CheckpointError as error:
+            said.append(str(error))
+            assert_same(values(model), before)
+    return said
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "zero2"}])
+def test_another_ranks_file_is_refused_with_the_remedy(options):
+    first, second = run_ranks(2, load_anothers, options)
+    assert first == ["", ""]
+    assert all(second), [said[:60] for said in second]
+    for said in second:
+        assert "holds the part at coordinate (0,) of a mesh of shape (2,), but rank 1 is at (1,)" in said
+        assert "fullshard.checkpoint.save" in said
+    assert second[0].startswith("0.weight of shape (8, 3)")
+
+
+def load_own() -> None:
+    """Whatever a rank does with its own state is as before: files, copies, and other DTensors on live meshes."""
+    model, optimizer = built()
+    expected, state, states = values(model), dumped(model.state_dict()), dumped(optimizer.state_dict())
+    copied = copy.deepcopy(model.state_dict())
+    stepped(model, optimizer)
+    model.load_state_dict(opened(state))
+    assert_same(values(model), expected)
+    stepped(model, optimizer)
+    model.load_state_dict(copied)
+    assert_same(values(model), expected)
+    optimizer.load_state_dict(opened(states))
+    stepped(model, optimizer)
+    model.load_state_dict({name: value.full_tensor() for name, value in copied.items()})
+    assert_same(values(model), expected)
+
+
+def test_a_ranks_own_file_is_loaded():
+    run_ranks(2, load_own)
+
+
+def write_first(folder: Path) -> None:
+    model, _ = built()
+    (folder / f"{dist.get_rank()}.pt").write_bytes(dumped(model.state_dict()))
+
+
+def read_first(folder: Path) -> str:
+    model, _ = built()
+    before = values(model)
+    with pytest.raises(CheckpointError) as caught:
+        model.load_state_dict(opened((folder / f"{min(dist.get_rank(), 1)}.pt").read_bytes()))
+    assert_same(values(model), before)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_files_of_another_number_of_ranks_are_refused_on_every_rank(world, tmp_path):
+    run_ranks(2, write_first, tmp_path)
+    for said in run_ranks(world, read_first, tmp_path):
+        assert "on a mesh of shape (2,), which does not exist in this run" in said
+
+
+def replicas() -> None:
+    """Ranks along the replicate axis hold the same part, so one may load the other's."""
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model, optimizer = built(mesh=mesh)
+    state, states = of_rank(0, (dumped(model.state_dict()), dumped(optimizer.state_dict())))
+    model.load_state_dict(opened(state))
+    optimizer.load_state_dict(opened(states))
+    stepped(model, optimizer)
+
+
+def test_replicas_may_load_each_others_files():
+    run_ranks(2, replicas)
