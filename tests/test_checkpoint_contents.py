@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.optim import lr_scheduler
 
-from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from fullshard import CheckpointError, CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from fullshard._compat import storage_watch
-from fullshard.checkpoint import load, save
+from fullshard.checkpoint import contents, load, save
 from fullshard.checkpoint.plain import are_same
+from fullshard.integrations.joined_optimizers import joined
 from fullshard.testing import assert_same
 from fullshard.versions import versions
 from fullshard.wrap import ModuleWrapPolicy
@@ -415,3 +416,114 @@ def load_counting_tensors(folder: Path) -> int:
 def test_loading_makes_no_tensor_on_the_way(tmp_path):
     """Rows go straight from the file to the shard."""
     assert run_ranks(2, load_counting_tensors, tmp_path) == [0, 0]
+
+
+# -- optimizers of other classes --------------------------------------------------------------------------------------
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A class derived from that of torch, with an option of its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("strength", 1.0)
+        self.defaults["strength"] = 1.0
+
+    def step(self, closure: None = None) -> None:
+        assert all(group["strength"] == 1.0 for group in self.param_groups)
+        super().step(closure)
+
+
+class SignedMomentum(torch.optim.Optimizer):
+    """Keeps one of AdamW's states, and has no option that AdamW lacks."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param].setdefault("exp_avg", torch.zeros_like(param))
+                param.sub_(state.lerp_(param.grad, 0.1).sign(), alpha=group["lr"])
+
+
+class Wrapping(torch.optim.Optimizer):
+    """A wrapper as accelerate has one."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: None = None) -> None:
+        self.optimizer.step()
+
+
+KINDS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": partial(torch.optim.SGD, lr=0.3, momentum=0.9),
+    "Adam": partial(torch.optim.Adam, lr=0.3),
+    "AdamW": partial(torch.optim.AdamW, lr=0.3, foreach=True),
+    "AdamW, fused": partial(torch.optim.AdamW, lr=0.3, fused=True),
+    "RAdam": partial(torch.optim.RAdam, lr=0.3),
+    "OwnAdamW": partial(OwnAdamW, lr=0.3),
+    "SignedMomentum": partial(SignedMomentum, lr=0.3),
+    "wrapped AdamW": lambda params: Wrapping(torch.optim.AdamW(params, lr=0.3)),
+    "joined": lambda params: joined([torch.optim.AdamW(params[:2], lr=0.3), torch.optim.SGD(params[2:], lr=0.3)]),
+    "joined in another order": lambda params: joined(
+        [torch.optim.SGD(params[2:], lr=0.3), torch.optim.AdamW(params[:2], lr=0.3)]
+    ),
+}
+ALIKE = [
+    {"Adam", "AdamW", "AdamW, fused", "OwnAdamW", "wrapped AdamW"},
+    {"joined", "joined in another order"},
+]
+
+
+def load_into_every_kind(folder: Path, recorded: bool) -> None:
+    def learn_once(model: nn.Module, optimizer: Any) -> None:
+        model(inputs(0)).square().mean().backward()
+        for it in getattr(optimizer, "joined_optimizers", [optimizer]):
+            getattr(it, "optimizer", it).step()
+            it.zero_grad()
+
+    for name, make in KINDS.items():
+        model = chain(fully_shard)
+        optimizer = make(list(model.parameters()))
+        learn_once(model, optimizer)
+        with pytest.MonkeyPatch.context() as patch:
+            if not recorded:
+                patch.setattr(contents, "kinds_of_groups", lambda optimizer: None)
+            save(folder / name, model=model, optimizer=optimizer, step=1)
+        for other, make_other in KINDS.items():
+            if not recorded and {name, other} & {"RAdam", "SignedMomentum"}:
+                continue  # their options are some of AdamW's: nothing tells them apart
+            fits = name == other or any({name, other} <= alike for alike in ALIKE)
+            model = chain(fully_shard)
+            optimizer = make_other(list(model.parameters()))
+            if fits:
+                load(folder / name, model=model, optimizer=optimizer)
+                learn_once(model, optimizer)
+                continue
+            before = wholes(model)
+            with pytest.raises(CheckpointError, match=r"state of another optimizer: saved by \w") as caught:
+                load(folder / name, model=model, optimizer=optimizer)
+            assert recorded == ("saved by another class" not in str(caught.value))
+            assert "loaded into" in str(caught.value)
+            assert_same(wholes(model), before)
+            assert all(group.get("lr") == 0.3 for group in optimizer.param_groups)
+            assert not optimizer.state
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_states_of_another_optimizer_are_refused_before_anything_is_loaded(recorded, tmp_path):
+    run_ranks(1, load_into_every_kind, tmp_path, recorded)

@@ -795,6 +795,18 @@ def a_state_dict_of_states_that_are_encoded_otherwise() -> Steps:
         optim_state_dict_to_load(model, optimizer, states)
 
 
+@mistake(
+    ConfigError, r"saved by another class, loaded into AdamW \(its options have .*momentum", "the class that saved it"
+)
+def a_state_dict_of_another_optimizer() -> Steps:
+    model, optimizer = stepped_by(partial(torch.optim.SGD, momentum=0.9))
+    optimizer.step()
+    states = full_optim_state_dict(model, optimizer, rank0_only=False)
+    other = torch.optim.AdamW(model.parameters())
+    yield
+    optim_state_dict_to_load(model, other, states)
+
+
 @mistake(ConfigError, "shard_alignment=0: a number of elements from 1 on is needed", "such as 256")
 def blocks_of_nothing() -> Steps:
     yield

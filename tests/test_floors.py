@@ -83,7 +83,7 @@ ROOMS: dict[str, list[str] | None] = {
         "hooks",
         "materialize",
     ],
-    "state": ["block_states", "on_disk", "budget", "state_dict", "optim_state", "summon", "streaming"],
+    "state": ["block_states", "optim_kinds", "on_disk", "budget", "state_dict", "optim_state", "summon", "streaming"],
     "optim": ["rebinding", "elementwise", "outside", "same_order", "put_off", "local_steps", "clipping", "muon"],
     "checkpoint": None,
     "dry": None,

@@ -21,6 +21,7 @@ from fullshard.checkpoint.together import Ranks
 from fullshard.engine.registry import clean_fqn, units_in
 from fullshard.errors import CheckpointError
 from fullshard.policy.strategy import Placements, ShardingStrategy
+from fullshard.state.optim_kinds import kinds_of_groups
 from fullshard.state.optim_state import sharded_optim_state_dict
 from fullshard.state.state_dict import StateDictType, state_dict_type
 
@@ -120,6 +121,7 @@ def collect(
     ours = {"ties": contents.ties, "extra": extra, "model": values}
     if optimizer is not None:
         ours["optimizer"] = put_optimizer(contents, sharded_optim_state_dict(model, optimizer))
+        ours["optimizer"]["kinds"] = kinds_of_groups(optimizer)
     if scheduler is not None:
         ours["scheduler"] = scheduler.state_dict()
     contents.ours = plain_copy(ours, "the checkpoint's ")

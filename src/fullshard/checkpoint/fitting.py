@@ -13,6 +13,7 @@ from fullshard.checkpoint.opening import Opened
 from fullshard.checkpoint.saved import Saved
 from fullshard.errors import CheckpointError
 from fullshard.state.block_states import FORM
+from fullshard.state.optim_kinds import SavedOptions
 from fullshard.state.optim_state import StateTemplate
 
 __all__ = ["Misfit", "fit_model", "fit_optimizer"]
@@ -32,6 +33,7 @@ class Misfit:
     misshapen: list[str] = field(default_factory=list)
     untied: list[str] = field(default_factory=list)
     encoded: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
 
     def __add__(self, other: Misfit) -> Misfit:
         return Misfit(*(getattr(self, it.name) + getattr(other, it.name) for it in fields(self)))
@@ -49,6 +51,7 @@ class Misfit:
             "of another shape:": self.misshapen,
             "tied in the model, but not in it:": self.untied,
             "encoded otherwise:": self.encoded,
+            "state of another optimizer:": self.kinds,
         }
         misfits = [f"{kind} {_listed(names)}" for kind, names in kinds.items() if names]
         if misfits:
@@ -116,6 +119,8 @@ def fit_optimizer(saved: Saved, opened: Opened, template: StateTemplate) -> Misf
         for fqn, names in ((fqn, dict(states)) for fqn, (_, states) in saved.states.items())
         if fqn in template.fqns
     ]
+    options = [SavedOptions(group.fqns, dict(group.options[1]), group.kinds) for group in saved.groups]
+    kind = template.misfit_of_kind(options)
     return Misfit(
         missing=[f"{fqn} in the optimizer" for fqn in template.fqns if fqn not in stepped],
         unexpected=[
@@ -123,4 +128,5 @@ def fit_optimizer(saved: Saved, opened: Opened, template: StateTemplate) -> Misf
         ],
         misshapen=misshapen,
         encoded=[misfit for misfit in forms if misfit is not None],
+        kinds=[] if kind is None else [kind],
     )

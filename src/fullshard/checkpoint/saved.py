@@ -20,6 +20,7 @@ class SavedGroup:
 
     fqns: list[str]
     options: Outline
+    kinds: list[str] = field(default_factory=list)  # the optimizer's class and its bases; empty if not recorded
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Saved:
         """The same with other names for some parameters of the optimizer."""
         states = {names.get(fqn, fqn): states for fqn, states in self.states.items()}
         groups = self.groups and tuple(
-            SavedGroup([names.get(fqn, fqn) for fqn in group.fqns], group.options) for group in self.groups
+            replace(group, fqns=[names.get(fqn, fqn) for fqn in group.fqns]) for group in self.groups
         )
         return replace(self, states=states, groups=groups)
 
@@ -50,7 +51,7 @@ def saved_by_us(opened: Opened, ours: Mapping[str, Any]) -> Saved:
         values=ours["model"],
         ties={name.removeprefix(f"{MODEL}."): key.removeprefix(f"{MODEL}.") for name, key in ours["ties"].items()},
         states={} if optimizer is None else dict(optimizer["state"][1]),
-        groups=None if optimizer is None else tuple(_group(options) for _, options in optimizer["param_groups"]),
+        groups=None if optimizer is None else _our_groups(optimizer),
         rest=ours,
     )
 
@@ -128,6 +129,12 @@ def _groups(leaves: Mapping[str, Outline], fqns: Collection[str]) -> tuple[Saved
         SavedGroup([name], ("dict", options)) if name in fqns else _group(options) for name, options in found.items()
     ]
     return tuple(groups) or None
+
+
+def _our_groups(optimizer: Mapping[str, Any]) -> tuple[SavedGroup, ...]:
+    groups = tuple(_group(options) for _, options in optimizer["param_groups"])
+    kinds = optimizer.get("kinds")  # earlier versions did not record them
+    return groups if kinds is None else tuple(map(lambda group, its: replace(group, kinds=its), groups, kinds))
 
 
 def _group(options: Iterable[tuple[str, Outline]]) -> SavedGroup:

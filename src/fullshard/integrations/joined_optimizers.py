@@ -38,6 +38,11 @@ class _Joined:
             )
 
     @property
+    def joined_optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers, in order."""
+        return self._optimizers
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all, one optimizer's after the other's."""
         return list(chain.from_iterable(optimizer.param_groups for optimizer in self._optimizers))

@@ -28,6 +28,7 @@ from fullshard.errors import ConfigError, StateError
 from fullshard.policy.arguments import check_type
 from fullshard.state.block_states import FORM, block_states, is_part
 from fullshard.state.on_disk import states_on_disk
+from fullshard.state.optim_kinds import SavedOptions, misfit_of_kind
 from fullshard.state.state_dict import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
@@ -148,6 +149,9 @@ def optim_state_dict_to_load(
             f"the optimizer state dict has {misfit}. Load it into an optimizer that encodes states alike, or build a "
             "new one, which starts without them."
         )
+    kind = template.misfit_of_kind([SavedOptions(group["params"], group) for group in given["param_groups"]])
+    if kind is not None:
+        raise ConfigError(f"the optimizer state dict is {kind}. Load it into an optimizer of the class that saved it.")
     template.note_counters(
         (fqn, name) for fqn, values in given["state"].items() for name, value in values.items() if _is_scalar(value)
     )
@@ -424,6 +428,10 @@ class StateTemplate:
             return None
         return f"the states of {fqn} ({form or 'plain'} in it, {own or 'plain'} in the optimizer)"
 
+    def misfit_of_kind(self, saved: Sequence[SavedOptions]) -> str | None:
+        """How the optimizer that saved `saved` differs from this one, in words; None if its states can be loaded."""
+        return misfit_of_kind(self._optim, list(self._params), saved)
+
     def fill(self, fqn: str, name: str, value: Any) -> Any:
         """`value`, whole or sharded, as the state `name` of the parameter `fqn`, in memory of its own."""
         if not isinstance(value, Tensor):
@@ -504,5 +512,6 @@ def _each_group(optim: torch.optim.Optimizer, saved: list[StateDict], fqns: Iter
         names = [next(fqns) for _ in group["params"]]
         options = next((it for it in saved if names and names[0] in it["params"]), group)
         kept = {name: value for name, value in options.items() if name != "param_names"}  # of the saved group
-        yield {**kept, "params": list(range(number, number + len(names)))}
+        added = {name: value for name, value in group.items() if name not in options}  # since it was saved
+        yield {**added, **kept, "params": list(range(number, number + len(names)))}
         number += len(names)

@@ -1,0 +1,90 @@
+"""Comparison of the optimizer that saved a state with the optimizer that loads it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.optim import Optimizer
+
+__all__ = ["SavedOptions", "kinds_of_groups", "misfit_of_kind"]
+
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+_NAMES = frozenset({"params", "param_names"})
+
+
+@dataclass(frozen=True)
+class SavedOptions:
+    """What a checkpoint records about one group of parameters besides their states."""
+
+    fqns: Collection[str]
+    names: Collection[str]  # of the options
+    kinds: Sequence[str] = ()  # the class that saved it, then its base classes; empty if not recorded
+
+
+def kinds_of_groups(optim: Any) -> list[list[str]]:
+    """Return the names of the optimizer's class and of its base classes for each group of `optim`.
+
+    Wrappers of accelerate and Lightning count as the optimizer inside. Joined optimizers count separately.
+    """
+    return [_kinds(owner) for owner, _ in _groups_by_owner(optim)]
+
+
+def misfit_of_kind(optim: Any, fqns: Sequence[str], saved: Sequence[SavedOptions]) -> str | None:
+    """Return how the optimizer that saved a state differs from `optim`, in words; None if `optim` can continue from it.
+
+    The same class fits, and so do its base classes and classes derived from it. Other classes fit if their options have
+    the same names, as after a class was renamed. Without a recorded class, only the names of the options are compared.
+
+    Args:
+        optim: the optimizer to load into.
+        fqns: its parameters, in its order.
+        saved: the groups of the saved state.
+    """
+    by_fqn = {fqn: options for options in saved for fqn in options.fqns}
+    names = iter(fqns)
+    for owner, group in _groups_by_owner(optim):
+        of_group = [next(names) for _ in group["params"]]
+        for options in {id(it): it for it in (by_fqn.get(fqn) for fqn in of_group) if it is not None}.values():
+            missing, unknown = _differences(owner, group, options)
+            if options.kinds:
+                related = options.kinds[0] in _kinds(owner) or _kinds(owner)[0] in options.kinds
+                differs = not related and bool(missing or unknown)
+            else:
+                differs = bool(missing and unknown)
+            if differs:
+                return _described(owner, options, missing, unknown)
+    return None
+
+
+def _differences(owner: Optimizer, group: dict[str, Any], options: SavedOptions) -> tuple[list[str], list[str]]:
+    """Return the options that `owner` needs and were not saved, and those that were saved and it does not have."""
+    missing = sorted({*owner.defaults} - {*options.names})
+    unknown = sorted({*options.names} - {*owner.defaults} - {*group} - _OF_SCHEDULERS - _NAMES)
+    return missing, unknown
+
+
+def _described(owner: Optimizer, options: SavedOptions, missing: list[str], unknown: list[str]) -> str:
+    its = [f"its options have {', '.join(unknown)}"] if unknown else []
+    its += [f"{'and ' if its else 'its options '}lack {', '.join(missing)}"] if missing else []
+    source = options.kinds[0] if options.kinds else "another class"
+    return f"saved by {source}, loaded into {type(owner).__name__} ({' '.join(its)})"
+
+
+def _kinds(optim: Optimizer) -> list[str]:
+    return [it.__name__ for it in type(optim).__mro__ if issubclass(it, Optimizer) and it is not Optimizer] or [
+        type(optim).__name__
+    ]
+
+
+def _groups_by_owner(optim: Any) -> Iterator[tuple[Optimizer, dict[str, Any]]]:
+    """Yield each group of `optim` with the optimizer that steps it, in order."""
+    while isinstance(inner := getattr(optim, "optimizer", None), Optimizer):
+        optim = inner
+    for owner in getattr(optim, "joined_optimizers", (optim,)):
+        if owner is not optim:
+            yield from _groups_by_owner(owner)
+            continue
+        for group in owner.param_groups:
+            yield owner, group
