@@ -344,6 +344,15 @@ def summoned_codes_that_were_changed() -> Steps:
         layer[0].weight = nn.Parameter(torch.ones(6, 8))
 
 
+@mistake(ConfigError, "weight of Linear is in two modules, which are to be two units", "before any module that")
+def blocks_that_share_a_module() -> Steps:
+    shared = linear()
+    first, second = nn.Sequential(linear(), shared), nn.Sequential(linear(), shared)
+    fully_shard(first)
+    yield
+    fully_shard(second)
+
+
 @mistake(ConfigError, "weight of Linear belongs to the unit of FSDPSequential around it", "inner modules first")
 def the_root_before_its_layers() -> Steps:
     model = fully_shard(nn.Sequential(linear(), nn.ReLU()))

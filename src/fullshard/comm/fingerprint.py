@@ -44,7 +44,10 @@ def mismatch(fingerprints: Sequence[bytes], ranks: Sequence[int]) -> RankMismatc
         f"ranks do not do the same: {said}. Every rank must call the same modules in the same order, in as many "
         "microbatches of a step, and get gradients for the same parameters; every rank, and not the first alone, must "
         "save, load, export, and ask for whole state dicts and parameters. If only some ranks use some parameters, "
-        "call set_reduce_scatter_unused_params(True) on the model. The process group cannot be used any more: end the "
+        "call set_reduce_scatter_unused_params(True) on the model. If only some ranks call a whole unit, as with layer "
+        "drop, draw the same layers on all ranks (a torch.Generator with one seed), or call "
+        "set_reduce_scatter_unused_params(True) on the model and add fullshard.take_part(unit) to the output where a "
+        "rank skips that unit. The process group cannot be used any more: end the "
         "processes and start again; or catch this on every rank, and call abandon_step() on the model."
     )
 

@@ -68,7 +68,7 @@ def find_parameters(
             managed = managed_by(param)
             if managed is not None:
                 unit, sharded = managed.unit, managed.param
-                _check_inner_first(module, name, unit)
+                _check_inner_first(modules, module, name, unit)
                 if owner not in sharded.owners:
                     sharded.owners.append(owner)
                 sharded.show(sharded.sharded)
@@ -87,8 +87,8 @@ def find_parameters(
     return Found(list(new.values()), borrowed)
 
 
-def _check_inner_first(module: nn.Module, name: str, unit: Unit) -> None:
-    """Refuse to make a unit of a module whose parameters the unit around it has already.
+def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: str, unit: Unit) -> None:
+    """Refuse to make a unit of `modules` if the unit around `module`, one of them or in them, has its parameters.
 
     Raises:
         ConfigError: `unit`, which has parameter `name` of `module`, is around `module`.
@@ -97,6 +97,16 @@ def _check_inner_first(module: nn.Module, name: str, unit: Unit) -> None:
         (it for it in unit.modules if it is not module and any(module is inner for inner in it.modules())), None
     )
     if outer is not None:
+        around = next(
+            (it for it in modules if it is not module and any(module is inner for inner in it.modules())), None
+        )
+        if around is not None and not any(around is inner for inner in outer.modules()):
+            raise ConfigError(
+                f"{name} of {type(module).__name__} is in two modules, which are to be two units: the unit of "
+                f"{type(outer).__name__}, which was sharded first and owns it, and that of {type(around).__name__}. "
+                f"Make the shared {type(module).__name__} a unit: call fully_shard on it before any module that "
+                "contains it."
+            )
         raise ConfigError(
             f"{name} of {type(module).__name__} belongs to the unit of {type(outer).__name__} around it, which was "
             "sharded first, so that there is nothing left to shard here. Call fully_shard on inner modules first, on "
