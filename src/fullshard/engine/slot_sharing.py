@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ class SlotSharing:
         self._units = units
         self._is_wished = switches.shares_memory_between_units  # None: as is best for the device
         self._is_assigned = False
+        self._is_paused = False
         self._since: dict[int, int] = {}  # when each unit that is unsharded came to be so
         self._intervals: list[Interval] = []
 
@@ -54,13 +56,22 @@ class SlotSharing:
         self._is_wished = False
         unit.move(Slot(unit.device))
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Return a context in which no slots are assigned, since its backwards are trials."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
     def end_microbatch(self, backward: OrderTracker) -> None:
         """Assign slots, once, after a microbatch that ran in the order of the one before.
 
         Ranks may ask one another for memory then, so all must find the same. They need not call the same modules, but
         they start the same gathers. Only units with something to gather are compared for that reason.
         """
-        if not self._is_assigned:
+        if not (self._is_assigned or self._is_paused):
             units = [unit for unit in self._units if not unit.keeps_unsharded and unit.slot_nbytes]
             if backward.agrees_on({unit.state.number for unit in units}):
                 self._is_assigned = True

@@ -12,6 +12,7 @@ microbatch reduced, and the gradients that a zero-bubble schedule takes late lef
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -105,7 +106,10 @@ class PipelineStage(pipelining.PipelineStage):
         not if earlier ones are held back, to which they were added.
         """
         fresh = [it for it in self._runtimes if not any(unit.has_grads_waiting for unit in it.units)]
-        result = super()._backward_metadata_inference(*args, **kwargs)
+        with ExitStack() as trial:
+            for runtime in self._runtimes:
+                trial.enter_context(runtime.residency.slots.paused())
+            result = super()._backward_metadata_inference(*args, **kwargs)
         for runtime in fresh:
             runtime.forget()
         return result
