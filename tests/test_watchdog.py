@@ -261,7 +261,7 @@ EARLY = "import fullshard.liveness.watchdog as it; it._EARLY_S = 2.2\n"
 
 # Whoever waits for other ranks does it in `here.waiting`. These wait for something else, or are waited for there.
 WAITS_KNOWN = {
-    **dict.fromkeys(("_compat.py", "device/lanes.py"), "queued work"),
+    **dict.fromkeys(("_compat.py", "device/lanes.py", "engine/runtime.py"), "queued work"),
     **dict.fromkeys(
         ("comm/encoded.py", "comm/pairwise.py", "comm/two_level.py", "comm/wire.py", "engine/reduction.py"),
         "Collectives.start",
@@ -281,6 +281,7 @@ WAITS_KNOWN = {
     **dict.fromkeys(("plan/beside.py", "plan/speeds_of_ranks.py", "planner", "train/what_ifs.py"), "own processes"),
     **dict.fromkeys(("bench", "testing", "report/watching.py"), "own processes and threads"),
 }
+STORE = re.compile(r"(^|[._])store$")
 SOURCE = Path(fullshard.__file__).parent
 
 
@@ -296,7 +297,9 @@ def waits_in(path: Path) -> list[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             of, name = ast.unparse(node.func.value), node.func.attr
-            waits = not node.args if name in ("wait", "result", "join", "acquire") else name == "get" and "store" in of
+            waits = (
+                not node.args if name in ("wait", "result", "join", "acquire") else name == "get" and STORE.search(of)
+            )
             if waits and not any(it.lineno <= node.lineno <= (it.end_lineno or 0) for it in told):
                 found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {of}.{name}")
     return found
