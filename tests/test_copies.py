@@ -141,6 +141,23 @@ def test_a_copy_of_what_tensor_parallelism_has_placed_is_placed_alike():
     run_ranks(4, copy_a_model_of_tensor_parallelism)
 
 
+def copy_after_freezing() -> None:
+    for frozen in range(3):
+        torch.manual_seed(frozen)
+        layers = [nn.Linear(6, 6, bias=bias) for bias in (False, False, True)]
+        model = fully_shard(nn.Sequential(*layers))
+        list(model.parameters())[frozen].requires_grad_(False)
+        copied = copy.deepcopy(model)
+        assert_same(wholes(copied), wholes(model))
+        assert [it.requires_grad for it in copied.parameters()] == [it.requires_grad for it in model.parameters()]
+        assert_same(wholes(copy.deepcopy(copied)), wholes(model))
+
+
+def test_a_copy_has_the_values_of_parameters_that_were_frozen_after_sharding():
+    """The units of a copy group parameters by what is trained now, so their order may be another one."""
+    run_ranks(2, copy_after_freezing)
+
+
 class Normed(nn.Module):
     """With statistics of batches, which an average has to learn anew."""
 

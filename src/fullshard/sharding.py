@@ -327,6 +327,10 @@ def _shard_alike(unit: Unit, memo: dict[Any, Any]) -> None:
     )
     made.state.take_switches(unit.state)
     if not unit.is_meta:
+        # Parameters may have been frozen since they were grouped, so the order of the copies may be another one.
+        copies = {(owner.module, owner.name): param for param in made.params for owner in param.owners}
         with changing_shards(made), torch.no_grad():
-            for ours, theirs in zip(made.params, unit.params, strict=True):
+            for theirs in unit.params:
+                owner = theirs.owners[0]
+                ours = copies[memo[id(owner.module)], owner.name]
                 give(ours.sharded, dtensor_like(theirs.local.clone(), ours.dtensor))
