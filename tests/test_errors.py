@@ -1388,6 +1388,29 @@ def within_forward(model: Any, use: Callable[[], Any]) -> None:
     model(inputs())
 
 
+def _hidden_product(product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """A tensor that was computed from a weight of `layers.1`, and that no hook of the engine sees."""
+    model, found = sharded(), []
+    linear = next(it for it in model.layers[1].modules() if isinstance(it, nn.Linear))
+    linear.register_forward_hook(lambda module, args, _: found.append(product(args[0].detach(), module.weight)))
+    model(inputs())
+    return found[0].square().sum()
+
+
+@mistake(StateError, "backward reads .*weight of layers.1 while layers.1", r"call unshard\(\) on", sends=True)
+def a_hidden_output_of_a_resharded_unit() -> Steps:
+    loss = _hidden_product(lambda x, weight: x @ weight.square().t())
+    yield
+    loss.backward()
+
+
+@mistake(StateError, "backward reads .*weight of layers.1 while layers.1", r"call unshard\(\) on", sends=True)
+def a_hidden_output_whose_backward_reads_no_saved_weight() -> Steps:
+    loss = _hidden_product(lambda x, weight: weight.sum())
+    yield
+    loss.backward()
+
+
 @mistake(StateError, "state dict within a forward or backward of layers.1", "Save and load between steps", sends=True)
 def save_within_forward() -> Steps:
     model = sharded()

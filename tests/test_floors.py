@@ -45,6 +45,7 @@ ROOMS: dict[str, list[str] | None] = {
         "own_hooks",
         "order",
         "param_view",
+        "validity",
         "findings",
         "group_plan",
         "sharded_param",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from functools import cache, partialmethod
+from functools import cache, partialmethod, wraps
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -62,6 +63,7 @@ __all__ = [
     "data_dependent_errors",
     "default_store",
     "dtensor_like",
+    "explain_versions",
     "fake_store",
     "fake_tensors",
     "finished_work",
@@ -103,6 +105,7 @@ __all__ = [
     "reduce_scatter_each",
     "saved_tensor_hooks",
     "set_local_tensor",
+    "set_versions",
     "shares_memory",
     "skipped_flops_of",
     "storage_holders",
@@ -449,6 +452,36 @@ def keeping_versions(tensors: Sequence[Tensor]) -> Iterator[None]:
     """A context in which writing to `tensors` does not count as a change of what autograd has saved of them."""
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         yield
+
+
+def set_versions(tensors: tuple[Tensor, ...], versions: tuple[int, ...]) -> None:
+    """Set the version counters of `tensors`, which autograd compares with those of what it has saved."""
+    torch._C._autograd._unsafe_set_version_counter(tensors, versions)
+
+
+_VERSION = re.compile(r"modified by an inplace operation.*is at version (\d+)", re.DOTALL)
+
+
+def explain_versions(explain: Callable[[int], Exception | None]) -> None:
+    """Ask `explain` about every error of a backward that found a saved tensor at another version.
+
+    `explain` is given the version and returns the error to raise, or None to leave torch's.
+    """
+    run = torch.autograd.graph._engine_run_backward
+
+    @wraps(run)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RuntimeError as error:
+            found = _VERSION.search(str(error))
+            explained = None if found is None else explain(int(found[1]))
+            if explained is None:
+                raise
+            raise explained from error
+
+    torch.autograd.graph._engine_run_backward = run_backward
+    torch.autograd._engine_run_backward = run_backward  # where it was imported to
 
 
 def has_values(tensor: Tensor) -> bool:

@@ -23,7 +23,7 @@ from fullshard.comm.mesh import (
     resolve_groups,
 )
 from fullshard.device.current import current_device, usual_device_type
-from fullshard.engine.at_rest import explain_mixtures
+from fullshard.engine.at_rest import explain_mixtures, explain_reads
 from fullshard.engine.hooks import as_plain, changing_shards, check_idle, drop_own_hooks, install
 from fullshard.engine.late_params import watch_registrations
 from fullshard.engine.managed import managed_by, mark_ignored
@@ -97,6 +97,7 @@ def shard_unit(
     watch_wrappers()
     watch_registrations()
     explain_mixtures()
+    explain_reads()
     own = [module for _, module in own_modules(modules)]
     register_hooks(own, unit)
     if placements.parameters is not Placement.WHOLE:

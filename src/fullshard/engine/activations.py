@@ -11,6 +11,11 @@ autograd does.
 A checkpoint within a unit has hooks of its own, and what it saves itself, the inputs of its region, comes to those of
 the unit. A unit within a checkpoint sets none, neither at first nor when it is computed again: the inputs come to the
 unit around. The same holds for all other hooks that a user sets.
+
+[Note: versions of what hooks return]
+Autograd does not compare versions of tensors that a hook returns. So within the hooks of somebody else, such as those
+of a checkpoint around units, a unit sets hooks around theirs. In backward these refuse views of unsharded parameters
+that have no valid values, see `validity.py`.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from fullshard._compat import FakeTensor, in_backward, saved_tensor_hooks, weak_
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.disk.pace import pace_of
 from fullshard.disk.space import Scratch
+from fullshard.engine.at_rest import check_saved
 from fullshard.engine.away import WINDOW_BYTES, Away, Store, written_to
 from fullshard.engine.findings import DiskFailures
 from fullshard.engine.registry import buffers_of
@@ -49,6 +55,7 @@ class _Stayed:
 
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
+            check_saved(self.tensor)
             raise written_to(self.tensor.nbytes)
         return self.tensor
 
@@ -73,6 +80,20 @@ class _Travelled:
 
 def _unpack(saved: _Stayed | _Travelled) -> Tensor:
     return saved.unpack()
+
+
+def _unpack_checked(unpack: Callable[[Any], Any], saved: Any) -> Any:
+    """What somebody else's hook gives, unless it is a view of a parameter that has no valid values."""
+    found = unpack(saved)
+    return check_saved(found) if isinstance(found, Tensor) else found
+
+
+def _checking(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Any]) -> saved_tensors_hooks:
+    return saved_tensors_hooks(pack, partial(_unpack_checked, unpack))
+
+
+def _checks(unpack: Callable[[Any], Any]) -> bool:
+    return isinstance(unpack, partial) and unpack.func is _unpack_checked
 
 
 def tiers_of(units: Sequence[Unit]) -> dict[Unit, str]:
@@ -153,6 +174,10 @@ class Activations:
             for needed in (unit, *unit.borrowed):
                 self._resident.add(needed.slot.storage._cdata)
             hooks = self._hooks_for(unit)
+        if hooks is None and torch.is_grad_enabled() and not in_backward():
+            top = saved_tensor_hooks()
+            if top is not None and top[1] is not _unpack and not _checks(top[1]):
+                hooks = _checking(*top)
         self._entered.append((unit, hooks))
         if hooks is not None:
             hooks.__enter__()
@@ -162,7 +187,7 @@ class Activations:
         while any(entered is unit for entered, _ in self._entered):
             entered, hooks = self._entered.pop()
             top = saved_tensor_hooks()
-            if hooks is not None and top is not None and top[1] is _unpack:
+            if hooks is not None and top is not None and (top[1] is _unpack or _checks(top[1])):
                 hooks.__exit__()
             if entered is unit:
                 return

@@ -13,16 +13,17 @@ from traceback import walk_tb
 from types import TracebackType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard._compat import implicitly_replicates
+from fullshard._compat import explain_versions, implicitly_replicates
 from fullshard.engine.managed import managed_by
 from fullshard.engine.nested import tensors_in
 from fullshard.engine.own_hooks import own_hook
+from fullshard.engine.validity import is_invalid, owner_of_version
 from fullshard.errors import StateError
 
-__all__ = ["accept_calls", "explain_mixtures", "refuse_calls"]
+__all__ = ["accept_calls", "check_saved", "explain_mixtures", "explain_reads", "read_while_sharded", "refuse_calls"]
 
 _HOOK = "fullshard: parameters at rest"  # where hooks of torch's have numbers
 
@@ -55,6 +56,51 @@ def _check_unsharded(module: nn.Module, args: Any) -> None:
                 "the unit's method that calls it count as a forward, by register_fsdp_forward_method(module, name); or "
                 "call it between unshard() and reshard() of the unit, or within summon_full_params."
             )
+
+
+def read_while_sharded(fqn: str, unit: str) -> StateError:
+    """What a backward is told that reads unsharded parameters which have no valid values."""
+    unit = unit or "the root"
+    return StateError(
+        f"backward reads {fqn} of {unit} while {unit} is not unsharded, so the memory of {fqn} does not hold its "
+        "values. A tensor that was computed from it left the unit's forward where no hook sees it, so backward did not "
+        "unshard the unit. Return the tensor from the unit's forward (in a list, tuple, dict, dataclass, or an "
+        "attribute of an object), or set it as an attribute of one of the unit's modules during forward. Otherwise, "
+        "call unshard() on the unit before backward, or set_reshard_after_forward(False) before the first forward."
+    )
+
+
+@cache
+def explain_reads() -> None:
+    """From now on, name the parameter if backward reads a saved one that has no valid values."""
+    explain_versions(_explain_version)
+
+
+def check_saved(tensor: Tensor) -> Tensor:
+    """`tensor`, which backward is about to read.
+
+    Raises:
+        StateError: it is a view of an unsharded parameter that has no valid values.
+    """
+    if is_invalid(tensor._version):
+        raise _explain_version(tensor._version) or StateError("backward reads a parameter whose model is gone.")
+    return tensor
+
+
+def _explain_version(version: int) -> StateError | None:
+    param = owner_of_version(version)
+    if param is None:
+        return None
+    managed = managed_by(param.sharded)
+    unit = "its unit" if managed is None else managed.unit.name
+    if is_invalid(version):
+        return read_while_sharded(param.fqn, unit)
+    return StateError(
+        f"backward needs {param.fqn} of {unit or 'the root'} as it was in forward, but it was written to in place and "
+        "resharded since, which lost the write, or the unit was moved, cast or loaded between forward and backward. "
+        "Do not write to parameters in forward: compute with a new tensor instead, or change the sharded parameter "
+        "between steps."
+    )
 
 
 @cache

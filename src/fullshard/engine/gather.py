@@ -63,6 +63,11 @@ class Gather:
         return self._storage.is_alone
 
     @property
+    def overwrites(self) -> bool:
+        """True if a gather writes to the unsharded buffer."""
+        return True
+
+    @property
     def is_current(self) -> bool:
         """True if the unsharded buffer was kept, and still has every rank's present values."""
         return self._gathered_version >= 0 and self._gathered_version == self.version
@@ -154,6 +159,10 @@ class LocalGather(Gather):
             if self._storage.plan.memory.offloaded:
                 travel.note("cpu", "parameters", came=unsharded.flat.nbytes)
         return Pending()
+
+    @property
+    def overwrites(self) -> bool:
+        return not self._storage.plan.lives_in_unsharded
 
     def finish(self, unsharded: UnshardedBuffer) -> None:
         self._gathered_version = self._sent_version

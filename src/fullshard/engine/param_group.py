@@ -22,6 +22,7 @@ from fullshard.engine.group_wires import GroupWires
 from fullshard.engine.pack import Pack
 from fullshard.engine.reduction import Reduction, ReductionOf, start_reduction
 from fullshard.engine.sharded_param import ShardedParam, Source
+from fullshard.engine.validity import Validity
 from fullshard.tape.recorder import Origin
 
 __all__ = ["ParamGroup"]
@@ -58,7 +59,14 @@ class ParamGroup:
         self.gather = gather
         self._unsharded = unsharded
         self._note_shards()
+        self.validity = self._new_validity()
         self._point_to(unsharded)
+
+    def _new_validity(self) -> Validity:
+        plan = self.plan
+        stepped = plan.lives_in_unsharded
+        keeping = [it for it in self.params if stepped and (it.layout.in_place or not plan.shards_optimizer)]
+        return Validity(self.params, keeping)
 
     def _note_shards(self) -> None:
         is_plain = all(type(param.local) is Tensor for param in self.params)
@@ -118,8 +126,10 @@ class ParamGroup:
         self._unsharded = unsharded
         nothing = torch.empty(0, dtype=self.plan.contract.compute, device=self.plan.device)
         wholes = [nothing] * len(self.params) if unsharded is None else unsharded.params
+        self.validity.invalidate()
         for param, whole in zip(self.params, wholes, strict=True):
             param.point_to(whole)
+        self.validity.refresh()
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -145,6 +155,8 @@ class ParamGroup:
     def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
         """Begin to fill the unsharded buffer, see `Gather.start`."""
         assert self._unsharded is not None, "a group is bound before it is gathered"
+        if self.gather.overwrites:
+            self.validity.invalidate()
         return self.gather.start(self._unsharded, origin, in_common=in_common)
 
     def finish_gather(self) -> bool:
@@ -155,10 +167,12 @@ class ParamGroup:
         """
         assert self._unsharded is not None, "a group is bound before it is gathered"
         self.gather.finish(self._unsharded)
+        self.validity.validate()
         return False
 
     def release(self) -> None:
         """Gather anew when unsharded parameters are needed next: memory is given back, and the unit's has been."""
+        self.validity.invalidate()
         self.gather.invalidate()
 
     @property

@@ -16,6 +16,7 @@ from fullshard.engine.pack import Pack
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.payload import PayloadParam, PayloadStorage
 from fullshard.engine.sharded_param import ShardedParam, Source
+from fullshard.engine.validity import Validity
 from fullshard.tape.recorder import Origin
 
 __all__ = ["group_type"]
@@ -66,6 +67,7 @@ class PayloadGroup(ParamGroup):
 
     def start_gather(self, origin: Origin, *, in_common: bool) -> Pending:
         """See `ParamGroup.start_gather`. The classes may take collectives of their own first."""
+        self.validity.invalidate()
         return self.gather.start(self._storage.prepare().unsharded, origin, in_common=False)
 
     def finish_gather(self) -> bool:
@@ -73,6 +75,8 @@ class PayloadGroup(ParamGroup):
         assert buffer is not None, "a gather was started"
         self.gather.finish(buffer.unsharded)
         made = [param.receive(its) for param, its in zip(self.params, buffer.gathered, strict=True)]
+        self.validity.refresh()  # a class may have replaced the tensors that it wraps
+        self.validity.validate()
         return any(made)
 
     def release(self) -> None:
@@ -136,6 +140,10 @@ class WholeClassGroup(ParamGroup):
             param.renew_unsharded(plan.contract.compute, plan.device)
         return WholeClassGroup(plan, self.params, wires, self.gradients.state)
 
+    def _new_validity(self) -> Validity:
+        """Of nothing: the parameters are never freed, and their unsharded forms share counters with the shards."""
+        return Validity(())
+
     def _note_shards(self) -> None:
         self._shards = [param.local for param in self.params]
 
@@ -155,6 +163,7 @@ class WholeClassGroup(ParamGroup):
 
     def finish_gather(self) -> bool:
         self.gather.note_current()
+        self.validity.validate()
         return False
 
 

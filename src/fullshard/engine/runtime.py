@@ -34,6 +34,7 @@ from fullshard._compat import in_backward, in_backward_of_inputs, in_pipeline_st
 from fullshard.device.accelerator import accelerator_for, is_capturing
 from fullshard.device.lanes import Lanes
 from fullshard.engine.activations import Activations
+from fullshard.engine.at_rest import read_while_sharded
 from fullshard.engine.call import ForwardCall
 from fullshard.engine.comparison import check_ranks_agree
 from fullshard.engine.disks import Disks
@@ -316,6 +317,8 @@ class Runtime:
                 self._holds_at_end = True
                 on_backward_end(self.hold_grads)
             return
+        if unit.form is not Form.UNSHARDED and not unit.has_valid_values:
+            raise read_while_sharded(param.fqn, unit.name)
         self.begin_backward()
         self.reductions.complete_arrived()
         unit.state.arrived_grads.add(id(param))

@@ -29,6 +29,7 @@ from fullshard.device.awaited import settled
 from fullshard.disk.tensors import OnDisk
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.param_view import ParamView, sends_payloads
+from fullshard.engine.validity import Counters
 from fullshard.errors import StateError
 from fullshard.layout.group_layout import ParamLayout
 from fullshard.layout.offsets import contiguous_strides
@@ -107,6 +108,7 @@ class ShardedParam:
         nothing = torch.empty(0, dtype=plan.contract.compute, device=plan.device)
         self.unsharded = self.view.make_param(nothing, requires_grad=requires_grad)
         self._ask_for_grads(self.unsharded)
+        self.counters = Counters(self)
         self._on_grad: Callable[[ShardedParam], None] | None = None
         self._watched = False
         self._made_of: tuple[int | None, int | None] = None, None

@@ -87,7 +87,9 @@ class SlotSharing:
         mine = [interval for interval in self._intervals if interval.unit in nbytes and may_move]
         assigned = assign_slots(mine, nbytes)
         sizes = [max(nbytes[unit] for unit in assigned if assigned[unit] == slot) for slot in set(assigned.values())]
-        storages = _common_storages(units, sizes, f"{assigned} {nbytes}") or [None] * len(sizes)
+        written = any(param.counters.was_written for unit in units for param in unit.params)
+        plan = "parameters are written to" if written else f"{assigned} {nbytes}"
+        storages = _common_storages(units, [] if written else sizes, plan) or [None] * len(sizes)
         slots = [Slot(units[0].device, shared=True, common=storage) for storage in storages]
         for number in sorted(assigned, key=lambda number: -nbytes[number]):  # the largest sizes the slot
             self._units[number].move(slots[assigned[number]])

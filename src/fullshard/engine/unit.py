@@ -289,6 +289,11 @@ class Unit:
             self.reshard(keep=True)
 
     @property
+    def has_valid_values(self) -> bool:
+        """True if compute can read the unsharded parameters now."""
+        return all(param_group.validity.is_valid for param_group in self.param_groups)
+
+    @property
     def has_grads_waiting(self) -> bool:
         """True if there are gradients that an optimizer can still step with, or that wait for a reduction."""
         return self.holds_grads or any(param_group.gradients.are_waiting for param_group in self.param_groups)
@@ -603,6 +608,9 @@ class Unit:
             for param_group in self.param_groups:
                 param_group.lie_in(None)
         is_new = slot is None
+        if is_new:  # graphs that wait for a backward have views of the present one
+            for param in self.params:
+                param.counters.renew()
         slot = slot or Slot(plans[0].device if plans else self.device)
         others = 0 if is_new else slot.others
         stretches = self._occupy(slot, plans)

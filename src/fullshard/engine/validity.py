@@ -1,0 +1,153 @@
+"""Whether unsharded parameters have valid values in memory, in a form that autograd checks.
+
+[Note: versions of unsharded parameters]
+Autograd saves a tensor together with its version, and compares versions when backward unpacks the tensor. It does so in
+C++, on every device. Views share the version counter of their base. While the memory of a parameter group has no valid
+values (it was freed, belongs to another unit, or is being filled), the counters of its unsharded parameters are set to
+a number that no sequence of operations reaches. A backward that reads them then fails in autograd, instead of computing
+with whatever is in memory. When the values are valid again, the counters are set back.
+
+A counter that is not as it was set back shows that somebody wrote to the parameter in place. Such a write is lost when
+the memory is freed. The counter then continues from a new number, so that a graph that saved the written values is
+refused, too: the next all-gather does not bring them back.
+
+Autograd does not compare versions of what saved-tensor hooks return; `activations.py` does it there.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+from torch import Tensor
+
+from fullshard._compat import holds_tensors, inner_names, set_versions
+
+__all__ = ["Counters", "Validity", "owner_of_version"]
+
+_log = logging.getLogger(__name__)
+
+_INVALID = 1 << 31  # plus the number of the parameter; torch counts with 32 bits
+_REWRITTEN = 1 << 30  # plus _STEP for each lost write
+_STEP = 1 << 8
+
+_numbers = count()
+_rewrites = count()
+_owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def owner_of_version(version: int) -> Any | None:
+    """The `ShardedParam` whose counters show `version` because it has no valid values, or other values than saved."""
+    return _owners.get(version)
+
+
+def is_invalid(version: int) -> bool:
+    """True if `version` is that of a parameter without valid values."""
+    return version >= _INVALID
+
+
+class Counters:
+    """The version counters of one unsharded parameter.
+
+    Args:
+        param: the `ShardedParam`.
+    """
+
+    def __init__(self, param: Any) -> None:
+        self._param = weakref.ref(param)
+        self.invalid = _INVALID + next(_numbers)
+        self._rewritten: int | None = None
+        self.tensors: list[Tensor] = []
+        self.valid: list[int] = []  # versions while the values are valid
+        self.was_written = False  # by the user, in place, and the write was lost
+        _owners[self.invalid] = param
+
+    def refresh(self, unsharded: Tensor) -> None:
+        """Count the versions of `unsharded` and the tensors in it from now on."""
+        known = {id(tensor): version for tensor, version in zip(self.tensors, self.valid, strict=True)}
+        self.tensors = _with_inner(unsharded)
+        self.valid = [known.get(id(tensor), tensor._version) for tensor in self.tensors]
+
+    def renew(self) -> None:
+        """Refuse all that was saved so far: the parameter gets other memory, or lost what was written to it."""
+        if self._rewritten is not None:
+            del _owners[self._rewritten]
+        self._rewritten = _REWRITTEN + _STEP * next(_rewrites)
+        _owners[self._rewritten] = self._param()
+        self.valid = [self._rewritten] * len(self.tensors)
+
+
+class Validity:
+    """Whether a parameter group's unsharded parameters have valid values.
+
+    Args:
+        params: the `ShardedParam`s of the group.
+        keeping_writes: those whose in-place writes are not lost: the optimizer steps them where compute sees them.
+    """
+
+    def __init__(self, params: Sequence[Any], keeping_writes: Sequence[Any] = ()) -> None:
+        self._params = params
+        self._keeping = {id(param) for param in keeping_writes}
+        self.is_valid = False
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look up the tensors again, after unsharded parameters were replaced or moved."""
+        for param in self._params:
+            param.counters.refresh(param.unsharded)
+        self._collect()
+        set_versions(self._tensors, self._valid if self.is_valid else self._invalid)
+
+    def _collect(self) -> None:
+        each = [param.counters for param in self._params]
+        self._tensors = tuple(tensor for counters in each for tensor in counters.tensors)
+        self._valid = tuple(version for counters in each for version in counters.valid)
+        self._invalid = tuple(counters.invalid for counters in each for _ in counters.tensors)
+
+    def validate(self) -> None:
+        """Note that all values are there."""
+        self.is_valid = True
+        set_versions(self._tensors, self._valid)
+
+    def invalidate(self) -> None:
+        """Note that values are not there any more, or soon will not be."""
+        if self.is_valid:
+            if tuple([tensor._version for tensor in self._tensors]) != self._valid:
+                self._note_writes()
+            self.is_valid = False
+            set_versions(self._tensors, self._invalid)
+
+    def _note_writes(self) -> None:
+        for param in self._params:
+            counters = param.counters
+            now = [tensor._version for tensor in counters.tensors]
+            if now == counters.valid:
+                continue
+            if id(param) in self._keeping:
+                counters.valid = now
+                continue
+            counters.renew()
+            if not counters.was_written:
+                counters.was_written = True
+                _log.warning(_LOST_WRITE, param.fqn)
+        self._collect()
+
+
+_LOST_WRITE = (
+    "%s was written to in place while it was unsharded. The write is lost: resharding frees the unsharded parameter, "
+    "and the next all-gather brings back the values of the shards. Other ranks of the host may have computed with the "
+    "written values, if they share this memory. To change a parameter, write to the sharded one between steps (under "
+    "torch.no_grad()), or within summon_full_params. To compute with changed values, use a new tensor instead of an "
+    "in-place operation. This is logged once per parameter."
+)
+
+
+def _with_inner(tensor: Tensor) -> list[Tensor]:
+    """`tensor` and, if it is a wrapper such as a `DTensor`, the tensors in it, which have counters of their own."""
+    if not holds_tensors(tensor):
+        return [tensor]
+    inner = [getattr(tensor, name) for name in inner_names(tensor)]
+    return [tensor, *(it for each in inner if isinstance(each, Tensor) for it in _with_inner(each))]
