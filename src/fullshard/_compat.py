@@ -96,6 +96,7 @@ __all__ = [
     "local_tensor",
     "make_dtensor",
     "marks_of",
+    "next_node_number",
     "on_backward_end",
     "outside_of_function_transforms",
     "outside_of_graphs",
@@ -115,6 +116,7 @@ __all__ = [
     "store_address",
     "taken_apart",
     "taken_for_real",
+    "taken_one_level",
     "tensor_without_memory",
     "tree_map",
     "unwatched_propagation",
@@ -142,6 +144,11 @@ def backward_number() -> int:
 def implicitly_replicates() -> bool:
     """True within `implicit_replication()` of torch's, where plain tensors may meet `DTensor`s."""
     return bool(DTensor._op_dispatcher._allow_implicit_replication)
+
+
+def next_node_number() -> int:
+    """The number that autograd gives to the next node that this thread makes: `node._sequence_nr()`."""
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 def in_function_transform() -> bool:
@@ -384,6 +391,15 @@ def store_address(store: dist.Store) -> tuple[str, int] | None:
 def tree_map(leaf: Callable[[Any], Any], tree: Any) -> Any:
     """`tree` (lists, tuples, dicts and what was registered as a pytree) with `leaf` applied to everything else."""
     return _pytree.tree_map(leaf, tree)
+
+
+def taken_one_level(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The children of `tree`, if its class is a registered pytree, and what makes one of others; None if it is not."""
+    node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(tree))
+    if node is None:
+        return None
+    children, context = node.flatten_fn(tree)
+    return list(children), lambda items: node.unflatten_fn(items, context)
 
 
 def storage_info(file: str, start: int, nbytes: int) -> Any:

@@ -17,7 +17,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from fullshard.engine.nested import map_tensors, tensors_in
+from fullshard._compat import next_node_number
+from fullshard.engine.nested import map_tensors, tensors_in, tensors_kept_by
 from fullshard.engine.unit import Unit
 
 __all__ = ["Backward", "ForwardCall", "OpenForward"]
@@ -69,6 +70,8 @@ class ForwardCall:
         self._end = start
         self._before: list[Node] = []  # nodes that had made the inputs
         self._serial = -1  # the last one that came to it
+        self._given: Any = None  # what the forward may put tensors into
+        self._first = 0  # the number of the first node that the forward may make
 
     def watch_inputs(self, given: Any) -> Any:
         """Hook the inputs, to know when the gradient of any is there. Returns them as the forward is to see them."""
@@ -81,15 +84,27 @@ class ForwardCall:
             given = map_tensors(lambda tensor: watched[0] if tensor is leaf else tensor, given)
         for tensor in watched:
             tensor.register_hook(self._after_input)
+        self._given, self._first = given, next_node_number()
         return given
 
     def watch_outputs(self, returned: Any, end: int) -> None:
-        """Have the unit unsharded before the gradient goes on from anything in `returned` into the call."""
+        """Have the unit unsharded before the gradient goes on from any output into the call.
+
+        Outputs are the tensors in `returned`, and those that the forward has made and put into attributes of the unit's
+        modules, or into its arguments, such as a list of losses.
+        """
         self._end = end
-        for tensor in tensors_in(returned):
+        outputs = tensors_in(returned)
+        for tensor in outputs:
             if tensor.requires_grad and tensor.grad_fn not in self._before:  # an input may be passed on as it came
                 tensor.register_hook(partial(self._before_output, self._is_in_order(tensor)))
-        self._before = []
+        given, self._given, self._before = self._given, None, []
+        known = {id(tensor) for tensor in outputs}
+        for tensor in (*tensors_in(given), *tensors_kept_by(self.unit.keepers)):
+            made_by = tensor.grad_fn
+            if made_by is not None and id(tensor) not in known and made_by._sequence_nr() >= self._first:
+                known.add(id(tensor))
+                tensor.register_hook(partial(self._before_output, self._is_in_order(tensor)))
 
     def _is_in_order(self, tensor: Tensor) -> bool:
         """True if the gradient of `tensor` is known when all that was made after it is done, and not before."""

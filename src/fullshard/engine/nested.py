@@ -1,70 +1,197 @@
-"""Tensors inside what modules take and give: lists, tuples, dicts, dataclasses, and whatever is a registered pytree."""
+"""Tensors inside what modules take and return.
+
+Both functions look into lists, tuples, dicts and subclasses of these, dataclasses, and registered pytrees. `tensors_in`
+also looks into attributes of other objects, and into functions: closures, defaults, and arguments of partials.
+`map_tensors` cannot replace tensors there.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
+from operator import is_
+from types import CellType, FunctionType, GeneratorType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from fullshard._compat import tree_map
+from fullshard._compat import taken_one_level
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["keepers_among", "map_tensors", "tensors_in", "tensors_kept_by"]
+
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
+_OPAQUE = (type, ModuleType, nn.Module)  # not part of what a module returns, though objects refer to them
+_DEEPEST = 32
+_MOST = 4096  # objects to look into
 
 
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """`tree` with every tensor replaced by what `function` makes of it. What holds no tensor is passed on as it is."""
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any, unmapped: Callable[[Any], None] | None = None) -> Any:
+    """Return `tree` with every tensor replaced by `function(tensor)`.
+
+    A container in which nothing changes is not copied.
+
+    Args:
+        function: gives another tensor, or the same one.
+        tree: what a module takes or returns.
+        unmapped: called with each object whose tensors cannot be replaced.
+    """
     if isinstance(tree, Tensor):
         return function(tree)
     kind = type(tree)
-    if kind is tuple or kind is list:  # most of what modules are called with, at a small part of a pytree's cost
-        return kind([map_tensors(function, item) for item in tree])
-    if kind is dict:
-        return {key: map_tensors(function, item) for key, item in tree.items()}
     if kind in _ATOMS:
         return tree
-    return tree_map(partial(_map_leaf, function), tree)
+    if kind is tuple or kind is list:  # most of what modules are called with, at a small part of a pytree's cost
+        items = [map_tensors(function, item, unmapped) for item in tree]
+        return tree if _are_same(tree, items) else kind(items)
+    if kind is dict:
+        mapped = {key: map_tensors(function, item, unmapped) for key, item in tree.items()}
+        return tree if _are_same(tree.values(), mapped.values()) else mapped
+    return _map_other(partial(map_tensors, function, unmapped=unmapped), tree, unmapped)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in `tree`, in order."""
+    """Return the tensors in `tree`, in order."""
     found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, tree)
+    _find(tree, found, set(), 0)
     return found
 
 
-_ATOMS = (type(None), bool, int, float, str)
+def keepers_among(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of `modules` whose forward may set tensors as attributes: all that are not torch's own layers."""
+    return [module for module in modules if not type(module).__module__.startswith("torch.nn.")]
 
 
-# A function of its own, and not one within `map_tensors` that calls itself: that would be a reference cycle, and keep
-# tensors in memory until the garbage collector comes by.
-def _map_leaf(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
+def tensors_kept_by(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return the tensors in attributes of `modules`, and in lists, tuples and dicts there."""
+    found: list[Tensor] = []
+    for module in modules:
+        for name, value in vars(module).items():
+            kind = type(value)
+            if kind not in _ATOMS and name not in _OF_EVERY_MODULE:
+                if isinstance(value, Tensor):
+                    found.append(value)
+                elif isinstance(value, list | tuple | dict) and len(value) <= _MOST:
+                    _find(value, found, set(), _DEEPEST - _DEEP_IN_ATTRIBUTES)
+    return found
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_DEEP_IN_ATTRIBUTES = 3
+
+
+# These are not nested functions that call themselves: such a function is a reference cycle, which would keep tensors in
+# memory until the garbage collector runs.
+
+
+def _map_other(mapped: Callable[[Any], Any], value: Any, unmapped: Callable[[Any], None] | None) -> Any:
+    parts = taken_one_level(value)
+    if parts is not None:
+        children, made_of = parts
+        items = [mapped(child) for child in children]
+        return value if _are_same(children, items) else made_of(items)
     if is_dataclass(value) and not isinstance(value, type):
-        return _map_fields(function, value)
+        return _with_attributes(
+            value, {field.name: mapped(getattr(value, field.name, None)) for field in fields(value)}
+        )
+    if isinstance(value, list | tuple | dict):
+        return _map_subclass(mapped, value)
+    if unmapped is not None and any(mapped(tensor) is not tensor for tensor in tensors_in(value)):
+        unmapped(value)
     return value
 
 
-def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """A copy of a dataclass whose fields were mapped, or the same object if nothing in it changed."""
-    old = {field.name: getattr(value, field.name) for field in fields(value)}
-    new = {name: map_tensors(function, item) for name, item in old.items()}
-    if all(_same(old[name], new[name]) for name in old):
+def _map_subclass(mapped: Callable[[Any], Any], value: Any) -> Any:
+    """`value`, of a class derived from list, tuple or dict; a copy if anything in it or its attributes was replaced."""
+    old = list(value.values()) if isinstance(value, dict) else list(value)
+    new = [mapped(item) for item in old]
+    changed = value
+    if not _are_same(old, new):
+        if isinstance(value, tuple):
+            changed = tuple.__new__(type(value), new)
+            getattr(changed, "__dict__", {}).update(getattr(value, "__dict__", {}))
+        else:
+            changed = copy.copy(value)
+            if isinstance(value, dict):
+                for key, item in zip(value, new, strict=True):
+                    dict.__setitem__(changed, key, item)
+            else:
+                list.__setitem__(changed, slice(None), new)
+    attributes = {name: mapped(item) for name, item in getattr(value, "__dict__", {}).items()}
+    return _with_attributes(changed, attributes, copied=changed is not value)
+
+
+def _with_attributes(value: Any, new: Mapping[str, Any], *, copied: bool = False) -> Any:
+    """A copy of `value` with `new` attributes, or `value` itself if they are what it has."""
+    if all(getattr(value, name, None) is item for name, item in new.items()):
         return value
-    changed = copy.copy(value)
+    changed = value if copied else copy.copy(value)
     for name, item in new.items():
         object.__setattr__(changed, name, item)
     return changed
 
 
-def _same(old: Any, new: Any) -> bool:
-    return old is new or (not isinstance(old, Tensor) and tensors_in(old) == [] and tensors_in(new) == [])
+def _are_same(old: Iterable[Any], new: Iterable[Any]) -> bool:
+    return all(map(is_, old, new))
+
+
+def _find(value: Any, found: list[Tensor], seen: set[int], depth: int) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+        return
+    kind = type(value)
+    if kind in _ATOMS or depth > _DEEPEST:
+        return
+    parts: Iterable[Any]
+    if kind is tuple or kind is list:
+        parts = value
+    elif kind is dict:
+        parts = value.values()
+    elif id(value) in seen or len(seen) > _MOST or isinstance(value, _OPAQUE):
+        return
+    else:
+        seen.add(id(value))
+        parts = list(_parts(value))
+    for part in parts:
+        _find(part, found, seen, depth + 1)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What an object refers to, as far as it can be seen without calling anything of its class."""
+    if isinstance(value, FunctionType):
+        yield from (value.__defaults__ or (), value.__kwdefaults__ or {})
+        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != _EMPTY)
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, GeneratorType):
+        yield {} if value.gi_frame is None else dict(value.gi_frame.f_locals)
+    else:
+        parts = taken_one_level(value)
+        if parts is not None:
+            yield parts[0]
+        elif isinstance(value, dict):
+            yield list(dict.values(value))
+        elif isinstance(value, list | tuple | Set | deque):
+            yield list(value)
+    if hasattr(value, "__dict__"):
+        yield dict(vars(value))
+    for kind in type(value).__mro__:
+        for name in _slots(kind):
+            with suppress(AttributeError):  # not set
+                yield object.__getattribute__(value, name)
+
+
+def _slots(kind: type) -> list[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else list(slots)
+    private = [f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") else name for name in names]
+    return [name for name in private if isinstance(kind.__dict__.get(name), MemberDescriptorType)]
+
+
+_EMPTY = CellType()

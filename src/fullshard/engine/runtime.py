@@ -21,10 +21,12 @@ the schedule add to whole gradients as they like, and `finalize_backward` reduce
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -42,9 +44,9 @@ from fullshard.engine.expected import Expected
 from fullshard.engine.homes import homes_of
 from fullshard.engine.managed import number_parameters
 from fullshard.engine.microbatches import Microbatches
-from fullshard.engine.nested import map_tensors, tensors_in
+from fullshard.engine.nested import keepers_among, map_tensors, tensors_in
 from fullshard.engine.reduction_queue import ReductionQueue
-from fullshard.engine.registry import name_units
+from fullshard.engine.registry import name_units, own_modules
 from fullshard.engine.residency import Residency, check_not_summoned
 from fullshard.engine.sharded_param import ShardedParam
 from fullshard.engine.unit import Form, Unit
@@ -55,6 +57,8 @@ from fullshard.tape.context import drop_if_stale
 from fullshard.tape.recorder import Origin, Phase, active_recorder, note_origin
 
 __all__ = ["Runtime", "cast_outputs", "runtime_of_last_backward", "runtime_or_none"]
+
+_log = logging.getLogger(__name__)
 
 
 class Runtime:
@@ -98,6 +102,7 @@ class Runtime:
         for number, unit in enumerate(units):
             unit.state.number, unit.state.runtime = number, self
             unit.state.data_ranks = data_ranks
+            unit.keepers = keepers_among(module for _, module in own_modules(unit.modules))
         self.activations = Activations(units)
         self.disks = Disks(self.units)
 
@@ -264,7 +269,7 @@ class Runtime:
                 tensor = tensor.to(self._device, non_blocking=True)
             return tensor.to(dtype) if dtype is not None and is_castable(tensor.dtype) else tensor
 
-        prepared: tuple[Any, Any] = map_tensors(prepare, (args, kwargs))
+        prepared: tuple[Any, Any] = map_tensors(prepare, (args, kwargs), partial(_warn_of_unmapped, "input", unit.name))
         return prepared
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -317,7 +322,7 @@ class Runtime:
                 self._holds_at_end = True
                 on_backward_end(self.hold_grads)
             return
-        if unit.form is not Form.UNSHARDED and not unit.has_valid_values:
+        if unit.form is not Form.UNSHARDED and unit.state.unshards_in_backward and not unit.has_valid_values:
             raise read_while_sharded(param.fqn, unit.name)
         self.begin_backward()
         self.reductions.complete_arrived()
@@ -615,7 +620,29 @@ def cast_outputs(unit: Unit, output: Any) -> Any:
     dtype = unit.options.precision.output_dtype
     if dtype is None:
         return output
-    return map_tensors(lambda tensor: tensor.to(dtype) if is_castable(tensor.dtype) else tensor, output)
+    cast_one = partial(_cast_one, dtype)
+    return map_tensors(cast_one, output, partial(_warn_of_unmapped, "output", unit.name))
+
+
+def _cast_one(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if is_castable(tensor.dtype) else tensor
+
+
+def _warn_of_unmapped(which: str, unit: str, value: Any) -> None:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if (which, kind) not in _unmapped:
+        _unmapped.add((which, kind))
+        _log.warning(
+            "An %s of %s is a %s that holds tensors. They are neither cast to the dtype of the precision policy nor "
+            "moved to the device, since fullshard cannot make a copy of such an object with other tensors. Use a "
+            "dataclass, a dict, or torch.utils._pytree.register_pytree_node; or cast the tensors in the module.",
+            which,
+            unit or "the root",
+            kind,
+        )
+
+
+_unmapped: set[tuple[str, str]] = set()
 
 
 _last: list[weakref.ref[Runtime]] = []  # of which a backward ended, at most one

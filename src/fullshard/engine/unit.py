@@ -124,6 +124,7 @@ class Unit:
         ]
         self._register_params()
         self._leaves = _leaves_beside(self.modules, self.params)
+        self.keepers: list[nn.Module] = []  # modules whose forward may set tensors as attributes, once a root is known
         self._show_sharded()
         _made.add(self)
 

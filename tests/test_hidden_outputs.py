@@ -1,0 +1,96 @@
+"""Outputs that a unit hands out where hooks may not see them: right gradients, or an error that names the parameter."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hidden_programs import Program, run_programs
+from shared_ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fullshard import fully_shard
+from fullshard.errors import StateError
+
+STRATEGIES = ("zero3", "zero3", "zero3", "zero2", "zero1", "ddp")
+
+
+def test_a_backward_is_right_or_refused_on_every_rank() -> None:
+    seeds = list(range(16))
+    by_rank = run_ranks(2, run_programs, seeds, STRATEGIES)
+    assert by_rank[0] == by_rank[1]
+    for seed, outcomes in zip(seeds, by_rank[0], strict=True):
+        program = Program.random(seed, STRATEGIES)
+        for outcome in outcomes:
+            assert outcome == "same" or outcome.startswith("refused: backward reads "), (outcome, program)
+        assert len(outcomes) == program.steps
+        if program.is_supported or program.strategy != "zero3":
+            assert outcomes == ["same"] * program.steps, (outcomes, program)
+    flat = [outcome for outcomes in by_rank[0] for outcome in outcomes]
+    assert len(flat) / 2 < flat.count("same") < len(flat)
+
+
+class Writing(nn.Module):
+    """A module whose forward writes to its weight: before the use that autograd saves, or where nothing is saved."""
+
+    def __init__(self, *, saves: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.saves = saves
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return F.linear(x, self.weight) if self.saves else x + self.weight.sum(0)
+
+
+def write_in_forward(strategy: str, *, saves: bool) -> tuple[list[str], list[str]]:
+    """What each step came to, compared with plain PyTorch; and what was logged."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), Writing(saves=saves), nn.Linear(8, 8))
+    model = copy.deepcopy(plain)
+    fully_shard(model[1], strategy=strategy)
+    fully_shard(model, strategy=strategy)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fullshard").addHandler(handler)
+    outcomes = []
+    for step in range(5):
+        x = torch.randn(2, 8, generator=torch.Generator().manual_seed(step))
+        try:
+            model(x).square().mean().backward()
+        except StateError as error:
+            outcomes.append(str(error))
+            continue
+        plain(x).square().mean().backward()
+        same = all(
+            torch.equal(own.grad.full_tensor() if isinstance(own.grad, DTensor) else own.grad, other.grad)
+            for own, other in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+        outcomes.append("same" if same else "wrong")
+        model.zero_grad()
+        plain.zero_grad()
+    logging.getLogger("fullshard").removeHandler(handler)
+    return outcomes, [text for text in logged if "written to in place" in text]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_write_in_forward_is_logged_once_or_kept(strategy: str, saves: bool) -> None:
+    for outcomes, logged in run_ranks(2, _write, strategy, saves):
+        if strategy == "zero3" and saves:
+            assert all("weight of 1 as it was in forward, but it was written to" in it for it in outcomes)
+        else:
+            assert outcomes == ["same"] * 5
+        assert len(logged) == (strategy != "ddp")
+        assert all(it.startswith("weight was written to in place") for it in logged)
+
+
+def _write(strategy: str, saves: bool) -> Any:
+    return write_in_forward(strategy, saves=saves)
