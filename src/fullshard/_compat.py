@@ -494,7 +494,10 @@ def explain_versions(explain: Callable[[int], Exception | None]) -> None:
             explained = None if found is None else explain(int(found[1]))
             if explained is None:
                 raise
-            raise explained from error
+            try:
+                raise explained from error
+            finally:
+                explained = None  # or the error and this frame were a cycle, which would keep the graph in memory
 
     torch.autograd.graph._engine_run_backward = run_backward
     torch.autograd._engine_run_backward = run_backward  # where it was imported to
