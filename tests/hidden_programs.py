@@ -288,7 +288,7 @@ def sharded(model: Model, strategy: str, mesh: Any = None) -> Model:
     return fully_shard(model, strategy=strategy, mesh=mesh)
 
 
-def _batch(program: Program, step: int, microbatch: int, rank: int) -> Tensor:
+def batch(program: Program, step: int, microbatch: int, rank: int) -> Tensor:
     generator = torch.Generator().manual_seed(program.seed * 1009 + step * 101 + microbatch * 11 + rank)
     return torch.randn(2, WIDTH, generator=generator)
 
@@ -307,7 +307,7 @@ def _expected(model: Model, program: Program, step: int, world: int) -> list[Ten
         for microbatch in range(program.microbatches):
             if microbatch == 0 or program.syncs_each:
                 model.zero_grad()
-            _loss(model, _batch(program, step, microbatch, rank), step).backward()
+            _loss(model, batch(program, step, microbatch, rank), step).backward()
             grads[-1].append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
     model.zero_grad()
     kept = range(program.microbatches) if program.syncs_each else [program.microbatches - 1]
@@ -337,7 +337,7 @@ def run_program(program: Program, mesh: Any = None) -> list[str]:
             for microbatch in range(program.microbatches):
                 last = microbatch == program.microbatches - 1
                 with nullcontext() if last or program.syncs_each else model.no_sync():
-                    _loss(model, _batch(program, step, microbatch, rank), step).backward()
+                    _loss(model, batch(program, step, microbatch, rank), step).backward()
         except StateError as error:
             outcomes.append(f"refused: {error}")
             model.zero_grad()

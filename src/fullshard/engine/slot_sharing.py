@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -83,7 +84,7 @@ class SlotSharing:
         if not units or not (self._is_enabled or self._is_cpu):  # on a CPU other ranks may ask
             return
         nbytes = {unit.state.number: unit.slot_nbytes for unit in units}
-        may_move = self._is_enabled and not any(unit.slot.is_referenced for unit in units)
+        may_move = self._is_enabled and _are_unreferenced(units)
         mine = [interval for interval in self._intervals if interval.unit in nbytes and may_move]
         assigned = assign_slots(mine, nbytes)
         sizes = [max(nbytes[unit] for unit in assigned if assigned[unit] == slot) for slot in set(assigned.values())]
@@ -95,6 +96,17 @@ class SlotSharing:
             self._units[number].move(slots[assigned[number]])
         for slot in slots:
             slot.count_references()
+
+
+def _are_unreferenced(units: Sequence[Unit]) -> bool:
+    """True if nothing beyond the units has a view of their storages.
+
+    Garbage in reference cycles does not count. It is collected on each rank at another moment, and ranks on which
+    units share memory gather them at other moments than ranks on which they do not.
+    """
+    if any(unit.slot.is_referenced for unit in units):
+        gc.collect()
+    return not any(unit.slot.is_referenced for unit in units)
 
 
 def _common_storages(units: Sequence[Unit], sizes: Sequence[int], plan: str) -> Sequence[torch.UntypedStorage | None]:
