@@ -1,5 +1,6 @@
 """`summon_full_params`: whole parameters in the user's hands, and what becomes of changes to them."""
 
+import copy
 import gc
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -26,8 +27,17 @@ from small_models import (
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fullshard import ConfigError, FullyShardedDataParallel, StateError, fully_shard, recording, summon_full_params
+from fullshard import (
+    ConfigError,
+    FullyShardedDataParallel,
+    StateError,
+    fully_shard,
+    recording,
+    stream_weights,
+    summon_full_params,
+)
 from fullshard._compat import storage_watch
+from fullshard.checkpoint import snapshot
 from fullshard.testing import assert_same
 from fullshard.wrap import ModuleWrapPolicy
 
@@ -460,3 +470,84 @@ def summon_wrongly() -> None:
 
 def test_what_cannot_be_done_is_said():
     run_ranks(2, summon_wrongly)
+
+
+# -- parameters that are replaced after sharding ----------------------------------------------------------------------
+
+
+class TwoEnds(nn.Module):
+    """An embedding and a head of the same shape, with a layer between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.e, self.body, self.h = nn.Embedding(6, 4), nn.Linear(4, 4), nn.Linear(4, 6, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.h(self.body(self.e(tokens)))
+
+
+ENTRIES: dict[str, Any] = {
+    "forward": lambda m: m(torch.tensor([1])),
+    "unshard": lambda m: m.unshard(),
+    "summon_full_params": lambda m: summon_full_params(m).__enter__(),
+    "state_dict": lambda m: m.state_dict(),
+    "load_state_dict": lambda m: m.load_state_dict(TwoEnds().state_dict()),
+    "stream_weights": lambda m: list(stream_weights(m)),
+    "deepcopy": copy.deepcopy,
+    "snapshot": lambda m: snapshot(model=m),
+}
+
+
+def refuse_replaced_parameters() -> None:
+    for name, enter in ENTRIES.items():
+        model = fully_shard(TwoEnds())
+        model.body.weight = nn.Parameter(torch.ones(4, 4))
+        with pytest.raises(StateError, match=r"body.weight.* was replaced"):
+            enter(model)
+            raise AssertionError(f"{name} took a replaced parameter")
+
+
+def test_every_entry_refuses_a_parameter_that_was_replaced():
+    run_ranks(2, refuse_replaced_parameters)
+
+
+def train_tied(tie: Any, shard: Any, forwards: int) -> list[Any]:
+    model = shard(TwoEnds())
+    tokens = torch.tensor([0, 3, 5, 3])
+    for _ in range(forwards):
+        model(tokens)
+    tie(model)
+    optimizer, left = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), []
+    for _ in range(3):
+        loss = model(tokens).square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        left.append(loss.detach())
+    snapshot(model=model, optimizer=optimizer)
+    with summon_full_params(model):
+        assert model.e.weight is model.h.weight
+        return [*left, {name: param.detach().clone() for name, param in model.named_parameters()}]
+
+
+def tie_after_sharding(first: str, second: str, forwards: int) -> None:
+    def tie(model: TwoEnds) -> None:
+        getattr(model, first).weight = getattr(model, second).weight
+
+    expected = train_tied(tie, lambda model: model, forwards)
+    for units in ([["e", "h"]], [["e"], ["h"]], [["e"]], [["h"]], [["e", "body"], ["h"]], []):
+        for strategy in ("zero3", "zero1"):
+
+            def shard(model: TwoEnds, units: Any = units, strategy: str = strategy) -> TwoEnds:
+                for names in units:
+                    fully_shard([getattr(model, name) for name in names], strategy=strategy)
+                return fully_shard(model, strategy=strategy)
+
+            assert_same(train_tied(tie, shard, forwards), expected, name=f"{units}, {strategy}")
+
+
+@pytest.mark.parametrize("forwards", [0, 2])
+@pytest.mark.parametrize(("first", "second"), [("e", "h"), ("h", "e")])
+def test_weights_tied_after_sharding_train_as_in_one_process(first, second, forwards):
+    run_ranks(2, tie_after_sharding, first, second, forwards)

@@ -232,6 +232,7 @@ def copy_sharded(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     for unit in units:
         check_idle(unit, "to be copied")
         unit.reshard()
+        unit.check_replacements()
         memo[id(unit)] = None
         for param in unit.params:
             memo[id(param.sharded)] = _on_meta(param, memo)

@@ -22,6 +22,7 @@ from fullshard.checkpoint.plain import plain_copy
 from fullshard.device.current import finish_copies
 from fullshard.engine.hooks import check_idle
 from fullshard.engine.registry import clean_fqn, units_in
+from fullshard.engine.unit import Form
 from fullshard.state.optim_state import StateTemplate, params_by_fqn, sharded_optim_state_dict
 
 __all__ = ["restore_snapshot", "snapshot"]
@@ -54,6 +55,9 @@ def snapshot(
         CheckpointError: `extra` or the scheduler's state has something that takes executing code to be read back.
         ConfigError: the optimizer has a parameter that is not in the model.
     """
+    for unit in units_in(model):
+        if unit.form is Form.SHARDED and not unit.state.is_summoned:
+            unit.check_replacements()
     taken: dict[str, Any] = {"model": {fqn: _copied(tensor) for fqn, tensor in _own_tensors(model).items()}}
     if optimizer is not None:
         named = sharded_optim_state_dict(model, optimizer)
@@ -90,6 +94,8 @@ def restore_snapshot(
     units = units_in(model)
     for unit in units:
         check_idle(unit, "to be restored from a snapshot")
+        unit.reshard()
+        unit.check_replacements()
     tensors = _own_tensors(model)
     _check_fits(taken, tensors, model, optimizer, scheduler)
     with torch.no_grad():
@@ -115,7 +121,8 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
             places = [(id(owner.module), owner.name) for owner in param.owners]
             owned.update(places)
             fqns = [f"{names[module]}.{name}" for module, name in places if module in names]
-            found[clean_fqn(fqns[0]).removeprefix(".")] = param.local
+            if fqns:  # none, where another weight was tied after sharding
+                found[clean_fqn(fqns[0]).removeprefix(".")] = param.local
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         others: list[tuple[str, Tensor | None]] = [

@@ -52,10 +52,10 @@ class Residency:
 
     def unshard(self, unit: Unit, phase: Phase) -> None:
         """Have `unit`, and those whose parameters it borrows, unsharded for what compute is given next."""
-        needed = (unit, *unit.borrowed)
-        for item in needed:
-            self.start_unshard(item, phase)
-        for item in needed:
+        self.start_unshard(unit, phase)
+        for lender in unit.borrowed:  # the call before may have added one: a weight tied after sharding
+            self.start_unshard(lender, phase)
+        for item in (unit, *unit.borrowed):
             if item.wait_unshard():
                 item.written_in.add(phase)
 

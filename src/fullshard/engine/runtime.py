@@ -94,6 +94,9 @@ class Runtime:
         self.residency = Residency(self.units, self.reductions)
         self.microbatches = Microbatches(self.units)
         name_units(root, units)
+        for unit in units:
+            if unit.form is Form.SHARDED and not unit.state.is_summoned:
+                unit.check_replacements()
         number_parameters(root)
         drop_if_stale()  # what belongs to an earlier default process group
         watch()

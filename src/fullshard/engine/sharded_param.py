@@ -202,7 +202,9 @@ class ShardedParam:
 
     @property
     def shown(self) -> nn.Parameter:
-        """The form that the modules have now."""
+        """The form that the modules have now; the sharded one if no module has it any more (see `Unit._adopt_tie`)."""
+        if not self.owners:
+            return self.sharded
         current = self.owners[0].module._parameters[self.owners[0].name]
         assert current is not None
         return current
@@ -243,7 +245,7 @@ class ShardedParam:
 
     def follow_requires_grad(self) -> bool:
         """Let the unsharded form be trained or frozen as the sharded one now is, and say which."""
-        trained = self.sharded.requires_grad
+        trained = self.sharded.requires_grad and bool(self.owners)
         if self.unsharded.requires_grad is not trained:
             self.unsharded.requires_grad_(trained)
         if trained and self._on_grad is not None and not self._watched:

@@ -24,11 +24,11 @@ from fullshard.engine.findings import DiskFailures
 from fullshard.engine.group_buffers import Stretch
 from fullshard.engine.group_plan import GroupPlan
 from fullshard.engine.group_wires import AxesCollectives, GroupWires
-from fullshard.engine.managed import Managed
+from fullshard.engine.managed import Managed, managed_by
 from fullshard.engine.param_group import ParamGroup
 from fullshard.engine.payload_group import group_type
 from fullshard.engine.reduction import UnitReduction
-from fullshard.engine.sharded_param import ShardedParam, Source
+from fullshard.engine.sharded_param import Owner, ShardedParam, Source
 from fullshard.engine.unit_plans import (
     are_on_meta,
     by_kind,
@@ -334,10 +334,7 @@ class Unit:
         """Start the all-gather of the unsharded parameters. Nothing happens if they are there or on their way."""
         if self.form is not Form.SHARDED:
             return
-        for param in self.params:
-            for owner in param.owners:
-                if owner.module._parameters.get(owner.name) is not param.sharded:
-                    param.refuse_replacement(owner)
+        self.check_replacements()
         if not all(param_group.holds_its_shards for param_group in self.param_groups):
             self.adopt()  # a part of the module was moved or cast alone
         if self.is_meta:
@@ -356,6 +353,42 @@ class Unit:
             self._note("allocate", phase, self._present_apart_nbytes - apart_nbytes)
         self._stale = stale
         self.form = Form.GATHERING
+
+    def check_replacements(self) -> None:
+        """Adopt weights that were tied after sharding, and refuse parameters that were replaced by others.
+
+        Call it while modules show sharded parameters, from everything that reads or writes these.
+
+        Raises:
+            StateError: a parameter was replaced by one that no unit has.
+        """
+        for param in self.params:
+            for owner in param.owners:
+                if owner.module._parameters.get(owner.name) is not param.sharded:
+                    self._adopt_tie(param, owner)
+
+    def _adopt_tie(self, param: ShardedParam, owner: Owner) -> None:
+        """Let `owner` have the managed parameter that is now in place of `param`, and borrow the unit of that.
+
+        Raises:
+            StateError: it is not a managed parameter of the same shape, or it is used in another tree.
+        """
+        found = owner.module._parameters.get(owner.name)
+        managed = None if found is None else managed_by(found)
+        if managed is None or managed.param is param or managed.param.sharded.shape != param.sharded.shape:
+            param.refuse_replacement(owner)
+        if holds_tensors(param.local):  # its class gathers it for a module of its own
+            param.refuse_replacement(owner)
+        lender = managed.unit
+        if lender is not self and lender.state.runtime is not self.state.runtime:
+            param.refuse_replacement(owner)
+        param.owners = [known for known in param.owners if known != owner]
+        managed.param.owners.append(owner)
+        owner.module._parameters[owner.name] = managed.param.shown
+        if lender is not self and lender not in self.borrowed:
+            self.borrowed.append(lender)
+            lender.state.users += self.state.users
+        self._leaves = _leaves_beside(self.modules, self.params)
 
     def wait_unshard(self) -> bool:
         """Wait for the all-gather, and show the modules the unsharded parameters.

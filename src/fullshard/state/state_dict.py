@@ -266,6 +266,8 @@ class _Hooks:
                 "in use. Save and load between steps."
             )
         self._unit.hand_over_shards()
+        if self._outermost is None and not self._unit.state.is_summoned:  # loading may replace parameters itself
+            self._unit.check_replacements()
 
     @own_hook
     def before_load(

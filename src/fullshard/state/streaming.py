@@ -76,6 +76,7 @@ def stream_weights(
         check_idle(unit, "streamed")
         unit.check_materialized()
         unit.reshard()
+        unit.check_replacements()
     weights = _weights(model, dtype, rename or (lambda name: name))
     twice = [name for name, count in Counter(weight.name for weight in weights).items() if count > 1]
     if twice:

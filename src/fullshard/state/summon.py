@@ -83,6 +83,9 @@ def summon_full_params(
                 "are in use. Call it between steps."
             )
         unit.check_materialized()
+        if not unit.state.is_summoned:
+            unit.reshard()
+            unit.check_replacements()
     meet(units, "summon_full_params")
     wish = _Wish(writeback, offload_to_cpu, with_grads, shows=not rank0_only or is_first_rank(module))
     with ExitStack() as stack:
@@ -109,7 +112,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
 def _unsharded(unit: Unit, wish: _Wish) -> Iterator[None]:
     unit.reshard()
     device = torch.device("cpu") if wish.offload else unit.device
-    found = ((param, _summoned(param, device, unit.device, wish)) for param in unit.params)
+    found = ((param, _summoned(param, device, unit.device, wish)) for param in unit.params if param.owners)
     summoned = [(param, whole, param.version) for param, whole in found if whole is not None]
     encoded = {param: (whole, whole._version) for param, whole, _ in summoned if param.is_encoded}
     for param, whole, _ in summoned:
