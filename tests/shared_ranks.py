@@ -79,7 +79,7 @@ def surroundings() -> dict[str, object]:
         "folder": os.getcwd(),
         "signals": [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM)],
     }
-    for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "fullshard"]:
+    for module in [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "fullshard"]:
         for name, value in vars(module).items():
             if value is None or isinstance(value, bool | int | float | str):
                 found[f"{module.__name__}.{name}"] = value

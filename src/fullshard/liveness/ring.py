@@ -78,7 +78,12 @@ class Ring:
             self._listen(self._store.get(_host_key(self.previous)).decode())
         if self._to_next is None and self._store.check([_key(self._next)]):
             host, port, token = self._store.get(_key(self._next)).decode().split()
-            connection = socket.create_connection((host, int(port)), timeout=_PATIENCE_S)
+            try:
+                connection = socket.create_connection((host, int(port)), timeout=_PATIENCE_S)
+            except ConnectionRefusedError:
+                if host != _LOOPBACK:
+                    raise
+                return False  # no firewall refuses here: the next rank has left since it published its address
             _find_silence(connection, self._silence_s)
             connection.sendall(token.encode())
             self._to_next = connection
