@@ -141,6 +141,7 @@ class Runtime:
         if recomputing and unit.state.users == 0:
             self._free_recomputed(unit)
         self.residency.hold(unit)
+        unit.state.is_used_without_forward = False
         self.residency.unshard(unit, Phase.FORWARD)
         if not recomputing:
             self._prefetch_forward(unit)
@@ -325,7 +326,8 @@ class Runtime:
                 self._holds_at_end = True
                 on_backward_end(self.hold_grads)
             return
-        if unit.form is not Form.UNSHARDED and unit.state.unshards_in_backward and not unit.has_valid_values:
+        is_seen = unit.state.unshards_in_backward and not unit.state.is_used_without_forward
+        if is_seen and unit.form is not Form.UNSHARDED and not unit.has_valid_values:
             raise read_while_sharded(param.fqn, unit.name)
         self.begin_backward()
         self.reductions.complete_arrived()
@@ -507,6 +509,7 @@ class Runtime:
     def start_unshard_by_hand(self, unit: Unit) -> None:
         """Begin to gather `unit` for the user. Between steps, the optimizer may write to shards next."""
         self.residency.start_unshard(unit, Phase.IDLE)
+        unit.state.is_used_without_forward = True
         unit.state.is_unsharded_by_hand = True
         if self.phase is Phase.IDLE and not self._is_open:
             self.residency.order_writes_after(unit)

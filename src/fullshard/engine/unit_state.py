@@ -29,6 +29,7 @@ class UnitState:
     next_forward: list[Any] | None = None  # units to gather ahead, instead of those that the recorded order tells
     next_backward: list[Any] | None = None
     is_unsharded_by_hand: bool = False  # by `unshard()`, until it is resharded
+    is_used_without_forward: bool = False  # unsharded by `unshard()`, and no forward of the unit has begun since
     awaits_backward: bool = False  # unsharded until the next one is over: it tells of no other use
     is_summoned: bool = False  # the modules have whole parameters of the user's, not the unit's
 
