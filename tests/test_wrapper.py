@@ -732,10 +732,6 @@ def replace_weight(model: Any) -> None:
     model.layers[1].up.weight = nn.Parameter(torch.zeros(192, 48))
 
 
-def tie_weight(model: Any) -> None:
-    model.layers[1].up.weight = model.layers[2].up.weight
-
-
 def remove_weight(model: Any) -> None:
     del model.layers[1].up.weight
 
@@ -757,7 +753,6 @@ def replace_after_sharding(change: Callable[[Any], None]) -> list[str]:
     ("change", "by"),
     [
         (replace_weight, "another parameter, (192, 48)"),
-        (tie_weight, "another parameter, (192, 48)"),
         (remove_weight, "nothing"),
     ],
 )
