@@ -104,20 +104,20 @@ def main() -> None:
     result: dict[str, Any] = {"shape": shape, "ranks": RANKS, "versions": versions(), "ways": {}}
     print(f"{'':>16} {'step ms':>9} {'beside kept':>12} {'peak MiB':>9} {'formula MiB':>12} {'travels MiB':>12}")
     for way in WAYS:
-        it = found[way]
-        ratios = [mine / its for mine, its in zip(it["seconds"], kept["seconds"], strict=True)]
-        formula = None if way == "computed again" else kept["peak"] - it["travels"] + it["buffers"]
+        item = found[way]
+        ratios = [mine / its for mine, its in zip(item["seconds"], kept["seconds"], strict=True)]
+        formula = None if way == "computed again" else kept["peak"] - item["travels"] + item["buffers"]
         told = result["ways"][way] = {
-            "step_ms": 1e3 * statistics.median(it["seconds"]),
+            "step_ms": 1e3 * statistics.median(item["seconds"]),
             "beside_kept": statistics.median(ratios),
-            "peak": it["peak"] + it["buffers"],
+            "peak": item["peak"] + item["buffers"],
             "formula": formula,
-            "travels": it["travels"],
+            "travels": item["travels"],
         }
         shown = "" if formula is None else f"{formula / 2**20:.1f}"
         print(
             f"{way:>16} {told['step_ms']:9.1f} {told['beside_kept']:12.2f} {told['peak'] / 2**20:9.1f} {shown:>12} "
-            f"{it['travels'] / 2**20:12.1f}"
+            f"{item['travels'] / 2**20:12.1f}"
         )
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -218,18 +218,18 @@ def task_of(name: str, layers: int | None) -> Task:
 
 
 COLUMNS: dict[str, Callable[[Counts], float]] = {
-    "launches": lambda it: it.launches,
-    "launches beyond plain": lambda it: it.launches_beyond_plain,
-    "copied beyond need, MB": lambda it: it.copied_bytes / 1e6,
-    "collectives": lambda it: it.collectives,
-    "tensors in them": lambda it: it.messages,
-    "given to them, MB": lambda it: it.sent_bytes / 1e6,
-    "of less than 1 MB": lambda it: it.small_messages,
-    "host operations": lambda it: it.host_operations,
-    "peak, MB": lambda it: it.peak_bytes / 1e6,
-    "exposed, ms": lambda it: it.exposed_s * 1e3,
-    "step, ms": lambda it: it.step_s * 1e3,
-    "races": lambda it: it.races,
+    "launches": lambda item: item.launches,
+    "launches beyond plain": lambda item: item.launches_beyond_plain,
+    "copied beyond need, MB": lambda item: item.copied_bytes / 1e6,
+    "collectives": lambda item: item.collectives,
+    "tensors in them": lambda item: item.messages,
+    "given to them, MB": lambda item: item.sent_bytes / 1e6,
+    "of less than 1 MB": lambda item: item.small_messages,
+    "host operations": lambda item: item.host_operations,
+    "peak, MB": lambda item: item.peak_bytes / 1e6,
+    "exposed, ms": lambda item: item.exposed_s * 1e3,
+    "step, ms": lambda item: item.step_s * 1e3,
+    "races": lambda item: item.races,
 }
 
 
@@ -286,8 +286,8 @@ def main() -> None:
     print(table(found))
     if args.json is not None:
         runs = [
-            {"model": model, "ranks": world, **{system: asdict(counts) for system, counts in it.items()}}
-            for (model, world), it in found.items()
+            {"model": model, "ranks": world, **{system: asdict(counts) for system, counts in item.items()}}
+            for (model, world), item in found.items()
         ]
         args.json.write_text(json.dumps({"torch": torch.__version__, "runs": runs}, indent=1) + "\n")
 

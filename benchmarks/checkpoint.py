@@ -257,9 +257,9 @@ def show(found: dict[str, Found], disk: list[float], nbytes: int, options: argpa
     print(f"checkpoint: {nbytes / 1e6:.0f} MB; dd with fsync: {nbytes / statistics.median(disk) / 1e6:.0f} MB/s\n")
     print("| | save | of the disk's rate | load | peak above the run, save | load |")
     print("|---|---|---|---|---|---|")
-    for name, it in found.items():
-        rate = statistics.median(ratios(disk, it.seconds["save"]))
-        peaks = (f"{it.peak_bytes[what] / 1e6:.0f} MB" for what in ("save", "load"))
+    for name, item in found.items():
+        rate = statistics.median(ratios(disk, item.seconds["save"]))
+        peaks = (f"{item.peak_bytes[what] / 1e6:.0f} MB" for what in ("save", "load"))
         print(f"| {name} | {cell(name, 'save')} | {rate:.0%} | {cell(name, 'load')} | {' | '.join(peaks)} |")
     print("\n| saved behind the training | training stops for | of its save | steps meanwhile, to others |")
     print("|---|---|---|---|")
@@ -271,7 +271,7 @@ def show(found: dict[str, Found], disk: list[float], nbytes: int, options: argpa
         of = f"{name}, safety copy" if kind else name
         print(f"| {of} | {statistics.median(call) * 1e3:.0f} ms | {of_save:.1%} | {slower:.2f} |")
     about = {"torch": torch.__version__, "machine": platform.machine(), "cores": os.cpu_count()}
-    told = {name: {"seconds": it.seconds, "peak_bytes": it.peak_bytes} for name, it in found.items()}
+    told = {name: {"seconds": item.seconds, "peak_bytes": item.peak_bytes} for name, item in found.items()}
     print(json.dumps({**about, "options": vars(options), "nbytes": nbytes, "found": told, DD: disk}, default=str))
 
 

@@ -47,8 +47,8 @@ def options() -> argparse.Namespace:
 def main() -> int:
     given = options()
     torch.set_num_threads(1)
-    ranks = tuple(int(it) for it in given.ranks.split(","))
-    without = tuple(it for it in given.without.split(",") if it)
+    ranks = tuple(int(part) for part in given.ranks.split(","))
+    without = tuple(part for part in given.without.split(",") if part)
     with Pool(given.timeout) as pool:
         if given.reproduce:
             return reproduce(given, pool, ranks, without)

@@ -179,7 +179,7 @@ def main() -> None:
     )
     rows = {}
     for name, its in found.items():
-        of_step, of_cpu, peak = ([it[what] for it in its] for what in ("ms", "CPU ms", "MiB"))
+        of_step, of_cpu, peak = ([item[what] for item in its] for what in ("ms", "CPU ms", "MiB"))
         rows[name] = {"ms": statistics.median(of_step), "CPU ms": statistics.median(of_cpu), "MiB": max(peak)}
         spread = f"{min(of_step):.0f} to {max(of_step):.0f}"
         said = " ".join(f"{value:7.0f} {what}" for what, value in rows[name].items())

@@ -111,10 +111,12 @@ def main() -> None:
     file.close()
     print(f"{'fraction':>8} {'step ms':>9} {'beside the line':>16} {'memory freed MiB':>17} {'by formula MiB':>15}")
     for number, fraction in enumerate(FRACTIONS):
-        ratios = [it[number] / (it[0] + fraction * (it[-1] - it[0])) for it in rounds]
+        ratios = [
+            each_round[number] / (each_round[0] + fraction * (each_round[-1] - each_round[0])) for each_round in rounds
+        ]
         found = {
             "fraction": fraction,
-            "step_ms": 1e3 * statistics.median(it[number] for it in rounds),
+            "step_ms": 1e3 * statistics.median(each_round[number] for each_round in rounds),
             "beside_line": statistics.median(ratios),
             "freed": memory[0]["private"] - memory[number]["private"],
             "freed_by_formula": memory[0]["predicted"] - memory[number]["predicted"],
@@ -124,7 +126,7 @@ def main() -> None:
         freed, formula = found["freed"] / 2**20, found["freed_by_formula"] / 2**20
         print(f"{fraction:8.2f} {found['step_ms']:9.1f} {found['beside_line']:16.3f} {freed:17.1f} {formula:15.1f}")
     result["goal"] = GOAL
-    result["reached"] = all(abs(it["beside_line"] - 1) <= GOAL for it in result["fractions"])
+    result["reached"] = all(abs(item["beside_line"] - 1) <= GOAL for item in result["fractions"])
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

@@ -76,7 +76,9 @@ def tape_of(policy: OffloadPolicy | None, shape: Shape, steps: int, microbatches
 
 
 def reckoned(shape: Shape) -> list[dict[str, Any]]:
-    policies: dict[str, OffloadPolicy | None] = {f"{it:g}": Offload(optimizer={"cpu": it}) for it in FRACTIONS}
+    policies: dict[str, OffloadPolicy | None] = {
+        f"{fraction:g}": Offload(optimizer={"cpu": fraction}) for fraction in FRACTIONS
+    }
     policies |= {"1, at once": policies["1"], "parameters too": CPUOffloadPolicy()}
     rows = []
     for microbatches in (4, 16):
@@ -121,7 +123,7 @@ def host(numel: int) -> dict[str, Any]:
     optimizer.step()
     state = optimizer.state[param]
     now = [param.data, state["exp_avg"], state["exp_avg_sq"]]
-    kept = [torch.empty_like(it) for it in now]
+    kept = [torch.empty_like(item) for item in now]
     step_s, copy_s = best_of(optimizer.step), best_of(lambda: torch._foreach_copy_(kept, now))
     found = {
         "threads": torch.get_num_threads(),

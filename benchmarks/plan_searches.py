@@ -104,13 +104,13 @@ def searched(name: str, cluster: Cluster, rounds: int) -> dict[str, Any]:
     asked = question(name, cluster)
     plan = search(asked)
     assert plan.best is not None
-    told = [(it.sketch, *shape) for it in plan.found for shape in asked.shapes_of(it.sketch.program)]
+    told = [(item.sketch, *shape) for item in plan.found for shape in asked.shapes_of(item.sketch.program)]
     figures = [made.figures(rows, count) for made, rows, count in told]
-    candidates = [it.candidate for it in figures]
+    candidates = [figure.candidate for figure in figures]
     each = run_ranks(RANKS, measure, name, candidates, rounds, timeout=1800)
     seconds = [[max(ranks) for ranks in zip(*of_ranks, strict=True)] for of_ranks in zip(*each, strict=True)]
     chosen = candidates.index(plan.best.figures.candidate)
-    medians = [statistics.median(it) for it in seconds]
+    medians = [statistics.median(second) for second in seconds]
     best = medians.index(min(medians))
     ratios = [mine / fastest for mine, fastest in zip(seconds[chosen], seconds[best], strict=True)]
     return {
@@ -119,8 +119,13 @@ def searched(name: str, cluster: Cluster, rounds: int) -> dict[str, Any]:
         "best": named(candidates[best]),
         "slower": statistics.median(ratios) - 1,
         "candidates": [
-            {"candidate": named(it.candidate), "measured_s": median, "rounds_s": rounds_s, "predicted_s": it.step_s}
-            for it, median, rounds_s in zip(figures, medians, seconds, strict=True)
+            {
+                "candidate": named(figure.candidate),
+                "measured_s": median,
+                "rounds_s": rounds_s,
+                "predicted_s": figure.step_s,
+            }
+            for figure, median, rounds_s in zip(figures, medians, seconds, strict=True)
         ],
     }
 

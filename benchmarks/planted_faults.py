@@ -275,7 +275,7 @@ def run_rank(planted: int, folder: Path, clock: Clock) -> None:
     torch.manual_seed(0)
     with plant.around(rank), clock.running(), link(plant.latency_s, plant.bytes_per_s, clock):
         model = (plant.shard or each_block)(Model(plant, rank))
-        optimizer = torch.optim.SGD([it for it in model.parameters() if it.requires_grad], lr=1e-3)
+        optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=1e-3)
         kept: list[Any] = []
 
         def batches() -> Iterator[Tensor]:
@@ -337,9 +337,9 @@ def busy_cores(rank: int) -> Iterator[None]:
         with patch.object(time, "sleep", _compute_for):
             yield
     finally:
-        for it in others:
-            it.kill()
-            it.wait()
+        for other in others:
+            other.kill()
+            other.wait()
 
 
 def _compute_for(seconds: float) -> None:
@@ -501,20 +501,20 @@ class Answer:
     def told(self) -> list[str]:
         """The causes, those that cost most first, but for cores that others take: true on a machine that is shared."""
         elsewhere = () if self.plant.cause == SHARED_CORES else (SHARED_CORES,)
-        return [it.cause for it in self.findings if it.cause not in elsewhere]
+        return [finding.cause for finding in self.findings if finding.cause not in elsewhere]
 
     @property
     def is_right(self) -> bool:
         """Whether the fault is told first and with its place, where it is; or none, where there is none."""
         if not self.plant.cause:
             return not self.told
-        found = [it for it in self.findings if it.cause == self.plant.cause]
+        found = [finding for finding in self.findings if finding.cause == self.plant.cause]
         return self.told[:1] == [self.plant.cause] and self.plant.said in found[0].said
 
     @property
     def others(self) -> list[str]:
         """Causes that nobody planted."""
-        return [it.cause for it in self.findings if it.cause != self.plant.cause]
+        return [finding.cause for finding in self.findings if finding.cause != self.plant.cause]
 
 
 def run_all(world: int, folder: str, only: str, *, pretended_clock: bool) -> None:
@@ -555,12 +555,15 @@ def main() -> None:
     args = parser.parse_args()
     given = answers(args.only, pretended_clock=args.pretended_clock)
     print("| planted | told as | said | others | |\n|---|---|---|---|---|")
-    for it in given:
-        cause = it.told[0] if it.told else "-"
-        said = next((found.said for found in it.findings if found.cause == cause), it.said)
-        print(f"| {it.plant.title} | {cause} | {said} | {', '.join(it.others)} | {'ok' if it.is_right else 'WRONG'} |")
-    right = {kind: sum(it.is_right for it in given if bool(it.plant.cause) == kind) for kind in (True, False)}
-    planted = sum(bool(it.plant.cause) for it in given)
+    for item in given:
+        cause = item.told[0] if item.told else "-"
+        said = next((found.said for found in item.findings if found.cause == cause), item.said)
+        print(
+            f"| {item.plant.title} | {cause} | {said} | {', '.join(item.others)} | "
+            f"{'ok' if item.is_right else 'WRONG'} |"
+        )
+    right = {kind: sum(item.is_right for item in given if bool(item.plant.cause) == kind) for kind in (True, False)}
+    planted = sum(bool(item.plant.cause) for item in given)
     print(
         json.dumps({"planted": planted, "told": right[True], "healthy": len(given) - planted, "silent": right[False]})
     )

@@ -211,7 +211,7 @@ def vit(library: Any, case: Case) -> tuple[Any, Any]:
 
 
 FAMILIES: dict[str, Callable[[Any, Case], tuple[Any, Any]]] = {
-    it.__name__: it for it in (llama, gpt2, t5, bert, mixtral, vit)
+    item.__name__: item for item in (llama, gpt2, t5, bert, mixtral, vit)
 }
 
 
@@ -312,21 +312,23 @@ def measured_peak(case: Case) -> float:
 
 def peak_cases() -> list[Case]:
     """All strategies, 1 to 4 ranks, and what else changes what is in memory when."""
-    cases = [Case(strategy=it, ranks=n) for it in ("ddp", "zero1", "zero2", "zero3") for n in (1, 2, 4)]
-    cases += [Case(family="gpt2", strategy=it, ranks=4) for it in ("hsdp", "hsdp_zero2", *GROUPED)]
-    cases += [Case(family=it, strategy="hsdp", ranks=2) for it in ("llama", "bert")]
-    cases += [Case(family=it, width=100, ranks=3, strategy=s) for it in ("gpt2", "t5") for s in ("zero1", "zero3")]
-    cases += [Case(family=it, strategy=s, ranks=n) for it in ("bert", "t5") for s, n in (("zero2", 2), ("ddp", 3))]
-    cases += [Case(family=it, strategy="zero3") for it in ("mixtral", "vit")]
+    cases = [Case(strategy=item, ranks=n) for item in ("ddp", "zero1", "zero2", "zero3") for n in (1, 2, 4)]
+    cases += [Case(family="gpt2", strategy=item, ranks=4) for item in ("hsdp", "hsdp_zero2", *GROUPED)]
+    cases += [Case(family=item, strategy="hsdp", ranks=2) for item in ("llama", "bert")]
+    cases += [Case(family=item, width=100, ranks=3, strategy=s) for item in ("gpt2", "t5") for s in ("zero1", "zero3")]
+    cases += [Case(family=item, strategy=s, ranks=n) for item in ("bert", "t5") for s, n in (("zero2", 2), ("ddp", 3))]
+    cases += [Case(family=item, strategy="zero3") for item in ("mixtral", "vit")]
     for strategy in ("ddp", "zero1", "zero3"):
-        cases += [Case(family="gpt2", strategy=strategy, microbatches=3, no_sync=it) for it in (False, True)]
-    cases += [Case(family="gpt2", ranks=4, strategy=it, microbatches=2, no_sync=True) for it in ("hsdp", "grouped")]
-    cases += [Case(family=it, batch=8, length=64, checkpoints=True) for it in ("llama", "gpt2", "bert")]
-    cases += [Case(bf16=True, strategy=it, ranks=n) for it, n in (("ddp", 2), ("zero1", 3), ("zero3", 2), ("zero3", 4))]
+        cases += [Case(family="gpt2", strategy=strategy, microbatches=3, no_sync=item) for item in (False, True)]
+    cases += [Case(family="gpt2", ranks=4, strategy=item, microbatches=2, no_sync=True) for item in ("hsdp", "grouped")]
+    cases += [Case(family=item, batch=8, length=64, checkpoints=True) for item in ("llama", "gpt2", "bert")]
+    cases += [
+        Case(bf16=True, strategy=item, ranks=n) for item, n in (("ddp", 2), ("zero1", 3), ("zero3", 2), ("zero3", 4))
+    ]
     cases += [Case(family="t5", bf16=True, checkpoints=True, max_norm=1.0, microbatches=2, no_sync=True)]
-    cases += [Case(max_norm=1.0, strategy=it) for it in ("ddp", "zero2", "zero3")]
+    cases += [Case(max_norm=1.0, strategy=item) for item in ("ddp", "zero2", "zero3")]
     cases += [Case(offload=True), Case(offload=True, bf16=True, ranks=3)]
-    cases += [Case(optimizer=it, strategy=s) for it in ("SGD", "foreach AdamW") for s in ("zero1", "zero3")]
+    cases += [Case(optimizer=item, strategy=s) for item in ("SGD", "foreach AdamW") for s in ("zero1", "zero3")]
     return cases
 
 
@@ -340,7 +342,7 @@ def peaks(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
         by_rank = run_ranks(world, measured_peaks, alike, timeout=60.0 * len(alike))
         for number, case in enumerate(alike):
             for rank in sorted({0, case.ranks - 1 if case.width == 100 else 0}):
-                runs = [round(it) for it in by_rank[rank][number]]
+                runs = [round(item) for item in by_rank[rank][number]]
                 predicted = predicted_tape(case, rank).peak_bytes()
                 rows.append(row_of(case, rank, predicted, max(runs), least=min(runs)))
     return rows
@@ -383,10 +385,10 @@ def process_cases() -> list[Case]:
     small = {"width": 320, "vocabulary": 4000, "layers": 6, "batch": 4, "length": 64}
     large = {"width": 448, "vocabulary": 6000, "layers": 4, "batch": 4, "length": 64}
     return [
-        *(Case(strategy=it, ranks=2, **small) for it in ("ddp", "zero1", "zero2", "zero3")),
-        *(Case(family="gpt2", strategy=it, ranks=1, **large) for it in ("ddp", "zero3")),
-        *(Case(family="gpt2", strategy=it, ranks=2, **large) for it in ("ddp", "zero3")),
-        *(Case(family="bert", strategy=it, ranks=2, **large) for it in ("zero1", "zero3")),
+        *(Case(strategy=item, ranks=2, **small) for item in ("ddp", "zero1", "zero2", "zero3")),
+        *(Case(family="gpt2", strategy=item, ranks=1, **large) for item in ("ddp", "zero3")),
+        *(Case(family="gpt2", strategy=item, ranks=2, **large) for item in ("ddp", "zero3")),
+        *(Case(family="bert", strategy=item, ranks=2, **large) for item in ("zero1", "zero3")),
         Case(ranks=2, bf16=True, **small),
         Case(family="gpt2", ranks=2, checkpoints=True, **large),
     ]
@@ -398,7 +400,7 @@ def processes(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
     print(HEAD)
     for case in process_cases()[:limit]:
         runs = [run for _ in range(RUNS) for run in run_ranks(case.ranks, measured_process, case, timeout=120.0)]
-        took = [it for it, _ in runs]
+        took = [item for item, _ in runs]
         predicted = process_memory(predicted_tape(case), threshold=threshold)
         more = {"least": min(took), "most": max(took), "tensors": predicted.tensors, "before": runs[0][1]}
         rows.append(row_of(case, 0, predicted.nbytes, round(sum(took) / len(took)), **more))
@@ -452,9 +454,9 @@ def address_bytes() -> int:
 def limit_cases() -> list[Case]:
     """From 100 to 350 MB a rank."""
     sizes = {"width": 256, "vocabulary": 4000, "layers": 4, "length": 64}
-    cases = [Case(family=it, ranks=1, batch=n, **sizes) for it in ("llama", "gpt2", "bert") for n in (2, 8, 16)]
-    cases += [Case(strategy=it, batch=n, **sizes) for it in ("ddp", "zero1", "zero3") for n in (4, 12)]
-    cases += [Case(family="gpt2", batch=16, checkpoints=it, **sizes) for it in (False, True)]
+    cases = [Case(family=item, ranks=1, batch=n, **sizes) for item in ("llama", "gpt2", "bert") for n in (2, 8, 16)]
+    cases += [Case(strategy=item, batch=n, **sizes) for item in ("ddp", "zero1", "zero3") for n in (4, 12)]
+    cases += [Case(family="gpt2", batch=16, checkpoints=item, **sizes) for item in (False, True)]
     cases += [Case(family="gpt2", ranks=n, strategy="zero2", batch=8, **sizes) for n in (3, 4)]
     return [*cases, Case(family="t5", batch=4, **sizes), Case(bf16=True, batch=8, **sizes)]
 
@@ -466,7 +468,7 @@ def limits(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
     rows = []
     print(
         "| case | fits from, MB | said, done within "
-        + ", ".join(f"{it / 1e6:.0f}" for it in LIMITS)
+        + ", ".join(f"{limit / 1e6:.0f}" for limit in LIMITS)
         + " MB and the least |\n|---|---|---|"
     )
     for case in limit_cases()[:limit]:
@@ -474,10 +476,10 @@ def limits(limit: int | None, threshold: int | None) -> list[dict[str, Any]]:
         given = [*LIMITS, predicted.fits_from]
         by_rank = run_ranks(case.ranks, limited_runs, case, given, timeout=200.0)
         done = [all(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
-        said = [predicted.fits(it) for it in given]
+        said = [predicted.fits(item) for item in given]
         marks = "".join(
-            {(True, True): "+", (False, False): "-", (True, False): "F", (False, True): "r"}[it]
-            for it in zip(said, done, strict=True)
+            {(True, True): "+", (False, False): "-", (True, False): "F", (False, True): "r"}[item]
+            for item in zip(said, done, strict=True)
         )
         name = f"{case.name}, {case.batch} rows"
         print(f"| {name} | {predicted.fits_from / 1e6:.1f} | {marks} |", flush=True)
@@ -525,7 +527,11 @@ def main() -> None:
     print(f"\n## {part}\n", flush=True)
     rows = PARTS[part](options.limit, options.threshold)
     differences = [abs(row["difference"]) for row in rows if "difference" in row]
-    worst = f", worst {max(differences):.2%}, over 2 %: {sum(it > 0.02 for it in differences)}" if differences else ""
+    worst = (
+        f", worst {max(differences):.2%}, over 2 %: {sum(difference > 0.02 for difference in differences)}"
+        if differences
+        else ""
+    )
     print(f"{part}: {len(rows)} rows{worst}, in {time.perf_counter() - began:.0f} s", file=sys.stderr)
     if options.limit is None:
         found = json.loads(results.read_text()) if results.exists() else {}

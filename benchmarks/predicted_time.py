@@ -72,8 +72,11 @@ class Case:
 
 
 ON_CPUS = (
-    *(Case(name=f"34M {it}, 2 ranks", shape=SIZES["34m"], world=2, strategy=it, dtype="fp32") for it in ONE_LEVEL),
-    *(Case(name=f"34M {it}, 4 ranks", shape=SIZES["34m"], world=4, strategy=it, dtype="fp32") for it in ALL),
+    *(
+        Case(name=f"34M {item}, 2 ranks", shape=SIZES["34m"], world=2, strategy=item, dtype="fp32")
+        for item in ONE_LEVEL
+    ),
+    *(Case(name=f"34M {item}, 4 ranks", shape=SIZES["34m"], world=4, strategy=item, dtype="fp32") for item in ALL),
     Case(name="34M zero3, bf16, 2 ranks", shape=SIZES["34m"], world=2, dtype="bf16"),
     Case(name="34M zero2, bf16, 4 ranks", shape=SIZES["34m"], world=4, strategy="zero2", dtype="bf16"),
     Case(name="34M zero3, batch 4, 2 ranks", shape=replace(SIZES["34m"], batch=4), world=2, dtype="fp32"),
@@ -231,15 +234,15 @@ def measured_on_cpus(case: Case, cores: int, rounds: int) -> dict[str, Any]:
         turns = [team.ask("run", 2) for _ in range(rounds)]
     finally:
         team.end()
-    clock = [1e3 * Span.seconds(it.span for it in turn) / 2 for turn in turns]
-    busy = [1e3 * sum(it.core_s for it in turn) / 2 / min(cores, case.world) for turn in turns]
+    clock = [1e3 * Span.seconds(item.span for item in turn) / 2 for turn in turns]
+    busy = [1e3 * sum(item.core_s for item in turn) / 2 / min(cores, case.world) for turn in turns]
     return {
         "ms": statistics.median(clock),
         "least_ms": min(clock),
         "busy_ms": statistics.median(busy),
         "rounds": clock,
         "rounds_busy": busy,
-        "new_pages": statistics.median(it.faults // 2 for turn in turns for it in turn),
+        "new_pages": statistics.median(item.faults // 2 for turn in turns for item in turn),
         "load": os.getloadavg()[0],
     }
 
@@ -371,7 +374,7 @@ def on_gpu(cases: Sequence[Case], path: str | None) -> dict[str, Any]:
     found = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "here": said, "rows": []}
     for world in sorted({case.world for case in cases}):
         with group_of(world):
-            for case in (it for it in cases if it.world == world):
+            for case in (case for case in cases if case.world == world):
                 try:
                     measured = measured_on_gpu(case, device)
                 except RuntimeError as error:  # such as too little memory
@@ -389,9 +392,9 @@ def on_gpu(cases: Sequence[Case], path: str | None) -> dict[str, Any]:
 def beside(found: dict[str, Any]) -> dict[str, Any]:
     """What was measured on a GPU, with what is predicted of it. It takes no GPU."""
     here = described(dict(found["here"]))
-    cases = [Case(**{**it["case"], "shape": Shape(**it["case"]["shape"])}) for it in found["rows"]]
-    measured = [it["measured"] for it in found["rows"]]
-    rows = [row_of(case, predicted_on_gpu(case, here), it) for case, it in zip(cases, measured, strict=True)]
+    cases = [Case(**{**item["case"], "shape": Shape(**item["case"]["shape"])}) for item in found["rows"]]
+    measured = [item["measured"] for item in found["rows"]]
+    rows = [row_of(case, predicted_on_gpu(case, here), item) for case, item in zip(cases, measured, strict=True)]
     return {**found, "rows": rows}
 
 

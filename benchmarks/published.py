@@ -153,7 +153,8 @@ class T5Attention(nn.Module):
         queried = self.norm(x)
         read = queried if memory is None else memory
         q, k, v = (
-            it.unflatten(-1, (self.heads, -1)).transpose(1, 2) for it in (self.q(queried), self.k(read), self.v(read))
+            item.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for item in (self.q(queried), self.k(read), self.v(read))
         )
         scores = q @ k.transpose(-2, -1) + bias
         weights = F.dropout(F.softmax(scores.float(), dim=-1).type_as(scores), 0.1)
@@ -222,14 +223,14 @@ class DecoupledAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        params = [it for group in self.param_groups for it in group["params"] if it.grad is not None]
+        params = [item for group in self.param_groups for item in group["params"] if item.grad is not None]
         for start in range(0, len(params), OF_A_BLOCK):
             some = params[start : start + OF_A_BLOCK]
             for param in some:
                 if not self.state[param]:
                     self.state[param] = {name: torch.zeros_like(param) for name in ("first", "second")}
-            values, grads = [_local(it) for it in some], [_local(it.grad) for it in some]
-            first, second = ([_local(self.state[it][name]) for it in some] for name in ("first", "second"))
+            values, grads = [_local(item) for item in some], [_local(item.grad) for item in some]
+            first, second = ([_local(self.state[item][name]) for item in some] for name in ("first", "second"))
             torch._foreach_mul_(first, 0.9)
             torch._foreach_add_(first, grads, alpha=0.1)
             torch._foreach_mul_(second, 0.95)
@@ -320,7 +321,7 @@ def second_step(task: Task, blocks: int, microbatches: int) -> list[Entry]:
     """What is laid out of the second step, which is as all later ones are."""
     entries = tape_of(task, blocks, microbatches).entries
     step = as_fsdp1(entries[steps_of(entries)[1] :], task)
-    return [it for it in step if not isinstance(it, Allocation | Free)]
+    return [item for item in step if not isinstance(item, Allocation | Free)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,7 +358,7 @@ def _at(few: float, more: float, blocks: int) -> float:
 
 
 def _parts(entries: list[Entry]) -> tuple[list[Entry], list[Entry], list[Entry]]:
-    places = [place for place, it in enumerate(entries) if it.origin.microbatch == 2]
+    places = [place for place, entry in enumerate(entries) if entry.origin.microbatch == 2]
     first, last = places[0], places[-1] + 1
     return entries[:first], entries[first:last], entries[last:]
 
@@ -408,26 +409,28 @@ class Row:
 def mpt_rows(reduce_dtypes: Mapping[str, torch.dtype]) -> list[Row]:
     """The rows as published."""
     with (DATA / "mosaicml_rows.csv").open() as file:
-        return [_mpt_row(it, reduce_dtypes[it["Set"]]) for it in csv.DictReader(file)]
+        return [_mpt_row(item, reduce_dtypes[item["Set"]]) for item in csv.DictReader(file)]
 
 
-def _mpt_row(it: Mapping[str, str], reduce_dtype: torch.dtype) -> Row:
+def _mpt_row(item: Mapping[str, str], reduce_dtype: torch.dtype) -> Row:
     shape = Shape(
-        width=int(it["d_model"]),
-        heads=int(it["n_heads"]),
-        vocab=int(it["vocab"]),
-        seq=int(it["SeqLen"]),
-        batch=int(it["MicroBatchSize"]),
-        checkpointing=it["ActCkpt"] == "True",
+        width=int(item["d_model"]),
+        heads=int(item["n_heads"]),
+        vocab=int(item["vocab"]),
+        seq=int(item["SeqLen"]),
+        batch=int(item["MicroBatchSize"]),
+        checkpointing=item["ActCkpt"] == "True",
     )
     return Row(
-        name=f"{it['Model']}, sequences of {it['SeqLen']}, {it['GPUs']} GPUs, microbatch {it['MicroBatchSize']}",
-        set=it["Set"],
-        gpu=GPUS[it["GPU"]],
-        blocks=int(it["n_layers"]),
-        microbatches=int(it["GradAccum"]),
-        task=Task(shape=shape, world=int(it["GPUs"]), reduce_dtype=reduce_dtype),
-        measured=float(it["TokensPerSecPerGPU"]),
+        name=(
+            f"{item['Model']}, sequences of {item['SeqLen']}, {item['GPUs']} GPUs, microbatch {item['MicroBatchSize']}"
+        ),
+        set=item["Set"],
+        gpu=GPUS[item["GPU"]],
+        blocks=int(item["n_layers"]),
+        microbatches=int(item["GradAccum"]),
+        task=Task(shape=shape, world=int(item["GPUs"]), reduce_dtype=reduce_dtype),
+        measured=float(item["TokensPerSecPerGPU"]),
     )
 
 
@@ -498,23 +501,23 @@ def reason(far: Beside, found: Sequence[Beside], machine: Hardware) -> str:
     ]
     if use.reserved > machine.memory_bytes:
         told[0] += ", so an allocator must free and ask again, and no cost here has that"
-    for it in found:
-        same = replace(it.row.task, reduce_dtype=row.task.reduce_dtype) == row.task
-        if same and it.row.gpu == row.gpu and it.row.set != row.set:
-            ratio = row.measured / it.row.measured - 1
-            told.append(f"measured {ratio:+.0%} beside the same run of {it.row.set}, which is {it.error:+.0%} off")
+    for item in found:
+        same = replace(item.row.task, reduce_dtype=row.task.reduce_dtype) == row.task
+        if same and item.row.gpu == row.gpu and item.row.set != row.set:
+            ratio = row.measured / item.row.measured - 1
+            told.append(f"measured {ratio:+.0%} beside the same run of {item.row.set}, which is {item.error:+.0%} off")
     return "; ".join(told)
 
 
 def summary(found: Sequence[Beside]) -> dict[str, float]:
     """Errors in per cent, and the rank correlation."""
-    errors = sorted(abs(it.error) for it in found)
+    errors = sorted(abs(item.error) for item in found)
     return {
         "rows": len(found),
         "mean": 100 * statistics.fmean(errors),
         "p95": 100 * statistics.quantiles(errors, n=20, method="inclusive")[-1],
         "rank": statistics.correlation(
-            _ranks([it.predicted for it in found]), _ranks([it.row.measured for it in found])
+            _ranks([item.predicted for item in found]), _ranks([item.row.measured for item in found])
         ),
     }
 
@@ -537,20 +540,20 @@ def mpt(reduce_dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
         shipped = "as shipped" if fitted == hardware(gpu).fitted else f"shipped: {hardware(gpu).fitted}"
         print(f"{gpu}, on rows of {CALIBRATED_ON}: {fitted} ({shipped}); host_s is not fitted")
         found += [Beside(row=row, predicted=predicted(row, steps, machines[gpu])) for row in of_gpu]
-    others = [it for it in found if not it.row.calibrates]
-    parts = {"calibrated on": [it for it in found if it.row.calibrates]}
-    parts |= {name: [it for it in others if it.row.set == name] for name in sorted({row.set for row in rows})}
+    others = [item for item in found if not item.row.calibrates]
+    parts = {"calibrated on": [item for item in found if item.row.calibrates]}
+    parts |= {name: [other for other in others if other.row.set == name] for name in sorted({row.set for row in rows})}
     parts["all others"] = others
     told = {name: summary(those) for name, those in parts.items()}
     print(f"{'':16} rows  mean error  95th percentile  rank correlation")
-    for name, it in told.items():
-        print(f"{name:16} {it['rows']:4}  {it['mean']:8.1f} %  {it['p95']:13.1f} %  {it['rank']:16.4f}")
+    for name, item in told.items():
+        print(f"{name:16} {item['rows']:4}  {item['mean']:8.1f} %  {item['p95']:13.1f} %  {item['rank']:16.4f}")
     print(f"rows that are more than {FAR:.0%} off:")
     reasons = {}
-    for it in sorted(found, key=lambda it: -abs(it.error)):
-        if abs(it.error) > FAR:
-            reasons[it.row] = reason(it, found, machines[it.row.gpu])
-            print(f"  {it.error:+6.1%}  {it.row.set}: {it.row.name}: {reasons[it.row]}", flush=True)
+    for element in sorted(found, key=lambda item: -abs(item.error)):
+        if abs(element.error) > FAR:
+            reasons[element.row] = reason(element, found, machines[element.row.gpu])
+            print(f"  {element.error:+6.1%}  {element.row.set}: {element.row.name}: {reasons[element.row]}", flush=True)
     return {
         "fitted": {gpu: asdict(machine.fitted) for gpu, machine in machines.items()},
         "attention": {gpu: asdict(shares) for gpu, shares in KERNELS_OF_2023.items()},
@@ -558,15 +561,15 @@ def mpt(reduce_dtypes: Mapping[str, torch.dtype]) -> dict[str, Any]:
         "summary": told,
         "rows": [
             {
-                "set": it.row.set,
-                "row": it.row.name,
-                "calibrates": it.row.calibrates,
-                "measured": it.row.measured,
-                "predicted": round(it.predicted, 1),
-                "error": round(it.error, 4),
-                "known": reasons.get(it.row, ""),
+                "set": item.row.set,
+                "row": item.row.name,
+                "calibrates": item.row.calibrates,
+                "measured": item.row.measured,
+                "predicted": round(item.predicted, 1),
+                "error": round(item.error, 4),
+                "known": reasons.get(item.row, ""),
             }
-            for it in found
+            for item in found
         ],
     }
 
@@ -617,8 +620,8 @@ def vtrain() -> dict[str, Any]:
         for batch, of_batch in sorted(errors.items())
     }
     print("vTrain's rows, DDP on 2 and 4 A100, by sequences of a microbatch (seconds predicted over measured):")
-    for batch, it in told.items():
-        print(f"  {batch}: {it['rows']} rows, mean error {it['mean']:.0f} %, of which bias {it['bias']:+.0f} %")
+    for batch, item in told.items():
+        print(f"  {batch}: {item['rows']} rows, mean error {item['mean']:.0f} %, of which bias {item['bias']:+.0f} %")
     return {"summary": told, "rows": rows}
 
 
@@ -760,7 +763,7 @@ def step_flops(run: Published) -> float:
     if not isinstance(run.task.shape, T5Shape):
         return megatron_flops(run.task.shape, run.blocks)
     few, more = (
-        sum(it.flops for it in second_step(run.task, blocks, 1) if isinstance(it, Operation)) for blocks in DEPTHS
+        sum(item.flops for item in second_step(run.task, blocks, 1) if isinstance(item, Operation)) for blocks in DEPTHS
     )
     return _at(few, more, run.blocks)
 
@@ -799,11 +802,11 @@ def pytorch() -> list[dict[str, Any]]:
         limits = {}
         for keeps, where in ((True, "on the GPU"), (False, "on the host")):
             if peak > machine.memory_bytes - RESERVED_BYTES:
-                it = at_the_limit(run, machine, keeps_inputs=keeps)
-                limits[where] = {**asdict(it), "predicted": round(step_flops(run) / it.seconds / 1e12, 1)}
+                item = at_the_limit(run, machine, keeps_inputs=keeps)
+                limits[where] = {**asdict(item), "predicted": round(step_flops(run) / item.seconds / 1e12, 1)}
                 print(f"  what checkpoints keep {where}: {limits[where]['predicted']:.0f} TFLOP/s", end="; ")
-                print(f"for each block {it.retries:.1f} retries, of which {it.failures:.1f} find no room", end="; ")
-                print(f"nothing beside anything {step_flops(run) / it.alone_s / 1e12:.0f} TFLOP/s", flush=True)
+                print(f"for each block {item.retries:.1f} retries, of which {item.failures:.1f} find no room", end="; ")
+                print(f"nothing beside anything {step_flops(run) / item.alone_s / 1e12:.0f} TFLOP/s", flush=True)
         told.append(
             {
                 "run": run.name,
@@ -842,10 +845,12 @@ def large_alone() -> dict[str, float]:
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, "--large"], check=True, capture_output=True, text=True
     )
-    it: dict[str, float] = json.loads(ran.stdout)
-    print(f"70B parameters on 4096 H100: a step of {it['step_s']:.2f} s, told within {it['seconds']:.0f} s", end=" ")
-    print(f"({it['cpu_seconds']:.0f} s of one core) and {it['bytes'] / 1e9:.2f} GB")
-    return it
+    item: dict[str, float] = json.loads(ran.stdout)
+    print(
+        f"70B parameters on 4096 H100: a step of {item['step_s']:.2f} s, told within {item['seconds']:.0f} s", end=" "
+    )
+    print(f"({item['cpu_seconds']:.0f} s of one core) and {item['bytes'] / 1e9:.2f} GB")
+    return item
 
 
 # -- all of it --------------------------------------------------------------------------------------------------------
@@ -857,16 +862,16 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(7, 6.2), layout="constrained")
     axes = figure.subplots()
-    ends = [0.8 * min(it["measured"] for it in rows), 1.25 * max(it["measured"] for it in rows)]
+    ends = [0.8 * min(row["measured"] for row in rows), 1.25 * max(row["measured"] for row in rows)]
     axes.plot(ends, ends, color="#333333", linewidth=0.8)
-    axes.plot(ends, [0.9 * it for it in ends], ends, [1.1 * it for it in ends], color="#a9b4bd", linewidth=0.8)
+    axes.plot(ends, [0.9 * end for end in ends], ends, [1.1 * end for end in ends], color="#a9b4bd", linewidth=0.8)
     for name, color in (("a100_80_2023a", "#a9b4bd"), ("a100_80_2023b", "#2a6f97"), ("h100_2023", "#c1121f")):
-        those = [it for it in rows if it["set"] == name]
+        those = [row for row in rows if row["set"] == name]
         for is_filled in (False, True):
-            shown = [it for it in those if it["calibrates"] is is_filled]
+            shown = [item for item in those if item["calibrates"] is is_filled]
             axes.scatter(
-                [it["measured"] for it in shown],
-                [it["predicted"] for it in shown],
+                [item["measured"] for item in shown],
+                [item["predicted"] for item in shown],
                 s=22,
                 edgecolors=color,
                 facecolors=color if is_filled else "none",
@@ -895,7 +900,9 @@ def main() -> None:
     if args.large:
         print(json.dumps(large()))
         return
-    reduced = REDUCE_DTYPES | {name: getattr(torch, dtype) for name, dtype in (it.split("=", 1) for it in args.reduce)}
+    reduced = REDUCE_DTYPES | {
+        name: getattr(torch, dtype) for name, dtype in (item.split("=", 1) for item in args.reduce)
+    }
     path = args.results / "published.json"
     found = json.loads(path.read_text()) if path.is_file() else {}
     parts = {"mpt": lambda: mpt(reduced), "vtrain": vtrain, "pytorch": pytorch, "large": large_alone}

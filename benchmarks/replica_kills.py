@@ -240,15 +240,15 @@ def run_with_kills(
     try:
         for replica in each:
             replica.start()
-        wait_for("the first steps", lambda: all(len(committed_since(it, 0)) > 2 for it in each), each)
+        wait_for("the first steps", lambda: all(len(committed_since(item, 0)) > 2 for item in each), each)
         for _ in range(kills):
             time.sleep(chance.uniform(0, gap_s))
             found.append(kill_one(each, chance))
             print(json.dumps(asdict(found[-1])), flush=True)
-        last = max(line["step"] for it in each for line in it.lines) + 40
+        last = max(line["step"] for item in each for line in item.lines) + 40
         (folder / "last.new").write_text(str(last))
         (folder / "last.new").rename(folder / "last")
-        wait_for("the end", lambda: all(p.poll() == 0 for it in each for p in it.processes), each)
+        wait_for("the end", lambda: all(p.poll() == 0 for item in each for p in item.processes), each)
     finally:
         for replica in each:
             for process in replica.processes:
@@ -263,20 +263,22 @@ def kill_one(each: list[Replica], chance: random.Random) -> Kill:
     """Kill one replica, or a rank of it; and wait until all of them have committed steps together again."""
     victim = chance.choice(each)
     ranks = list(range(victim.ranks)) if chance.random() < 0.5 else [chance.randrange(victim.ranks)]
-    survivors = [it for it in each if it is not victim]
+    survivors = [item for item in each if item is not victim]
     at = time.time()
     victim.kill(ranks)
     victim.start()
-    wait_for("a survivor's next step", lambda: all(committed_since(it, at) for it in survivors), each)
+    wait_for("a survivor's next step", lambda: all(committed_since(survivor, at) for survivor in survivors), each)
     wait_for("the replica's return", lambda: committed_since(victim, at), each)
     back = committed_since(victim, at)[0]
     wait_for(
         "a step of all replicas",
-        lambda: all(any(line["count"] == len(each) for line in committed_since(it, back["at"])) for it in each),
+        lambda: all(any(line["count"] == len(each) for line in committed_since(item, back["at"])) for item in each),
         each,
     )
-    next_steps = [committed_since(it, at)[0]["at"] - at for it in survivors]
-    given_up = [sum(not line["committed"] for line in it.lines if at < line["at"] < back["at"]) for it in survivors]
+    next_steps = [committed_since(survivor, at)[0]["at"] - at for survivor in survivors]
+    given_up = [
+        sum(not line["committed"] for line in survivor.lines if at < line["at"] < back["at"]) for survivor in survivors
+    ]
     return Kill(victim.name, ranks, max(next_steps), back["at"] - at, back["quorum_s"], given_up)
 
 
@@ -350,7 +352,9 @@ def digest_of(model: nn.Module) -> str:
 def compare(each: list[Replica], width: int, folder: Path) -> dict[str, Any]:
     """The run that lost replicas beside the one that lost none."""
     by_step: dict[int, dict[int, dict[str, Any]]] = {}
-    for line in sorted((line for it in each for line in it.lines if line["committed"]), key=lambda line: line["at"]):
+    for line in sorted(
+        (line for item in each for line in item.lines if line["committed"]), key=lambda line: line["at"]
+    ):
         of_step = by_step.setdefault(line["step"], {})
         if any(other["count"] != line["count"] for other in of_step.values()):
             of_step.clear()  # done again, by replicas that did not have it from those that died
@@ -363,7 +367,9 @@ def compare(each: list[Replica], width: int, folder: Path) -> dict[str, Any]:
         for index, line in of_step.items()
     )
     same = sum(line["loss"] == losses[step][index] for step, of in by_step.items() for index, line in of.items())
-    found = {rank: {(folder / f"{it.name}-{rank}.weights").read_text() for it in each} for rank in range(each[0].ranks)}
+    found = {
+        rank: {(folder / f"{item.name}-{rank}.weights").read_text() for item in each} for rank in range(each[0].ranks)
+    }
     return {
         "steps": len(counts),
         "steps_by_participants": {count: counts.count(count) for count in sorted(set(counts))},

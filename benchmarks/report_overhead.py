@@ -98,10 +98,10 @@ def exposed(folder: str, steps: int) -> tuple[float, float]:
 def outermost_s(events: Iterable[dict[str, Any]]) -> float:
     """Seconds in any of the functions that wait; of one within another one, the outer one's."""
     spans = sorted(
-        (it["ts"], it["ts"] + it["dur"])
-        for it in events
-        if it.get("cat") == "python_function"
-        and any(file in it["name"] and it["name"].endswith(f": {name}") for file, name in WAITING)
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "python_function"
+        and any(file in event["name"] and event["name"].endswith(f": {name}") for file, name in WAITING)
     )
     total = end = 0.0
     for start, stop in spans:
@@ -140,8 +140,8 @@ def main() -> None:
         pairs = run_ranks(given.ranks, overhead, f"{folder}/overhead", given.rounds, given.steps, timeout=500)
         waits = run_ranks(given.ranks, exposed, f"{folder}/exposed", given.steps, timeout=500)
         sizes = run_ranks(given.ranks, file_bytes, f"{folder}/bytes", given.long, timeout=500)
-    ratios = [it["on_s"] / it["off_s"] - 1 for it in pairs[0]]
-    cores = [it["on_core_s"] / it["off_core_s"] - 1 for rank in pairs for it in rank]
+    ratios = [pair["on_s"] / pair["off_s"] - 1 for pair in pairs[0]]
+    cores = [item["on_core_s"] / item["off_core_s"] - 1 for rank in pairs for item in rank]
     print(f"overhead: {statistics.median(ratios):+.2%} of a step ({min(ratios):+.2%} to {max(ratios):+.2%}), ", end="")
     print(f"{statistics.median(cores):+.2%} of its seconds on cores")
     for rank, (ours, traced) in enumerate(waits):

@@ -344,7 +344,10 @@ def cells(theirs: Run, ours: Run) -> list[str]:
             f"{name}: {run[:90]}" for name, run in zip(LIBRARIES, (theirs, ours), strict=True) if isinstance(run, str)
         ]
     worst = [max(abs(a[i] - b[i]) / abs(b[i]) for a, b in zip(ours, theirs, strict=True)) for i in (0, 1)]
-    return [f"{ours[-1][0]:.6f}", *("none" if it == 0 else f"{it:.0e}{'' if it < TOLERANCE else ' !'}" for it in worst)]
+    return [
+        f"{ours[-1][0]:.6f}",
+        *("none" if item == 0 else f"{item:.0e}{'' if item < TOLERANCE else ' !'}" for item in worst),
+    ]
 
 
 if __name__ == "__main__":

@@ -129,11 +129,11 @@ def measure(options: argparse.Namespace) -> None:
         first = next(iter(contenders.values()))
         found = {
             "parameter_bytes": 4 * workload.parameter_count(),
-            "seconds": {name: it.seconds[options.warmup :] for name, it in contenders.items()},
+            "seconds": {name: contender.seconds[options.warmup :] for name, contender in contenders.items()},
             "sent_bytes": {name: statistics.median(counts[options.warmup :]) for name, counts in sent.items()},
             "loss_differs": {
-                name: max(abs(a - b) for a, b in zip(it.losses, first.losses, strict=True))
-                for name, it in contenders.items()
+                name: max(abs(a - b) for a, b in zip(contender.losses, first.losses, strict=True))
+                for name, contender in contenders.items()
             },
         }
         if options.result is None:

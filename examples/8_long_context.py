@@ -80,7 +80,7 @@ def batch_of(step: int, mesh: DeviceMesh, device: torch.device) -> tuple[Tensor,
     mine = starts[mesh.get_local_rank("dp") :: mesh["dp"].size()]
     pieces = text.unfold(0, CONTEXT + 1, 1)[mine].to(device)
     whole = pieces[:, :-1], torch.arange(CONTEXT, device=device)[None], pieces[:, 1:]
-    return tuple(it.chunk(mesh["cp"].size(), dim=1)[mesh.get_local_rank("cp")] for it in whole)
+    return tuple(item.chunk(mesh["cp"].size(), dim=1)[mesh.get_local_rank("cp")] for item in whole)
 
 
 def main() -> None:

@@ -192,8 +192,8 @@ def record(folder: Path) -> None:
         optimizer = adam_of_two_groups()
         numbers["rates"][name] = rates(getattr(lr_schedules, cls)(optimizer, **arguments), optimizer)
     numbers["scales"] = {}
-    for name, it in SCALES.items():
-        scaler = DynamicLossScaler(it["scale"], it["window"], 1.0, it["hysteresis"], it["restores"])
+    for name, scale in SCALES.items():
+        scaler = DynamicLossScaler(scale["scale"], scale["window"], 1.0, scale["hysteresis"], scale["restores"])
 
         def update(overflowed: bool | None = None, scaler: Any = scaler) -> float:
             if overflowed is not None:

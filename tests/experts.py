@@ -142,7 +142,7 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
 
 def wholes(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict()
-    return {name: it.full_tensor() if isinstance(it, DTensor) else it.clone() for name, it in state.items()}
+    return {name: item.full_tensor() if isinstance(item, DTensor) else item.clone() for name, item in state.items()}
 
 
 def summed(terms: Sequence[Tensor]) -> Tensor:
@@ -191,7 +191,7 @@ class InOneProcess:
         torch.autograd.backward(losses)
         for name, param in self.plain.named_parameters():
             copies = self._experts if is_expert(name) else self._dense
-            grads = [it.get_parameter(name).grad for it in copies]
+            grads = [copy.get_parameter(name).grad for copy in copies]
             each = len(grads) // self.replicas
             sums = [summed(grads[i * each :][:each]) for i in range(self.replicas)]
             param.grad = summed(sums) / len(self._dense)

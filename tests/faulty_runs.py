@@ -34,7 +34,7 @@ def healthy_run(
     """
     chance = np.random.default_rng(seed)
     shape = (ranks, steps, len(PARTS))
-    parts = step_s * np.array([_USUAL[it] for it in PARTS]) * np.exp(chance.normal(0, noise, shape))
+    parts = step_s * np.array([_USUAL[part] for part in PARTS]) * np.exp(chance.normal(0, noise, shape))
     parts[:, 0] *= 3  # the first step
     sizes = [3 * unit_nbytes] + [unit_nbytes] * (units - 1)
     return _together(
@@ -42,8 +42,8 @@ def healthy_run(
             name="runs/made",
             facts={},
             ranks=tuple(
-                RankFacts(rank=it, host=f"node{it // per_host}", device="cpu", cores=per_host, threads=1)
-                for it in range(ranks)
+                RankFacts(rank=index, host=f"node{index // per_host}", device="cpu", cores=per_host, threads=1)
+                for index in range(ranks)
             ),
             steps=np.arange(1, steps + 1),
             step_s=parts.sum(-1),
@@ -89,7 +89,7 @@ def _together(run: Run) -> Run:
 
 def _unit(fqn: str, nbytes: int, total: int, step_s: float) -> UnitTimes:
     """A unit of which a fifth is exposed."""
-    gather, reduce = (step_s * _USUAL[it] * nbytes / total for it in ("gather", "reduce"))
+    gather, reduce = (step_s * _USUAL[item] * nbytes / total for item in ("gather", "reduce"))
     return UnitTimes(
         fqn=fqn,
         nbytes=nbytes,
@@ -117,7 +117,7 @@ def _memory(*, activations: int = 300 * MB, limit: int = 2000 * MB, largest: Seq
         labels=("layers.0, forward", "the root, forward", "the root, step"),
         by_state={name: np.array([nbytes // 2, nbytes, nbytes // 2]) for name, nbytes in states.items()},
         peak=1,
-        largest=tuple(TensorHeld(nbytes=it, state="activations", what="the root, forward") for it in largest),
+        largest=tuple(TensorHeld(nbytes=item, state="activations", what="the root, forward") for item in largest),
         predicted=None,
         held=50 * MB,
         limit=limit,
@@ -143,22 +143,22 @@ def _exposing(run: Run, share: float, *, reduce: bool = False, **changes: object
     more = share * float(np.median(run.step_s)) / len(run.units)
     units = [
         replace(
-            it,
+            unit,
             **{
-                f"{part}_s": getattr(it, f"{part}_s") + more,
-                f"{part}_exposed_s": getattr(it, f"{part}_exposed_s") + more,
+                f"{part}_s": getattr(unit, f"{part}_s") + more,
+                f"{part}_exposed_s": getattr(unit, f"{part}_exposed_s") + more,
                 **changes,
             },
         )
-        for it in run.units
+        for unit in run.units
     ]
     return with_parts(replace(run, units=tuple(units)), **{part: share})
 
 
 def _one_unit(run: Run, share: float) -> Run:
     run = _exposing(run, share)
-    whole = replace(run.units[0], nbytes=sum(it.nbytes for it in run.units))
-    sums = {name: sum(getattr(it, name) for it in run.units) for name in _SUMMED}
+    whole = replace(run.units[0], nbytes=sum(unit.nbytes for unit in run.units))
+    sums = {name: sum(getattr(unit, name) for unit in run.units) for name in _SUMMED}
     return replace(run, units=(replace(whole, **sums, gathers=1.0, gathers_ahead=0.0),))
 
 
@@ -175,7 +175,7 @@ def _large_unit(run: Run, share: float) -> Run:
 def _small_units(run: Run, share: float) -> Run:
     run = _exposing(run, share)
     return replace(
-        run, units=tuple(replace(it, nbytes=9000, gathered_bytes=14000, reduced_bytes=7000) for it in run.units)
+        run, units=tuple(replace(unit, nbytes=9000, gathered_bytes=14000, reduced_bytes=7000) for unit in run.units)
     )
 
 
@@ -209,7 +209,7 @@ def _with_starved_rank(run: Run, share: float) -> Run:
 
 def _slow_host(run: Run, share: float) -> Run:
     half = len(run.ranks) // 2
-    facts = tuple(replace(it, host="node0" if place < half else "node1") for place, it in enumerate(run.ranks))
+    facts = tuple(replace(rank, host="node0" if place < half else "node1") for place, rank in enumerate(run.ranks))
     slow = range(half, len(run.ranks))
     return replace(with_parts(run, list(slow), forward=share / 3, backward=share * 2 / 3), ranks=facts)
 
@@ -254,11 +254,14 @@ def _logits(run: Run, _: float) -> Run:
 
 
 FAULTS = (
-    Fault("a loader without workers", "slow input", "on all ranks", lambda run, it: with_parts(run, input=it)),
-    Fault("a slow disk beside rank 1", "slow input", "rank 1", lambda run, it: with_parts(run, [1], input=it)),
+    Fault("a loader without workers", "slow input", "on all ranks", lambda run, item: with_parts(run, input=item)),
+    Fault("a slow disk beside rank 1", "slow input", "rank 1", lambda run, item: with_parts(run, [1], input=item)),
     Fault("long rows on the last rank", "unequal work", "mean of the ranks", _unequal),
     Fault(
-        "a hot device", "throttled rank", "rank 0", lambda run, it: with_parts(run, [0], forward=it / 2, backward=it)
+        "a hot device",
+        "throttled rank",
+        "rank 0",
+        lambda run, item: with_parts(run, [0], forward=item / 2, backward=item),
     ),
     Fault("another program beside rank 0", "throttled rank", "rank 0", _with_starved_rank),
     Fault("a host with half the clock", "slow host", "node1", _slow_host),
@@ -270,17 +273,17 @@ FAULTS = (
         "prefetching off",
         "no prefetch",
         "none was started ahead",
-        lambda run, it: _exposing(run, it, gathers_ahead=0.0),
+        lambda run, item: _exposing(run, item, gathers_ahead=0.0),
     ),
     Fault("frozen blocks, sharded", "frozen part gathered", "frozen units", _frozen),
     Fault(
         "bfloat16 with sums in float32",
         "gradients in float32",
         "in float32",
-        lambda run, it: _exposing(run, it, reduce=True, param_dtype="bfloat16"),
+        lambda run, item: _exposing(run, item, reduce=True, param_dtype="bfloat16"),
     ),
     Fault("a bad cable at rank 0", "slow link", "rank 0", _slow_link),
-    Fault("a network too slow for the model", "slow link", "B/s", lambda run, it: _exposing(run, it)),
+    Fault("a network too slow for the model", "slow link", "B/s", lambda run, item: _exposing(run, item)),
     Fault("checkpoints on a slow disk", "checkpoint stalls", "for checkpoints", _stalls),
     Fault("item() in the loop", "host waits", "train.py:41", _logging),
     Fault("no checkpointing in little memory", "no activation checkpointing", "activations", _binding),

@@ -69,19 +69,19 @@ def _generator(value: Any) -> Iterator[Any]:
 
 # How a value is returned, and how the caller gets it back. What hooks find, and what they do not.
 RETURNED: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "list": (lambda it: [it], lambda it: it[0]),
-    "list subclass": (lambda it: ListOf([it]), lambda it: it[0]),
-    "tuple subclass": (lambda it: TupleOf((it,)), lambda it: it[0]),
-    "dict subclass": (lambda it: DictOf(a=it), lambda it: it["a"]),
-    "dataclass": (Fields, lambda it: it.value),
-    "named tuple": (lambda it: Pair(0, it), lambda it: it.second),
-    "object": (Holder, lambda it: it.value),
-    "slots": (Slotted, lambda it: it.value),
-    "closure": (lambda it: lambda: it, lambda it: it()),
-    "partial": (lambda it: partial(max, it, it), lambda it: it.args[0]),
+    "list": (lambda item: [item], lambda item: item[0]),
+    "list subclass": (lambda item: ListOf([item]), lambda item: item[0]),
+    "tuple subclass": (lambda item: TupleOf((item,)), lambda item: item[0]),
+    "dict subclass": (lambda item: DictOf(a=item), lambda item: item["a"]),
+    "dataclass": (Fields, lambda item: item.value),
+    "named tuple": (lambda item: Pair(0, item), lambda item: item.second),
+    "object": (Holder, lambda item: item.value),
+    "slots": (Slotted, lambda item: item.value),
+    "closure": (lambda item: lambda: item, lambda item: item()),
+    "partial": (lambda item: partial(max, item, item), lambda item: item.args[0]),
     "generator": (_generator, next),
-    "method": (lambda it: Holder(it).__init__, lambda it: it.__self__.value),
-    "nested": (lambda it: {"a": (Holder([Fields(it)]), 1)}, lambda it: it["a"][0].value[0].value),
+    "method": (lambda item: Holder(item).__init__, lambda item: item.__self__.value),
+    "nested": (lambda item: {"a": (Holder([Fields(item)]), 1)}, lambda item: item["a"][0].value[0].value),
 }
 KEPT = ("attribute", "list attribute", "dict attribute", "argument")
 UNSEEN = ("global", "iterator", "old object")
@@ -329,7 +329,7 @@ def run_program(program: Program, mesh: Any = None) -> list[str]:
     world, rank = dist.get_world_size(), dist.get_rank()
     plain = Model(program)
     model = sharded(copy.deepcopy(plain), program.strategy, mesh)
-    optimizers = [torch.optim.SGD(it.parameters(), lr=0.05) for it in (plain, model)]
+    optimizers = [torch.optim.SGD(item.parameters(), lr=0.05) for item in (plain, model)]
     outcomes = []
     for step in range(program.steps):
         expected = _expected(plain, program, step, world)
@@ -362,4 +362,4 @@ def run_program(program: Program, mesh: Any = None) -> list[str]:
 def run_programs(seeds: list[int], strategies: tuple[str, ...]) -> list[list[str]]:
     mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
     programs = [Program.random(seed, strategies) for seed in seeds]
-    return [run_program(it, mesh if it.strategy.startswith("hsdp") else None) for it in programs]
+    return [run_program(program, mesh if program.strategy.startswith("hsdp") else None) for program in programs]

@@ -88,7 +88,9 @@ def made_run(
             "topology": f"{-(-ranks // per_host)} hosts of {min(ranks, per_host)} ranks",
             "seed": "1337",
         },
-        ranks=tuple(RankFacts(rank=it, host=f"node-{it // per_host}", device="cpu", cores=2) for it in range(ranks)),
+        ranks=tuple(
+            RankFacts(rank=index, host=f"node-{index // per_host}", device="cpu", cores=2) for index in range(ranks)
+        ),
         steps=at,
         step_s=step_s,
         parts_s=parts,
@@ -177,25 +179,25 @@ def exhausted(run: Run) -> Run:
 def hostile(run: Run) -> Run:
     """The run with names that would harm a page that trusted them."""
     assert run.memory is not None
-    worse = [replace(it, fqn=it.fqn + HOSTILE) for it in run.units]
+    worse = [replace(unit, fqn=unit.fqn + HOSTILE) for unit in run.units]
     return replace(
         run,
         name=HOSTILE,
         facts={HOSTILE: HOSTILE, "a very long one": "x" * 400},
         settings={HOSTILE: HOSTILE},
-        ranks=tuple(replace(it, host=HOSTILE, device=HOSTILE) for it in run.ranks),
+        ranks=tuple(replace(rank, host=HOSTILE, device=HOSTILE) for rank in run.ranks),
         units=tuple(worse),
         spans={
-            rank: tuple(replace(it, unit=it.unit + HOSTILE, name=it.name + HOSTILE) for it in spans)
+            rank: tuple(replace(span, unit=span.unit + HOSTILE, name=span.name + HOSTILE) for span in spans)
             for rank, spans in run.spans.items()
         },
         memory=replace(
             run.memory,
-            labels=tuple(it + HOSTILE for it in run.memory.labels),
-            largest=tuple(replace(it, what=HOSTILE) for it in run.memory.largest),
+            labels=tuple(label + HOSTILE for label in run.memory.labels),
+            largest=tuple(replace(item, what=HOSTILE) for item in run.memory.largest),
         ),
-        shards=tuple(replace(it, fqn=it.fqn + HOSTILE, unit=it.unit + HOSTILE) for it in run.shards),
-        what_ifs=tuple(replace(it, change=HOSTILE, command=HOSTILE) for it in run.what_ifs),
+        shards=tuple(replace(shard, fqn=shard.fqn + HOSTILE, unit=shard.unit + HOSTILE) for shard in run.shards),
+        what_ifs=tuple(replace(item, change=HOSTILE, command=HOSTILE) for item in run.what_ifs),
         training={HOSTILE: run.training["loss"], "loss": run.training["loss"]},
         strategy=HOSTILE,
     )
@@ -246,15 +248,15 @@ def _spans(units: tuple[UnitTimes, ...], parts_s: np.ndarray, slower_s: float) -
     yield Span(lane="compute", name="input", unit="", start_s=0.0, end_s=now)
     for phase in ("forward", "backward"):
         each = (float(share[phase]) + slower_s * (phase == "backward")) / len(units)
-        for it in units if phase == "forward" else reversed(units):
-            yield Span(lane="gather", name="all_gather", unit=it.fqn, start_s=max(0, now - each), end_s=now)
-            wait = it.gather_exposed_s / 2
-            yield Span(lane="compute", name="wait", unit=it.fqn, start_s=now, end_s=now + wait)
+        for unit in units if phase == "forward" else reversed(units):
+            yield Span(lane="gather", name="all_gather", unit=unit.fqn, start_s=max(0, now - each), end_s=now)
+            wait = unit.gather_exposed_s / 2
+            yield Span(lane="compute", name="wait", unit=unit.fqn, start_s=now, end_s=now + wait)
             now += wait
-            yield Span(lane="compute", name=phase, unit=it.fqn, start_s=now, end_s=now + each)
+            yield Span(lane="compute", name=phase, unit=unit.fqn, start_s=now, end_s=now + each)
             now += each
             if phase == "backward":
-                yield Span(lane="reduce", name="reduce_scatter", unit=it.fqn, start_s=now, end_s=now + it.reduce_s)
+                yield Span(lane="reduce", name="reduce_scatter", unit=unit.fqn, start_s=now, end_s=now + unit.reduce_s)
     yield Span(lane="compute", name="optimizer", unit="", start_s=now, end_s=now + float(share["optimizer"]))
 
 
@@ -303,7 +305,7 @@ def _shards(units: tuple[str, ...], ranks: int) -> Iterator[Shard]:
     for unit in units:
         for name, shape in sizes:
             each = -(-shape[0] // ranks)
-            rows = [(min(it * each, shape[0]), min((it + 1) * each, shape[0])) for it in range(ranks)]
+            rows = [(min(index * each, shape[0]), min((index + 1) * each, shape[0])) for index in range(ranks)]
             yield Shard(
                 fqn=f"{unit}.{name}" if unit else name,
                 unit=unit,

@@ -77,7 +77,7 @@ def surroundings() -> dict[str, object]:
         "hooks": len(torch.nn.modules.module._global_forward_hooks),
         "step": id(torch.optim.Optimizer.step),
         "folder": os.getcwd(),
-        "signals": [signal.getsignal(it) for it in (signal.SIGINT, signal.SIGTERM)],
+        "signals": [signal.getsignal(item) for item in (signal.SIGINT, signal.SIGTERM)],
     }
     for module in [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "fullshard"]:
         for name, value in vars(module).items():
@@ -86,7 +86,9 @@ def surroundings() -> dict[str, object]:
             elif callable(value) or is_frozen(value):
                 found[f"{module.__name__}.{name}"] = id(value)
             if isinstance(value, type) and value.__module__ == module.__name__:
-                found |= {f"{module.__name__}.{name}.{it}": id(own) for it, own in vars(value).items() if callable(own)}
+                found |= {
+                    f"{module.__name__}.{name}.{item}": id(own) for item, own in vars(value).items() if callable(own)
+                }
     return found
 
 

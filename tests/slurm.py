@@ -90,7 +90,7 @@ class Slurm:
     def nodes_at_work(self) -> int:
         """How many nodes are free or have jobs."""
         states = self.run("sinfo", "--Node", "--noheader", "--format=%t").split()
-        return sum(it in ("idle", "mix", "alloc") for it in states)
+        return sum(state in ("idle", "mix", "alloc") for state in states)
 
     def job(self, number: int) -> dict[str, str]:
         """What `scontrol show job` says of it."""

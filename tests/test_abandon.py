@@ -96,7 +96,7 @@ def one_rank_ahead(model: nn.Module) -> None:
 
 
 TOGETHER = (after_forward, after_a_step_s_worth, between_microbatches, before_second_sums, in_forward, in_backward)
-ALONE = (*(partial(on_one_rank, it) for it in (in_forward, in_backward, in_a_hook_on_sums)), one_rank_ahead)
+ALONE = (*(partial(on_one_rank, item) for item in (in_forward, in_backward, in_a_hook_on_sums)), one_rank_ahead)
 
 
 def learn(strategy: str, abandoned: dict[int, object], in_memory: bool = True) -> dict[str, Tensor]:

@@ -70,7 +70,7 @@ def like_plain(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["zero1", "zero3", *(pytest.param(it, marks=pytest.mark.slow) for it in ("ddp", "zero2"))]
+    "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
 )
 def test_one_rank_adds_up_the_bits_of_plain_pytorch(strategy):
     run_ranks(1, like_plain, strategy)
@@ -133,7 +133,7 @@ def count_reductions(strategy: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["zero1", "zero3", *(pytest.param(it, marks=pytest.mark.slow) for it in ("ddp", "zero2"))]
+    "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
 )
 def test_every_unit_is_reduced_once_in_every_microbatch_that_is_synced(strategy):
     assert run_ranks(2, count_reductions, strategy) == [[[UNITS] * 3, [0, 0, UNITS]]] * 2

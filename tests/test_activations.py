@@ -113,7 +113,10 @@ def compare(folder: Path) -> None:
         *((name, {"strategy": name}, {}) for name in ONE_AXIS),
         ("accumulation", {}, {"microbatches": 3}),
         ("bf16", {"in_blocks": BF16}, {}),
-        *((f"{it}", {"checkpoints": it}, {}) for it in [(w, r) for w in ("within", "around") for r in (False, True)]),
+        *(
+            (f"{item}", {"checkpoints": item}, {})
+            for item in [(w, r) for w in ("within", "around") for r in (False, True)]
+        ),
     ]
     for name, options, loop in cases:
         expected = learn(gpt(None, **options), **loop)
@@ -378,7 +381,7 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_on_all_at_the_end_of_the_back
 def test_fractions_are_of_units_the_earliest_first_and_the_root_last(fractions, expected):
     options = SimpleNamespace(activations=fractions)
     units = [SimpleNamespace(options=options, state=SimpleNamespace(is_root=i == 0), n=i) for i in range(5)]
-    hashable = [type("U", (), {"options": it.options, "state": it.state})() for it in units]
+    hashable = [type("U", (), {"options": unit.options, "state": unit.state})() for unit in units]
     tiers = tiers_of(hashable)
     assert "".join(tiers.get(unit, ".")[0] for unit in hashable) == expected
 

@@ -55,7 +55,7 @@ def calls() -> Iterator[Call]:
     for name, method in vars(FSDPModule).items():
         if name.startswith("set_"):
             required = {
-                it: True for it, parameter in parameters(method).items() if parameter.default is parameter.empty
+                item: True for item, parameter in parameters(method).items() if parameter.default is parameter.empty
             }
             yield getattr(model, name), required
 
@@ -63,7 +63,7 @@ def calls() -> Iterator[Call]:
 def parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     found = inspect.signature(function).parameters
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: it for name, it in found.items() if it.kind in named and name != "self"}
+    return {name: item for name, item in found.items() if item.kind in named and name != "self"}
 
 
 def outcome(function: Callable[..., Any], arguments: dict[str, Any], name: str, wrong: object) -> str:

@@ -61,7 +61,7 @@ def plain() -> StepTape:
 
 
 def collectives(system: str) -> list[Collective]:
-    return [it for it in step_of(system).entries if isinstance(it, Collective)]
+    return [entry for entry in step_of(system).entries if isinstance(entry, Collective)]
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -76,7 +76,11 @@ def test_there_is_no_race(system):
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_each_unit_is_gathered_twice_and_the_root_once(system):
-    gathered = {(it.origin.unit, it.origin.phase) for it in collectives(system) if "gather" in it.name}
+    gathered = {
+        (collective.origin.unit, collective.origin.phase)
+        for collective in collectives(system)
+        if "gather" in collective.name
+    }
     assert len(gathered) == 2 * LAYERS + 1
 
 
@@ -98,9 +102,9 @@ def test_what_fsdp2_copies_is_what_its_source_says():
         "fsdp.chunk_cat": 2 * WORLD * shards,  # fp32
     }
     found = dict.fromkeys(of_block, 0)
-    for it in step_of(THEIRS).entries:
-        if isinstance(it, Operation) and it.origin.unit == "blocks.1" and it.name in found:
-            found[it.name] += sum(access.nbytes for access in it.writes)
+    for entry in step_of(THEIRS).entries:
+        if isinstance(entry, Operation) and entry.origin.unit == "blocks.1" and entry.name in found:
+            found[entry.name] += sum(access.nbytes for access in entry.writes)
     assert found == of_block
     beyond = step_of(THEIRS).counts(plain()).copied_bytes
     root = 2 * VOCABULARY * WIDTH * 2
@@ -143,7 +147,7 @@ def test_lanes_are_given_to_fsdp2_for_the_duration_only():
             assert all(now is not then for now, then in zip(patched(), before, strict=True))
             shard_by_fsdp2(torch.bfloat16, torch.float32)(model := nn.Linear(8, 8), mesh)
             model(torch.ones(2, 8)).sum().backward()
-    assert {it.lane for it in tape.of(Collective)} == {"gather", "reduce"}
+    assert {collective.lane for collective in tape.of(Collective)} == {"gather", "reduce"}
     assert patched() == before
 
 

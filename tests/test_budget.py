@@ -84,7 +84,7 @@ def learn(model: Any, make: Any, microbatches: int = 1) -> tuple[list[Any], int]
 
         gc.collect()
         held = storage_bytes(model.parameters(), (unit.slot.storage for unit in units_in(model)))
-        held += storage_bytes(it for of_one in optimizer.state.values() for it in of_one.values())
+        held += storage_bytes(item for of_one in optimizer.state.values() for item in of_one.values())
         _, peak = peak_during(run)
         peaks.append(held + peak if step else 0)
     return [*left, wholes(model)], max(peaks)
@@ -101,7 +101,7 @@ def momentum(params: Any) -> torch.optim.Optimizer:
 def shares_on_disk(model: Any) -> list[float]:
     """Of states, of what forward keeps, and of shards."""
     policy = units_in(model)[0].options.offload
-    return [it.get("disk", 0.0) for it in (policy.optimizer, policy.activations, policy.parameters)]
+    return [item.get("disk", 0.0) for item in (policy.optimizer, policy.activations, policy.parameters)]
 
 
 def choose(folder: Path) -> None:
@@ -121,7 +121,7 @@ def choose(folder: Path) -> None:
             shares = shares_on_disk(model)
             every: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(every, shares)
-            assert all(it == shares for it in every)
+            assert all(item == shares for item in every)
             assert all(now <= then for now, then in zip(shares, before, strict=True)), (strategy, budget, shares)
             assert not shares[1] or shares[0] == 1, "states go first"
             assert not shares[2] or shares[:2] == [1, 1], "shards go last"
@@ -162,7 +162,7 @@ def learn_layers(
 
         gc.collect()
         held = storage_bytes(model.parameters(), {unit.slot.storage for unit in units_in(model)})
-        held += storage_bytes(it for of_one in optimizer.state.values() for it in of_one.values())
+        held += storage_bytes(item for of_one in optimizer.state.values() for item in of_one.values())
         _, peak = peak_during(run)
         peaks.append(held + peak if len(peaks) > 1 else 0)
     return model, [*left, wholes(model), states_of(optimizer)], max(peaks)
@@ -187,7 +187,7 @@ def choose_shards(folder: Path, strategy: str, microbatches: int, max_norm: floa
         counts.append(sum(there))
         of_states, of_kept, of_shards = shares_on_disk(model)
         assert not of_shards or (of_states, of_kept) == (1, 1), "shards go last"
-        assert round(of_shards * sum(nbytes)) == sum(size for size, it in zip(nbytes, there, strict=True) if it)
+        assert round(of_shards * sum(nbytes)) == sum(size for size, item in zip(nbytes, there, strict=True) if item)
         assert not any(there) or f"{sum(there)} of 13 units rest on a disk" in explain(model)
         for unit in units_in(model):
             assert {isinstance(param.local, OnDisk) for param in unit.params} == {unit.rests_on_disk}
@@ -249,10 +249,10 @@ def come_back(folder: Path) -> None:
             assert [unit.slot.is_referenced for unit in units] == referenced
             assert [unit.rests_on_disk for unit in units] == [number % 2 == 1 for number in range(len(units))]
             for unit in units:
-                for local in (it for param in unit.params for it in (param.local, param.grad)):
+                for local in (item for param in unit.params for item in (param.local, param.grad)):
                     assert isinstance(local, OnDisk) == unit.rests_on_disk
         loss.backward()
-        return [[grad.full_tensor() for grad in grads], [it.grad.full_tensor() for it in model.parameters()]]
+        return [[grad.full_tensor() for grad in grads], [param.grad.full_tensor() for param in model.parameters()]]
 
     moved, stayed = run(moves=True), run(moves=False)
     assert_same(moved[1], stayed[1])
@@ -460,7 +460,7 @@ def test_beside_an_accelerator_states_go_to_the_cpu_as_far_as_is_missing(strateg
         assert [unit for unit in in_turn if unit.home is Home.STEPPED_ON_CPU] == in_turn[: sum(now)]
         policy = units[0].options.offload
         wanted = policy.optimizer.get("cpu", 0.0) * sum(unit.trained_nbytes for unit in units)
-        assert round(wanted) == sum(unit.trained_nbytes for unit, it in zip(units, now, strict=True) if it)
+        assert round(wanted) == sum(unit.trained_nbytes for unit, item in zip(units, now, strict=True) if item)
         assert not policy.activations or all(now), "states go first"
         before = now
     assert not any(before)
@@ -513,7 +513,7 @@ def choose_beside(strategy: str, loop: dict[str, Any]) -> None:
         assert not dry.races(tape)
         mine, every = on_the_cpu(model), [None] * dist.get_world_size()
         dist.all_gather_object(every, mine)
-        assert all(it == mine for it in every)
+        assert all(item == mine for item in every)
         counts.add(sum(mine))
     assert counts == {len(mine), 1, 0}, "all, as few as will do, and none"
 
@@ -553,7 +553,7 @@ def resume_beside(folder: Path) -> None:
         for unit in units_in(model):
             for param in unit.params:
                 states = optimizer.state[param.sharded].values()
-                where = {memory_of(it._local_tensor) for it in states if isinstance(it, DTensor)} | {
+                where = {memory_of(state._local_tensor) for state in states if isinstance(state, DTensor)} | {
                     memory_of(param.local)
                 }
                 assert (where == {HOST}) == (unit.home is Home.STEPPED_ON_CPU)
@@ -585,7 +585,7 @@ def backward_after_a_move(strategy: str) -> None:
                     unit.rest(Home.DEVICE)
                 assert not any(unit.is_on_cpu for unit in units_in(model))
                 memory_of = accelerator_for(torch.device("cpu")).memory_of
-                assert HOST not in {memory_of(it.to_local()) for p in model.parameters() for it in (p, p.grad)}
+                assert HOST not in {memory_of(item.to_local()) for p in model.parameters() for item in (p, p.grad)}
             assert_same([param.grad.full_tensor() for param in model.parameters()], first)
             loss.backward()
             return [param.grad.full_tensor() for param in model.parameters()]
@@ -647,7 +647,7 @@ def test_no_more_goes_to_the_cpu_than_the_host_has_room_for(tmp_path, monkeypatc
         budgets.append(budget)
         fractions.append(policy.optimizer)
     assert budgets == sorted(budgets, reverse=True) and len(set(budgets)) > 2, "the more room, the more is away"
-    assert any(set(it) == {"cpu", "disk"} for it in fractions) == with_folder
+    assert any(set(fraction) == {"cpu", "disk"} for fraction in fractions) == with_folder
 
 
 def learn_with_room(policy: Offload | None, strategy: str) -> tuple[Any, list[Any]]:

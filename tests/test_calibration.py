@@ -61,7 +61,7 @@ def test_a_description_says_what_a_machine_has(said, here):
     assert 0 < here.fitted.matmul_share <= 1
     assert 1e-7 < here.fitted.host_s < 1e-2
     assert 0 < here.link.bytes_per_s < 1e13 and here.base_s >= 0
-    numbers = [it for it in leaves(said["measured"]) if not isinstance(it, str)]
+    numbers = [leaf for leaf in leaves(said["measured"]) if not isinstance(leaf, str)]
     assert all(math.isfinite(number) and number >= 0 for number in numbers)
 
 

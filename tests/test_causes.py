@@ -25,14 +25,14 @@ sizes = {
 quick = settings(max_examples=400, deadline=None)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda it: it.planted)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.planted)
 @quick
 @given(share=st.floats(0.35, 1.5), **sizes)
 def test_a_fault_is_told_by_its_name_alone(fault, share, **size):
     """Of any size, in a run of any size: nothing else is said to be a cause."""
     run = fault.plant(healthy_run(**size), share)
     findings = find_causes(run)
-    assert [it.cause for it in findings] == [fault.cause]
+    assert [finding.cause for finding in findings] == [fault.cause]
     assert fault.said.lower() in verdict(run, findings).lower()
     assert findings[0].change in verdict(run, findings)
 
@@ -61,25 +61,27 @@ def test_a_burst_in_a_few_steps_is_no_cause(burst, **size):
 @given(**{**sizes, "noise": st.floats(0.1, 0.5)})
 def test_ranks_in_turn_late_are_no_slow_ranks(**size):
     """On a machine that others use, each rank is late at times, by much; none is slow."""
-    told = {it.cause for it in find_causes(healthy_run(**size))}
+    told = {find_cause.cause for find_cause in find_causes(healthy_run(**size))}
     assert told.isdisjoint({"throttled rank", "slow host", "slow input", "unequal work"})
 
 
 def test_each_cause_is_planted():
-    assert {it.cause for it in FAULTS} == {it.cause for it in RULES}
-    assert len({it.cause for it in RULES}) == len(RULES) >= 14
+    assert {fault.cause for fault in FAULTS} == {rule.cause for rule in RULES}
+    assert len({rule.cause for rule in RULES}) == len(RULES) >= 14
 
 
 def test_what_costs_most_comes_first():
     run = with_parts(healthy_run(), input=0.3, other=0.6)
     findings = find_causes(run)
-    assert [it.cause for it in findings] == ["host waits", "slow input"]
+    assert [finding.cause for finding in findings] == ["host waits", "slow input"]
     assert findings[0].lost > findings[1].lost > 0
     shares = 1 + 0.3 + 0.6
     assert findings[0].lost == pytest.approx(0.6 / shares, abs=0.03)
 
 
-@pytest.mark.parametrize("fault", [it for it in FAULTS if "memory" not in it.planted], ids=lambda it: it.planted)
+@pytest.mark.parametrize(
+    "fault", [fault for fault in FAULTS if "memory" not in fault.planted], ids=lambda fault: fault.planted
+)
 def test_what_was_not_measured_is_no_evidence(fault):
     """Without what a rule needs it is silent: it neither raises nor guesses."""
     run = fault.plant(healthy_run(steps=20), 0.4)
@@ -100,7 +102,7 @@ def test_what_was_not_measured_is_no_evidence(fault):
 
 
 def test_a_gain_is_that_of_the_best_change_that_helps():
-    slow = next(it for it in FAULTS if it.planted == "prefetching off").plant(healthy_run(), 0.5)
+    slow = next(fault for fault in FAULTS if fault.planted == "prefetching off").plant(healthy_run(), 0.5)
     changes = [
         WhatIf(change="prefetch of two units", step_s=0.6, gain_s=0.15, command="--prefetch 2"),
         WhatIf(change="prefetch of one unit", step_s=0.65, gain_s=0.1, command="--prefetch 1"),
@@ -123,5 +125,5 @@ def test_the_docs_page_has_every_rule_with_its_threshold():
     lines = (Path(__file__).parent.parent / "docs" / "report.md").read_text().splitlines()
     start = next(place for place, line in enumerate(lines) if line.startswith("| cause |"))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[start + 2 : start + 2 + len(RULES)]]
-    assert [row[0] for row in rows] == [it.cause for it in RULES]
-    assert all(f"{100 * it.least:.0f} %" in row[2] for it, row in zip(RULES, rows, strict=True))
+    assert [row[0] for row in rows] == [rule.cause for rule in RULES]
+    assert all(f"{100 * rule.least:.0f} %" in row[2] for rule, row in zip(RULES, rows, strict=True))

@@ -88,7 +88,9 @@ def test_ls_tells_every_checkpoint_the_newest_first(command, folder):
     (run / "step-000000030.partial-00ff").mkdir()
     (run / "step-000000010" / "__1_0.distcp").unlink()
     told = command.json("ls", run)
-    assert [(it["name"], it["step"], it["world"], it["strategy"], it["intact"]) for it in told["checkpoints"]] == [
+    assert [
+        (item["name"], item["step"], item["world"], item["strategy"], item["intact"]) for item in told["checkpoints"]
+    ] == [
         ("step-000000020", 20, 2, "zero3", True),
         ("step-000000010", 10, 2, "zero3", False),
     ]
@@ -107,7 +109,7 @@ def test_ls_of_an_empty_folder_and_of_a_damaged_manifest(command, folder, tmp_pa
     assert "There are no checkpoints" in command.text("ls", tmp_path)
     flip(folder / "run" / "step-000000020" / "manifest.json", 150)
     told = command.json("ls", folder / "run")["checkpoints"]
-    assert [(it["step"], it["world"], it["intact"]) for it in told] == [(20, None, False), (10, 2, True)]
+    assert [(item["step"], item["world"], item["intact"]) for item in told] == [(20, None, False), (10, 2, True)]
     assert "?" in command.text("ls", folder / "run")
 
 
@@ -119,14 +121,14 @@ def test_inspect_tells_every_tensor(command, written):
     told = command.json("inspect", written / "run")
     assert (told["path"], told["step"], told["world"]) == (str(written / "run" / "step-000000020"), 20, 2)
     assert "torch" in told["versions"]
-    rows = {it["name"]: it for it in told["tensors"] if it["section"] == "model"}
+    rows = {item["name"]: item for item in told["tensors"] if item["section"] == "model"}
     assert set(rows) == set(whole)
     for name, tensor in whole.items():
         assert (rows[name]["shape"], rows[name]["dtype"]) == (list(tensor.shape), str(tensor.dtype)[6:])
         tied = name == "head.weight"
         assert rows[name]["bytes"] == (0 if tied else tensor.nbytes)
         assert rows[name]["tied_to"] == ("embedding.weight" if tied else None)
-    states = {it["name"] for it in told["tensors"] if it["section"] == "other"}
+    states = {item["name"] for item in told["tensors"] if item["section"] == "other"}
     assert {"optimizer.state.scale.exp_avg", "optimizer.state.embedding.weight.step"} <= states
     text = command.text("inspect", written / "run" / "step-000000020")
     assert "= embedding.weight" in text
@@ -137,8 +139,8 @@ def test_inspect_tells_what_is_in_an_export(command, written):
     whole = torch.load(written / "whole.pt")
     for path in (written / "exported", written / "exported" / "model.safetensors"):
         told = command.json("inspect", path)
-        assert {it["name"]: it["shape"] for it in told["tensors"]} == {
-            name: list(it.shape) for name, it in whole.items()
+        assert {item["name"]: item["shape"] for item in told["tensors"]} == {
+            name: list(item.shape) for name, item in whole.items()
         }
         assert told["bytes"] == sum(tensor.nbytes for name, tensor in whole.items() if name != "head.weight")
 
@@ -147,14 +149,14 @@ def test_inspect_tells_what_is_in_an_export(command, written):
 
 
 def test_verify_reads_every_byte(command, folder):
-    assert [it["damage"] for it in command.json("verify", folder / "run")] == [[], []]
+    assert [item["damage"] for item in command.json("verify", folder / "run")] == [[], []]
     assert "intact (3 files, " in command.text("verify", folder / "run" / "step-000000020")
     assert "intact (1 files, " in command.text("verify", folder / "exported")
     damaged = folder / "run" / "step-000000010" / "__0_0.distcp"
     flip(damaged)
-    assert all(it["intact"] for it in command.json("ls", folder / "run")["checkpoints"])  # of the same size
+    assert all(item["intact"] for item in command.json("ls", folder / "run")["checkpoints"])  # of the same size
     told = command.json("verify", folder / "run", code=1)
-    assert [len(it["damage"]) for it in told] == [0, 1]
+    assert [len(item["damage"]) for item in told] == [0, 1]
     assert f"{damaged}: expected the checksum" in told[1]["damage"][0]
     command.text("verify", folder / "run" / "step-000000020")
     assert "damaged" in command.text("verify", folder / "run", code=1)
@@ -256,10 +258,10 @@ def test_what_is_equal_is_said_to_be(command, written):
     step = written / "run" / "step-000000020"
     told = command.json("diff", step, written / "exported")
     assert told["equal"]
-    assert {it["name"] for it in told["tensors"]} == set(torch.load(written / "whole.pt"))
-    assert all(it["largest_difference"] == 0 for it in told["tensors"])
+    assert {item["name"] for item in told["tensors"]} == set(torch.load(written / "whole.pt"))
+    assert all(item["largest_difference"] == 0 for item in told["tensors"])
     both = command.json("diff", step, written / "run")["tensors"]
-    assert "optimizer.state.scale.exp_avg" in {it["name"] for it in both}
+    assert "optimizer.state.scale.exp_avg" in {item["name"] for item in both}
     assert f"{len(both)} of {len(both)} tensors are equal" in command.text("diff", step, step)
 
 
@@ -292,7 +294,7 @@ def test_every_kind_of_difference_is_told(command, tmp_path):
     for name, tensors in (("a", one), ("b", other)):
         save_file(tensors, tmp_path / f"{name}.safetensors")
     told = command.json("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", code=1)
-    found = {it["name"]: (it["differs_in"], it["largest_difference"]) for it in told["tensors"]}
+    found = {item["name"]: (item["differs_in"], item["largest_difference"]) for item in told["tensors"]}
     assert found == {
         "same": (None, 0),
         "value": ("values", 0.5),
@@ -315,7 +317,7 @@ def test_every_kind_of_difference_is_told(command, tmp_path):
 def test_two_steps_differ(command, written):
     run = written / "run"
     told = command.json("diff", run / "step-000000010", run / "step-000000020", code=1)
-    odd = {it["name"] for it in told["tensors"] if it["differs_in"]}
+    odd = {item["name"] for item in told["tensors"] if item["differs_in"]}
     assert "embedding.weight" in odd
     assert "optimizer.state.embedding.weight.step" in odd
     assert "blocks.0.up.weight" not in odd  # frozen

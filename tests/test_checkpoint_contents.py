@@ -140,8 +140,8 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "LambdaLR": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.9**step),
     "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=10),
     "CosineAnnealingWarmRestarts": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
-    "SequentialLR": lambda it: lr_scheduler.SequentialLR(
-        it, [lr_scheduler.ConstantLR(it), lr_scheduler.ExponentialLR(it, 0.5)], milestones=[2]
+    "SequentialLR": lambda item: lr_scheduler.SequentialLR(
+        item, [lr_scheduler.ConstantLR(item), lr_scheduler.ExponentialLR(item, 0.5)], milestones=[2]
     ),
 }
 
@@ -492,9 +492,9 @@ ALIKE = [
 def load_into_every_kind(folder: Path, recorded: bool) -> None:
     def learn_once(model: nn.Module, optimizer: Any) -> None:
         model(inputs(0)).square().mean().backward()
-        for it in getattr(optimizer, "joined_optimizers", [optimizer]):
-            getattr(it, "optimizer", it).step()
-            it.zero_grad()
+        for item in getattr(optimizer, "joined_optimizers", [optimizer]):
+            getattr(item, "optimizer", item).step()
+            item.zero_grad()
 
     for name, make in KINDS.items():
         model = chain(fully_shard)

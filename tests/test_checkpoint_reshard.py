@@ -60,7 +60,7 @@ def learn(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> l
 def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Parameters and states whole, and the options of each parameter."""
     named = sharded_optim_state_dict(model, optimizer)
-    states = {f"{fqn} {name}": it for fqn, of_fqn in named["state"].items() for name, it in of_fqn.items()}
+    states = {f"{fqn} {name}": item for fqn, of_fqn in named["state"].items() for name, item in of_fqn.items()}
     options = {
         fqn: {name: value for name, value in group.items() if name != "params"}
         for group in named["param_groups"]
@@ -154,7 +154,7 @@ def through_tensor_parallelism(folder: Path) -> None:
 
 def whole_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     state = sharded_optim_state_dict(model, optimizer)["state"]
-    states = {f"{fqn} {name}": it for fqn, of_fqn in state.items() for name, it in of_fqn.items()}
+    states = {f"{fqn} {name}": item for fqn, of_fqn in state.items() for name, item in of_fqn.items()}
     return {name: whole(tensor) for name, tensor in {**model.state_dict(), **states}.items()}
 
 

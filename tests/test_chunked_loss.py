@@ -134,7 +134,7 @@ def all_loops(strategy: str) -> dict[str, list[Sent]]:
 
 def of_the_head(sent: Sent) -> dict[str, int]:
     """How often its unit was gathered, and reduced."""
-    return {name: sum(n for (it, unit, _), n in sent.items() if (it, unit) == (name, HEAD)) for name in NAMES}
+    return {name: sum(n for (item, unit, _), n in sent.items() if (item, unit) == (name, HEAD)) for name in NAMES}
 
 
 def of_others(sent: Sent) -> Sent:

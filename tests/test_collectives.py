@@ -241,9 +241,11 @@ def ask_twice() -> None:
     assert ours is not wires()
     channels = [ours.channel(3, variants=4), ours.channel(1), ours.channel_for("this", 5), ours.channel_for("that", 5)]
     assert ours.channel_for("this", 5) is channels[2]
-    tags = [set(range(it._first_tag, it._first_tag + it._tags * it._variants)) for it in channels]
+    tags = [
+        set(range(channel._first_tag, channel._first_tag + channel._tags * channel._variants)) for channel in channels
+    ]
     assert sum(map(len, tags)) == len(set().union(*tags))  # every message has a tag of its own
-    assert [len(it) for it in tags] == [2 * 3 * 4, 2, 10, 10]
+    assert [len(tag) for tag in tags] == [2 * 3 * 4, 2, 10, 10]
     variants = {channels[0].variant(text)._first_tag for text in ("", "a", "b", "c", "d", "e")}
     assert 1 < len(variants) <= 4 and variants <= tags[0]
 

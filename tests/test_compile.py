@@ -109,7 +109,7 @@ def compiled(build: Callable[..., Any], options: dict[str, Any], shard: Shard) -
 
 
 @pytest.mark.parametrize(
-    "build", [BLOCKS[0], *(pytest.param(it, marks=pytest.mark.slow) for it in (*BLOCKS[1:], whole_model))]
+    "build", [BLOCKS[0], *(pytest.param(block, marks=pytest.mark.slow) for block in (*BLOCKS[1:], whole_model))]
 )
 def test_compiled_models_learn_the_bits_of_plain_ones_compiled_in_the_same_way(build):
     """Blocks are one graph each: `fullgraph` allows no break."""

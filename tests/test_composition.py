@@ -85,18 +85,18 @@ def tensor_parallel(strategy: str) -> tuple[list[Values], list[Values]]:
     mesh = mesh_of(replicate=2, shard=1, tp=2) if hybrid(strategy) else mesh_of(replicate=1, shard=2, tp=2)
     data = mesh["replicate" if hybrid(strategy) else "shard"].get_group()
     model, alone = perceptrons(), perceptrons()
-    for it in (*model, *alone):
-        parallelize_module(it, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for item in (*model, *alone):
+        parallelize_module(item, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     over = mesh["replicate", "shard"] if hybrid(strategy) else mesh["shard"]
     for block in model:
         fully_shard(block, mesh=over, strategy=strategy)
     fully_shard(model, mesh=over, strategy=strategy)
     mine = dist.get_rank() // 2
 
-    def backward(it: nn.Module, step: int) -> None:
-        it(batch_of(step).chunk(2)[mine]).square().mean().backward()
-        if it is alone:
-            for param in it.parameters():
+    def backward(item: nn.Module, step: int) -> None:
+        item(batch_of(step).chunk(2)[mine]).square().mean().backward()
+        if item is alone:
+            for param in item.parameters():
                 assert param.grad is not None
                 local = param.grad.to_local() if hasattr(param.grad, "to_local") else param.grad
                 dist.all_reduce(local, group=data)
@@ -116,9 +116,9 @@ def one_mesh(strategy: str) -> tuple[list[Values], list[Values]]:
     fully_shard(model, mesh=mesh, dp_mesh_dims=dims, strategy=strategy)
     spread = [Replicate() if name == "tp" else Shard(0) for name in mesh.mesh_dim_names or ()]
 
-    def backward(it: nn.Module, step: int) -> None:
+    def backward(item: nn.Module, step: int) -> None:
         tokens = batch_of(step)
-        it(distribute_tensor(tokens, mesh, spread) if it is model else tokens).square().mean().backward()
+        item(distribute_tensor(tokens, mesh, spread) if item is model else tokens).square().mean().backward()
 
     return trained(model, partial(backward, model))[:1], trained(alone, partial(backward, alone))[:1]
 
@@ -146,7 +146,7 @@ def verdict(combination: str, strategy: str) -> str:
         found, expected = COMBINATIONS[combination](strategy)
     except ConfigError:
         return "refused"
-    pairs = [(mine[name], it[name]) for mine, it in zip(found, expected, strict=True) for name in it]
+    pairs = [(mine[name], item[name]) for mine, item in zip(found, expected, strict=True) for name in item]
     if all(torch.equal(a, b) for a, b in pairs):
         return "bits"
     is_close = all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
@@ -154,7 +154,7 @@ def verdict(combination: str, strategy: str) -> str:
 
 
 def verdicts(strategies: list[str]) -> dict[str, list[str]]:
-    return {combination: [verdict(combination, it) for it in strategies] for combination in COMBINATIONS}
+    return {combination: [verdict(combination, strategy) for strategy in strategies] for combination in COMBINATIONS}
 
 
 @cache
@@ -184,4 +184,4 @@ def test_every_cell_of_longer_combinations_is_what_comes_out(combination):
     report = compared(2, strategies, **BY_PARITY[combination])
     assert report.is_equal, str(report)
     found = {row.strategy: "bits" if row.is_bit_for_bit else "close" for row in report.rows}
-    assert [found[it] for it in strategies] == cells[combination]
+    assert [found[strategy] for strategy in strategies] == cells[combination]

@@ -104,7 +104,7 @@ def copy_all_that_is_awkward() -> None:
     assert_same(copied(tokens), model(tokens))
     assert seen == [copied, model]
     assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
-    names = [dict(it.named_parameters(remove_duplicate=False)) for it in (model, copied)]
+    names = [dict(item.named_parameters(remove_duplicate=False)) for item in (model, copied)]
     ties = [[[a is b for b in params.values()] for a in params.values()] for params in names]
     assert ties[0] == ties[1]
     assert copied.embedding.weight.mark == "tied"
@@ -149,7 +149,9 @@ def copy_after_freezing() -> None:
         list(model.parameters())[frozen].requires_grad_(False)
         copied = copy.deepcopy(model)
         assert_same(wholes(copied), wholes(model))
-        assert [it.requires_grad for it in copied.parameters()] == [it.requires_grad for it in model.parameters()]
+        assert [param.requires_grad for param in copied.parameters()] == [
+            param.requires_grad for param in model.parameters()
+        ]
         assert_same(wholes(copy.deepcopy(copied)), wholes(model))
 
 

@@ -126,12 +126,14 @@ def test_copies_between_host_and_accelerator_take_the_link_between_them():
         return fully_shard(Scaled(), offload_policy=CPUOffloadPolicy())
 
     tape = dry.run(make, lambda: torch.ones(1 << 20), world=4, steps=1)
-    copies = [it for it in tape.of(Operation) if it.crosses and it.origin.phase is not Phase.IDLE]
-    assert {it.lane for it in copies} == {"gather", "offload"}  # parameters come, gradients go
-    for it in copies:
-        nbytes = sum(access.nbytes for access in it.writes)
+    copies = [
+        operation for operation in tape.of(Operation) if operation.crosses and operation.origin.phase is not Phase.IDLE
+    ]
+    assert {copy.lane for copy in copies} == {"gather", "offload"}  # parameters come, gradients go
+    for copy in copies:
+        nbytes = sum(access.nbytes for access in copy.writes)
         assert nbytes == MIB  # a quarter
-        assert A100.of_operation(it) == pytest.approx(
+        assert A100.of_operation(copy) == pytest.approx(
             A100.launch_s + nbytes / hardware("a100-80").host_link_bytes_per_s
         )
 
@@ -195,7 +197,7 @@ def attention_of(seq: int, is_causal: bool) -> list[Operation]:
 
     with dry.world(1), dry.taped() as tape:
         Attend()(torch.ones(shape, dtype=torch.bfloat16)).sum().backward()
-    return [it for it in tape.of(Operation) if "attention" in it.name]
+    return [operation for operation in tape.of(Operation) if "attention" in operation.name]
 
 
 def test_attention_is_one_kernel_each_way_which_never_stores_its_scores():

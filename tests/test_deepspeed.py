@@ -149,8 +149,8 @@ def train_alike_in_all(folder: str) -> list[Any]:
 
 def test_numbers_are_those_of_a_plain_loop_bit_for_bit(tmp_path):
     for plain, *sharded in run_ranks(2, train_alike_in_all, str(tmp_path)):
-        for place, it in enumerate(sharded):
-            assert_same(it, plain, name=f"stages 0 to 3, 2 and 3 with states on a disk: {place}")
+        for place, item in enumerate(sharded):
+            assert_same(item, plain, name=f"stages 0 to 3, 2 and 3 with states on a disk: {place}")
 
 
 # -- schedules and loss scale -----------------------------------------------------------------------------------------
@@ -179,13 +179,13 @@ def test_a_schedule_goes_on_from_its_state(name):
 
 @pytest.mark.parametrize("name", SCALES)
 def test_loss_scales_are_deepspeeds(name):
-    it = SCALES[name]
+    item = SCALES[name]
     scale = LossScale(
-        scale=it["scale"],
+        scale=item["scale"],
         adapts=True,
-        window=it["window"],
-        hysteresis=it["hysteresis"],
-        restores_hysteresis=it["restores"],
+        window=item["window"],
+        hysteresis=item["hysteresis"],
+        restores_hysteresis=item["restores"],
     )
 
     def update(overflowed: bool | None = None) -> float:
@@ -352,7 +352,7 @@ def go_on_at_two_stages(folder: str) -> Any:
     for case in IMPORTED:
         stage = int(case[len("stage")])
         other = 1 if stage == 3 else 3
-        runs[case] = [go_on_from_deepspeeds(f"{folder}/{case}", case, it) for it in (stage, other)]
+        runs[case] = [go_on_from_deepspeeds(f"{folder}/{case}", case, item) for item in (stage, other)]
     return runs
 
 
@@ -367,7 +367,7 @@ def test_deepspeeds_runs_go_on_here(tmp_path, capsys):
     for case in IMPORTED:
         for which in (0, 1):
             numbers = [rank[case][which][0] for rank in ranks]
-            assert_close(numbers, [it[SAVED_AT:] for it in recorded()["runs"][case]], case)
+            assert_close(numbers, [item[SAVED_AT:] for item in recorded()["runs"][case]], case)
         for rank in ranks:
             (_, told, weights), (_, _, others) = rank[case]
             assert told == ({"epoch": 7}, 8 * STEPS)
@@ -419,7 +419,7 @@ def test_counters_of_deepspeeds_own_adam_are_of_each_parameter(tmp_path, capsys)
         for group in inner["base_optimizer_state"]["param_groups"]:
             group |= {"step": 3, "bias_correction": True}
         left_out = ("loss_scaler", "zero_stage", "param_slice_mappings")  # which have objects of DeepSpeed's
-        kept = {name: it for name, it in inner.items() if name not in left_out}
+        kept = {name: item for name, item in inner.items() if name not in left_out}
         torch.save({"optimizer_state_dict": {**kept, "zero_stage": 1}}, path)
     for name, folder in (("a", tmp_path / "in"), ("b", RECORDED / "stage1")):
         assert main(["checkpoint", "import-deepspeed", str(folder), str(tmp_path / name)]) == 0

@@ -193,7 +193,7 @@ def test_the_accelerator_of_a_cpu_is_one_device(caplog):
         (deepspeed.ops, "lamb", "docs/deepspeed.md"),
         (deepspeed.utils, "groups", "docs/deepspeed.md"),
     ],
-    ids=lambda it: getattr(it, "__name__", it),
+    ids=lambda item: getattr(item, "__name__", item),
 )
 def test_other_names_are_refused_by_name(module: Any, name: str, instead: str):
     assert not hasattr(module, name)

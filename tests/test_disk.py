@@ -260,7 +260,7 @@ def test_how_fast_a_disk_is_makes_no_difference_to_the_memory_of_its_buffers(doi
                 if what == "wait and give":
                     work.wait()
                 buffers.give(taken.pop(0), work)
-            found.append((buffers.idle_nbytes, [it.whole.numel() for it in taken]))
+            found.append((buffers.idle_nbytes, [item.whole.numel() for item in taken]))
         return found
 
     assert memory(is_fast=True) == memory(is_fast=False)

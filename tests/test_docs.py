@@ -278,7 +278,7 @@ def functions_defined() -> set[str]:
         for node in ast.parse(path.read_text()).body:
             within = node.body if isinstance(node, ast.ClassDef) else [node]
             prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-            found |= {prefix + it.name for it in within if isinstance(it, ast.FunctionDef)}
+            found |= {prefix + item.name for item in within if isinstance(item, ast.FunctionDef)}
     return found
 
 
@@ -291,5 +291,5 @@ def test_one_step_is_told_in_the_order_in_which_it_happens(heading, step):
     told = [name for name in named if name in functions_defined()]
     assert len(told) > 8
     called = iter(run_ranks(2, functions_called, heading, step)[0])
-    missing = next((name for name in told if all(name != it for it in called)), None)
+    missing = next((name for name in told if all(name != item for item in called)), None)
     assert missing is None

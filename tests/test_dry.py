@@ -198,7 +198,11 @@ def starts_computing(entry: Any, gather: Collective) -> bool:
 
 
 def reductions(tape: dry.Tape) -> list[int]:
-    return [i for i, it in enumerate(tape.entries) if isinstance(it, Collective) and it.name.startswith("reduce_scatt")]
+    return [
+        i
+        for i, entry in enumerate(tape.entries)
+        if isinstance(entry, Collective) and entry.name.startswith("reduce_scatt")
+    ]
 
 
 def test_sums_over_replicas_hold_nothing_up_until_the_one_after_next():
@@ -232,9 +236,9 @@ def offloaded_under_ddp() -> None:
     with dry.taped(values=True):
         model = chain(partial(fully_shard, strategy="ddp", **OPTIONS["offload"]))
         expected = chain(partial(fully_shard, strategy="ddp"))
-        for it in (model, expected):
+        for item in (model, expected):
             for _ in range(2):
-                it(inputs()).square().mean().backward()
+                item(inputs()).square().mean().backward()
         for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             assert_same(mine.grad.to_local(), theirs.grad.to_local())
 

@@ -312,7 +312,7 @@ class Moody(Weight):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> Any:
         Moody.times += 1
-        return tuple(it.double() if Moody.times > 1 else it for it in encode(self.values)), None
+        return tuple(item.double() if Moody.times > 1 else item for item in encode(self.values)), None
 
 
 @mistake(StateError, "copy.deepcopy of FSDPLowLinear: weight of .* is a Weight", "Copy the module before fully_shard")
@@ -789,7 +789,7 @@ class Blocks(BlockStates):
 )
 def shards_that_are_no_whole_blocks() -> Steps:
     _, optimizer = stepped_by(torch.optim.SGD)
-    with mock.patch("fullshard.optim.local_steps.block_states", lambda it: Blocks(it, 1000)):
+    with mock.patch("fullshard.optim.local_steps.block_states", lambda item: Blocks(item, 1000)):
         yield
         step_shards(optimizer)
 
@@ -799,7 +799,7 @@ def a_state_dict_of_states_that_are_encoded_otherwise() -> Steps:
     model, optimizer = stepped_by(partial(torch.optim.SGD, momentum=0.9))
     optimizer.step()
     states = full_optim_state_dict(model, optimizer, rank0_only=False)
-    with mock.patch("fullshard.state.optim_state.block_states", lambda it: Blocks(it, 1000)):
+    with mock.patch("fullshard.state.optim_state.block_states", lambda item: Blocks(item, 1000)):
         yield
         optim_state_dict_to_load(model, optimizer, states)
 
@@ -1391,7 +1391,7 @@ def within_forward(model: Any, use: Callable[[], Any]) -> None:
 def _hidden_product(product: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """A tensor that was computed from a weight of `layers.1`, and that no hook of the engine sees."""
     model, found = sharded(), []
-    linear = next(it for it in model.layers[1].modules() if isinstance(it, nn.Linear))
+    linear = next(module for module in model.layers[1].modules() if isinstance(module, nn.Linear))
     linear.register_forward_hook(lambda module, args, _: found.append(product(args[0].detach(), module.weight)))
     model(inputs())
     return found[0].square().sum()
@@ -1979,7 +1979,7 @@ def experts_that_stay_whole() -> Steps:
 
 
 def in_two_stages(model: Callable[[], Any], blocks: str) -> None:
-    given = recipe(model, loss=lambda it, batch: it(batch).sum(), parallelism=Parallelism(pp=2, blocks=blocks))
+    given = recipe(model, loss=lambda item, batch: item(batch).sum(), parallelism=Parallelism(pp=2, blocks=blocks))
     find_cut(given, given.model())
 
 

@@ -76,7 +76,7 @@ def train_beside_one_process(kind: str, efsdp: int, ep: int, dim: int | None, st
     model = SHARDED[kind](place(model_of(), mesh), mesh, dim, strategy=strategy)
     alone, together = model_of(), model_of()
     reference = InOneProcess(alone, efsdp, ep)
-    optimizers = [torch.optim.AdamW(it.parameters(), lr=1e-2) for it in (model, alone, together)]
+    optimizers = [torch.optim.AdamW(item.parameters(), lr=1e-2) for item in (model, alone, together)]
     for step in STEPS:
         batches = [tokens_of(step, other) for other in range(efsdp * ep)]
         loss_of(model, batches[rank]).backward()
@@ -85,7 +85,7 @@ def train_beside_one_process(kind: str, efsdp: int, ep: int, dim: int | None, st
         assert_same(whole_grads(model), whole_grads(alone))
         if step == 0:  # the sums of one process over all tokens are in another order
             torch.testing.assert_close(whole_grads(model), whole_grads(together), rtol=1e-5, atol=1e-8)
-        norms = [clip_grad_norm_(it.parameters(), 0.05) for it in (model, alone)]
+        norms = [clip_grad_norm_(item.parameters(), 0.05) for item in (model, alone)]
         torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
         for param, other in zip(model.parameters(), alone.parameters(), strict=True):
             other.grad = param.grad.full_tensor()  # clipped by a norm that may differ in its last bit
@@ -139,7 +139,10 @@ def compare_with_nested(strategy: str, dim: int | None) -> None:
             records.append(record)
         assert_same(found[1], found[0])
     assert_same(wholes(models[1]), wholes(models[0]))
-    gathers = [[(it.origin.unit, len(it.ranks)) for it in record.collectives("all_gather")] for record in records[-2:]]
+    gathers = [
+        [(collective.origin.unit, len(collective.ranks)) for collective in record.collectives("all_gather")]
+        for record in records[-2:]
+    ]
     if strategy == "zero3":  # one after the other by nested units; by one unit both at once, a block ahead
         assert ("blocks.1.experts", 2) in gathers[0]
         at = gathers[1].index(("blocks.1", 4))
@@ -171,8 +174,8 @@ def live_with_two_meshes(folder: str) -> None:
     plain.load_state_dict(wholes(model))
     with summon_full_params(model):
         assert_same({name: param.detach() for name, param in model.named_parameters()}, dict(plain.state_dict()))
-    optimizers = [adamw(it) for it in (model, twin, other)]
-    found = [step(it, optimizer, 1) for it, optimizer in zip((model, twin, other), optimizers, strict=True)]
+    optimizers = [adamw(item) for item in (model, twin, other)]
+    found = [step(item, optimizer, 1) for item, optimizer in zip((model, twin, other), optimizers, strict=True)]
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
     save(folder, model=model, optimizer=optimizers[0], step=1)
@@ -185,8 +188,8 @@ def live_with_two_meshes(folder: str) -> None:
     model.double()
     twin.double()
     twin.load_state_dict(model.state_dict())
-    for it in (model, twin):
-        loss_of(it, tokens_of(3, dist.get_rank()).double()).backward()
+    for item in (model, twin):
+        loss_of(item, tokens_of(3, dist.get_rank()).double()).backward()
     assert_same(whole_grads(twin), whole_grads(model))
 
 
@@ -276,7 +279,7 @@ def test_muon_steps_each_expert_and_each_matrix_that_is_cut_on_several_axes_as_o
 def train_by_muon() -> None:
     mesh = expert_mesh()
     model, plain = joint(place(model_of(), mesh), mesh), model_of()
-    matrices = [[param for param in it.blocks.parameters() if param.ndim > 1] for it in (model, plain)]
+    matrices = [[param for param in item.blocks.parameters() if param.ndim > 1] for item in (model, plain)]
     optimizers = [Muon(params, lr=0.02) for params in matrices]
     reference = InOneProcess(plain, 2, 2)
     for number in range(3):
@@ -301,9 +304,9 @@ def experts_without_tokens() -> None:
     """All tokens go to one expert: gradients of the others are zeros."""
     mesh, rank = expert_mesh(), dist.get_rank()
     model, alone = joint(place(model_of(), mesh), mesh), model_of()
-    for it in (model, alone):
-        for block in it.blocks:
-            with summon_full_params(it) if it is model else nullcontext(), torch.no_grad():
+    for item in (model, alone):
+        for block in item.blocks:
+            with summon_full_params(item) if item is model else nullcontext(), torch.no_grad():
                 block.router.weight[:3].zero_()
                 block.norm.weight.zero_()
                 block.norm.bias.fill_(1.0)
@@ -363,7 +366,7 @@ def run_towers(strategy: str) -> None:
         fully_shard(block, strategy=strategy)
     fully_shard(model.tower, strategy=strategy).set_reduce_scatter_unused_params(True)
     fully_shard(model, strategy=strategy)
-    optimizers = [torch.optim.AdamW(it.parameters(), lr=0.01) for it in (model, plain)]
+    optimizers = [torch.optim.AdamW(item.parameters(), lr=0.01) for item in (model, plain)]
     for number, having in enumerate(((0, 1), (0,), (1,), (), (0,), (1,), (0, 1))):
         batches = [(numbers((4, 8), 10 * number + r), numbers((3, 8), 99 * number + r)) for r in ranks]
         mine = [(words, images if r in having else None) for r, (words, images) in enumerate(batches)]

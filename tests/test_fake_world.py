@@ -78,7 +78,9 @@ def encoded_in_large_world(strategy: str, gather_wire: str | None) -> None:
     assert {event.name for event in record.collectives()} == {"all_gather", "all_to_all"}
     param_groups = [param_group for unit in units_in(model) for param_group in unit.param_groups]
     if strategy != "ddp":
-        assert not any(it.plan.layout.in_place for it in param_groups)  # all are packed: one message a group
+        assert not any(
+            param_group.plan.layout.in_place for param_group in param_groups
+        )  # all are packed: one message a group
         int8 = [codec_named("int8").nbytes(param_group.plan.layout.pack_numel) for param_group in param_groups]
         assert record.sent_bytes("all_to_all") == sum(int8) * (WORLD - 1)
         assert record.sent_bytes("all_gather") == (2 * sum(int8) - int8[0]) * (WORLD - 1)

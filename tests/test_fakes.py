@@ -56,14 +56,22 @@ def trained(x: Tensor) -> Any:
 
 def told(result: Any, given: Tensor) -> list[Any]:
     """All that is known of fake tensors, and which share memory."""
-    leaves = [it for it in tree_leaves(result) if isinstance(it, Tensor)]
-    storages = [given.untyped_storage()._cdata, *(it.untyped_storage()._cdata for it in leaves)]
-    shared = [storages.index(it) for it in storages]
+    leaves = [tree_leaf for tree_leaf in tree_leaves(result) if isinstance(tree_leaf, Tensor)]
+    storages = [given.untyped_storage()._cdata, *(leaf.untyped_storage()._cdata for leaf in leaves)]
+    shared = [storages.index(storage) for storage in storages]
     each = [
-        (it.shape, it.stride(), it.storage_offset(), it.dtype, it.device, it.requires_grad, it.untyped_storage().size())
-        for it in leaves
+        (
+            leaf.shape,
+            leaf.stride(),
+            leaf.storage_offset(),
+            leaf.dtype,
+            leaf.device,
+            leaf.requires_grad,
+            leaf.untyped_storage().size(),
+        )
+        for leaf in leaves
     ]
-    return [each, shared, [torch._C._dispatch_key_set(it) for it in leaves]]
+    return [each, shared, [torch._C._dispatch_key_set(leaf) for leaf in leaves]]
 
 
 @pytest.mark.parametrize("run", [views, new, written, given_outs, trained])

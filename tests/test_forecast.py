@@ -135,7 +135,7 @@ def train_beside() -> list[Any]:
         optimizer.zero_grad()
         if step == 1:
             assert len(said) == before
-    return [before, *(getattr(it, "title", it) for it in said)]
+    return [before, *(getattr(item, "title", item) for item in said)]
 
 
 def run_and_predict(out: Path) -> None:

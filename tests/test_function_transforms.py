@@ -169,9 +169,9 @@ def step_while_unsharded(strategy: str) -> None:
     make = partial(torch.optim.SGD, lr=1.0)
     optimizers = make(plain.parameters()), make(model.parameters())
     for waits in (True, False):
-        for it, optimizer in zip((plain, model), optimizers, strict=True):
-            it(torch.ones(2, 8)).square().mean().backward()
-            if it is model:
+        for item, optimizer in zip((plain, model), optimizers, strict=True):
+            item(torch.ones(2, 8)).square().mean().backward()
+            if item is model:
                 handle = model.unshard(async_op=True)
                 if waits:
                     handle.wait()

@@ -36,11 +36,11 @@ def tape_of(call: Callable[[], Any], **how: Any) -> list[Operation]:
     with dry.taped(**how) as tape:
         call()
     others = ("aten.sum", "aten.ones_like", "aten.zeros", "aten.copy_")  # of the call's surroundings
-    return [it for it in tape.of(Operation) if it.name not in others]
+    return [operation for operation in tape.of(Operation) if operation.name not in others]
 
 
 def names(call: Callable[[], Tensor], **how: Any) -> list[str]:
-    return [it.name.removeprefix("aten.") for it in tape_of(lambda: call().sum().backward(), **how)]
+    return [item.name.removeprefix("aten.") for item in tape_of(lambda: call().sum().backward(), **how)]
 
 
 EFFICIENT = ["_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward"]
@@ -90,7 +90,7 @@ def test_attention_with_dropout_has_the_shapes_and_flops_of_attention_without():
 def test_a_dropout_mask_is_a_byte_an_element():
     (dropout,) = tape_of(lambda: F.dropout(heads(), 0.1))
     numel = heads().numel()
-    assert sorted(it.nbytes for it in dropout.writes) == [numel, 2 * numel]
+    assert sorted(write.nbytes for write in dropout.writes) == [numel, 2 * numel]
     assert not tape_of(lambda: F.dropout(heads(), 0.1, training=False))
 
 
@@ -103,8 +103,8 @@ def test_optimizers_are_foreach_and_their_counts_of_steps_are_the_hosts():
 
     with dry.taped() as tape:
         step()
-    lanes = [(it.name.removeprefix("aten._"), it.lane) for it in tape.of(Operation)]
+    lanes = [(operation.name.removeprefix("aten._"), operation.lane) for operation in tape.of(Operation)]
     assert ("foreach_add_", HOST) in lanes and ("local_scalar_dense", HOST) in lanes
     assert ("foreach_addcmul_", "compute") in lanes and ("local_scalar_dense", "compute") not in lanes
     assert not list(tape.of(Waited))  # as a number in the memory of the GPU would have it
-    assert "aten._foreach_addcmul_" not in [it.name for it in tape_of(step, lanes="cpu")]
+    assert "aten._foreach_addcmul_" not in [item.name for item in tape_of(step, lanes="cpu")]

@@ -65,10 +65,10 @@ def steps_of(make_layer: Callable[[], nn.Module]) -> Tape:
 
 def test_no_memory_of_gradients_outlives_those_of_the_optimizer():
     tape = steps_of(Layer)
-    reduced = [it for it in tape.of(Allocation) if it.origin.phase is Phase.POST_BACKWARD]
-    gradients = {it.storage for it in reduced if it.purpose in ("messages", "gradient shards")}
-    taken = [it.nbytes for it in tape.of(Allocation) if it.storage in gradients]
-    given_back = [it.nbytes for it in tape.of(Free) if it.storage in gradients]
+    reduced = [allocation for allocation in tape.of(Allocation) if allocation.origin.phase is Phase.POST_BACKWARD]
+    gradients = {item.storage for item in reduced if item.purpose in ("messages", "gradient shards")}
+    taken = [allocation.nbytes for allocation in tape.of(Allocation) if allocation.storage in gradients]
+    given_back = [free.nbytes for free in tape.of(Free) if free.storage in gradients]
     assert sum(taken) - sum(given_back) < 1000 < max(taken)  # zeros for the gaps of packs
     assert not dry.races(tape)
 
@@ -76,12 +76,16 @@ def test_no_memory_of_gradients_outlives_those_of_the_optimizer():
 def casts(tape: Tape) -> list[Operation]:
     """The copies of unit `layers.1` after backward."""
     where = "layers.1", "post-backward"
-    return [it for it in tape.of(Operation) if it.copies and (it.origin.unit, it.origin.phase.value) == where]
+    return [
+        operation
+        for operation in tape.of(Operation)
+        if operation.copies and (operation.origin.unit, operation.origin.phase.value) == where
+    ]
 
 
 def test_the_pack_casts_what_it_takes():
     tape = steps_of(Layer)
-    assert {it.name for it in casts(tape)} == {"aten._chunk_cat"}
+    assert {cast.name for cast in casts(tape)} == {"aten._chunk_cat"}
 
 
 class Wide(nn.Module):
@@ -100,9 +104,17 @@ class Wide(nn.Module):
 
 def test_what_travels_in_place_is_cast_at_once_and_copied_no_more():
     tape = steps_of(Wide)
-    copies = [it for it in tape.of(Operation) if it.copies and it.origin.unit == "layers.1" and it.lane == "reduce"]
-    assert copies == [] or {it.name for it in copies} == {"aten.copy_"}  # of the last part of the sum
-    assert not any("pad" in it.name for it in tape.of(Operation))
-    sent = [it for it in tape.of(Collective) if "scatter" in it.name and it.origin.unit == "layers.1"]
+    copies = [
+        operation
+        for operation in tape.of(Operation)
+        if operation.copies and operation.origin.unit == "layers.1" and operation.lane == "reduce"
+    ]
+    assert copies == [] or {copy.name for copy in copies} == {"aten.copy_"}  # of the last part of the sum
+    assert not any("pad" in operation.name for operation in tape.of(Operation))
+    sent = [
+        collective
+        for collective in tape.of(Collective)
+        if "scatter" in collective.name and collective.origin.unit == "layers.1"
+    ]
     assert sent
-    assert all(it.sizes.count(4 << 20) == 5 for it in sent)  # with a row of padding
+    assert all(item.sizes.count(4 << 20) == 5 for item in sent)  # with a row of padding

@@ -65,7 +65,10 @@ class Engine:
 
 def even_words(completions: list[str], **_: Any) -> list[float]:
     """A reward."""
-    return [sum(word.startswith("w") and int(word[1:]) % 2 == 0 for word in it.split()) / LENGTH for it in completions]
+    return [
+        sum(word.startswith("w") and int(word[1:]) % 2 == 0 for word in completion.split()) / LENGTH
+        for completion in completions
+    ]
 
 
 def trained(folder: str) -> list[tuple[list[list[int]], dict[str, Tensor]]]:

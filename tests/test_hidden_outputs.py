@@ -112,11 +112,11 @@ def write_in_forward(strategy: str, *, saves: bool) -> tuple[list[str], list[str
 def test_a_write_in_forward_is_logged_once_or_kept(strategy: str, saves: bool) -> None:
     for outcomes, logged in run_ranks(2, _write, strategy, saves):
         if strategy == "zero3" and saves:
-            assert all("weight of 1 as it was in forward, but it was written to" in it for it in outcomes)
+            assert all("weight of 1 as it was in forward, but it was written to" in outcome for outcome in outcomes)
         else:
             assert outcomes == ["same"] * 5
         assert len(logged) == (strategy != "ddp")
-        assert all(it.startswith("weight was written to in place") for it in logged)
+        assert all(item.startswith("weight was written to in place") for item in logged)
 
 
 def _write(strategy: str, saves: bool) -> Any:

@@ -118,12 +118,14 @@ def named(module: str, name: str) -> bytes:
 
 SLOTS = b"}" + text("__init__") + named(__name__, "trap") + b"s"
 ATTACKS = [
-    *(named(*it) for it in GLOBALS),
-    *(named(*it) + b")R" for it in GLOBALS),
-    *(named(*it) + b")\x81" for it in GLOBALS),
-    *(named(*it) + b"N" + SLOTS + b"\x86b" for it in GLOBALS),  # the state of slots, for the class itself
-    *(named(*it) + SLOTS + b"b" for it in GLOBALS),
-    *(named(*it) + b")\x81" + SLOTS + b"b" for it in GLOBALS),
+    *(named(*each_global) for each_global in GLOBALS),
+    *(named(*each_global) + b")R" for each_global in GLOBALS),
+    *(named(*each_global) + b")\x81" for each_global in GLOBALS),
+    *(
+        named(*each_global) + b"N" + SLOTS + b"\x86b" for each_global in GLOBALS
+    ),  # the state of slots, for the class itself
+    *(named(*each_global) + SLOTS + b"b" for each_global in GLOBALS),
+    *(named(*each_global) + b")\x81" + SLOTS + b"b" for each_global in GLOBALS),
     b"cos\nsystem\n(" + text("true") + b"tR",
     b"(" + text("true") + b"ios\nsystem\n",
     b"(" + named(__name__, "trap") + b"o",
@@ -172,11 +174,11 @@ def what_classes_have() -> dict[str, dict[str, int]]:
     modules = ["torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem", __name__]
     found: dict[str, dict[str, int]] = {}
     for name in [*modules, "torch", "torch.serialization", "collections", "pathlib", "os", "builtins"]:
-        held = {key: it for key, it in vars(sys.modules[name]).items() if key not in ("CALLS", "__warningregistry__")}
-        found[name] = {key: id(it) for key, it in held.items()}
-        for key, it in held.items():
-            if isinstance(it, type) and it.__module__ in (*modules, "pathlib", "collections", "torch"):
-                found[f"{name}.{key}"] = {attribute: id(value) for attribute, value in vars(it).items()}
+        held = {key: var for key, var in vars(sys.modules[name]).items() if key not in ("CALLS", "__warningregistry__")}
+        found[name] = {key: id(item) for key, item in held.items()}
+        for key, item in held.items():
+            if isinstance(item, type) and item.__module__ in (*modules, "pathlib", "collections", "torch"):
+                found[f"{name}.{key}"] = {attribute: id(value) for attribute, value in vars(item).items()}
     return found
 
 
@@ -184,11 +186,14 @@ def is_plain(value: Any) -> bool:
     """True if `value` is metadata whose parts all have the types that torch gives them."""
     return (
         type(value) is Metadata
-        and all(type(key) is str and is_plain_entry(it) for key, it in value.state_dict_metadata.items())
-        and all(type(key) is MetadataIndex and type(it.offset) is int for key, it in value.storage_data.items())
+        and all(type(key) is str and is_plain_entry(item) for key, item in value.state_dict_metadata.items())
         and all(
-            type(key) is str and type(it) is tuple and all(type(word) in (str, int) for word in it)
-            for key, it in (value.planner_data or {}).items()
+            type(key) is MetadataIndex and type(storage_item.offset) is int
+            for key, storage_item in value.storage_data.items()
+        )
+        and all(
+            type(key) is str and type(planner_item) is tuple and all(type(word) in (str, int) for word in planner_item)
+            for key, planner_item in (value.planner_data or {}).items()
         )
     )
 
@@ -200,8 +205,8 @@ def is_plain_entry(entry: Any) -> bool:
         type(entry) is TensorStorageMetadata
         and type(entry.properties.dtype) is torch.dtype
         and type(entry.size) is torch.Size
-        and all(type(it) is ChunkStorageMetadata for it in entry.chunks)
-        and uncovered(entry.size, ((it.offsets, it.sizes) for it in entry.chunks)) is None
+        and all(type(chunk) is ChunkStorageMetadata for chunk in entry.chunks)
+        and uncovered(entry.size, ((chunk.offsets, chunk.sizes) for chunk in entry.chunks)) is None
     )
 
 
@@ -300,7 +305,7 @@ def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int,
             boxes.pop(place)
         elif boxes:
             offsets, sizes = boxes[place]
-            boxes.append((tuple(max(0, it - draw(st.integers(0, 1))) for it in offsets), sizes))
+            boxes.append((tuple(max(0, offset - draw(st.integers(0, 1))) for offset in offsets), sizes))
     return shape, boxes
 
 
@@ -350,7 +355,7 @@ def test_metadata_without_a_part_is_refused_before_anything_is_overwritten(edit,
     optimizer.step()
     save(folder, model=ours, step=2, optimizer=optimizer)
     checkpoint = newest(folder)
-    forge(checkpoint, ".metadata", edited(checkpoint / ".metadata", lambda it: edit(it, key)))
+    forge(checkpoint, ".metadata", edited(checkpoint / ".metadata", lambda item: edit(item, key)))
     if theirs:
         (checkpoint / MANIFEST).unlink()
         forge_away = pickle.loads((checkpoint / ".metadata").read_bytes())
@@ -429,7 +434,7 @@ def check_run_goes_on(folder: Path) -> None:
         assert is_valid
     for command in (["ls"], ["verify"], ["inspect"]):
         assert main(["checkpoint", *command, str(folder)]) in (0, 1, 2)
-    number = max((it.manifest.number for it in entries(folder) if it.manifest is not None), default=0)
+    number = max((entry.manifest.number for entry in entries(folder) if entry.manifest is not None), default=0)
     saved = save(folder, model=fresh, step=3)
     assert Manifest.read(saved).number == number + 1
     shutil.rmtree(saved)

@@ -151,14 +151,14 @@ def read_between_forward_and_backward(strategy: str, reshard_after_forward: bool
     plain, model = chain(lambda module: module), chain(shard)
     for step in range(3):
         values = [param.full_tensor() for param in model.parameters()]
-        for it in (plain, model):
-            y = it(inputs(step))
-            assert it is plain or all(isinstance(param, DTensor) for param in it.parameters())
-            for module in it.modules():
+        for item in (plain, model):
+            y = item(inputs(step))
+            assert item is plain or all(isinstance(param, DTensor) for param in item.parameters())
+            for module in item.modules():
                 if isinstance(module, FSDPModule):
                     module.unshard()
-            it.zero_grad(set_to_none=step == 1)
-            whole = [param for param in it.parameters() if not isinstance(param, DTensor)]
+            item.zero_grad(set_to_none=step == 1)
+            whole = [param for param in item.parameters() if not isinstance(param, DTensor)]
             assert_same(whole, values)
             (y.square().mean() + sum(param.square().sum() for param in whole)).backward()
             assert len(whole) == len(values)
@@ -234,7 +234,7 @@ def slice_and_split() -> None:
     assert type(type(fully_shard(Sized(2)))(3)) is Sized
     part = model[:2]
     assert type(part) is nn.Sequential
-    assert [isinstance(it, FSDPModule) for it in (model, part, part[0], part[1])] == [True, False, True, False]
+    assert [isinstance(item, FSDPModule) for item in (model, part, part[0], part[1])] == [True, False, True, False]
     parametrized = fully_shard(nn.Sequential(nn.Linear(8, 8)))
     parametrized.__class__ = type("Parametrized", (type(parametrized),), {})
     assert type(parametrized[:1]) is nn.Sequential
@@ -444,7 +444,7 @@ def test_every_public_name_of_torch_s_is_there_and_called_as_there(module):
     """
     theirs = importlib.import_module(module)
     mine = importlib.import_module(module.replace("torch.distributed.fsdp", "fullshard"))
-    names = getattr(theirs, "__all__", [name for name, it in vars(theirs).items() if is_public(name, it, theirs)])
+    names = getattr(theirs, "__all__", [name for name, var in vars(theirs).items() if is_public(name, var, theirs)])
     assert len(names) > 5
     for name in names:
         assert hasattr(mine, name), name
@@ -456,5 +456,5 @@ def test_every_public_name_of_torch_s_is_there_and_called_as_there(module):
                 check_called_alike(getattr(them, method), getattr(us, method), f"{name}.{method}")
 
 
-def is_public(name: str, it: Any, module: Any) -> bool:
-    return not name.startswith("_") and getattr(it, "__module__", None) == module.__name__ and callable(it)
+def is_public(name: str, item: Any, module: Any) -> bool:
+    return not name.startswith("_") and getattr(item, "__module__", None) == module.__name__ and callable(item)

@@ -298,7 +298,7 @@ def settings_by_every_way(config: str) -> dict[str, Any]:
     found["environment's strategy"] = run.accelerator.sharding.strategy
     assert os.environ.pop("ACCELERATE_USE_FSDP") == "true"
     ignoring = Run(sharded(ignored_modules=r".*embed_tokens"))
-    found["ignored"] = [name for name, it in ignoring.model.named_parameters() if type(it) is nn.Parameter]
+    found["ignored"] = [name for name, param in ignoring.model.named_parameters() if type(param) is nn.Parameter]
     prefetching = units_in(Run(sharded(backward_prefetch="BACKWARD_POST", limit_all_gathers=False)).model)
     found["prefetch"] = {(unit.options.backward_prefetch, unit.options.prefetch_depth) for unit in prefetching}
     return found

@@ -120,7 +120,7 @@ def test_the_job_of_kubeflow_trainer_starts_the_trainer():
     assert "--rdzv-endpoint=$(PET_MASTER_ADDR):$(PET_MASTER_PORT)" in command
     check_command(command, hosts=f"1:{nodes}", world=8 * nodes)
     assert int(trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]) == trainer["numProcPerNode"] == 8
-    grace = int(next(it for it in command if it.startswith("--shutdown-timeout=")).split("=")[1])
+    grace = int(next(item for item in command if item.startswith("--shutdown-timeout=")).split("=")[1])
     assert grace < pod["terminationGracePeriodSeconds"]
     mounted = {mount["name"]: Path(mount["mountPath"]) for mount in container["volumeMounts"]}
     assert {volume["name"] for volume in pod["volumes"]} == set(mounted)

@@ -37,7 +37,7 @@ def ledgers_of_every_strategy() -> list[tuple[Ledger, Ledger]]:
     return [two_ledgers(strategy) for strategy in ONE_AXIS]
 
 
-@pytest.mark.parametrize("world", [2, *(pytest.param(it, marks=pytest.mark.slow) for it in (1, 3))])
+@pytest.mark.parametrize("world", [2, *(pytest.param(item, marks=pytest.mark.slow) for item in (1, 3))])
 def test_measured_bytes_are_those_of_the_formula(world):
     """State by state, on every rank, under every strategy."""
     for ledgers in run_ranks(world, ledgers_of_every_strategy):

@@ -134,10 +134,13 @@ def fit_cases(cases: tuple[str, ...]) -> dict[str, list[Any]]:
     found = {}
     for case in cases:
         options = CASES[case][0]
-        made = {name: it() if callable(it) else it for name, it in options.items()}
+        made = {name: option() if callable(option) else option for name, option in options.items()}
         found[case] = [fit(DDPStrategy(), **made)]
         for name in ("zero1", "zero2", "zero3") if case == "plain" else ("zero3",):
-            again = {option: it() if callable(it) else it for option, it in options.items()}
+            again = {
+                option: each_option() if callable(each_option) else each_option
+                for option, each_option in options.items()
+            }
             found[case].append(fit(FullShardStrategy(name), **again))
     return found
 
@@ -147,7 +150,9 @@ def fitted() -> list[dict[str, list[Any]]]:
     return run_ranks(2, fit_cases, QUICK, timeout=150.0)
 
 
-@pytest.mark.parametrize("case", [it if it in QUICK else pytest.param(it, marks=pytest.mark.slow) for it in CASES])
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_losses_are_those_of_ddp(case):
     for rank in fitted() if case in QUICK else run_ranks(2, fit_cases, (case,)):
         expected, *sharded = rank[case]
@@ -287,7 +292,7 @@ def test_a_file_of_another_strategy_is_loaded(tmp_path):
 
 class Meddling(Module):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"] = {name: it for name, it in checkpoint["state_dict"].items() if "mix" not in name}
+        checkpoint["state_dict"] = {name: item for name, item in checkpoint["state_dict"].items() if "mix" not in name}
 
 
 class Secretive(Module):
@@ -365,7 +370,7 @@ def run_fabrics(folder: str) -> Any:
         "ddp": run_fabric(FabricDDPStrategy()),
         "ours": run_fabric(FabricFullShardStrategy(), folder),
         "resumed": run_fabric(FabricFullShardStrategy("zero2"), folder, resume=True),
-        "bf16": [run_fabric(it(), precision="bf16-mixed") for it in (FabricDDPStrategy, FabricFullShardStrategy)],
+        "bf16": [run_fabric(item(), precision="bf16-mixed") for item in (FabricDDPStrategy, FabricFullShardStrategy)],
     }
     fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricFullShardStrategy())
     fabric.launch()

@@ -48,7 +48,7 @@ def learn(
     model: Any, optimizer: torch.optim.Optimizer | None = None, after: Callable[[Any], Any] = lambda _: None
 ) -> list[Tensor]:
     """The losses of some steps; `after(model)` is called behind each."""
-    optimizer = optimizer or torch.optim.AdamW([it for it in model.parameters() if it.requires_grad], lr=1e-2)
+    optimizer = optimizer or torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
     losses = []
     for step in range(STEPS):
         loss = model(inputs(step)).float().square().mean()
@@ -188,7 +188,7 @@ def learn_on(base: Callable[[int, int], nn.Module]) -> Any:
     return learn(model)
 
 
-@pytest.mark.parametrize("name", [pytest.param(it, marks=needs(it)) for it in ("torchao", "bitsandbytes")])
+@pytest.mark.parametrize("name", [pytest.param(item, marks=needs(item)) for item in ("torchao", "bitsandbytes")])
 def test_adapters_on_4_bit_bases_learn_the_bits_of_one_process(name):
     run_ranks(2, adapt, name, timeout=120)
 
@@ -352,7 +352,7 @@ def load_bases(name: str, folder: Path, strategies: Sequence[str]) -> None:
         assert_same(learn(model), expected, name=f"{base}, not sharded")
 
 
-@pytest.mark.parametrize("name", [pytest.param(it, marks=needs(it)) for it in ("torchao", "bitsandbytes")])
+@pytest.mark.parametrize("name", [pytest.param(item, marks=needs(item)) for item in ("torchao", "bitsandbytes")])
 def test_encoded_bases_are_saved_as_they_are_and_loaded_anywhere(name, tmp_path):
     run_ranks(2, save_bases, name, tmp_path, timeout=120)
     run_ranks(2, load_bases, name, tmp_path, ["ddp", "zero3"], timeout=120)
@@ -465,7 +465,7 @@ def step_in_blocks(library: str, kind: str, folder: Path, expected: list[Any], s
                 assert_same(whole(model, optimizer), expected[1], name=f"{kind} {strategy}, from a state dict")
 
 
-@pytest.mark.parametrize("library", [pytest.param(it, marks=needs(it)) for it in KINDS])
+@pytest.mark.parametrize("library", [pytest.param(kind, marks=needs(kind)) for kind in KINDS])
 def test_states_in_blocks_are_those_of_one_process_on_any_number_of_ranks_and_are_saved(library, tmp_path):
     for kind in KINDS[library]:
         folder = tmp_path / kind
@@ -488,7 +488,7 @@ def learn_in_blocks() -> None:
     for strategy in ("zero3", "zero2", "zero1", "ddp"):
         model = shard_each(model_of(), partial(fully_shard, strategy=strategy, shard_alignment=256))
         assert_same(learn(model), expected, name=strategy)
-        assert_same({name: full_value(it.detach()) for name, it in model.named_parameters()}, alone.state_dict())
+        assert_same({name: full_value(param.detach()) for name, param in model.named_parameters()}, alone.state_dict())
     copied = copy.deepcopy(shard_each(model_of(), partial(fully_shard, shard_alignment=256)))
     assert_same(learn(copied), expected)
     model = shard_each(model_of(), partial(fully_shard, shard_alignment=256))
@@ -584,7 +584,7 @@ def count_bytes() -> None:
     made = {"float8": float8_model, "int8": partial(adapted, int8), "NF4": partial(adapted, NF4)}
     for name, make in made.items():
         model = shard_each(make(), fully_shard)
-        optimizer = torch.optim.AdamW([it for it in model.parameters() if it.requires_grad])
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
         learn(model, optimizer)
         measured = measure_ledger(model, optimizer, lambda model=model: model(inputs(0)).float().square().mean())
         predicted = predict_ledger(model, activations=measured.activations)

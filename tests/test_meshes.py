@@ -145,12 +145,12 @@ def train_on_all_axes(names: tuple[str, ...], shape: tuple[int, ...], axes: tupl
     assert all(param.device_mesh == mesh for param in shown)
     model[0].reshard()
     assert model[0].up.weight.device_mesh.mesh_dim_names == axes
-    optimizers = [torch.optim.AdamW(it.parameters(), lr=0.01) for it in (model, plain)]
+    optimizers = [torch.optim.AdamW(item.parameters(), lr=0.01) for item in (model, plain)]
     for step in range(3):
         tokens = batch_of(step)
         model(distribute_tensor(tokens, mesh, data)).square().mean().backward()
         plain(tokens).square().mean().backward()
-        ours, theirs = ([whole(param.grad) for param in it.parameters()] for it in (model, plain))
+        ours, theirs = ([whole(param.grad) for param in item.parameters()] for item in (model, plain))
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-7)
         for optimizer in optimizers:
             optimizer.step()
@@ -188,17 +188,17 @@ def call_hooks() -> None:
                 sums.mul_(2)
 
             unit.module.set_all_reduce_hook(double)
-        for it in (plain, model):
-            with it.no_sync():
-                it(inputs(dist.get_rank())).square().mean().backward()
+        for item in (plain, model):
+            with item.no_sync():
+                item(inputs(dist.get_rank())).square().mean().backward()
             if options.get("strategy") == "hsdp":  # the second sums, and the hook, come later
-                it.set_requires_all_reduce(False)
-                it(inputs(dist.get_rank())).square().mean().backward()
-                it.set_requires_all_reduce(True)
+                item.set_requires_all_reduce(False)
+                item(inputs(dist.get_rank())).square().mean().backward()
+                item.set_requires_all_reduce(True)
         assert not any(called.values())
         for _ in range(2):  # the second adds to gradients that are there
-            for it in (plain, model):
-                it(inputs(dist.get_rank())).square().mean().backward()
+            for element in (plain, model):
+                element(inputs(dist.get_rank())).square().mean().backward()
         doubled = [2 * whole(param.grad) for param in plain.parameters()]
         assert_same([whole(param.grad) for param in model.parameters()], doubled)
         assert {call for calls in called.values() for call in calls} == {(1, torch.float32)}
@@ -222,9 +222,9 @@ def fail_in_a_hook() -> None:
     model.set_all_reduce_hook(lambda sums: None)
     model.zero_grad()
     expected = chain(fully_shard)
-    for it in (model, expected):
-        it(inputs()).square().mean().backward()
-    assert_same(*([whole(param.grad) for param in it.parameters()] for it in (model, expected)))
+    for item in (model, expected):
+        item(inputs()).square().mean().backward()
+    assert_same(*([whole(param.grad) for param in item.parameters()] for item in (model, expected)))
 
 
 def test_an_exception_in_a_hook_ends_the_backward_and_no_more():

@@ -220,7 +220,7 @@ def learn_in_wider_gradients(reduce: torch.dtype | None, shard: Any) -> list[Any
         optimizer.step()
         optimizer.zero_grad()
     copied = model if shard is leave else copy.deepcopy(model)
-    assert [it.grad_dtype for it in copied.parameters()] == [it.grad_dtype for it in model.parameters()]
+    assert [param.grad_dtype for param in copied.parameters()] == [param.grad_dtype for param in model.parameters()]
     return [*left, wholes(model)]
 
 

@@ -59,7 +59,7 @@ def compare(cases: Sequence[Case]) -> None:
             found = trained_under(strategy, LOOPS[number], make, policy)
         assert_same(found, expected[key], name=f"{strategy}, {key}, {policy}")
         assert not dry.races(tape)
-        assert any(it.lane == HOST and it.origin.phase is Phase.STEP for it in tape.of(Operation))
+        assert any(operation.lane == HOST and operation.origin.phase is Phase.STEP for operation in tape.of(Operation))
 
 
 def test_every_fraction_gives_the_bits_of_none():
@@ -70,7 +70,7 @@ MAKERS = [adamw, momentum]  # no lanes are pretended for Muon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", MAKERS, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("make", MAKERS, ids=lambda maker: maker.__name__)
 def test_every_fraction_gives_the_bits_of_none_in_every_case(make):
     """Of strategy, loop, optimizer and fractions, any three meet."""
     cases = [case for case in all_but_one(ONE_AXIS, range(3), MAKERS, POLICIES) if case[2] is make]
@@ -116,11 +116,11 @@ def tape_of(policy: OffloadPolicy | None, **loop: Any) -> dry.Tape:
 
 def crossings(tape: dry.Tape, lane: str) -> list[Operation]:
     """The copies between the host and the device on a lane."""
-    return [it for it in tape.of(Operation) if it.crosses and it.lane == lane]
+    return [operation for operation in tape.of(Operation) if operation.crosses and operation.lane == lane]
 
 
 def names(operations: Sequence[Operation]) -> list[str]:
-    return [it.origin.unit for it in operations]
+    return [operation.origin.unit for operation in operations]
 
 
 def shard_nbytes() -> int:
@@ -134,7 +134,7 @@ def test_shards_come_up_once_a_step_where_the_device_has_a_copy_and_for_each_gat
     last = ["layers.2", "layers.3"]
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), microbatches=2)
     assert names(crossings(tape, "gather")) == last * STEPS
-    assert {it.nbytes for it in crossings(tape, "gather")} == {2 * shard_nbytes()}  # read and written
+    assert {crossing.nbytes for crossing in crossings(tape, "gather")} == {2 * shard_nbytes()}  # read and written
     tape = tape_of(Offload(optimizer={"cpu": 0.45}, parameters={"cpu": 0.2}), microbatches=2)
     up = names(crossings(tape, "gather"))
     assert up.count("layers.2") == STEPS
@@ -146,32 +146,40 @@ def test_gradients_go_down_unit_by_unit_while_backward_goes_on():
     tape = tape_of(Offload(optimizer={"cpu": 0.45}))
     down = crossings(tape, "offload")
     assert names(down) == ["layers.3", "layers.2"] * STEPS
-    entries = [it for it in tape.of(Operation) if it.lane == "compute" and it.origin.phase is Phase.BACKWARD]
-    order = {id(it): number for number, it in enumerate(tape.entries)}
-    first = min(order[id(it)] for it in down)
-    assert sum(order[id(it)] > first for it in entries if it.flops) > len(entries) / 10  # products of earlier layers
+    entries = [
+        operation
+        for operation in tape.of(Operation)
+        if operation.lane == "compute" and operation.origin.phase is Phase.BACKWARD
+    ]
+    order = {id(entry): number for number, entry in enumerate(tape.entries)}
+    first = min(order[id(item)] for item in down)
+    assert (
+        sum(order[id(entry)] > first for entry in entries if entry.flops) > len(entries) / 10
+    )  # products of earlier layers
 
 
 def test_the_cpu_steps_what_is_there_and_the_device_the_rest():
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), max_norm=1.0)
-    steps = [it for it in tape.of(Operation) if it.name == "aten._fused_adamw_"]
+    steps = [operation for operation in tape.of(Operation) if operation.name == "aten._fused_adamw_"]
     nbytes = shard_nbytes()
-    of_lane = {lane: [it for it in steps if it.lane == lane] for lane in ("compute", HOST)}
+    of_lane = {lane: [step for step in steps if step.lane == lane] for lane in ("compute", HOST)}
     assert len(of_lane["compute"]) == STEPS
     assert len(of_lane[HOST]) == 2 * (STEPS - 1)  # unit by unit; the last step is put off still
-    assert all(2 * 3.5 * nbytes <= it.nbytes <= 2 * 4.5 * nbytes for it in of_lane[HOST])  # values, gradients, states
+    assert all(
+        2 * 3.5 * nbytes <= item.nbytes <= 2 * 4.5 * nbytes for item in of_lane[HOST]
+    )  # values, gradients, states
 
 
 def test_the_cpu_steps_a_unit_when_the_device_computes_those_before_it():
     tape = tape_of(Offload(optimizer={"cpu": 0.45}), max_norm=1.0)
     told = []
-    for it in tape.of(Operation):
-        unit, phase = it.origin.unit, it.origin.phase
-        if it.name == "aten._fused_adamw_":
-            told.append(f"{it.lane} steps")
-        elif it.crosses and it.lane == "gather":
+    for operation in tape.of(Operation):
+        unit, phase = operation.origin.unit, operation.origin.phase
+        if operation.name == "aten._fused_adamw_":
+            told.append(f"{operation.lane} steps")
+        elif operation.crosses and operation.lane == "gather":
             told.append(f"{unit} comes up")
-        elif it.flops and phase is Phase.FORWARD and f"{unit} computes" not in told[-1:]:
+        elif operation.flops and phase is Phase.FORWARD and f"{unit} computes" not in told[-1:]:
             told.append(f"{unit} computes")
     layer = "layers.{} computes".format
     last = [
@@ -281,7 +289,7 @@ def test_nobody_can_tell_that_a_step_is_put_off():
 
 def test_memory_of_the_device_is_less_by_the_formula():
     plain, tape = tape_of(None), tape_of(Offload(optimizer={"cpu": 0.45}))
-    before, after = (memory_peak(it).by_state for it in (plain, tape))
+    before, after = (memory_peak(item).by_state for item in (plain, tape))
     away = 2 * shard_nbytes()
     assert before[State.PARAMETERS] == after[State.PARAMETERS]  # a copy is as large as the shards
     assert abs(before[State.OPTIMIZER] - after[State.OPTIMIZER] - 2 * away) < 100  # counts of steps, and no padding

@@ -69,13 +69,17 @@ def momentum(model: nn.Module) -> Optimizers:
 
 def muon(model: nn.Module) -> Optimizers:
     """For the matrices of blocks; the rest has another optimizer."""
-    hidden = [it for name, it in model.named_parameters() if "blocks" in name and it.ndim == 2 and it.requires_grad]
+    hidden = [
+        param
+        for name, param in model.named_parameters()
+        if "blocks" in name and param.ndim == 2 and param.requires_grad
+    ]
     ids = set(map(id, hidden))
-    return [Muon(hidden, lr=0.02), torch.optim.Adam([it for it in trained(model) if id(it) not in ids])]
+    return [Muon(hidden, lr=0.02), torch.optim.Adam([item for item in trained(model) if id(item) not in ids])]
 
 
 def adafactor(model: nn.Module) -> Optimizers:
-    return [torch.optim.Adafactor([it for it in trained(model) if it.numel()], lr=0.05)]
+    return [torch.optim.Adafactor([item for item in trained(model) if item.numel()], lr=0.05)]
 
 
 def build(
@@ -115,13 +119,13 @@ def learn(
 def states_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """All states, whole, in the optimizer's order."""
     state = optimizer.state_dict()["state"]
-    return gathered({f"{number} {name}": it for number, of_one in state.items() for name, it in of_one.items()})
+    return gathered({f"{number} {name}": item for number, of_one in state.items() for name, item in of_one.items()})
 
 
 def on_the_disk(optimizer: torch.optim.Optimizer) -> list[bool]:
     """Of each state of a parameter's shape whether it rests there."""
-    states = [it for of_one in optimizer.state.values() for it in of_one.values() if isinstance(it, DTensor)]
-    return [isinstance(it.to_local(), OnDisk) for it in states if it.ndim]
+    states = [item for of_one in optimizer.state.values() for item in of_one.values() if isinstance(item, DTensor)]
+    return [isinstance(state.to_local(), OnDisk) for state in states if state.ndim]
 
 
 def few_bytes_a_portion() -> Any:
@@ -145,7 +149,7 @@ def compare(folder: Path, make: Make, cases: Sequence[tuple[str, int, float]]) -
         model = build(fraction, folder, strategy, mp_policy)
         optimizers = make(model)
         left = learn(model, optimizers, **loop)
-        assert all(any(on_the_disk(it)) == bool(fraction) for it in optimizers)
+        assert all(any(on_the_disk(optimizer)) == bool(fraction) for optimizer in optimizers)
         return left
 
     expected = {number: run(None, cases[0][0], **LOOPS[number]) for number in {number for _, number, _ in cases}}
@@ -158,17 +162,17 @@ def with_fraction(fraction: float, cases: Sequence[tuple[str, int]]) -> list[tup
     return [(*case, fraction) for case in cases]
 
 
-@pytest.mark.parametrize("make", MAKERS, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("make", MAKERS, ids=lambda maker: maker.__name__)
 def test_every_fraction_gives_the_bits_of_none(tmp_path, make):
     run_ranks(2, compare, tmp_path, make, with_fraction(0.4, FEW))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("make", MAKERS, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("make", MAKERS, ids=lambda maker: maker.__name__)
 def test_every_fraction_gives_the_bits_of_none_in_every_case(tmp_path, make, world):
     """Of optimizer, world, strategy, loop and fraction, any four meet."""
-    run_ranks(world, compare, tmp_path, make, [it[2:] for it in CASES if it[:2] == (make, world)], timeout=500)
+    run_ranks(world, compare, tmp_path, make, [case[2:] for case in CASES if case[:2] == (make, world)], timeout=500)
 
 
 def test_an_optimizer_that_needs_whole_parameters_may_have_them_one_by_one(tmp_path):
@@ -281,7 +285,11 @@ def weigh(folder: Path) -> None:
             continue
         assert states is not None
         sizes = {
-            unit: sum(it.numel() * it.itemsize for it in (p.sharded for p in unit.params) if it.requires_grad)
+            unit: sum(
+                sharded.numel() * sharded.itemsize
+                for sharded in (p.sharded for p in unit.params)
+                if sharded.requires_grad
+            )
             for unit in units_in(model)
         }
         there = [unit for unit in sizes if any(states.holds(param.sharded) for param in unit.params)]
@@ -289,11 +297,11 @@ def weigh(folder: Path) -> None:
         taken = sum(sizes[unit] for unit in there)
         assert taken >= fraction * sum(sizes.values()) > taken - max(sizes[unit] for unit in there)
 
-        kept = [it for of_one in optimizer.state.values() for it in of_one.values()]
-        in_memory = storage_bytes(it for it in kept if isinstance(it, DTensor) and it.ndim)
-        total = sum(it.to_local().nbytes for it in kept if isinstance(it, DTensor) and it.ndim)
+        kept = [item for of_one in optimizer.state.values() for item in of_one.values()]
+        in_memory = storage_bytes(item for item in kept if isinstance(item, DTensor) and item.ndim)
+        total = sum(item.to_local().nbytes for item in kept if isinstance(item, DTensor) and item.ndim)
         on_it = sum(
-            it.to_local().nbytes for it in kept if isinstance(it, DTensor) and isinstance(it.to_local(), OnDisk)
+            item.to_local().nbytes for item in kept if isinstance(item, DTensor) and isinstance(item.to_local(), OnDisk)
         )
         assert in_memory == total - on_it
         assert states.nbytes - ALIGNMENT * len(states.portions) <= on_it <= states.nbytes
@@ -346,7 +354,7 @@ def weigh_first_steps(folder: Path) -> None:
     """Of twelve portions there are never more in memory than three, their new states, and arithmetic on one."""
     for make in (torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), Muon):
         model = twelve_layers(1.0, folder)
-        optimizer = make([it for it in model.parameters() if it.ndim == 2], lr=1e-2)
+        optimizer = make([param for param in model.parameters() if param.ndim == 2], lr=1e-2)
         model(torch.randn(4, 256)).square().mean().backward()
         _, peak = peak_during(optimizer.step)
         portions = states_on_disk(optimizer).portions
@@ -397,36 +405,36 @@ def look(folder: Path) -> None:
     for model, optimizer in (plain, offloaded):
         learn(model, [optimizer])
     known, resting = (
-        next(it["exp_avg"] for param, it in optimizer.state.items() if param.shape == (192, 97))
+        next(item["exp_avg"] for param, item in optimizer.state.items() if param.shape == (192, 97))
         for _, optimizer in (plain, offloaded)
     )
     local = resting.to_local()
     assert isinstance(local, OnDisk)
     for name, read in {
-        "sum": lambda it: it.sum().full_tensor(),
-        "whole": lambda it: it.full_tensor(),
-        "part": lambda it: it.to_local()[1:3, ::2],
-        "flat": lambda it: it.to_local().flatten(),
-        "copy": lambda it: it.clone().to_local(),
-        "deep copy": lambda it: copy.deepcopy(it).to_local(),
-        "number": lambda it: it.to_local()[0, 0].item(),
-        "other dtype": lambda it: it.to_local().double(),
-        "two": lambda it: (it + it).to_local(),
-        "many": lambda it: torch._foreach_mul([it.to_local()], 2.0),
-        "pickled": lambda it: pickled(it.to_local()),
+        "sum": lambda item: item.sum().full_tensor(),
+        "whole": lambda item: item.full_tensor(),
+        "part": lambda item: item.to_local()[1:3, ::2],
+        "flat": lambda item: item.to_local().flatten(),
+        "copy": lambda item: item.clone().to_local(),
+        "deep copy": lambda item: copy.deepcopy(item).to_local(),
+        "number": lambda item: item.to_local()[0, 0].item(),
+        "other dtype": lambda item: item.to_local().double(),
+        "two": lambda item: (item + item).to_local(),
+        "many": lambda item: torch._foreach_mul([item.to_local()], 2.0),
+        "pickled": lambda item: pickled(item.to_local()),
     }.items():
         assert_same(read(resting), read(known), name=name)
     for name, write in {
-        "add_": lambda it: it.add_(1.0),
-        "copy_": lambda it: it.copy_(it * 3),
-        "local": lambda it: it.to_local().mul_(0.5),
-        "many": lambda it: torch._foreach_add_([it.to_local()], 1.0),
-        "detached": lambda it: it.detach().to_local().neg_(),
-        "out": lambda it: torch.neg(it.to_local(), out=it.to_local()),
+        "add_": lambda item: item.add_(1.0),
+        "copy_": lambda item: item.copy_(item * 3),
+        "local": lambda item: item.to_local().mul_(0.5),
+        "many": lambda item: torch._foreach_add_([item.to_local()], 1.0),
+        "detached": lambda item: item.detach().to_local().neg_(),
+        "out": lambda item: torch.neg(item.to_local(), out=item.to_local()),
     }.items():
-        for it in (resting, known):
+        for item in (resting, known):
             with torch.no_grad():
-                write(it)
+                write(item)
         assert isinstance(resting.to_local(), OnDisk)
         assert_same(resting.full_tensor(), known.full_tensor(), name=name)
     with pytest.raises(RuntimeError, match="numpy"):

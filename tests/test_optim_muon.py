@@ -198,15 +198,17 @@ def wrapped(model: Net, **options: Any) -> nn.Module:
 def cases() -> dict[str, Callable[[Net], nn.Module]]:
     """The ways to shard that this world is good for."""
     world = dist.get_world_size()
-    found: dict[str, Callable[[Net], nn.Module]] = {it: partial(by_units, strategy=it) for it in ONE_AXIS}
+    found: dict[str, Callable[[Net], nn.Module]] = {
+        one_item: partial(by_units, strategy=one_item) for one_item in ONE_AXIS
+    }
     if world == 2:
-        columns = partial(by_units, shard_placement_fn=lambda it: Shard(1) if it.shape == (192, 96) else None)
+        columns = partial(by_units, shard_placement_fn=lambda by_unit: Shard(1) if by_unit.shape == (192, 96) else None)
         found |= {"columns": columns, "wrapper": partial(wrapped, sharding_strategy="zero3")}
         for shape in ((1, 2), (2, 1)):
             found[f"hsdp {shape}"] = partial(by_units, strategy="hsdp", mesh=init_device_mesh("cpu", shape))
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2))
-        found = {it: partial(by_units, strategy=it, mesh=mesh) for it in ("hsdp", "hsdp_zero2", "ddp", "zero1")}
+        found = {item: partial(by_units, strategy=item, mesh=mesh) for item in ("hsdp", "hsdp_zero2", "ddp", "zero1")}
         grouped = Placements(
             parameters=Placement.GROUPED,
             parameters_in_step=Placement.GROUPED,
@@ -226,7 +228,9 @@ def muon_of(model: nn.Module, **options: Any) -> Muon:
 def follow(model: nn.Module) -> Recorder:
     """Train `model`, with a plain one beside it that is given the same gradients; what the last step sent and did."""
     plain = Net()
-    both = [(muon_of(it), torch.optim.AdamW([p for p in it.parameters() if p.ndim == 1])) for it in (model, plain)]
+    both = [
+        (muon_of(item), torch.optim.AdamW([p for p in item.parameters() if p.ndim == 1])) for item in (model, plain)
+    ]
     for step in range(3):
         model(numbers((4, 96), step, dist.get_rank())).square().mean().backward()
         for name, grad in whole_grads(model).items():
@@ -417,8 +421,8 @@ def step_a_mixture() -> None:
                 optimizer.step()
                 scheduler.step()
             optimizers.append(optimizer)
-        for ours, theirs in zip(*(it.param_groups for it in optimizers), strict=True):
-            assert_same([whole(it) for it in ours["params"]], [it.detach() for it in theirs["params"]])
+        for ours, theirs in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True):
+            assert_same([whole(our) for our in ours["params"]], [their.detach() for their in theirs["params"]])
 
 
 def test_groups_meshes_and_plain_matrices_may_be_mixed():
@@ -440,9 +444,9 @@ def step_by_hand() -> None:
     with torch.no_grad():
         x = numbers((4, 96))
         assert_same(model(x), plain(x))
-        for it in (model, plain):
-            give_gradients(it, 0)
-            muon_of(it).step()
+        for item in (model, plain):
+            give_gradients(item, 0)
+            muon_of(item).step()
         assert_same(model(x), plain(x))
 
 

@@ -391,7 +391,7 @@ def test_the_first_rank_of_a_mesh_of_two_axes_reaches_all():
 def in_any_order(model: nn.Module, seed: int | None) -> list[dict[str, Any]]:
     """The matrices and the other trained parameters of `model` as two groups; shuffled on each rank, if seeded."""
     params = [param for param in trained(model) if param.numel()]
-    groups = [[it for it in params if it.ndim == 2], [it for it in params if it.ndim != 2]]
+    groups = [[param for param in params if param.ndim == 2], [param for param in params if param.ndim != 2]]
     for group in groups if seed is not None else []:
         random.Random(seed + dist.get_rank()).shuffle(group)
     return [{"params": group, "weight_decay": 0.1 * number} for number, group in enumerate(groups)]
@@ -412,7 +412,7 @@ def train_in_any_order(folder: str, name: str, strategy: str, seed: int | None) 
     def learn_on(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:
         loss = loss_of(model, batch(len(left), sequences=4))
         loss.backward()
-        stepped = [param for it in optimizers for group in it.param_groups for param in group["params"]]
+        stepped = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
         left.extend([loss.detach(), clip_grad_norm_(stepped, 0.5)])
         for optimizer in optimizers:
             optimizer.step()
@@ -421,21 +421,21 @@ def train_in_any_order(folder: str, name: str, strategy: str, seed: int | None) 
     model, optimizers = make()
     learn_on(model, optimizers)
     if name != "step_shards":  # whose states have not the shape of parameters
-        full = [full_optim_state_dict(model, it, rank0_only=False)["state"] for it in optimizers]
+        full = [full_optim_state_dict(model, optimizer, rank0_only=False)["state"] for optimizer in optimizers]
         left.append(full)
         other, loaded = make()
-        for number, (it, old) in enumerate(zip(loaded, optimizers, strict=True)):
+        for number, (item, old) in enumerate(zip(loaded, optimizers, strict=True)):
             save(f"{folder}-{number}", step=1, model=model, optimizer=old)
-            load(f"{folder}-{number}", model=other, optimizer=it)
-        left.append([whole_state(sharded_optim_state_dict(other, it)["state"]) for it in loaded])
+            load(f"{folder}-{number}", model=other, optimizer=item)
+        left.append([whole_state(sharded_optim_state_dict(other, item)["state"]) for item in loaded])
         other, loaded = make()
         other.load_state_dict(model.state_dict())
-        for it, old in zip(loaded, optimizers, strict=True):
+        for element, old in zip(loaded, optimizers, strict=True):
             state = full_optim_state_dict(model, old)
-            optim_state_dict_to_load(other, it, state, load_directly=True, from_first_rank=True)
+            optim_state_dict_to_load(other, element, state, load_directly=True, from_first_rank=True)
         learn_on(other, loaded)
     learn_on(model, optimizers)
-    return [*left, gathered({name: it.detach() for name, it in model.named_parameters()})]
+    return [*left, gathered({name: param.detach() for name, param in model.named_parameters()})]
 
 
 def ignore_the_order_of_optimizers(folder: str, strategy: str) -> None:

@@ -223,7 +223,7 @@ def gradient_peak(in_backward: bool, layers: int) -> int:
     held: list[int] = []
 
     def look(param: Tensor) -> None:
-        buffers = [it.gradients.flat for unit in units_in(model) for it in unit.param_groups]
+        buffers = [param_group.gradients.flat for unit in units_in(model) for param_group in unit.param_groups]
         held.append(sum(buffer.nbytes for buffer in buffers if buffer is not None))
 
     for param in list(model.parameters()):
@@ -428,8 +428,8 @@ def step_as_told() -> None:
     optimizers = lion(plain, False), lion(model, True)
     assert step_shards(optimizers[1]) is optimizers[1]
     for step in range(4):
-        for it, optimizer in zip((plain, model), optimizers, strict=True):
-            it(inputs(step)).square().mean().backward()
+        for item, optimizer in zip((plain, model), optimizers, strict=True):
+            item(inputs(step)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         if step == 1:
@@ -702,12 +702,12 @@ def step_by_lbfgs() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model, x = fully_shard(copy.deepcopy(plain)), torch.randn(6, 8)
-    for it in (plain, model):
-        optimizer = torch.optim.LBFGS(it.parameters(), lr=0.1, max_iter=3)
+    for item in (plain, model):
+        optimizer = torch.optim.LBFGS(item.parameters(), lr=0.1, max_iter=3)
 
-        def closure(it: nn.Module = it, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+        def closure(element: nn.Module = item, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
             optimizer.zero_grad()
-            loss = it(x).square().mean()
+            loss = element(x).square().mean()
             loss.backward()
             return loss
 

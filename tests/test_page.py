@@ -82,7 +82,7 @@ def cases() -> dict[str, Case]:
 @pytest.fixture(scope="module")
 def pages(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    return {name: write(it.run, it.findings, folder / name, against=it.against) for name, it in cases.items()}
+    return {name: write(case.run, case.findings, folder / name, against=case.against) for name, case in cases.items()}
 
 
 def test_a_page_is_one_small_file_and_asks_for_no_other(pages: dict[str, Path]) -> None:
@@ -92,7 +92,7 @@ def test_a_page_is_one_small_file_and_asks_for_no_other(pages: dict[str, Path]) 
         assert "default-src 'none'" in text
         assert re.findall(r"<(?:link|img|iframe|object|script[^>]*src)", text) == []
         assert text.count("</script>") == 4, "a name has ended a script"
-        assert sorted(it.name for it in path.parent.iterdir()) == sorted(
+        assert sorted(each_path.name for each_path in path.parent.iterdir()) == sorted(
             [PAGE, DATA, *([TRACE] if name != "hardly anything" else [])]
         )
 
@@ -102,7 +102,7 @@ def test_what_is_written_is_the_run(cases: dict[str, Case], pages: dict[str, Pat
         run = cases[name].run
         told = json.loads((path.parent / DATA).read_text())
         assert told["name"] == run.name
-        parts = {it["part"]: it["mean_s"] for it in told["step"]["parts"]}
+        parts = {item["part"]: item["mean_s"] for item in told["step"]["parts"]}
         assert list(parts) == list(PARTS)
         settled = run.parts_s[:, 1:] if len(run.steps) >= 5 else run.parts_s
         for place, part in enumerate(PARTS):
@@ -118,7 +118,7 @@ def test_thinning_keeps_the_peak_the_late_rank_and_the_units_that_are_waited_for
     memory = told["memory"]
     assert memory["labels"][memory["peak"]] == run.memory.labels[run.memory.peak]
     assert sum(values[memory["peak"]] for values in memory["by_state"].values()) == total.max()
-    assert 211 in [it["rank"] for it in told["timeline"]["ranks"]]
+    assert 211 in [item["rank"] for item in told["timeline"]["ranks"]]
     assert told["ranks"]["rows"][0]["rank"] == told["ranks"]["slowest"]["rank"] == 211
     assert told["ranks"]["slowest"]["part"] == "backward"
     row = next(place for place, name in enumerate(told["ranks"]["map"]["ranks"]) if name == "210 to 214")
@@ -128,7 +128,7 @@ def test_thinning_keeps_the_peak_the_late_rank_and_the_units_that_are_waited_for
     told = shown(made_run(ranks=1, units=700), ())
     assert told["units"]["rows"][0]["fqn"] == "layers.7"
     assert len(told["units"]["rows"]) < told["units"]["of"] == 700
-    waits = sum(it["gather_exposed_s"] + it["reduce_exposed_s"] for it in told["units"]["rows"])
+    waits = sum(item["gather_exposed_s"] + item["reduce_exposed_s"] for item in told["units"]["rows"])
     assert waits + told["units"]["left_out_s"] == pytest.approx(told["units"]["waited_s"], rel=1e-4)
 
 
@@ -146,10 +146,10 @@ def test_rows_of_tiers_add_up_to_what_there_is() -> None:
     told = shown(run, ())["tiers"]
     bytes_of = {row["name"]: row["nbytes"] for row in told["rows"]}
     assert list(bytes_of)[:3] == ["on the device", "on the CPU", "on the disk"]
-    for it in run.tiers:
-        assert bytes_of[f"on the {it.name}"] == sum(it.at_rest.values())
-        assert bytes_of.get(f"from the {it.name}, a step", 0) == pytest.approx(sum(it.comes.values()), rel=1e-5)
-        assert bytes_of.get(f"to the {it.name}, a step", 0) == pytest.approx(sum(it.goes.values()), rel=1e-5)
+    for tier in run.tiers:
+        assert bytes_of[f"on the {tier.name}"] == sum(tier.at_rest.values())
+        assert bytes_of.get(f"from the {tier.name}, a step", 0) == pytest.approx(sum(tier.comes.values()), rel=1e-5)
+        assert bytes_of.get(f"to the {tier.name}, a step", 0) == pytest.approx(sum(tier.goes.values()), rel=1e-5)
     assert told["away_bytes"] == bytes_of["on the CPU"] + bytes_of["on the disk"]
     assert told["moved_bytes"] == pytest.approx(sum(row["nbytes"] for row in told["rows"] if row["moves"]), rel=1e-5)
     for row in told["rows"]:
@@ -185,10 +185,12 @@ def test_cuts_of_shards_come_back_as_they_were() -> None:
     run = made_run(ranks=3, units=2)
     odd = replace(run.shards[0], fqn="odd", rows=((0, 1000), (1000, 1000), (1000, 3072)))
     told = shown(replace(run, shards=(*run.shards, odd)), ())["shards"]
-    for it in told["parameters"]:
-        (shard,) = [one for one in (*run.shards, odd) if one.fqn == it["fqn"]]
-        count = it["shape"][it["dim"]]
-        even = [min((rank + 1) * it["cut"], count) for rank in range(3)] if isinstance(it["cut"], int) else it["cut"]
+    for item in told["parameters"]:
+        (shard,) = [one for one in (*run.shards, odd) if one.fqn == item["fqn"]]
+        count = item["shape"][item["dim"]]
+        even = (
+            [min((rank + 1) * item["cut"], count) for rank in range(3)] if isinstance(item["cut"], int) else item["cut"]
+        )
         assert even == [stop for _, stop in shard.rows]
     assert sum(told["owned_bytes"]) == told["nbytes"]
 
@@ -197,13 +199,18 @@ def test_the_trace_holds_every_span(cases: dict[str, Case], pages: dict[str, Pat
     run = cases["faulty"].run
     with gzip.open(pages["faulty"].parent / TRACE, "rt") as file:
         events = json.load(file)["traceEvents"]
-    spans = [it for it in events if it["ph"] == "X"]
-    threads = {(it["pid"], it["tid"]): it["args"]["name"] for it in events if it["name"] == "thread_name"}
-    told = [(it["pid"], threads[it["pid"], it["tid"]], it["cat"], it["ts"], it["args"]["unit"]) for it in spans]
+    spans = [event for event in events if event["ph"] == "X"]
+    threads = {
+        (event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
+    told = [
+        (span["pid"], threads[span["pid"], span["tid"]], span["cat"], span["ts"], span["args"]["unit"])
+        for span in spans
+    ]
     assert told == [
-        (rank, it.lane, it.name, round(it.start_s * 1e6, 3), it.unit or "the root")
+        (rank, item.lane, item.name, round(item.start_s * 1e6, 3), item.unit or "the root")
         for rank, of_rank in run.spans.items()
-        for it in of_rank
+        for item in of_rank
     ]
 
 
@@ -261,9 +268,9 @@ def opened(browser: Any, path: Path | str, width: int, theme: str, complaints: l
     """The page when all is drawn; what the browser complains of is added to `complaints`."""
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=theme, offline=False)
     page = context.new_page()
-    page.on("console", lambda it: complaints.append(it.text) if it.type in ("error", "warning") else None)
-    page.on("pageerror", lambda it: complaints.append(str(it)))
-    page.on("request", lambda it: complaints.append(it.url) if it.url.startswith("http") else None)
+    page.on("console", lambda item: complaints.append(item.text) if item.type in ("error", "warning") else None)
+    page.on("pageerror", lambda item: complaints.append(str(item)))
+    page.on("request", lambda item: complaints.append(item.url) if item.url.startswith("http") else None)
     page.goto(path.as_uri() if isinstance(path, Path) else path)
     page.wait_for_selector("html[data-drawn]", state="attached", timeout=60_000)
     return page
@@ -344,7 +351,7 @@ def test_a_page_answers_within_a_second(pages: dict[str, Path]) -> None:
         session.send("Performance.enable", {"timeDomain": "threadTicks"})
         page.goto(pages["64 ranks and 500 units"].as_uri())
         page.evaluate("1 + 1")
-        spent = {it["name"]: it["value"] for it in session.send("Performance.getMetrics")["metrics"]}
+        spent = {item["name"]: item["value"] for item in session.send("Performance.getMetrics")["metrics"]}
         assert 0 < spent["TaskDuration"] < CPU_S, spent
 
 
@@ -446,7 +453,7 @@ def test_the_command_writes_the_page_and_says_the_verdict(
 def test_a_folder_without_a_run_is_one_line(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["report", *(it.format(empty=tmp_path) for it in words)]) == 2
+    assert main(["report", *(word.format(empty=tmp_path) for word in words)]) == 2
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1

@@ -104,7 +104,7 @@ def trained_with(
     for unit in units:
         assert {isinstance(param.local, OnDisk) for param in unit.params} <= {unit.rests_on_disk}
     if fraction == 1.0 and make is not plain_sgd:
-        assert all(all(on_the_disk(it)) for it in optimizers)
+        assert all(all(on_the_disk(optimizer)) for optimizer in optimizers)
     return left
 
 
@@ -158,7 +158,7 @@ def look(folder: Path) -> None:
             optimizer.step()
             optimizer.zero_grad()
         loss_of(model, my_part(batch(5))).backward()
-        left.append([norm.full_tensor(), [it.full_tensor() for it in kept if it is not None], wholes(model)])
+        left.append([norm.full_tensor(), [item.full_tensor() for item in kept if item is not None], wholes(model)])
         optimizer.zero_grad(set_to_none=False)
         assert all(not param.grad.full_tensor().any() for param in trained(model))
         optimizer.zero_grad()

@@ -131,7 +131,9 @@ def test_strategies_give_one_another_s_bits_on_two_axes(recipe):
 
 
 @EACH_RECIPE
-@pytest.mark.parametrize("shape", [(2,), ON_FOUR, *(pytest.param(it, marks=pytest.mark.slow) for it in ((3,), (2, 2)))])
+@pytest.mark.parametrize(
+    "shape", [(2,), ON_FOUR, *(pytest.param(item, marks=pytest.mark.slow) for item in ((3,), (2, 2)))]
+)
 def test_ranks_agree_on_everything_but_their_own_losses(recipe, shape):
     first, *others = (of_rank[recipe, "zero3"] for of_rank in traces(*shape))
     for other in others:

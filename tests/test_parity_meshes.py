@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.mixture = experts.MoE()
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
-        q, k, v = (it.unflatten(-1, (4, -1)).transpose(1, 2) for it in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (item.unflatten(-1, (4, -1)).transpose(1, 2) for item in self.qkv(self.norm(x)).chunk(3, -1))
         x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         x = x + self.down(F.gelu(self.up(x)))
         return (self.mixture(x.flatten(0, 1)).unflatten(0, x.shape[:2]),)

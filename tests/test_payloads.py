@@ -65,7 +65,7 @@ def whole_values(model: nn.Module) -> dict[str, Any]:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([it for it in model.parameters() if it.requires_grad], lr=1e-2, foreach=False)
+    return torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2, foreach=False)
 
 
 def step(model: Any, optimizer: torch.optim.Optimizer, number: int, *, microbatches: int = 1) -> list[Any]:
@@ -106,7 +106,9 @@ def test_they_learn_the_bits_of_one_process(world):
 def strategies_agree() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for kind in (Weight, DecodedWeight):
-        first, *others = (learn(kind, 1, partial(fully_shard, strategy=it, mesh=mesh)) for it in ("hsdp", "hsdp_zero2"))
+        first, *others = (
+            learn(kind, 1, partial(fully_shard, strategy=item, mesh=mesh)) for item in ("hsdp", "hsdp_zero2")
+        )
         for other in others:
             assert_same(other, first)
     assert_same(learn(Weight, 1, partial(fully_shard, mesh=mesh, strategy="hsdp"))[0], learn(Weight, 1, leave)[0])
@@ -193,15 +195,17 @@ def memory() -> None:
     units = units_in(model)[1:]
     with recording() as record:
         loss = model(inputs(0)).square().mean()
-    assert all(it.present_apart_nbytes == 0 for unit in units for it in unit.param_groups)
-    assert all(sum(it.apart_nbytes for it in unit.param_groups) > 3 * WIDTH * HIDDEN for unit in units)
+    assert all(param_group.present_apart_nbytes == 0 for unit in units for param_group in unit.param_groups)
+    assert all(
+        sum(param_group.apart_nbytes for param_group in unit.param_groups) > 3 * WIDTH * HIDDEN for unit in units
+    )
     balance = {unit.name: 0 for unit in units}
     for event in record.events:
         if event.origin.unit in balance and event.name in ("allocate", "free"):
             balance[event.origin.unit] += event.nbytes if event.name == "allocate" else -event.nbytes
     assert set(balance.values()) == {0}
     loss.backward()
-    assert all(it.present_apart_nbytes == 0 for unit in units for it in unit.param_groups)
+    assert all(param_group.present_apart_nbytes == 0 for unit in units for param_group in unit.param_groups)
 
 
 def test_what_was_gathered_is_freed_between_forward_and_backward():
@@ -226,7 +230,7 @@ def see_what_is_called() -> None:
     before = (rows, WIDTH), 2, (HIDDEN, WIDTH), (WIDTH, 1), layer, policy
     after = [(f"step {number}", torch.bfloat16, number == 0) for number in range(3)]
     assert Weight.calls == [before, after[0], before, after[1], before, after[2]]
-    assert all(it is seen[0] and isinstance(it, Operand) and isinstance(it, nn.Parameter) for it in seen)
+    assert all(item is seen[0] and isinstance(item, Operand) and isinstance(item, nn.Parameter) for item in seen)
     assert tuple(seen[0].shape) == (HIDDEN, WIDTH)
     assert isinstance(layer.weight, DTensor) and type(layer.weight._local_tensor) is Weight
 
@@ -279,7 +283,7 @@ def build_on_meta() -> None:
         model = fully_shard(nn.Sequential(LowLinear(WIDTH, HIDDEN), LowLinear(HIDDEN, 4)))
     model.to_empty(device="cpu")
     plain = nn.Sequential(LowLinear(WIDTH, HIDDEN), LowLinear(HIDDEN, 4))
-    model.load_state_dict({name: values_of(it) for name, it in plain.state_dict().items()})
+    model.load_state_dict({name: values_of(item) for name, item in plain.state_dict().items()})
     other = torch.Generator().manual_seed(dist.get_rank())
     assert torch.isfinite(model(torch.randn(3, WIDTH, generator=other))).all()
     assert_same(whole_values(model)["0.weight"], model.state_dict()["0.weight"].full_tensor())

@@ -236,7 +236,9 @@ def visits(pipeline: Pipeline) -> dict[str, int]:
     actions = getattr(pipeline.schedule, "pipeline_order_with_comms", None)
     if actions is None:
         return dict.fromkeys((f"stage {number}" for number in pipeline.numbers), 1)
-    return Counter(f"stage {it.stage_index}" for it in actions[pipeline.rank] if it.computation_type.name == "UNSHARD")
+    return Counter(
+        f"stage {action.stage_index}" for action in actions[pipeline.rank] if action.computation_type.name == "UNSHARD"
+    )
 
 
 def count_collectives(strategy: str) -> None:

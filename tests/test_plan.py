@@ -118,9 +118,9 @@ def test_steps_of_few_rows_tell_of_more(name):
     program = Program(strategy="zero3")
     few = sketch(subject, H100, program, shortens=False)
     many = take_steps(subject, H100, program, {}, (5, 5, 6), 1.0, None)
-    for it in ("flops", "skipped_flops"):
-        assert sum(getattr(each, it, 0) for each in few.tapes[0].at(5)) == sum(
-            getattr(each, it, 0) for each in many.one
+    for item in ("flops", "skipped_flops"):
+        assert sum(getattr(each, item, 0) for each in few.tapes[0].at(5)) == sum(
+            getattr(each, item, 0) for each in many.one
         )
     told, taken = few.figures(5, 1), replace(few, _tapes=[many], _found={}).figures(5, 1)
     assert few.tapes[0].rows == (2 if name == "batch first" else 1)
@@ -132,7 +132,7 @@ def test_lists_of_like_blocks_are_found_and_put_back():
     model = nn.ModuleDict({"first": nn.Sequential(*[nn.Linear(3, 3) for _ in range(7)]), "few": nn.ModuleList()})
     model["other"] = nn.Sequential(nn.Linear(3, 4), *[nn.Linear(4, 4) for _ in range(7)])
     model["switched"] = nn.ModuleList(nn.Dropout() for _ in range(7))
-    assert [(it.fqn, it.length) for it in block_lists(model)] == [("first", 7)]
+    assert [(block_list.fqn, block_list.length) for block_list in block_lists(model)] == [("first", 7)]
     before = list(model["first"])
     for blocks, rest in shortened(model, {"first": 3}):
         assert len(blocks) == 3
@@ -141,7 +141,7 @@ def test_lists_of_like_blocks_are_found_and_put_back():
 
 
 def test_no_program_takes_less_than_its_states():
-    summed = [Program(strategy=it, accumulates=True, syncs_each=True) for it in ("zero1", "zero2")]
+    summed = [Program(strategy=item, accumulates=True, syncs_each=True) for item in ("zero1", "zero2")]
     for program in (Program(strategy="zero3"), Program(strategy="zero1", accumulates=True), *summed):
         for subject in (gpt(), gpt(layers=48, seq=1)):
             question = Question(subject=subject, cluster=H100, global_batch=32)
@@ -167,13 +167,13 @@ def test_the_recommended_plan_fits_and_is_the_fastest_that_does(plan):
     assert plan.best is not None and plan.best.figures.needed_bytes <= usable
     shapes = [(made.sketch, *shape) for made in plan.found for shape in plan.question.shapes_of(made.sketch.program)]
     every = [made.figures(rows, count) for made, rows, count in shapes]
-    assert plan.best.figures.step_s == min(it.step_s for it in every if it.needed_bytes <= usable)
+    assert plan.best.figures.step_s == min(item.step_s for item in every if item.needed_bytes <= usable)
     assert plan.runner_up.sketch.program.strategy != plan.best.sketch.program.strategy
-    for it in every:
-        assert it.candidate.rows * it.candidate.microbatches * TWO_HOSTS.world == 64
-        assert sum(it.by_state.values()) == pytest.approx(it.peak_bytes, rel=0.01)
-        assert sum(it.limits.values()) == pytest.approx(it.step_s, rel=0.05)
-        assert 0 < it.flops_utilisation < 1 and set(it.limits) == set(LIMITS)
+    for item in every:
+        assert item.candidate.rows * item.candidate.microbatches * TWO_HOSTS.world == 64
+        assert sum(item.by_state.values()) == pytest.approx(item.peak_bytes, rel=0.01)
+        assert sum(item.limits.values()) == pytest.approx(item.step_s, rel=0.05)
+        assert 0 < item.flops_utilisation < 1 and set(item.limits) == set(LIMITS)
 
 
 def fail_like_autograd_in_a_fork(*args: Any) -> None:
@@ -185,8 +185,8 @@ def test_where_forks_cannot_run_backward_the_plan_is_the_same(plan, monkeypatch)
     for in_fork in (planner_workers._run_backward, planner_workers._sketched):
         monkeypatch.setattr(planner_workers, in_fork.__name__, fail_like_autograd_in_a_fork)
     other = search(asked())
-    assert [(it.sketch.program, it.figures) for it in other.found] == [
-        (it.sketch.program, it.figures) for it in plan.found
+    assert [(item.sketch.program, item.figures) for item in other.found] == [
+        (item.sketch.program, item.figures) for item in plan.found
     ]
     assert not planner_workers._ASKED
 
@@ -216,16 +216,16 @@ def test_without_gradients_to_keep_zero1_and_zero2_are_alike():
     """So one of them is looked at."""
     for accumulates in (False, True):
         one, two = (
-            sketch(gpt(), H100, Program(strategy=it, accumulates=accumulates, syncs_each=accumulates))
-            for it in ("zero1", "zero2")
+            sketch(gpt(), H100, Program(strategy=item, accumulates=accumulates, syncs_each=accumulates))
+            for item in ("zero1", "zero2")
         )
         for rows in (1, 4):
-            first, second = (it.figures(rows, 1 + accumulates) for it in (one, two))
+            first, second = (item.figures(rows, 1 + accumulates) for item in (one, two))
             assert (first.flops, first.sent_bytes) == (second.flops, second.sent_bytes)
             assert second.peak_bytes <= first.peak_bytes
             assert second.step_s == pytest.approx(first.step_s, rel=0.01)
-    every = [it for it in programs(H100, checkpointing=("none",)) if it.strategy in ("zero1", "zero2")]
-    assert {(it.strategy, it.accumulates, it.syncs_each) for it in every} == {
+    every = [program for program in programs(H100, checkpointing=("none",)) if program.strategy in ("zero1", "zero2")]
+    assert {(item.strategy, item.accumulates, item.syncs_each) for item in every} == {
         ("zero1", False, False),
         ("zero1", True, False),
         ("zero2", True, False),
@@ -250,7 +250,7 @@ def test_a_slower_network_is_never_faster(plan):
         again = found.sketch.on(slower).figures(candidate.rows, candidate.microbatches)
         assert again.step_s >= found.figures.step_s
     with Workers(plan.question) as workers:
-        assert any(it.change == "Half the network" and it.of_best <= 1.001 for it in what_ifs(plan, workers))
+        assert any(item.change == "Half the network" and item.of_best <= 1.001 for item in what_ifs(plan, workers))
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_nothing_fits_and_that_is_said():
 def test_where_nothing_fits_the_least_is_on_the_disk_that_does(plan, monkeypatch):
     """Memory falls by the share of states, but for buffers; the step waits for the disk, and no longer than that."""
     monkeypatch.setattr("fullshard.planner.sketch.PORTION_NBYTES", 1000)
-    made = next(it.sketch for it in plan.found if it.sketch.program.strategy == "zero3")
+    made = next(item.sketch for item in plan.found if item.sketch.program.strategy == "zero3")
     states = made.states_bytes
     assert states == pytest.approx(states_bytes_of(made), rel=0.02)
     whole = made.figures(1, made.program.accumulates + 1)
@@ -292,7 +292,9 @@ def test_where_nothing_fits_the_least_is_on_the_disk_that_does(plan, monkeypatch
 
 
 def states_bytes_of(made: Any) -> float:
-    return sum(2 * it.numel() * it.element_size() for it in made.subject.model.parameters()) / made.cluster.world
+    return (
+        sum(2 * param.numel() * param.element_size() for param in made.subject.model.parameters()) / made.cluster.world
+    )
 
 
 # Of a model of which 1.40 GB are usable; it needs 1.72 GB with all on the device.
@@ -351,7 +353,7 @@ def test_the_least_is_on_the_cpu_that_fits(part):
 
 def numel(question: Question) -> int:
     assert question.subject.model is not None
-    return sum(it.numel() for it in question.subject.model.parameters())
+    return sum(param.numel() for param in question.subject.model.parameters())
 
 
 def run_pasted(question: Question, found: Any) -> dry.Tape:
@@ -374,20 +376,20 @@ def test_the_cpu_steps_once_a_step_however_many_microbatches():
     made = asked(cluster=H100).asked(Program(strategy="zero3", accumulates=True, cpu=1.0))
     machine = H100.hardware
     slow = made.on(replace(machine, host_memory_bytes_per_s=machine.host_memory_bytes_per_s / 100))
-    (few, many), (slow_few, slow_many) = ([it.figures(1, count).step_s for count in (2, 12)] for it in (made, slow))
+    (few, many), (slow_few, slow_many) = ([item.figures(1, count).step_s for count in (2, 12)] for item in (made, slow))
     assert slow_few > 1.2 * few
     assert slow_many - slow_few == pytest.approx(many - few, rel=0.01)
 
 
 def test_where_the_cpu_computes_none_are_elsewhere():
     cluster = Cluster(hardware=measured_here(), hosts=1, per_host=2, share=1e-6)
-    assert not any(it.sketch.program.cpu for it in search(asked(cluster=cluster, strategies=("zero3",))).found)
+    assert not any(item.sketch.program.cpu for item in search(asked(cluster=cluster, strategies=("zero3",))).found)
 
 
 def test_programs_are_those_of_the_machines():
-    assert {it.strategy for it in programs(TWO_HOSTS)} == set(STRATEGIES)
-    assert {it.strategy for it in programs(H100)} == {"ddp", "zero1", "zero2", "zero3"}
-    assert {it.strategy for it in programs(replace(H100, per_host=1))} == {"ddp"}
+    assert {program.strategy for program in programs(TWO_HOSTS)} == set(STRATEGIES)
+    assert {program.strategy for program in programs(H100)} == {"ddp", "zero1", "zero2", "zero3"}
+    assert {program.strategy for program in programs(replace(H100, per_host=1))} == {"ddp"}
     assert share_rows(64, 16) == [1, 2, 4]
 
 
@@ -689,7 +691,7 @@ def test_the_largest_microbatch_is_that_of_all_programs():
     question = asked(cluster=tight, global_batch=None, largest=True, checkpointing=("none", "every-1"), most=2)
     found, every = search(replace(question, exhaustive=False)), search(question)
     assert len(found.found) == 2 < len(every.found)
-    assert max(it.largest for it in found.found) == max(it.largest for it in every.found)
+    assert max(item.largest for item in found.found) == max(item.largest for item in every.found)
 
 
 def test_the_fewest_ranks_are_those_on_which_it_just_fits():
@@ -713,7 +715,7 @@ def test_what_comes_nearest_to_fitting_is_named():
     tight = replace(question, cluster=replace(question.cluster, share=share))
     with Workers(tight) as workers:
         likes = nearest(tight, program, workers)
-    assert [(it.sketch.program.checkpointing, it.fits) for it in likes] == [("every-1", True), ("none", False)]
+    assert [(like.sketch.program.checkpointing, like.fits) for like in likes] == [("every-1", True), ("none", False)]
     (line,) = nearest_lines(tight, likes[1], likes)
     assert line.startswith("Nearest to fitting: zero2, checkpoints every-1, rows 1 x 1: ") and "fits, with" in line
 
@@ -793,7 +795,7 @@ OWN = ["--model", "my_training:make_model", "--batch", "my_training:make_batch"]
         ),
         (["--model", "torch.nn:Identity", "--batch", "my_training:make_batch"], "without trained parameters"),
     ],
-    ids=lambda it: " ".join(it) if isinstance(it, list) else None,
+    ids=lambda item: " ".join(item) if isinstance(item, list) else None,
 )
 def test_bad_input_is_answered(models, monkeypatch, tmp_path, argv, said):
     monkeypatch.setattr(watch, "_ENDLESS", 100)

@@ -71,7 +71,7 @@ def test_segments_are_of_the_sizes_that_torch_documents():
 def test_the_device_has_no_more_than_its_room(wishes, room):
     """Free segments go back before more than that is asked for; and nothing is asked anew where there is room."""
     allocator, endless = CachingAllocator(room=room * MIB), CachingAllocator()
-    held, as_many = (blocks_after(it, wishes) for it in (allocator, endless))
+    held, as_many = (blocks_after(item, wishes) for item in (allocator, endless))
     assert allocator.failures or allocator.reserved <= room * MIB
     assert allocator.allocated == sum(block.nbytes for block, _, _ in held) <= allocator.reserved
     if endless.reserved <= room * MIB:

@@ -42,7 +42,7 @@ def sketches() -> dict[Program, Sketch]:
 
 @cache
 def figures() -> dict[Program, list[Figures]]:
-    return {it: [made.figures(*shape) for shape in QUESTION.shapes_of(it)] for it, made in sketches().items()}
+    return {item: [made.figures(*shape) for shape in QUESTION.shapes_of(item)] for item, made in sketches().items()}
 
 
 class Ready(Workers):
@@ -70,18 +70,20 @@ class Ready(Workers):
 )
 def test_a_search_finds_what_the_search_of_everything_finds(place, times, kept, chosen, at_once):
     """Within what it calls no matter. And what it leaves out as too large is."""
-    needed = sorted(it.needed_bytes for each in figures().values() for it in each)
+    needed = sorted(item.needed_bytes for each in figures().values() for item in each)
     usable = needed[int(place * (len(needed) - 1))] * times
     machine = replace(TWO_HOSTS.hardware, memory_bytes=usable, host_memory_bytes=0.0)
     cluster = replace(TWO_HOSTS, hardware=machine, share=1.0)
     question = replace(QUESTION, cluster=cluster, checkpointing=sorted(kept), strategies=sorted(chain(*chosen)))
-    of_all = {it: figures()[it] for it in question.programs()}
-    best_s = min((it.step_s for each in of_all.values() for it in each if it.needed_bytes <= usable), default=None)
+    of_all = {program: figures()[program] for program in question.programs()}
+    best_s = min(
+        (item.step_s for each in of_all.values() for item in each if item.needed_bytes <= usable), default=None
+    )
     if best_s is None:
         return
     plan = _searched(question, question.programs(), Ready(at_once))
     assert plan.best is not None
     assert NO_MATTER * plan.fitting[0].figures.step_s <= best_s
-    too_large = sum(min(it.needed_bytes for it in each) > usable for each in of_all.values())
+    too_large = sum(min(item.needed_bytes for item in each) > usable for each in of_all.values())
     assert sum(count for reason, count in plan.left_out.items() if "fit" in reason) <= too_large
     assert len(plan.found) + sum(plan.left_out.values()) == len(of_all)

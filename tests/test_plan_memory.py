@@ -33,7 +33,7 @@ def test_states_add_up_to_what_is_alive(strategy):
     assert peak.nbytes == sum(peak.by_state.values()) == tape.peak_bytes()
     assert all(nbytes >= 0 for _, held in memory_curve(tape) for nbytes in held.values())
     assert f"{peak.nbytes:,} bytes in {peak.origin.phase.value} of " in str(peak)
-    assert peak.largest == tuple(sorted(peak.largest, key=lambda it: -it[0]))
+    assert peak.largest == tuple(sorted(peak.largest, key=lambda item: -item[0]))
     assert sum(nbytes for nbytes, _ in peak.largest) <= peak.nbytes
     most = {state: max(held.get(state, 0) for _, held in memory_curve(tape)) for state in State}
     assert most[State.OPTIMIZER] == ledger.optimizer_state

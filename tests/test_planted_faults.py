@@ -6,26 +6,26 @@ cores do is planted by `benchmarks/planted_faults.py` alone, which prints the ta
 import pytest
 from benchmarks.planted_faults import FAULTS, HEALTHY, PLANTS, answers
 
-MEASURED = [it for it in FAULTS if not it.of_cores]
+MEASURED = [fault for fault in FAULTS if not fault.of_cores]
 
 
 @pytest.fixture(scope="module")
 def told():
-    return {it.plant.title: it for it in answers(pretended_clock=True)}
+    return {answer.plant.title: answer for answer in answers(pretended_clock=True)}
 
 
-@pytest.mark.parametrize("plant", MEASURED, ids=lambda it: it.title)
+@pytest.mark.parametrize("plant", MEASURED, ids=lambda item: item.title)
 def test_a_planted_fault_is_told(told, plant):
     """It costs more than whatever else there is."""
     assert told[plant.title].is_right, told[plant.title].findings
 
 
-@pytest.mark.parametrize("plant", HEALTHY, ids=lambda it: it.title)
+@pytest.mark.parametrize("plant", HEALTHY, ids=lambda item: item.title)
 def test_a_healthy_run_has_no_cause(told, plant):
     assert told[plant.title].is_right, told[plant.title].findings
 
 
 def test_there_are_enough_of_both():
-    assert len({it.cause for it in FAULTS}) >= 14
+    assert len({fault.cause for fault in FAULTS}) >= 14
     assert len(HEALTHY) >= 14
-    assert len({it.title for it in PLANTS}) == len(PLANTS)
+    assert len({plant.title for plant in PLANTS}) == len(PLANTS)

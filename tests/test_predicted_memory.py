@@ -36,7 +36,10 @@ def steps(strategy: str) -> None:
 
 def told(tape: dry.Tape) -> tuple[int, list[Any], Counter[str]]:
     """The peak; what was sent; and how often each operation was done from the first forward on."""
-    sent = [(it.name, it.origin, it.sent_bytes, it.messages, it.ranks) for it in tape.collectives()]
+    sent = [
+        (collective.name, collective.origin, collective.sent_bytes, collective.messages, collective.ranks)
+        for collective in tape.collectives()
+    ]
     start = next(i for i, entry in enumerate(tape.entries) if entry.origin.phase is Phase.FORWARD)
     done = Counter(entry.name for entry in tape.entries[start:] if isinstance(entry, Operation))
     return tape.peak_bytes(), sent, done
@@ -67,7 +70,11 @@ def test_a_dry_run_of_cpu_ranks_is_what_they_do(world):
             real_peak, really_sent, really_done = reals[rank][i]
             assert sent == really_sent, strategy
             assert done == really_done, strategy
-            blocks = sum(sorted(it.own_nbytes for it in tape.of(Allocation) if it.ranks > 1)[-2 * world :])
+            blocks = sum(
+                sorted(allocation.own_nbytes for allocation in tape.of(Allocation) if allocation.ranks > 1)[
+                    -2 * world :
+                ]
+            )
             assert abs(peak - real_peak) <= blocks, strategy  # of two collectives, as ranks' pace decides
 
 
@@ -101,7 +108,7 @@ def test_no_pretended_rank_is_left_to_those_that_have_a_gpu():
 
     with dry.world(2), dry.taped(lanes="gpu"):
         steps("zero3")
-        assert not any(isinstance(it, PretendedCollectives) for it in routes._of_group._values.values())
+        assert not any(isinstance(value, PretendedCollectives) for value in routes._of_group._values.values())
 
 
 # -- models that have been seen to hang or fail -----------------------------------------------------------------------

@@ -29,9 +29,9 @@ def test_a_step_of_few_blocks_tells_of_one_of_many():
 def test_each_microbatch_reduces_and_fsdp1_has_its_copies_there():
     task = Task(shape=SHAPE, world=8)
     entries = second_step(task, 3, 2)
-    reduced = [it for it in entries if isinstance(it, Collective) and "reduce_scatter" in it.name]
+    reduced = [entry for entry in entries if isinstance(entry, Collective) and "reduce_scatter" in entry.name]
     assert len(reduced) == 2 * 4  # three blocks and the root, in each of two
-    added = [it for it in entries if isinstance(it, Operation) and it.name.startswith("fsdp1")]
+    added = [entry for entry in entries if isinstance(entry, Operation) and entry.name.startswith("fsdp1")]
     assert len(added) == 2 * len(reduced)
     ours = second_step(replace(task, is_fsdp1=False), 3, 2)
     assert len(ours) == len(entries) - len(added)
@@ -39,8 +39,8 @@ def test_each_microbatch_reduces_and_fsdp1_has_its_copies_there():
 
 def test_checkpointing_costs_a_forward_at_most():
     plain, again = (
-        lay_out(second_step(Task(shape=replace(SHAPE, checkpointing=it), world=8), 4, 1), COSTS).end
-        for it in (False, True)
+        lay_out(second_step(Task(shape=replace(SHAPE, checkpointing=item), world=8), 4, 1), COSTS).end
+        for item in (False, True)
     )
     assert plain < again < 4 / 3 * plain
 
@@ -69,7 +69,7 @@ def test_models_of_pytorchs_runs_have_the_sizes_that_were_published():
         shape = run.task.shape
         with torch.device("meta"):
             model = published.T5(shape, 1) if isinstance(shape, published.T5Shape) else published.Gpt(shape, 1)
-        blocks = run.blocks * sum(it.numel() for it in model.blocks.parameters())
+        blocks = run.blocks * sum(param.numel() for param in model.blocks.parameters())
         said = {"GPT 175B": 175e9, "GPT 1T": 1010e9, "T5 11B": 11.3e9}
         size = next(size for name, size in said.items() if run.name.startswith(name))
         assert blocks + model.tokens.weight.numel() == pytest.approx(size, rel=0.01)

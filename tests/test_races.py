@@ -489,7 +489,7 @@ def looked_through(among: tuple[Scenario, ...]) -> Sites:
 
 
 def of_strategy(strategy: str, *, common: bool) -> tuple[Scenario, ...]:
-    return tuple(it for it in scenarios() if it[0] == strategy and is_common(it) == common)
+    return tuple(scenario for scenario in scenarios() if scenario[0] == strategy and is_common(scenario) == common)
 
 
 common = pytest.mark.parametrize("strategy", STRATEGIES)

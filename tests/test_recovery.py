@@ -52,7 +52,7 @@ def learn(strategy: str, failures: dict[int, str]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["zero1", "zero3", *(pytest.param(it, marks=pytest.mark.slow) for it in ("ddp", "zero2"))]
+    "strategy", ["zero1", "zero3", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
 )
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_failed_step_leaves_no_trace(world, strategy):

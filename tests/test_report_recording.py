@@ -101,7 +101,7 @@ def test_a_step_is_split_by_turns_and_what_is_waited_for_is_cut_out(clock):
     record = recorder(taken)
     one_step(record, clock)
     one_step(record, clock)
-    assert [it.number for it in taken] == [1]  # whether it is over, the next forward tells
+    assert [item.number for item in taken] == [1]  # whether it is over, the next forward tells
     record.finish()
     for step in taken:
         expected = {"input": 1.0, "forward": 2.75, "backward": 3.0, "gather": 0.5, "reduce": 0.5}
@@ -151,9 +151,9 @@ def test_whatever_is_told_the_parts_add_up_to_the_clock_without_pauses(clock):
             turn(record, clock, rng.random(), IDLE)
         record.finish()
         assert len(taken) == 3
-        assert sum(it.step_s for it in taken) == pytest.approx(clock.now - start - paused)
-        assert all(it.step_s == pytest.approx(sum(it.parts_s.values())) for it in taken)
-        assert min(value for it in taken for value in it.parts_s.values()) >= 0
+        assert sum(item.step_s for item in taken) == pytest.approx(clock.now - start - paused)
+        assert all(item.step_s == pytest.approx(sum(item.parts_s.values())) for item in taken)
+        assert min(value for item in taken for value in item.parts_s.values()) >= 0
 
 
 @dataclass
@@ -230,7 +230,7 @@ def test_several_optimizers_make_one_step_and_steps_within_backward_end_with_it(
             turn(record, clock, 0.0, STEP)
             turn(record, clock, 1.0, IDLE)
     record.finish()
-    assert [it.step_s for it in taken] == [7.0, 7.0]
+    assert [item.step_s for item in taken] == [7.0, 7.0]
     assert taken[1].parts_s["optimizer"] == pytest.approx(3.0)
 
 
@@ -268,12 +268,22 @@ def train(folder: str | None, steps: int, *, torn: bool = False) -> Any:
             ends.append(time.perf_counter())
             optimizer.zero_grad()
             losses.append(loss.detach())
-            gathers = [it for it in record.collectives("all_gather") if it.origin.phase is not STEP]
-            counted.append((len(gathers), sum(it.sent_bytes for it in gathers)))
+            gathers = [
+                each_collective
+                for each_collective in record.collectives("all_gather")
+                if each_collective.origin.phase is not STEP
+            ]
+            counted.append((len(gathers), sum(gather.sent_bytes for gather in gathers)))
             if folder is not None:
                 report.log(loss=loss, learning_rate=0.05)
     ledger = measure_ledger(model, optimizer, lambda: model(inputs(0)).square().mean())
-    return ends, losses, counted, ledger, [it.param_groups[0].plan.rest_nbytes for it in fullshard_units(model)]
+    return (
+        ends,
+        losses,
+        counted,
+        ledger,
+        [fullshard_unit.param_groups[0].plan.rest_nbytes for fullshard_unit in fullshard_units(model)],
+    )
 
 
 def fullshard_units(model: nn.Module) -> list[Any]:
@@ -296,7 +306,7 @@ def test_a_run_that_is_recorded_has_the_bits_of_one_that_is_not(trained):
     _, told, _ = trained
     plain = run_ranks(2, train, None, STEPS)
     for mine, theirs in zip(told, plain, strict=True):
-        assert [it.item() for it in mine[1]] == [it.item() for it in theirs[1]]
+        assert [item.item() for item in mine[1]] == [their.item() for their in theirs[1]]
         assert mine[2] == theirs[2]
 
 
@@ -315,8 +325,10 @@ def test_steps_add_up_to_the_clock(trained):
 def test_units_are_told_of_as_the_engine_has_them(trained):
     _, told, run = trained
     counted = told[0][2][-1]
-    assert (sum(it.gathers for it in run.units), sum(it.gathered_bytes for it in run.units)) == pytest.approx(counted)
-    assert [it.fqn for it in run.units] == ["", *(f"layers.{n}" for n in range(len(run.units) - 1))]
+    assert (sum(unit.gathers for unit in run.units), sum(unit.gathered_bytes for unit in run.units)) == pytest.approx(
+        counted
+    )
+    assert [unit.fqn for unit in run.units] == ["", *(f"layers.{n}" for n in range(len(run.units) - 1))]
     for unit in run.units:
         assert (unit.gathers, unit.reductions) == ((2, 2) if not unit.fqn else (4, 2))
         assert 0 < unit.gather_exposed_s <= unit.gather_s * 1.001
@@ -350,7 +362,7 @@ def test_memory_by_state_is_that_of_the_ledger(trained):
     assert most[State.ACTIVATIONS] == pytest.approx(ledger.activations, rel=0.25)
     sums = sum(memory.by_state.values())
     assert memory.peak == int(np.argmax(sums))
-    assert sum(it.nbytes for it in memory.largest) <= sums[memory.peak]
+    assert sum(item.nbytes for item in memory.largest) <= sums[memory.peak]
     assert len(memory.at_s) == len(memory.labels) and (np.diff(memory.at_s) >= 0).all()
 
 
@@ -384,7 +396,7 @@ def test_a_torn_tail_and_a_missing_rank_are_tolerated_and_nothing_is_an_error(tr
         assert run.steps.tolist() == whole.steps.tolist()
         assert np.isnan(run.step_s[1, 3:]).all() and not np.isnan(run.step_s[:, :3]).any()
     path.unlink()
-    assert [it.rank for it in read_run(folder).ranks] == [0]
+    assert [rank.rank for rank in read_run(folder).ranks] == [0]
     path_of(folder, 0).unlink()
     with pytest.raises(fullshard.ConfigError, match="no run is recorded there"):
         read_run(folder)
@@ -420,7 +432,7 @@ def test_lines_of_steps_grow_with_the_logarithm_of_their_number(monkeypatch, tmp
 
     run = run_alone(one)
     assert run.steps.tolist() == [*range(3, 9), *range(10, 26, 2), *range(28, 60, 4), 60][: len(run.steps)]
-    assert len([it for it in lines_in(path_of(tmp_path, 0)) if it["kind"] == "step"]) <= 25
+    assert len([line for line in lines_in(path_of(tmp_path, 0)) if line["kind"] == "step"]) <= 25
 
 
 def run_alone(function: Any) -> Any:
@@ -468,7 +480,9 @@ def test_callbacks_of_trainers_record_what_the_trainers_log(tmp_path):
             trainer.logged_metrics = {"loss": torch.tensor(float(number)), "grad_norm": 2.0 * number, "text": "no"}
             callback.on_train_batch_end(trainer, model, None, None, 0)
 
-        steps(lambda it: callback.on_train_start(trainer, it), log, lambda it: callback.on_train_end(trainer, it))
+        steps(
+            lambda item: callback.on_train_start(trainer, item), log, lambda item: callback.on_train_end(trainer, item)
+        )
 
     for number, train_by in enumerate((by_transformers, by_lightning)):
         folder = tmp_path / str(number)

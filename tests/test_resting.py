@@ -57,9 +57,11 @@ def travelled(
     before = travel.total
     for _ in range(2):
         step(model, optimizer, microbatches, clips)
-    found = {key: (it.came / 2, it.went / 2) for key, it in travel.since(before).items() if it.came or it.went}
+    found = {
+        key: (item.came / 2, item.went / 2) for key, item in travel.since(before).items() if item.came or item.went
+    }
     foretold = predict_travel(model, microbatches=microbatches, clips=clips, activations=activations_away(model))
-    return found, {key: (it.came, it.went) for key, it in foretold.items()}
+    return found, {key: (item.came, item.went) for key, item in foretold.items()}
 
 
 LOOPS = [(1, False), (2, True)]
@@ -123,7 +125,7 @@ def test_a_step_moves_to_and_from_the_cpu_what_the_law_says():
 
 
 def summed(tiers: dict[str, Ledger], state: str) -> int:
-    return sum(getattr(it, state) for it in tiers.values())
+    return sum(getattr(tier, state) for tier in tiers.values())
 
 
 def tiers_of(folder: Path, beside: bool) -> None:
@@ -141,7 +143,7 @@ def tiers_of(folder: Path, beside: bool) -> None:
         assert summed(tiers, "parameters") == plain.parameters + copies, case
         assert summed(tiers, "gradients") == plain.gradients, case
         assert summed(tiers, "optimizer_state") == plain.optimizer_state + on_disk.buffer_nbytes, case
-        assert all(nbytes >= 0 for it in tiers.values() for nbytes in asdict(it).values()), case
+        assert all(nbytes >= 0 for tier in tiers.values() for nbytes in asdict(tier).values()), case
         if not beside:
             assert tiers["cpu"].total == 0
         share = case.get("parameters", {}).get("disk", 0.0)
@@ -181,18 +183,18 @@ def reported(folder: Path, share: float) -> tuple[Any, Any, str]:
 
 def test_a_report_has_what_rests_on_the_disk_and_what_a_step_moves(tmp_path):
     told, (tiers, moved), text = run_ranks(1, reported, tmp_path, 0.5)[0]
-    assert [it.name for it in told] == ["device", "disk"]
+    assert [item.name for item in told] == ["device", "disk"]
     device, disk = told
-    for it, ledger in ((device, tiers["device"]), (disk, tiers["disk"])):
+    for item, ledger in ((device, tiers["device"]), (disk, tiers["disk"])):
         for state in ("parameters", "gradients", "optimizer state"):
-            assert it.at_rest.get(state, 0) == getattr(ledger, state.replace(" ", "_")), (it.name, state)
+            assert item.at_rest.get(state, 0) == getattr(ledger, state.replace(" ", "_")), (item.name, state)
     assert device.at_rest["activations"] >= LAYERS * KEPT // 2
     assert not device.comes and not device.goes
     assert disk.comes.keys() == {state for _, state in moved}
-    for (_, state), it in moved.items():  # what is read ahead of the first forward that counts was read before it
+    for (_, state), element in moved.items():  # what is read ahead of the first forward that counts was read before it
         ahead = WIDTH * WIDTH * 4 / COUNTED if state == "parameters" else 0
-        assert it.came - ahead <= disk.comes[state] <= it.came, state
-    assert disk.goes == {state: it.went for (_, state), it in moved.items()}
+        assert element.came - ahead <= disk.comes[state] <= element.came, state
+    assert disk.goes == {state: item.went for (_, state), item in moved.items()}
     assert "on the disk" in text and "in a step of one microbatch" in text
 
 

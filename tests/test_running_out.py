@@ -72,7 +72,7 @@ class Logged(logging.Handler):
 def on_rank(folder: Path) -> dict[str, dict]:
     """All cases, in one process."""
     told = {"planted": train_until_it_raises(folder / "planted", [8] * 6, last=5)}
-    size = int(next(it for it in Path("/proc/self/status").read_text().splitlines() if "VmSize" in it).split()[1])
+    size = int(next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmSize" in line).split()[1])
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size * 1024 + 400 * MB, before[1]))
     told["limited"] = train_until_it_raises(folder / "limited", [8, 8, 8, 1_000_000])
@@ -97,8 +97,8 @@ def test_an_error_of_the_allocator_names_the_page_and_the_largest_holders(told):
     assert (state.asked_bytes, state.where, state.rank) == (3 << 29, "2, forward", 0)
     assert sum(state.by_state.values()) > 0
     assert state.by_state[State.OPTIMIZER.value] >= 2 * 4 * WIDTH * (WIDTH + 1) * 4  # two moments of four blocks
-    assert list(state.largest) == sorted(state.largest, key=lambda it: -it.nbytes)
-    assert all(it.what in note for it in state.largest[:3])
+    assert list(state.largest) == sorted(state.largest, key=lambda item: -item.nbytes)
+    assert all(item.what in note for item in state.largest[:3])
     assert "planted" in note
     assert "ran out of memory in 2, forward" in told["planted"]["verdict"]
 
@@ -156,4 +156,4 @@ def test_a_container_that_is_nearly_full_is_told_once(told):
     """The page is written while there is memory for it; the run goes on."""
     assert told["near"]["notes"] == []
     assert told["near"]["state"].used_bytes == 99
-    assert sum("about to run out of memory" in it for it in told["near"]["logged"]) == 1
+    assert sum("about to run out of memory" in item for item in told["near"]["logged"]) == 1

@@ -662,7 +662,7 @@ def written_between_steps(write: Callable[[nn.Parameter], None], shard: Shard) -
     [
         write_by_no_grad,
         write_by_local_tensor,
-        *(pytest.param(it, marks=pytest.mark.slow) for it in (write_by_data, write_by_detach, write_by_foreach)),
+        *(pytest.param(item, marks=pytest.mark.slow) for item in (write_by_data, write_by_detach, write_by_foreach)),
     ],
 )
 @under_strategies

@@ -94,7 +94,7 @@ def go_there_and_back(folder: Path, strategies: tuple[str, ...]) -> None:
     assert_same(losses, losses[:1] * len(losses))
 
 
-@pytest.mark.parametrize("world", [1, 2, *(pytest.param(it, marks=pytest.mark.slow) for it in (3, 4))])
+@pytest.mark.parametrize("world", [1, 2, *(pytest.param(item, marks=pytest.mark.slow) for item in (3, 4))])
 def test_weights_go_out_and_come_back(tmp_path, world):
     """In several files, at every world size; into models that have other numbers, and that have no memory yet."""
     run_ranks(world, go_there_and_back, tmp_path, FEW[world])
@@ -429,7 +429,7 @@ def lose(folder: Path) -> str:
 
 
 def test_a_file_that_one_rank_does_not_see_is_an_error_on_every_rank(tmp_path):
-    said = [re.sub("^loading [^:]*: ", "", it) for it in run_ranks(2, lose, tmp_path)]
+    said = [re.sub("^loading [^:]*: ", "", run_rank) for run_rank in run_ranks(2, lose, tmp_path)]
     assert said[0] == said[1]
     assert said[0].startswith("rank 1: ")
     assert "expected a safetensors file, found one that cannot be read (No such file or directory" in said[0]
@@ -659,7 +659,7 @@ def test_a_tensor_that_files_have_in_parts_is_read_as_one(tmp_path):
     opened = tensor_files.open_tensor_files(tmp_path)
     files = opened.with_merged(experts_of(opened.tensors))
     expected = torch.stack([torch.cat([parts[f"{i}.gate"], parts[f"{i}.up"]]) for i in range(3)])
-    assert {name: it.shape for name, it in files.tensors.items()} == {"experts": (3, 5, 4), "norm": (4,)}
+    assert {name: tensor.shape for name, tensor in files.tensors.items()} == {"experts": (3, 5, 4), "norm": (4,)}
     for spans in product(*([range(a, b) for a in range(n + 1) for b in range(a, n + 1)] for n in (3, 5, 4))):
         [(_, found)] = files.read({"it": ("experts", spans)})
         assert_same(found, expected[tuple(slice(span.start, span.stop) for span in spans)])

@@ -349,7 +349,7 @@ def ignored_and_replaced() -> None:
     model.to_empty(device="cpu")
     torch.nn.init.ones_(model[0].weight)
     model(torch.ones(2, 4)).sum().backward()
-    model[1].load_state_dict({name: torch.ones_like(it) for name, it in model[1].state_dict().items()}, assign=True)
+    model[1].load_state_dict({name: torch.ones_like(item) for name, item in model[1].state_dict().items()}, assign=True)
     model[1].requires_grad_(True)
     model(torch.ones(2, 4)).sum().backward()
 

@@ -630,7 +630,7 @@ def sockets_of_other_runs(ours: str) -> set[str]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # gone by now
             if ours.encode() not in (process / "environ").read_bytes():
-                found |= {os.readlink(it).removeprefix("socket:[").rstrip("]") for it in (process / "fd").iterdir()}
+                found |= {os.readlink(path).removeprefix("socket:[").rstrip("]") for path in (process / "fd").iterdir()}
     return found
 
 

@@ -70,7 +70,7 @@ def test_calls_share_processes_and_the_numbers_of_a_new_one():
     assert run_ranks(2, random) == run_ranks(2, random)
 
 
-@pytest.mark.parametrize("switch", SWITCHES, ids=lambda it: getattr(it, "func", it).__name__)
+@pytest.mark.parametrize("switch", SWITCHES, ids=lambda switch: getattr(switch, "func", switch).__name__)
 def test_ranks_that_are_not_as_they_were_found_are_replaced(switch):
     flipped = run_ranks(2, flip, switch)
     assert set(flipped).isdisjoint(run_ranks(2, train))

@@ -67,10 +67,10 @@ def go_on_from_snapshots() -> None:
         assert [param.to_local().data_ptr() for param in run["model"].parameters()] == addresses
         new = begun(strategy)  # in a process that has taken no step
         assert restore_snapshot(pickle.loads(pickle.dumps(taken)), **new) == {"at": 3}
-        for it in (run, new):
+        for item in (run, new):
             for number in range(3, 6):
-                step(it, number)
-            assert_same(state_of(it), state_of(left_alone))
+                step(item, number)
+            assert_same(state_of(item), state_of(left_alone))
 
         restore_snapshot(at_start, **run)  # from before the optimizer had any state
         for number in range(6):

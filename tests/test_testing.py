@@ -279,7 +279,7 @@ def compare_cut(rows: int, place: int) -> str:
     expected = torch.arange(3.0 * rows).reshape(rows, 3)
     changed = expected.clone()
     changed[place, 2] = -1.0
-    ours, same, theirs = (distribute_tensor(it, mesh, [Shard(0)]) for it in (changed, expected, expected))
+    ours, same, theirs = (distribute_tensor(item, mesh, [Shard(0)]) for item in (changed, expected, expected))
     assert_same(same, theirs)
     assert_same(same, expected)
     try:

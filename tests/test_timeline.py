@@ -39,7 +39,7 @@ def gather(lane: str, nbytes: int, ranks: tuple[int, ...] = (0, 1)) -> Collectiv
 
 
 def spans(timeline: Timeline, lane: str) -> list[tuple[float, float]]:
-    return [(it.start, it.end) for it in timeline.placed if it.entry.lane == lane]
+    return [(item.start, item.end) for item in timeline.placed if item.entry.lane == lane]
 
 
 def test_lanes_run_beside_each_other_and_the_host_asks_in_order():
@@ -144,16 +144,18 @@ def tapes(draw: Any) -> list[Entry]:
 @given(tapes())
 def test_nothing_overlaps_on_a_lane_and_no_second_is_lost(entries):
     timeline = lay_out(entries, COSTS)
-    assert [it.entry for it in timeline.placed] == [it for it in entries if isinstance(it, Operation | Collective)]
+    assert [item.entry for item in timeline.placed] == [
+        entry for entry in entries if isinstance(entry, Operation | Collective)
+    ]
     for lane in LANES:
         ran = spans(timeline, lane)
         assert all(end <= start for (_, end), (start, _) in pairwise(ran))
-        waited = [(it.start, it.end) for it in timeline.stalls if it.lane == lane]
+        waited = [(stall.start, stall.end) for stall in timeline.stalls if stall.lane == lane]
         together = sorted([*ran, *waited])
         idle = [start - end for (_, end), (start, _) in zip([(0.0, 0.0), *together], together, strict=False)]
         assert all(gap >= 0 for gap in idle)  # a lane waits or runs
         assert sum(idle) == pytest.approx(timeline.starved_s(lane))
-    carried = sorted((it.start, it.end) for it in timeline.placed if isinstance(it.entry, Collective))
+    carried = sorted((item.start, item.end) for item in timeline.placed if isinstance(item.entry, Collective))
     assert all(end <= start for (_, end), (start, _) in pairwise(carried))
 
 
@@ -173,9 +175,9 @@ def test_nothing_starts_before_what_it_waits_for(entries):
     done, reached = dict.fromkeys((*LANES, "host"), 0.0), dict[int, float]()
     for entry in entries:
         if isinstance(entry, Operation | Collective):
-            it = next(placed)
-            assert it.start >= max(done[entry.lane], it.asked)
-            done[entry.lane] = it.end
+            item = next(placed)
+            assert item.start >= max(done[entry.lane], item.asked)
+            done[entry.lane] = item.end
         elif isinstance(entry, Recorded):
             reached[entry.mark] = done[entry.lane]
         elif isinstance(entry, Waited):

@@ -49,7 +49,7 @@ def with_kills(*options: str) -> dict[str, Any]:
     return {**found, "each": kills}
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(it, marks=clusters) for it in (2, 3)])
+@pytest.mark.parametrize("replicas", [pytest.param(item, marks=clusters) for item in (2, 3)])
 def test_killed_replicas_come_back_and_nobody_diverges(replicas):
     """One replica is killed as a whole, and one by the loss of a rank."""
     found = with_kills("--kills", "2", "--replicas", str(replicas), "--seed", str(replicas))

@@ -200,8 +200,8 @@ def count_copies(strategy: str, shares: bool) -> tuple[int, int, int, int]:
     share_memory_between_ranks(shares)
     model = chain(partial(fully_shard, strategy=strategy))
     copies = copies_of_a_step(model, inputs())
-    layouts = [it.plan.layout for unit in units_in(model) for it in unit.param_groups]
-    matrices = sum(it.spec.part_numel for layout in layouts for it in layout.in_place)
+    layouts = [param_group.plan.layout for unit in units_in(model) for param_group in unit.param_groups]
+    matrices = sum(item.spec.part_numel for layout in layouts for item in layout.in_place)
     return copies.large, copies.small, matrices * 4, sum(layout.pack_numel for layout in layouts) * 4
 
 
@@ -308,10 +308,10 @@ def gradients_that_are_kept(keep: Callable[[DTensor], Tensor]) -> tuple[list[Ten
         step(model, optimizer, number)
     model(inputs(3)).square().mean().backward()
     kept = [keep(param.grad) for param in model.parameters()]
-    at_once = [(it.to_local() if isinstance(it, DTensor) else it).clone() for it in kept]
+    at_once = [(item.to_local() if isinstance(item, DTensor) else item).clone() for item in kept]
     optimizer.zero_grad()
     model(inputs(4)).square().mean().backward()
-    return at_once, [it.to_local() if isinstance(it, DTensor) else it for it in kept]
+    return at_once, [item.to_local() if isinstance(item, DTensor) else item for item in kept]
 
 
 @pytest.mark.parametrize("keep", [as_it_is, without_autograd, a_part])

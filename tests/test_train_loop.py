@@ -99,7 +99,9 @@ def test_losses_do_not_depend_on_the_world_size(two_ranks: Path, world: int, tmp
     assert losses(trained(world, tmp_path)) == pytest.approx(losses(two_ranks), rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["zero1", *(pytest.param(it, marks=pytest.mark.slow) for it in ("ddp", "zero2"))])
+@pytest.mark.parametrize(
+    "strategy", ["zero1", *(pytest.param(item, marks=pytest.mark.slow) for item in ("ddp", "zero2"))]
+)
 def test_losses_do_not_depend_on_the_strategy(two_ranks: Path, strategy: str, tmp_path: Path) -> None:
     assert losses(trained(2, tmp_path, "--strategy", strategy)) == losses(two_ranks)
 
@@ -146,7 +148,7 @@ def test_the_formula_knows_of_activations_that_are_away(tmp_path: Path) -> None:
         str(tmp_path / "disk"),
     )
     columns = metrics(trained(2, tmp_path / "run", *flags))[-1]["bytes_a_rank"]
-    measured, formula, ddp = (columns[it].pop("activations") for it in ("measured", "formula", "ddp_formula"))
+    measured, formula, ddp = (columns[item].pop("activations") for item in ("measured", "formula", "ddp_formula"))
     assert 0 < formula < 0.9 * ddp and formula <= measured < ddp
     assert {**columns["measured"], "total": 0} == {**columns["formula"], "total": 0}
 
@@ -192,7 +194,7 @@ def refused(folder: Path, flags: list[str]) -> None:
             lines(flags)
         [asked] = re.findall(r"Ask for (.*), make room", str(caught.value))
         assert len(lines(asked.split())) == 4
-        assert [it for it in asked.split() if it[0] == "-"] == flags[::2]
+        assert [part for part in asked.split() if part[0] == "-"] == flags[::2]
 
 
 @pytest.mark.parametrize("flags", ["--offload-optimizer 1", "--offload-optimizer 0.5 --offload-parameters 0.5"])

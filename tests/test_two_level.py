@@ -149,7 +149,7 @@ def messages_in_groups(world: int, group: int) -> list[int]:
     model = chain(partial(fully_shard, strategy=HFSDP(group=group)))
     with recording() as record:
         model(inputs()).square().mean().backward()
-    layouts = [it.plan.layout for unit in units_in(model) for it in unit.param_groups]
+    layouts = [param_group.plan.layout for unit in units_in(model) for param_group in unit.param_groups]
     within = [event for event in record.collectives() if event.ranks == tuple(range(group))]
     assert {event.name for event in within} == {"all_gather", "reduce_scatter"}
     secondary = {layout.shard_numel * world // group * 4 for layout in layouts}

@@ -300,7 +300,7 @@ def waits_in(path: Path) -> list[str]:
             waits = (
                 not node.args if name in ("wait", "result", "join", "acquire") else name == "get" and STORE.search(of)
             )
-            if waits and not any(it.lineno <= node.lineno <= (it.end_lineno or 0) for it in told):
+            if waits and not any(item.lineno <= node.lineno <= (item.end_lineno or 0) for item in told):
                 found.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {of}.{name}")
     return found
 
@@ -309,7 +309,7 @@ def test_every_wait_for_other_ranks_is_known_to_the_watchdog():
     unknown, used = [], set()
     for path in sorted(SOURCE.rglob("*.py")):
         place = path.relative_to(SOURCE)
-        known = {it.as_posix() for it in (place, *place.parents)} & WAITS_KNOWN.keys()
+        known = {parent.as_posix() for parent in (place, *place.parents)} & WAITS_KNOWN.keys()
         waits = waits_in(path)
         used |= known if waits else set()
         unknown += [] if known else waits
@@ -328,7 +328,7 @@ def test_no_lock_is_held_while_a_rank_waits_for_others():
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("Lock", "Condition", "Semaphore")):
                 locks.append(place)
             if isinstance(node, ast.FunctionDef) and "cached_property" in map(ast.unparse, node.decorator_list):
-                names = {it.attr for it in ast.walk(node) if isinstance(it, ast.Attribute)}
+                names = {each_node.attr for each_node in ast.walk(node) if isinstance(each_node, ast.Attribute)}
                 held += [f"{place}:{node.lineno}: {name}" for name in names & sends]
     assert held == []
     assert locks == []  # the one of `Whereabouts` is made by its dataclass, and no thread waits for it

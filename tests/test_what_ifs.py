@@ -32,20 +32,20 @@ def told():
 
 def test_a_gain_is_the_difference_of_two_predictions(told):
     step_s = predicted(SETTINGS, MACHINE, H100).step_s
-    assert all(it.gain_s == pytest.approx(step_s - it.step_s) for it in told)
-    assert [it.gain_s for it in told] == sorted((it.gain_s for it in told), reverse=True)
-    assert {it.change for it in told} >= {"ddp", "zero2", "activation checkpointing", "reductions in bfloat16"}
-    assert "zero3" not in {it.change for it in told}  # it is what the run has
+    assert all(item.gain_s == pytest.approx(step_s - item.step_s) for item in told)
+    assert [item.gain_s for item in told] == sorted((item.gain_s for item in told), reverse=True)
+    assert {item.change for item in told} >= {"ddp", "zero2", "activation checkpointing", "reductions in bfloat16"}
+    assert "zero3" not in {item.change for item in told}  # it is what the run has
 
 
 @pytest.mark.parametrize("change", ["ddp", "activation checkpointing", "reductions in bfloat16"])
 def test_the_command_asks_for_the_settings_that_were_simulated(told, change, tmp_path):
-    it = next(it for it in told if it.change == change)
+    item = next(element for element in told if element.change == change)
     (tmp_path / "settings.yaml").write_text(yaml.safe_dump(SETTINGS.as_options()))
-    program, command, *argv = shlex.split(it.command.replace("runs/x", str(tmp_path)))
+    program, command, *argv = shlex.split(item.command.replace("runs/x", str(tmp_path)))
     assert (program, command) == ("fullshard", "train")
     asked = predicted(parse_settings(argv), MACHINE, H100)
-    assert asked.step_s == pytest.approx(it.step_s)
+    assert asked.step_s == pytest.approx(item.step_s)
 
 
 def test_what_does_not_fit_is_not_advised(monkeypatch):
@@ -57,7 +57,7 @@ def test_what_cannot_be_with_the_other_settings_is_left_out(monkeypatch, tmp_pat
     """Under some strategies there are no shards that could rest on a disk."""
     monkeypatch.setattr(what_ifs, "described_here", lambda machine: H100)
     there = replace(SETTINGS, memory=MemorySettings(dtype="bfloat16", offload_parameters=1.0, offload_folder=tmp_path))
-    found = {it.change for it in what_ifs.what_ifs_of(there, MACHINE, "runs/x")}
+    found = {item.change for item in what_ifs.what_ifs_of(there, MACHINE, "runs/x")}
     assert "zero2" in found and not found & {"ddp", "zero1"}
 
 

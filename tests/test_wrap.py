@@ -125,7 +125,7 @@ def test_units_are_submodules_found_children_first_and_never_the_ignored_ones(ro
 def test_class_policies_pick_exactly_the_instances(root, classes, data):
     shared_somewhere(root, data)
     ignored = drawn_below(root, data)
-    expected = {it for it in root.modules() if isinstance(it, tuple(classes))} - {root} - closure(ignored)
+    expected = {module for module in root.modules() if isinstance(module, tuple(classes))} - {root} - closure(ignored)
     for policy in (
         ModuleWrapPolicy(classes),
         partial(transformer_auto_wrap_policy, transformer_layer_cls=classes),

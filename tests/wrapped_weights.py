@@ -79,7 +79,7 @@ class Weight(Wrapper):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Weight, lambda it: it.values, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Weight, lambda item: item.values, (args, kwargs or {}))
         result = func(*args, **kwargs)
         return tree_map_only(Tensor, cls, result) if func in _KEEPS_CLASS else result
 
@@ -133,9 +133,14 @@ class Codes(Operand):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        its = [[getattr(it, name) if isinstance(it, Codes) else it for it in args] for name in cls.inner]
+        its = [
+            [getattr(argument, name) if isinstance(argument, Codes) else argument for argument in args]
+            for name in cls.inner
+        ]
         if func is _aten.new_zeros.default:
-            return cls(*(func(it, size, **kwargs) for (it, _), size in zip(its, (args[1], args[1][:1]), strict=True)))
+            return cls(
+                *(func(item, size, **kwargs) for (item, _), size in zip(its, (args[1], args[1][:1]), strict=True))
+            )
         if func is _aten.view.default:
             return cls(args[0].codes.view(args[1]), args[0].scales)
         if func is _aten.split.Tensor:

@@ -300,7 +300,7 @@ class Opens(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         box = self.child(x)
-        hides = next(it for it in self.child.modules() if isinstance(it, Hides))
+        hides = next(module for module in self.child.modules() if isinstance(module, Hides))
         return hides.now[1](box)
 
 
@@ -363,7 +363,7 @@ class Builder:
         if "unit" in node and not any(module in modules for modules, _ in self.units):
             if node.get("as one") and isinstance(module, nn.Sequential) and len(module):
                 units = [unit for modules, _ in self.units for unit in modules]
-                rest = [child for child in dict.fromkeys(module) if not any(child is it for it in units)]
+                rest = [child for child in dict.fromkeys(module) if not any(child is unit for unit in units)]
                 self.units.append((rest or [module], node["unit"]))
             else:
                 self.units.append(([module], node["unit"]))
@@ -450,13 +450,13 @@ def loss_of(program: Json, model: nn.Module, step: int, micro: int, rank: int) -
     if program.get("input needs grad"):
         x.requires_grad_()
     loss = (model(x) - target).float().square().mean()
-    return loss + sum(it.aux.float() for it in model.modules() if isinstance(it, Aux))
+    return loss + sum(module.aux.float() for module in model.modules() if isinstance(module, Aux))
 
 
 @contextmanager
 def booming(model: nn.Module, action: Json) -> Iterator[None]:
     """A context in which forward or backward raises `Boom` at a module."""
-    modules = [it for it in model.modules() if not list(it.children())]
+    modules = [module for module in model.modules() if not list(module.children())]
     module = modules[action.get("module", 0) % len(modules)]
 
     def boom(*_: Any) -> None:
@@ -528,7 +528,7 @@ class Plain(Driver):
         """The copy that computes for one rank: parameters in the compute dtype, units that cast."""
         policy = policy_of(self.program)
         for param in built.model.parameters():
-            if not any(param is it for it in built.ignored):
+            if not any(param is item for item in built.ignored):
                 param.data = param.data.to(policy.contract(param.dtype).compute)
         units = [module for modules, _ in built.units for module in modules]
         root_only = self.program.get("interface") == "wrapper"
@@ -563,9 +563,9 @@ class Plain(Driver):
     def snapshot(self, name: str) -> None:
         for key, param in self.model.named_parameters():
             self.record(f"{name} {key}", param.detach().clone())
-        by_rank = [dict(it.named_buffers()) for it in self.copies]
+        by_rank = [dict(each_copy.named_buffers()) for each_copy in self.copies]
         for key in by_rank[0]:
-            self.record(f"buffer {key}", PerRank([it[key].clone() for it in by_rank]))
+            self.record(f"buffer {key}", PerRank([item[key].clone() for item in by_rank]))
 
     def hand_over(self) -> None:
         """Give the copies the parameters, and the first one's buffers in the first forward after a synced backward."""
@@ -686,7 +686,9 @@ class Plain(Driver):
         """A new optimizer that takes the old one's state."""
         states, old = copy.deepcopy(self.optimizer.state_dict()), self.optimizer
         self.optimizer = self.new_optimizer()
-        if [len(it["params"]) for it in old.param_groups] == [len(it["params"]) for it in self.optimizer.param_groups]:
+        if [len(param_group["params"]) for param_group in old.param_groups] == [
+            len(param_group["params"]) for param_group in self.optimizer.param_groups
+        ]:
             self.optimizer.load_state_dict(states)
         else:
             self.optimizer = old
@@ -747,7 +749,7 @@ class Sharded(Driver):
                 built.model,
                 sharding_strategy=GROUPED.get(strategy, strategy),
                 device_mesh=mesh,
-                auto_wrap_policy=CustomPolicy(lambda module: any(module is it for it in self.units)),
+                auto_wrap_policy=CustomPolicy(lambda module: any(module is unit for unit in self.units)),
                 mixed_precision=mixed if program.get("precision") else None,
                 ignored_states=built.ignored or None,
                 forward_prefetch=program.get("forward prefetch", False),
@@ -766,7 +768,9 @@ class Sharded(Driver):
         options = dict(self.program.get("offload", {}))
         if options.pop("cpu", False):
             return fullshard.CPUOffloadPolicy()
-        needs_folder = "budget" in options or any("disk" in it for it in options.values() if isinstance(it, dict))
+        needs_folder = "budget" in options or any(
+            "disk" in option for option in options.values() if isinstance(option, dict)
+        )
         return Offload(**options, folder=self.folder if needs_folder else None) if options else None
 
     @property
@@ -849,7 +853,7 @@ class Sharded(Driver):
         self.optimizer = self.new_optimizer()
 
     def unshard(self, action: Json) -> None:
-        units = [it for it in self.units if hasattr(it, "unshard")] or [self.model]
+        units = [unit for unit in self.units if hasattr(unit, "unshard")] or [self.model]
         unit = units[action.get("which", 0) % len(units)]
         if hasattr(unit, "unshard"):
             handle = unit.unshard(async_op=action.get("async", False))
@@ -943,7 +947,7 @@ def run_sharded(program: Json, folder: str) -> Outcome:
             warnings.simplefilter("ignore")
             return Outcome(records=Sharded(program, folder).run())
     except Exception as error:
-        ours = [it for it in traceback.extract_tb(error.__traceback__) if "/fullshard/" in it.filename]
+        ours = [item for item in traceback.extract_tb(error.__traceback__) if "/fullshard/" in item.filename]
         return Outcome(
             error=f"{type(error).__name__}: {error}",
             is_ours=isinstance(error, FullshardError),
@@ -997,8 +1001,12 @@ def describe(tensor: Tensor | None) -> str:
 
 
 def is_finite(records: Records) -> bool:
-    tensors = [it for value in records.values() for it in (value.values if isinstance(value, PerRank) else [value])]
-    return all(bool(torch.isfinite(it).all()) for it in tensors if isinstance(it, Tensor))
+    tensors = [
+        each_value
+        for value in records.values()
+        for each_value in (value.values if isinstance(value, PerRank) else [value])
+    ]
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def main(program: Json) -> int:

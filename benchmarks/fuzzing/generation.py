@@ -97,7 +97,7 @@ class Generator:
         program["model"] = {"kind": "sequence", "children": nodes}
         program["strategy"] = choose(("ddp", "zero1", "zero2", "zero3", "zero3", "hsdp", "hsdp_zero2"))
         if program["strategy"].startswith("hsdp"):
-            program["replicas"] = choose([it for it in (1, 2, 4) if ranks % it == 0])
+            program["replicas"] = choose([item for item in (1, 2, 4) if ranks % item == 0])
         if ranks == 4 and self.chance(0.15):
             program |= {"strategy": choose(("hpz", "hfsdp"))}
             program.pop("replicas", None)
@@ -108,7 +108,7 @@ class Generator:
         self.interface(program)
         optimizers = OPTIMIZERS
         if ranks > 1 and program["strategy"] != "ddp":  # a fused kernel of torch rounds the last elements differently
-            optimizers = [it for it in OPTIMIZERS if "fused" not in it]
+            optimizers = [optimizer for optimizer in OPTIMIZERS if "fused" not in optimizer]
         program["optimizer"] = choose(optimizers) | ({"two groups": True} if self.chance(0.2) else {})
         for key, probability in (("input needs grad", 0.1), ("broadcast_buffers", 0.1), ("check finite", 0.1)):
             if self.chance(probability):
@@ -180,7 +180,7 @@ class Generator:
         elif kind == "parallel" and self.chance(0.5):
             node["reverse"] = True
         elif kind == "box":
-            node["how"] = choose([it for it in BOXES if "hidden" not in self._without or it not in HIDDEN])
+            node["how"] = choose([box for box in BOXES if "hidden" not in self._without or box not in HIDDEN])
             if self.chance(0.3):
                 node["since"] = 3
         self.flags(node)
@@ -273,4 +273,4 @@ def one_call(program: Json) -> Json:
     """
     several = ("repeat", "again", "tied", "own", "two forwards")
     text = json.dumps(program)
-    return json.loads(text.replace('"reentrant"', '"no"')) if any(f'"{it}"' in text for it in several) else program
+    return json.loads(text.replace('"reentrant"', '"no"')) if any(f'"{item}"' in text for item in several) else program

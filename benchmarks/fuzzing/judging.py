@@ -61,7 +61,7 @@ class Pool:
             try:
                 outcomes = ranks.run(_on_rank, program, folder, self._before)
             except RanksFailed as failed:
-                kind = DIED if any(it.kind == "exit" for it in failed.failures.values()) else HANG
+                kind = DIED if any(failure.kind == "exit" for failure in failed.failures.values()) else HANG
                 return Verdict(kind, "", str(failed))
         verdict = verdict_of(outcomes, expected)
         if verdict.kind != EQUAL:
@@ -91,12 +91,12 @@ def _on_rank(program: Json, folder: str, before: Callable[[], None] | None) -> O
 
 def verdict_of(outcomes: list[Outcome], expected: dict[str, Any]) -> Verdict:
     """What the outcomes of all ranks amount to."""
-    errors = [it for it in outcomes if it.records is None]
-    details = "\n".join(f"---- rank {rank}: {it.details or 'no error'}" for rank, it in enumerate(outcomes))
-    bare = next((it for it in errors if not it.is_ours), None)
+    errors = [outcome for outcome in outcomes if outcome.records is None]
+    details = "\n".join(f"---- rank {rank}: {outcome.details or 'no error'}" for rank, outcome in enumerate(outcomes))
+    bare = next((error for error in errors if not error.is_ours), None)
     if bare is not None:
         return Verdict(BARE, f"{bare.error.partition(':')[0]} in {bare.place}", details)
-    kinds = {it.error.partition(":")[0] for it in outcomes}
+    kinds = {outcome.error.partition(":")[0] for outcome in outcomes}
     if len(kinds) > 1:
         return Verdict(DISAGREE, ", ".join(sorted(kinds)), details)
     if errors:

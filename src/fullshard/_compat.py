@@ -459,8 +459,8 @@ def inner_names(tensor: Tensor) -> list[str]:
 def plain_values(tensor: Tensor) -> Tensor | None:
     """The one tensor in `tensor`, a wrapper, that has its values as they are; None if they are encoded in several."""
     inner = inner_tensors(tensor)
-    same = [it for it in inner if it.shape == tensor.shape and it.dtype == tensor.dtype]
-    return same[0] if len(same) == 1 and all(it is same[0] or it.numel() <= 1 for it in inner) else None
+    same = [item for item in inner if item.shape == tensor.shape and item.dtype == tensor.dtype]
+    return same[0] if len(same) == 1 and all(item is same[0] or item.numel() <= 1 for item in inner) else None
 
 
 @contextmanager

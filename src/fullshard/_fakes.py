@@ -132,9 +132,9 @@ class QuickFakes(FakeTensorMode):
         """How `result` can be made again: of several tensors, in a tuple. None if it cannot."""
         if not isinstance(result, tuple | list):
             return self._told_one(result, args)
-        each = [self._told_one(it, args) for it in result]
-        tensors = [it for it in result if isinstance(it, Tensor)]
-        storages = {it.untyped_storage()._cdata for it in tensors}
+        each = [self._told_one(item, args) for item in result]
+        tensors = [item for item in result if isinstance(item, Tensor)]
+        storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         return None if None in each or len(storages) < len(tensors) else tuple(each)
 
     def _told_one(self, result: Any, args: Sequence[Any]) -> Any:
@@ -159,12 +159,12 @@ class QuickFakes(FakeTensorMode):
             return args[told.number]
         if type(told) is _Value:
             return told.value
-        return tuple([self._made(it, args) for it in told])
+        return tuple([self._made(item, args) for item in told])
 
     def _wrapped(self, meta: Any, device: torch.device) -> Any:
         """Meta tensors as fake ones of `device`: with what torch's constructor leaves in one, without its checks."""
         if not isinstance(meta, Tensor):
-            return type(meta)([self._wrapped(it, device) for it in meta])
+            return type(meta)([self._wrapped(item, device) for item in meta])
         left = self._vars.get(device)
         if left is None:
             left = self._vars[device] = dict(vars(FakeTensor(self, torch.empty(0, device="meta"), device)))

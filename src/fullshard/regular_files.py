@@ -113,7 +113,7 @@ def shown(text: str, *, lines: bool = False) -> str:
         return "\n  ".join(map(shown, text.split("\n")))
     if text.isprintable():
         return text
-    return "".join(it if it.isprintable() else it.encode("unicode_escape").decode("ascii") for it in text)
+    return "".join(item if item.isprintable() else item.encode("unicode_escape").decode("ascii") for item in text)
 
 
 def _check(found: os.stat_result, path: str | os.PathLike[str], limit: int | None) -> None:

@@ -256,7 +256,9 @@ def _in_sharding_order(units: Sequence[Unit]) -> list[Unit]:
     def visit(unit: Unit) -> None:
         if unit in ordered:
             return
-        for inner in [it for module in unit.modules for it in reversed(units_in(module)) if it is not unit]:
+        for inner in [
+            each_unit for module in unit.modules for each_unit in reversed(units_in(module)) if each_unit is not unit
+        ]:
             visit(inner)
         for lender in unit.borrowed:
             visit(lender)
@@ -277,8 +279,8 @@ def _check_whole(module: nn.Module, units: Sequence[Unit]) -> None:
                 f"{type(odd[0].local).__name__}, which has no operation that makes a whole one without values. Copy "
                 "the module before fully_shard, and shard both."
             )
-        needed = [it for whose in (unit, *unit.borrowed) for it in whose.modules]
-        missing = [it for it in needed if it not in inside]
+        needed = [module for whose in (unit, *unit.borrowed) for module in whose.modules]
+        missing = [item for item in needed if item not in inside]
         if missing:
             raise StateError(
                 f"copy.deepcopy of {type(module).__name__}: {unit.name or 'its unit'} has parameters of "

@@ -79,20 +79,24 @@ class StepTape:
 
     def copied_bytes(self) -> int:
         """Bytes that copies write."""
-        return sum(access.nbytes for it in self._operations() if it.copies for access in it.writes)
+        return sum(access.nbytes for operation in self._operations() if operation.copies for access in operation.writes)
 
     def needed_copies(self) -> int:
         """Bytes that copies must write where parameters rest and are summed in another dtype than they compute in.
 
         A cast of this rank's shards for every gather of a unit, and one of every gradient.
         """
-        gathers = {(it.origin.unit, it.origin.phase) for it in self._collectives() if "gather" in it.name}
+        gathers = {
+            (collective.origin.unit, collective.origin.phase)
+            for collective in self._collectives()
+            if "gather" in collective.name
+        }
         return sum(self.casts[unit] for unit, _ in gathers) + self.grads * REDUCE.itemsize
 
     def counts(self, plain: StepTape) -> Counts:
         """What there is to count, beside the same step of the plain model."""
         collectives = self._collectives()
-        sizes = [size for it in collectives for size in it.sizes]
+        sizes = [size for collective in collectives for size in collective.sizes]
         timeline = self.timeline()
         return Counts(
             launches=self.launches(),
@@ -101,8 +105,10 @@ class StepTape:
             collectives=len(collectives),
             messages=len(sizes),
             sent_bytes=sum(sizes),
-            small_messages=sum(sum(it.sizes) < SMALL for it in collectives),
-            host_operations=sum(isinstance(it, Operation | Collective | Recorded | Waited) for it in self.entries),
+            small_messages=sum(sum(collective.sizes) < SMALL for collective in collectives),
+            host_operations=sum(
+                isinstance(entry, Operation | Collective | Recorded | Waited) for entry in self.entries
+            ),
             peak_bytes=self.peak_bytes,
             exposed_s=timeline.exposed_s("compute"),
             step_s=timeline.end,
@@ -116,25 +122,27 @@ class StepTape:
     def copies_by_name(self) -> Counter[str]:
         """Bytes that copies write, by operation, lane and phase."""
         found = Counter[str]()
-        for it in self._operations():
-            if it.copies:
-                found[f"{it.name} on {it.lane}, {it.origin.phase.value}"] += sum(access.nbytes for access in it.writes)
+        for operation in self._operations():
+            if operation.copies:
+                found[f"{operation.name} on {operation.lane}, {operation.origin.phase.value}"] += sum(
+                    access.nbytes for access in operation.writes
+                )
         return found
 
     def launches_by_name(self) -> Counter[str]:
         """Launches by operation and lane."""
         launched: list[Operation | Collective] = [*self._operations(), *self._collectives()]
-        return Counter(f"{it.name} on {it.lane}" for it in launched)
+        return Counter(f"{item.name} on {item.lane}" for item in launched)
 
     def timeline(self, costs: Costs | None = None) -> Timeline:
         """When all of it would run."""
         return lay_out(self.entries, costs)
 
     def _operations(self) -> list[Operation]:
-        return [it for it in self.entries if isinstance(it, Operation) and it.lane != HOST]
+        return [entry for entry in self.entries if isinstance(entry, Operation) and entry.lane != HOST]
 
     def _collectives(self) -> list[Collective]:
-        return [it for it in self.entries if isinstance(it, Collective)]
+        return [entry for entry in self.entries if isinstance(entry, Collective)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +170,11 @@ def sharded_step(system: str, task: Task, world: int) -> StepTape:
         mesh = init_device_mesh("cpu", (world,))
         with dry.taped() as tape, chosen.context():
             model = task.make_model()
-            units = {name: it for name, it in model.named_modules() if any(it is unit for unit in task.units(model))}
+            units = {
+                name: module
+                for name, module in model.named_modules()
+                if any(module is unit for unit in task.units(model))
+            }
             casts = {name: _cast_bytes(unit.parameters(), world) for name, unit in units.items()}
             casts[""] = _cast_bytes(model.parameters(), world) - sum(casts.values())
             grads = sum(param.numel() for param in model.parameters() if param.requires_grad)

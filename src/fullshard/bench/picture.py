@@ -57,8 +57,11 @@ def _draw_time(report: BenchReport, axes: Axes) -> None:
     spreads = [Spread.of(system.seconds) for system in report.systems]
     axes.barh(
         [system.name for system in report.systems],
-        [1e3 * it.median for it in spreads],
-        xerr=[[1e3 * (it.median - it.low) for it in spreads], [1e3 * (it.high - it.median) for it in spreads]],
+        [1e3 * spread.median for spread in spreads],
+        xerr=[
+            [1e3 * (spread.median - spread.low) for spread in spreads],
+            [1e3 * (spread.high - spread.median) for spread in spreads],
+        ],
         color=_colors(report),
         ecolor="#333333",
     )

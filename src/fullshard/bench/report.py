@@ -171,7 +171,9 @@ class BenchReport:
             table.add_column(peer.name, justify="right", no_wrap=True)
         for system in ours:
             spreads = [self.over(system.name, peer.name) for peer in peers]
-            table.add_row(system.name, *(f"{it.median:.2f} ({it.low:.2f}-{it.high:.2f})" for it in spreads))
+            table.add_row(
+                system.name, *(f"{spread.median:.2f} ({spread.low:.2f}-{spread.high:.2f})" for spread in spreads)
+            )
         return table
 
 

@@ -205,7 +205,7 @@ def largest_difference(losses: Sequence[Sequence[float]], expected: Sequence[Seq
         for step, others in zip(losses, expected, strict=True)
         for loss, other in zip(step, others, strict=True)
     ]
-    return max(differences) if all(math.isfinite(it) for it in differences) else math.inf
+    return max(differences) if all(math.isfinite(difference) for difference in differences) else math.inf
 
 
 def _largest(counts: Iterable[int | None]) -> int | None:

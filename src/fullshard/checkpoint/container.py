@@ -128,10 +128,10 @@ class _Writer(dcp.FileSystemWriter):
         for tied, key in self._ties.items():
             by_key.setdefault(key, []).append(tied)
         aliases = [
-            WriteResult(MetadataIndex(tied, it.index.offset, it.index.index), it.size_in_bytes, it.storage_data)
+            WriteResult(MetadataIndex(tied, item.index.offset, item.index.index), item.size_in_bytes, item.storage_data)
             for result in results
-            for it in result
-            for tied in by_key.get(it.index.fqn, [])
+            for item in result
+            for tied in by_key.get(item.index.fqn, [])
         ]
         super().finish(metadata, [*results, aliases])
 
@@ -421,7 +421,7 @@ def _start_of_tensor(entry: _Entry, nbytes: int) -> int:
         CheckpointError: the byte order is not this machine's, or the record has other than `nbytes` bytes.
     """
     with ZipFile(entry) as records:
-        [record] = [it for it in records.infolist() if it.filename.endswith("/data/0")]
+        [record] = [item for item in records.infolist() if item.filename.endswith("/data/0")]
         order = records.read(record.filename.removesuffix("data/0") + "byteorder").decode()
     if order != sys.byteorder:
         raise CheckpointError(f"expected numbers in the order of bytes {sys.byteorder}, found {order}")

@@ -125,7 +125,9 @@ def collect(
     if scheduler is not None:
         ours["scheduler"] = scheduler.state_dict()
     contents.ours = plain_copy(ours, "the checkpoint's ")
-    contents.values |= {(MODEL, fqn): it for fqn, it in contents.ours["model"].items() if not isinstance(it, Mapping)}
+    contents.values |= {
+        (MODEL, fqn): our for fqn, our in contents.ours["model"].items() if not isinstance(our, Mapping)
+    }
     own = {"random": random_states(), **({} if data is None else {"data": data.state_dict()})}
     contents.own = plain_copy(own, "the checkpoint's ")
     return contents
@@ -163,7 +165,9 @@ def model_state(model: nn.Module, *, in_parts: bool = False) -> dict[str, Any]:
     """
     with state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         named = {clean_fqn(fqn): value for fqn, value in model.state_dict().items()}
-    params = {clean_fqn(name): it for name, it in model.named_parameters(remove_duplicate=False)} if in_parts else {}
+    params = (
+        {clean_fqn(name): param for name, param in model.named_parameters(remove_duplicate=False)} if in_parts else {}
+    )
     state: dict[str, Any] = {}
     for fqn, value in named.items():
         parts = parts_of(params[fqn], value) if fqn in params else None
@@ -220,7 +224,9 @@ def _without_partial_sums(tensor: DTensor) -> DTensor:
     """`tensor` with partial sums added up over the ranks: the container would write one rank's share."""
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
-    return tensor.redistribute(placements=[Replicate() if it.is_partial() else it for it in tensor.placements])
+    return tensor.redistribute(
+        placements=[Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    )
 
 
 def _checksum(tensor: Tensor) -> str:

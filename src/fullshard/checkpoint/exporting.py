@@ -134,7 +134,7 @@ def export_stored(
         raise CheckpointError(_no_tensors(stored.path, stored.values))
     if not stored.weights:
         raise CheckpointError(f"{stored.path}: expected the weights of a model, found none. Name another checkpoint.")
-    kept = {name: it for name, it in stored.weights.items() if name not in stored.ties}
+    kept = {name: weight for name, weight in stored.weights.items() if name not in stored.ties}
     export.write(kept, stored.ties, Ranks(), stored.fetch, lambda _: {}, progress)
     return folder
 
@@ -174,7 +174,7 @@ def _configs(model: nn.Module, written: Mapping[str, Description]) -> dict[str, 
     config = found.get("config.json")
     if config is not None:
         config["architectures"] = [type(inner).__name__.removeprefix("FSDP")]
-        names = [it.dtype_name for it in written.values() if it.dtype.is_floating_point]
+        names = [item.dtype_name for item in written.values() if item.dtype.is_floating_point]
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = next(iter(names), None)
     return found
 
@@ -191,7 +191,7 @@ class _Export:
     def __post_init__(self) -> None:
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype={self.dtype}: weights cannot be cast to that. Pass a floating-point one.")
-        odd = [repr(it) for pair in self.metadata.items() for it in pair if not isinstance(it, str)]
+        odd = [repr(item) for pair in self.metadata.items() for item in pair if not isinstance(item, str)]
         if odd:
             raise ConfigError(f"metadata has {odd[0]}: a safetensors file keeps words only. Pass strings.")
 

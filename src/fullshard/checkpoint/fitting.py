@@ -36,7 +36,9 @@ class Misfit:
     kinds: list[str] = field(default_factory=list)
 
     def __add__(self, other: Misfit) -> Misfit:
-        return Misfit(*(getattr(self, it.name) + getattr(other, it.name) for it in fields(self)))
+        return Misfit(
+            *(getattr(self, each_field.name) + getattr(other, each_field.name) for each_field in fields(self))
+        )
 
     def check(self, what: str = "the checkpoint", remedy: str = _REMEDY) -> None:
         """Raise if there is any misfit. The message begins with `what` does not fit, and ends with `remedy`.

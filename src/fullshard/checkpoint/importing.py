@@ -115,11 +115,11 @@ class _Taker:
             CheckpointError: the files do not fit.
         """
         misfit = Misfit()
-        others = {first: [it for it, its in self._tied.items() if its == first] for first in self._tied.values()}
+        others = {first: [item for item, its in self._tied.items() if its == first] for first in self._tied.values()}
         for fqn, value in self._state.items():
             if fqn in self._tied:
                 continue
-            found = [self._name_of(it) for it in (fqn, *others.get(fqn, []))]
+            found = [self._name_of(item) for item in (fqn, *others.get(fqn, []))]
             names = list(dict.fromkeys(name for name in found if name is not None))
             if names and isinstance(value, Tensor):
                 self._names[fqn] = names[0]
@@ -141,7 +141,9 @@ class _Taker:
     def _compare(self, fqn: str, value: Tensor, names: Sequence[str], misfit: Misfit) -> None:
         """Note in `misfit` why `value` cannot be loaded from any of the tensors `names`."""
         there = self._files.tensors[names[0]]
-        if isinstance(value, DTensor) and any(type(it) not in (Shard, Replicate) for it in value.placements):
+        if isinstance(value, DTensor) and any(
+            type(placement) not in (Shard, Replicate) for placement in value.placements
+        ):
             raise CheckpointError(
                 f"{fqn} is placed {value.placements}, and no rank can tell its rows. Redistribute it to Shard(dim) or "
                 "Replicate() first."
@@ -160,7 +162,9 @@ class _Taker:
     def _are_alike(self, names: Sequence[str], value: Tensor) -> bool:
         """True if this rank's shards of several tensors for one tied weight have the same bits."""
         spans = _own_spans(value)
-        parts = [part.reshape(-1).view(torch.uint8) for _, part in self._files.read({it: (it, spans) for it in names})]
+        parts = [
+            part.reshape(-1).view(torch.uint8) for _, part in self._files.read({name: (name, spans) for name in names})
+        ]
         return all(torch.equal(part, parts[0]) for part in parts[1:])
 
     @torch.no_grad()

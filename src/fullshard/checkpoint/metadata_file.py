@@ -103,8 +103,8 @@ _PATHS = {
     for module in ("pathlib", "pathlib._local")  # the latter in Python 3.13
     for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 }
-_DTYPES = {_Global("torch", name): it for name, it in vars(torch).items() if isinstance(it, torch.dtype)}
-_LAYOUTS = {str(it): it for it in vars(torch).values() if isinstance(it, torch.layout)}
+_DTYPES = {_Global("torch", name): var for name, var in vars(torch).items() if isinstance(var, torch.dtype)}
+_LAYOUTS = {str(var): var for var in vars(torch).values() if isinstance(var, torch.layout)}
 _MEMORY_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # as torch encodes them
 _KNOWN = {*_CLASSES, *_PATHS, *_DTYPES, _SIZE, _LAYOUT, _MEMORY_FORMAT, _ORDERED}
 
@@ -206,7 +206,7 @@ class _Interpreter:
     def _tuple(self, count: int) -> None:
         if count:
             found = tuple(self._stack[-count:])
-            if len(found) != count or any(it is _MARK for it in found):
+            if len(found) != count or any(item is _MARK for item in found):
                 raise _refused("a tuple is not complete")
             del self._stack[-count:]
             self._push(found)
@@ -282,36 +282,36 @@ _STEPS: Mapping[int, Callable[[_Interpreter], None]] = {
     for code, step in {
         "\x80": _Interpreter._protocol,
         "\x95": _Interpreter._frame,
-        "(": lambda it: it._push(_MARK),
-        "N": lambda it: it._push(None),
-        "\x88": lambda it: it._push(True),
-        "\x89": lambda it: it._push(False),
-        "J": lambda it: it._push(it._number("<i")),
-        "K": lambda it: it._push(it._number("<B")),
-        "M": lambda it: it._push(it._number("<H")),
+        "(": lambda item: item._push(_MARK),
+        "N": lambda item: item._push(None),
+        "\x88": lambda item: item._push(True),
+        "\x89": lambda item: item._push(False),
+        "J": lambda item: item._push(item._number("<i")),
+        "K": lambda item: item._push(item._number("<B")),
+        "M": lambda item: item._push(item._number("<H")),
         "\x8a": _Interpreter._long,
-        "X": lambda it: it._text("<I"),
-        "\x8c": lambda it: it._text("<B"),
-        "\x8d": lambda it: it._text("<Q"),
-        "}": lambda it: it._push({}),
-        "]": lambda it: it._push([]),
-        ")": lambda it: it._tuple(0),
-        "\x85": lambda it: it._tuple(1),
-        "\x86": lambda it: it._tuple(2),
-        "\x87": lambda it: it._tuple(3),
-        "t": lambda it: it._push(tuple(it._since_mark())),
-        "q": lambda it: it._remember(it._number("<B")),
-        "r": lambda it: it._remember(it._number("<I")),
-        "\x94": lambda it: it._remember(len(it._memo)),
-        "h": lambda it: it._push(it._memo[it._number("<B")]),
-        "j": lambda it: it._push(it._memo[it._number("<I")]),
-        "c": lambda it: it._global(it._line(), it._line()),
+        "X": lambda item: item._text("<I"),
+        "\x8c": lambda item: item._text("<B"),
+        "\x8d": lambda item: item._text("<Q"),
+        "}": lambda item: item._push({}),
+        "]": lambda item: item._push([]),
+        ")": lambda item: item._tuple(0),
+        "\x85": lambda item: item._tuple(1),
+        "\x86": lambda item: item._tuple(2),
+        "\x87": lambda item: item._tuple(3),
+        "t": lambda item: item._push(tuple(item._since_mark())),
+        "q": lambda item: item._remember(item._number("<B")),
+        "r": lambda item: item._remember(item._number("<I")),
+        "\x94": lambda item: item._remember(len(item._memo)),
+        "h": lambda item: item._push(item._memo[item._number("<B")]),
+        "j": lambda item: item._push(item._memo[item._number("<I")]),
+        "c": lambda item: item._global(item._line(), item._line()),
         "\x93": _Interpreter._stack_global,
         "R": _Interpreter._reduce,
         "\x81": _Interpreter._new,
         "b": _Interpreter._build,
         "s": _Interpreter._set_one,
-        "u": lambda it: it._set(it._since_mark()),
+        "u": lambda item: item._set(item._since_mark()),
         "a": _Interpreter._append_one,
         "e": _Interpreter._append,
     }.items()
@@ -331,11 +331,11 @@ def _metadata(value: Any, *, most_parts: int) -> Metadata:
             raise _refused(f"{index.fqn!r} at {index.offset} is stored twice")
         stored[index] = _storage(info)
     entries = dict(_entries(state.get("state_dict_metadata"), str))
-    tensors = {name: it for name, it in entries.items() if _is_a(it, "TensorStorageMetadata")}
-    parts = {name: _list(_state(it, "TensorStorageMetadata").get("chunks")) for name, it in tensors.items()}
+    tensors = {name: entry for name, entry in entries.items() if _is_a(entry, "TensorStorageMetadata")}
+    parts = {name: _list(_state(tensor, "TensorStorageMetadata").get("chunks")) for name, tensor in tensors.items()}
     if sum(map(len, parts.values())) > most_parts:  # before any is looked at: a file may refer to one list many times
         raise _refused("it has more parts of tensors than there is room for in it")
-    made = {name: _tensor(name, it) if name in tensors else _bytes(it) for name, it in entries.items()}
+    made = {name: _tensor(name, entry) if name in tensors else _bytes(entry) for name, entry in entries.items()}
     for name, entry in made.items():
         if isinstance(entry, TensorStorageMetadata):
             for chunk in entry.chunks:
@@ -354,8 +354,8 @@ def _metadata(value: Any, *, most_parts: int) -> Metadata:
 def _tensor(name: str, value: Any) -> TensorStorageMetadata:
     state = _state(value, "TensorStorageMetadata")
     size = _size(state.get("size"))
-    chunks = [_chunk(it) for it in _list(state.get("chunks"))]
-    why = uncovered(size, ((it.offsets, it.sizes) for it in chunks))
+    chunks = [_chunk(item) for item in _list(state.get("chunks"))]
+    why = uncovered(size, ((chunk.offsets, chunk.sizes) for chunk in chunks))
     if why is not None:
         raise _refused(f"of the tensor {_name(name)!r} {why}")
     return TensorStorageMetadata(_properties(state.get("properties")), size, chunks)
@@ -434,7 +434,7 @@ def _planned(value: Any) -> dict[str, tuple[str | int, ...]] | None:
         return None
     paths = {}
     for key, path in _entries(value, str):
-        if type(path) is not tuple or len(path) > _LONGEST_NAME or not all(type(it) in (str, int) for it in path):
+        if type(path) is not tuple or len(path) > _LONGEST_NAME or not all(type(item) in (str, int) for item in path):
             raise _refused("an entry has no path in the state dict")
         paths[key] = path
     return paths
@@ -479,7 +479,7 @@ def _are_sizes(value: Any) -> bool:
     return (
         type(value) is tuple
         and len(value) <= _MOST_DIMS
-        and all(type(it) is int and 0 <= it <= _LARGEST for it in value)
+        and all(type(item) is int and 0 <= item <= _LARGEST for item in value)
     )
 
 

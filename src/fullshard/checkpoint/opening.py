@@ -41,7 +41,7 @@ class Opened:
     def sizes(self) -> dict[str, torch.Size]:
         """The shapes of all tensors, by key."""
         entries = self.metadata.state_dict_metadata.items()
-        return {key: it.size for key, it in entries if isinstance(it, TensorStorageMetadata)}
+        return {key: item.size for key, item in entries if isinstance(item, TensorStorageMetadata)}
 
     def dtype(self, key: str) -> torch.dtype:
         """The dtype of the tensor `key`."""
@@ -58,7 +58,7 @@ class Opened:
     def accounts(self, *keys: str) -> list[Any]:
         """The values of `keys` that were written by `as_one_value`."""
         values = self.values(*keys)
-        odd = [key for key, it in zip(keys, values, strict=True) if type(it) is not tuple or len(it) != 1]
+        odd = [key for key, value in zip(keys, values, strict=True) if type(value) is not tuple or len(value) != 1]
         if odd:
             raise CheckpointError(f"{self.doing}: {odd[0]!r} is not as fullshard writes it. Load another checkpoint.")
         return [value for (value,) in values]
@@ -154,7 +154,7 @@ def verify(
     """
     mine = _shares(files, ranks.world)[ranks.index]
     by_rank = ranks.share(doing, lambda: list(damage_in(folder, mine, progress=progress)))
-    damage = [it for of_rank in by_rank for it in of_rank]
+    damage = [item for of_rank in by_rank for item in of_rank]
     if damage:
         more = f" ({len(damage) - 1} more files are damaged)" if len(damage) > 1 else ""
         raise CheckpointError(f"{doing}: {damage[0]}{more}. {remedy}")
@@ -171,6 +171,6 @@ def _shares(files: Mapping[str, StoredFile], world: int) -> list[dict[str, Store
     """The files divided over the ranks, about as many bytes for each."""
     shares: list[dict[str, StoredFile]] = [{} for _ in range(world)]
     for name, stored in sorted(files.items(), key=lambda item: -item[1].nbytes):
-        least = min(shares, key=lambda share: sum(it.nbytes for it in share.values()))
+        least = min(shares, key=lambda share: sum(item.nbytes for item in share.values()))
         least[name] = stored
     return shares

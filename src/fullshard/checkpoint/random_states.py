@@ -21,7 +21,7 @@ def random_states() -> dict[str, Any]:
     numpys: Any = np.random.get_state(legacy=False)
     states = {
         "python": [version, torch.tensor(words), gauss],
-        "numpy": {**numpys, "state": {name: _as_tensor(it) for name, it in numpys["state"].items()}},
+        "numpy": {**numpys, "state": {name: _as_tensor(numpy) for name, numpy in numpys["state"].items()}},
         "torch": torch.get_rng_state(),
     }
     return {**states, **random_states_of_device()}
@@ -32,7 +32,7 @@ def put_random_states(states: dict[str, Any]) -> None:
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     numpys = states["numpy"]
-    np.random.set_state({**numpys, "state": {name: _as_array(it) for name, it in numpys["state"].items()}})
+    np.random.set_state({**numpys, "state": {name: _as_array(numpy) for name, numpy in numpys["state"].items()}})
     torch.set_rng_state(states["torch"])
     set_random_states_of_device(states)
 

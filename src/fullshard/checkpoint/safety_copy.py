@@ -276,7 +276,9 @@ class _Exchange:
     @cached_property
     def coming(self) -> dict[str, StoredFile]:
         """The files that this host receives, by the names that they have until they are complete."""
-        return {f"{it.name}.coming": it.stored for it in self.transfers if it.target == self.host}
+        return {
+            f"{transfer.name}.coming": transfer.stored for transfer in self.transfers if transfer.target == self.host
+        }
 
     def lay_out(self) -> None:
         """Allocate all memory now: a write to a mapped file without memory raises no error, but a signal."""
@@ -291,13 +293,13 @@ class _Exchange:
     def run(self, leaders: Sequence[int], group: dist.ProcessGroup | None) -> None:
         """Send and receive, straight from one host's memory to the other's."""
         works = []
-        for tag, it in enumerate(self.transfers):
-            if it.source == self.host and it.stored.nbytes:
-                data = _mapped(self.folder / it.name, it.stored)
-                works.append(dist.isend(data, leaders[it.target], group=group, tag=tag))
-            elif it.target == self.host and it.stored.nbytes:
-                data = _mapped(self.folder / f"{it.name}.coming", it.stored)
-                works.append(dist.irecv(data, leaders[it.source], group=group, tag=tag))
+        for tag, transfer in enumerate(self.transfers):
+            if transfer.source == self.host and transfer.stored.nbytes:
+                data = _mapped(self.folder / transfer.name, transfer.stored)
+                works.append(dist.isend(data, leaders[transfer.target], group=group, tag=tag))
+            elif transfer.target == self.host and transfer.stored.nbytes:
+                data = _mapped(self.folder / f"{transfer.name}.coming", transfer.stored)
+                works.append(dist.irecv(data, leaders[transfer.source], group=group, tag=tag))
         with here.waiting("files of a safety copy"):
             for work in works:
                 assert work is not None, "this rank is in the group"

@@ -63,7 +63,9 @@ def snapshot(
         named = sharded_optim_state_dict(model, optimizer)
         taken["optimizer"] = {
             "state": tree_map(_copied_state, named["state"]),
-            "param_groups": tree_map(lambda it: _copied(it) if isinstance(it, Tensor) else it, named["param_groups"]),
+            "param_groups": tree_map(
+                lambda item: _copied(item) if isinstance(item, Tensor) else item, named["param_groups"]
+            ),
         }
     rest = {"extra": extra, **({} if scheduler is None else {"scheduler": scheduler.state_dict()})}
     finish_copies()
@@ -126,8 +128,12 @@ def _own_tensors(model: nn.Module) -> dict[str, Tensor]:
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         others: list[tuple[str, Tensor | None]] = [
-            *((name, it) for name, it in module._parameters.items() if (id(module), name) not in owned),
-            *((name, it) for name, it in module._buffers.items() if name not in module._non_persistent_buffers_set),
+            *((name, param) for name, param in module._parameters.items() if (id(module), name) not in owned),
+            *(
+                (name, buffer)
+                for name, buffer in module._buffers.items()
+                if name not in module._non_persistent_buffers_set
+            ),
         ]
         for name, tensor in others:
             if tensor is not None and id(tensor) not in seen:

@@ -31,7 +31,7 @@ class HostMemory:
         """
         taken: dict[Path, Tensor] = {}
         locals_ = {path: tensor.to_local() for path, tensor in contents.sharded.items()}
-        self._copy_on_disk({path: it for path, it in locals_.items() if isinstance(it, OnDisk)}, taken)
+        self._copy_on_disk({path: local for path, local in locals_.items() if isinstance(local, OnDisk)}, taken)
         sharded = {
             path: dtensor_like(taken[path] if path in taken else self._copied(path, locals_[path], taken), tensor)
             for path, tensor in contents.sharded.items()

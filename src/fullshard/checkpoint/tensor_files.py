@@ -91,25 +91,25 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Description], metadata: Mapping[str, str]) -> None:
-        odd = [f"{name} ({it.dtype})" for name, it in tensors.items() if _code_of(it.dtype) is None]
+        odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if _code_of(tensor.dtype) is None]
         if odd:
             raise CheckpointError(f"a safetensors file cannot hold {', '.join(odd)}. Pass dtype=, or leave them out.")
-        zeros = numpy.zeros(max((it.nbytes for it in tensors.values()), default=1), numpy.uint8)
+        zeros = numpy.zeros(max((tensor.nbytes for tensor in tensors.values()), default=1), numpy.uint8)
         specs = {
             name: TensorSpec(
-                dtype=it.dtype_name,
-                shape=it.shape,
+                dtype=tensor.dtype_name,
+                shape=tensor.shape,
                 data_ptr=zeros.ctypes.data,
-                data_len=it.nbytes,
+                data_len=tensor.nbytes,
             )
-            for name, it in tensors.items()
+            for name, tensor in tensors.items()
         }
         serialize_file(specs, path, dict(metadata))
         with safe_open(path, "pt") as laid_out:
             self.order: tuple[str, ...] = tuple(laid_out.offset_keys())
         self._file = path.open("r+b")
         self._checksum = xxh3_128()
-        header_nbytes = path.stat().st_size - sum(it.nbytes for it in tensors.values())
+        header_nbytes = path.stat().st_size - sum(tensor.nbytes for tensor in tensors.values())
         self._checksum.update(self._file.read(header_nbytes))
         self._nbytes = path.stat().st_size
 
@@ -186,9 +186,9 @@ class TensorFiles:
         Raises:
             CheckpointError: the parts of one do not fit together.
         """
-        tensors = {name: _described_merged(name, it, self.tensors) for name, it in merged.items()}
-        used = {name for it in merged.values() for name in it.names}
-        kept = {name: it for name, it in self.tensors.items() if name not in used}
+        tensors = {name: _described_merged(name, item, self.tensors) for name, item in merged.items()}
+        used = {name for item in merged.values() for name in item.names}
+        kept = {name: tensor for name, tensor in self.tensors.items() if name not in used}
         return replace(self, tensors={**kept, **tensors}, merged=merged, whole=self)
 
     def read(self, wanted: Mapping[str, tuple[str, Sequence[range] | None]]) -> Iterator[tuple[str, Tensor]]:
@@ -203,7 +203,7 @@ class TensorFiles:
         for key, (name, spans) in wanted.items():
             if name in self.merged:
                 yield key, self._read_merged(name, spans)
-        wanted = {key: it for key, it in wanted.items() if it[0] not in self.merged}
+        wanted = {key: item for key, item in wanted.items() if item[0] not in self.merged}
         for path in dict.fromkeys(self.places[name] for name, _ in wanted.values()):
             with _opened(path) as file:
                 for key, (name, spans) in wanted.items():
@@ -228,7 +228,7 @@ def _shape_of(of: Merged | str, tensors: Mapping[str, Description]) -> tuple[int
     first, *others = [_shape_of(part, tensors) for part in of.parts]
     if of.dim is None:
         return (len(of.parts), *first)
-    return (*first[: of.dim], sum(it[of.dim] for it in (first, *others)), *first[of.dim + 1 :])
+    return (*first[: of.dim], sum(other[of.dim] for other in (first, *others)), *first[of.dim + 1 :])
 
 
 def _described_merged(name: str, merged: Merged, tensors: Mapping[str, Description]) -> Description:
@@ -322,7 +322,7 @@ def _index_of(path: Path) -> Path | None:
         return path
     found = sorted(path.glob(f"*{INDEX_SUFFIX}"))
     if len(found) > 1:
-        raise CheckpointError(f"{path}: expected one index, found {', '.join(it.name for it in found)}. Name one.")
+        raise CheckpointError(f"{path}: expected one index, found {', '.join(item.name for item in found)}. Name one.")
     return found[0] if found else None
 
 

@@ -91,7 +91,7 @@ class Ranks:
                 raise
             except RuntimeError as error:
                 raise failure_of_group(doing, error) from error
-        failed = {rank: it.message for rank, it in enumerate(outcomes) if isinstance(it, _Failed)}
+        failed = {rank: outcome.message for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failed)}
         if failed:
             raise failure_of_some(doing, failed, len(outcomes)) from cause
         return outcomes

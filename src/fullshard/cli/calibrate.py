@@ -128,7 +128,7 @@ def _best_rate(here: Hardware, dtype: str) -> float:
     if here.kind == "cpu":
         return here.flops_per_s[dtype]
     rates: list[Mapping[str, float]] = products
-    return max(it["flops_per_s"] for it in rates)
+    return max(rate["flops_per_s"] for rate in rates)
 
 
 def _rate(flops_per_s: float) -> str:

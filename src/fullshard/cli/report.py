@@ -75,7 +75,7 @@ def _write(folder: Path, against: Path | None) -> tuple[Path, str]:
 
 def _state(folder: Path) -> list[tuple[int, int]]:
     """What changes when ranks have written more."""
-    return [(it.st_size, it.st_mtime_ns) for it in (path.stat() for path in rank_files(folder))]
+    return [(item.st_size, item.st_mtime_ns) for item in (path.stat() for path in rank_files(folder))]
 
 
 def _rest() -> bool:

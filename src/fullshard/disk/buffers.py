@@ -69,11 +69,11 @@ class Buffers:
 
         See [Note: buffers do not depend on the disk].
         """
-        busy = [it for it in self._given if not it.is_idle][-MOST_WRITING:]
-        free = [it for it in self._given if it not in busy]
-        fitting = [it for it in free if it.whole.numel() >= nbytes]
+        busy = [item for item in self._given if not item.is_idle][-MOST_WRITING:]
+        free = [item for item in self._given if item not in busy]
+        fitting = [item for item in free if item.whole.numel() >= nbytes]
         if fitting:
-            found = min(fitting, key=lambda it: it.whole.numel())
+            found = min(fitting, key=lambda item: item.whole.numel())
             found.settle()
             self._given.remove(found)
             return Buffer(found.whole[:nbytes], found.whole)

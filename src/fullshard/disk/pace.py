@@ -179,4 +179,4 @@ def pace_of(folder: Path) -> DiskPace:
 
 def paces() -> list[DiskPace]:
     """Those of all folders in which this process has files."""
-    return [it for it in _paces.values() if it.held_bytes]
+    return [pace for pace in _paces.values() if pace.held_bytes]

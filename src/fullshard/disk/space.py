@@ -51,7 +51,7 @@ class _Writes:
 
     def add(self, start: int, end: int, work: DiskWork) -> None:
         """Note a write of these bytes. Those before it to any of them are over."""
-        self._under_way = [it for it in self._under_way if not (it[2].is_well or _meet(it, start, end))]
+        self._under_way = [item for item in self._under_way if not (item[2].is_well or _meet(item, start, end))]
         self._under_way.append((start, end, work))
 
     def wait(self, start: int, end: int) -> None:
@@ -60,9 +60,9 @@ class _Writes:
         Raises:
             DiskError: they could not be written.
         """
-        for it in self._under_way:
-            if _meet(it, start, end):
-                it[2].wait()
+        for item in self._under_way:
+            if _meet(item, start, end):
+                item[2].wait()
 
     @property
     def done(self) -> bool:

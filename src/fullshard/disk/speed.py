@@ -162,12 +162,14 @@ class _Measuring:
             if request * depth <= max(bytes_per_s * each_s, REQUESTS[0])  # what is under way at the end is waited for
         }
         best = max(rates.values())
-        return min((it for it, rate in rates.items() if rate >= ENOUGH * best), key=lambda it: (it[0] * it[1], it))
+        return min(
+            (item for item, rate in rates.items() if rate >= ENOUGH * best), key=lambda rate: (rate[0] * rate[1], rate)
+        )
 
     def _rate(self, verbs: tuple[str, ...], request_bytes: int, depth: int, seconds: float) -> float:
         """Bytes a second of requests, twice `depth` of them at once, of each kind as many."""
         begin, offsets = self._clock(), _in_turn(self._filled, request_bytes)
-        buffers = (self._memory[it : it + request_bytes] for it in _in_turn(len(self._memory), request_bytes))
+        buffers = (self._memory[item : item + request_bytes] for item in _in_turn(len(self._memory), request_bytes))
         under_way: deque[DiskWork] = deque()
         done = 0
         while self._clock() < begin + seconds or not done:

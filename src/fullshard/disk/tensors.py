@@ -176,7 +176,7 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
         func(*(nth(value, i) for value in args), **{name: nth(value, i) for name, value in kwargs.items()})
         for i in range(number)
     ]
-    return None if func._schema.is_mutable else [it for result in done for it in result]
+    return None if func._schema.is_mutable else [item for result in done for item in result]
 
 
 _ALIASES = frozenset({torch.ops.aten.detach.default, torch.ops.aten.alias.default})

@@ -83,7 +83,7 @@ def _attention(
         bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, float("-inf"))
     if bias is not None:
         bias = bias.expand(*query.shape[:-1], key.shape[-2])
-    saves = torch.is_grad_enabled() and any(it.requires_grad for it in (query, key, value))
+    saves = torch.is_grad_enabled() and any(item.requires_grad for item in (query, key, value))
     fused = _ATEN._scaled_dot_product_efficient_attention.default
     return fused(query, key, value, bias, saves, dropout_p, is_causal, scale=scale)[0]
 
@@ -139,7 +139,9 @@ def _operation(name: str) -> Any:
 
 def _in_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
     with torch.autocast("cpu", enabled=False):
-        return operation(*[_widened(it) for it in args], **{name: _widened(it) for name, it in kwargs.items()})
+        return operation(
+            *[_widened(argument) for argument in args], **{name: _widened(kwarg) for name, kwarg in kwargs.items()}
+        )
 
 
 def _widened(value: Any) -> Any:

@@ -241,7 +241,7 @@ def _kind(func: OpOverload) -> str:
 def _writing(func: OpOverload) -> tuple[tuple[int, str], ...]:
     """Number and name of each argument that an operation writes to."""
     arguments = enumerate(func._schema.arguments)
-    return tuple((i, it.name) for i, it in arguments if it.alias_info is not None and it.alias_info.is_write)
+    return tuple((i, item.name) for i, item in arguments if item.alias_info is not None and item.alias_info.is_write)
 
 
 def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:

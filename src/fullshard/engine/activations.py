@@ -212,7 +212,9 @@ class Activations:
     def _look_at_disks(self) -> None:
         """Say if a disk has become slow; where states are on it, too, their steps look."""
         policies = [unit.options.offload for unit, tier in self._tiers.items() if tier == "disk"]
-        for folder in {it.disk_folder for it in policies if isinstance(it, Offload) and not it.disk_fraction}:
+        for folder in {
+            policy.disk_folder for policy in policies if isinstance(policy, Offload) and not policy.disk_fraction
+        }:
             pace_of(folder).look()
 
     def recover(self) -> None:

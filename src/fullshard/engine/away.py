@@ -339,7 +339,7 @@ class Store:
                 self._free[nbytes].remove(buffer)
                 return buffer
         if self.scratch is not None:  # a few are enough, of sizes that are in use
-            self._free = {size: [it for it in given if not it.is_free] for size, given in self._free.items()}
+            self._free = {size: [item for item in given if not item.is_free] for size, given in self._free.items()}
         made = _Buffer(self._new_memory(nbytes))
         self._buffers.add(made)
         return made
@@ -347,7 +347,7 @@ class Store:
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the host's memory that this has at the moment."""
-        return sum(it.data.numel() for it in self._buffers)
+        return sum(buffer.data.numel() for buffer in self._buffers)
 
     def _give(self, buffer: _Buffer) -> None:
         self._free.setdefault(buffer.data.numel(), []).append(buffer)

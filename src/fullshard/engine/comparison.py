@@ -37,8 +37,8 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
     Ranks tell one another hashes, a few bytes for whatever model. Where these differ, one rank for each kind says more.
     """
     unit, rank = units[0], dist.get_rank()
-    descriptions = [it.description for it in units]
-    digests: Digests = [it.digests(unit.axes) for it in units]
+    descriptions = [unit.description for unit in units]
+    digests: Digests = [each_unit.digests(unit.axes) for each_unit in units]
     hashes = _of_all_ranks((_hash(descriptions), _hash(digests)), unit, "comparison of models")
     of_models = {other: of_model for other, (of_model, _) in hashes.items()}
     of_values = {other: of_digests for other, (_, of_digests) in hashes.items()}
@@ -123,7 +123,11 @@ def _first_of_each(hashes: Mapping[int, bytes]) -> dict[bytes, int]:
 def _groups(unit: Unit) -> list[dist.ProcessGroup]:
     """The groups of other ranks that have the same parameters as this one."""
     groups = (unit.axes.shard_group, unit.axes.replicate_group)
-    return [it for it in groups if it is not None and dist.get_world_size(it) > 1 and dist.get_backend(it) != "fake"]
+    return [
+        group
+        for group in groups
+        if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
+    ]
 
 
 def _difference(first: int, mine: Sequence[str], second: int, theirs: Sequence[str]) -> str:
@@ -150,13 +154,16 @@ def _compare_values(units: Sequence[Unit], hashes: Mapping[int, bytes], digests:
         "Call torch.manual_seed with the same number on every rank before building the model, or pass "
         "sync_module_states=True to FullyShardedDataParallel, or load one state dict on all ranks"
     )
-    for group, are_replicas in [(it, True) for it in ranks.T.tolist()] + [(it, False) for it in ranks.tolist()]:
+    for group, are_replicas in [(item, True) for item in ranks.T.tolist()] + [(item, False) for item in ranks.tolist()]:
         firsts = _first_of_each({rank: hashes[rank] for rank in sorted(group)})
         odd = _different_values(units, [digests[its] for its in firsts])
         if not odd:
             continue
         unit, param, found = odd[0]
-        first, other = min(group), next(rank for rank, it in zip(firsts.values(), found, strict=True) if it != found[0])
+        first, other = (
+            min(group),
+            next(rank for rank, item in zip(firsts.values(), found, strict=True) if item != found[0]),
+        )
         name = f"{unit.name}.{param.fqn}" if unit.name else param.fqn
         where = f"{len(odd)} parameters, such as {name} on rank {first} and rank {other}"
         said = f"ranks built the model with different values: {where}"

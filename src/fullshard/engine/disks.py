@@ -28,8 +28,8 @@ class Disks:
 
     def begin_pass(self) -> None:
         """Note that all ranks begin the same forward or backward."""
-        for it in self._of_units():
-            it.are_told = True
+        for of_unit in self._of_units():
+            of_unit.are_told = True
 
     def end_pass(self, activations: DiskFailures | None = None) -> None:
         """Tell all ranks, each of which has ended the same pass, if the disk of one of them has failed: a collective,
@@ -53,9 +53,9 @@ class Disks:
         self._failures.take()
 
     def _collect(self) -> None:
-        for it in self._of_units():
-            self._failures.add(it.take())
-            it.are_told = False
+        for of_unit in self._of_units():
+            self._failures.add(of_unit.take())
+            of_unit.are_told = False
 
     def _of_units(self) -> list[DiskFailures]:
-        return [it for unit in self._units if unit.rests_on_disk for it in unit.disk_failures]
+        return [disk_failure for unit in self._units if unit.rests_on_disk for disk_failure in unit.disk_failures]

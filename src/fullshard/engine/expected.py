@@ -45,7 +45,7 @@ class Expected:
 
         `serial` is the number of the last backward.
         """
-        self.open = [it for it in self.open if it.serial == serial or not (top.state.is_root or top is it.top)]
+        self.open = [item for item in self.open if item.serial == serial or not (top.state.is_root or top is item.top)]
 
     def begin_forward(self, top: Unit, serial: int) -> None:
         """Note that the outermost forward of `top` begins, after the backward of that number."""
@@ -92,7 +92,7 @@ class Expected:
     def ahead_in_backward(self, unit: Unit) -> list[Unit]:
         """What to gather ahead, now that backward comes to `unit`."""
         ahead = self._ahead(unit, self.backward, unit.state.next_backward)
-        return [it for it in ahead if it.state.unshards_in_backward]
+        return [item for item in ahead if item.state.unshards_in_backward]
 
     def _ahead(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
         if unit.param_groups:  # else it gathers nothing, and only some ranks may call it

@@ -93,7 +93,7 @@ class DiskFailures:
         """
         errors = self.take()
         here = torch.full((1,), float(len(errors)), device=device)
-        found = findings_of_all(lambda: [(dist.get_rank(), str(it)) for it in errors[:1]], here, groups, _ORIGIN)
+        found = findings_of_all(lambda: [(dist.get_rank(), str(error)) for error in errors[:1]], here, groups, _ORIGIN)
         if found is None:
             return
         told = sorted(set(found))

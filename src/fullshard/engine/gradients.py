@@ -74,7 +74,7 @@ class Gradients:
         shapes = [param_layout.spec.shard_shape(plan.rank) for param_layout in plan.layout.params]
         starts = [param_layout.shard_offset for param_layout in plan.layout.params]
         self._stretches = [slice(start, start + prod(shape)) for start, shape in zip(starts, shapes, strict=True)]
-        self._strided = [(it, contiguous_strides(it), start) for it, start in zip(shapes, starts, strict=True)]
+        self._strided = [(shape, contiguous_strides(shape), start) for shape, start in zip(shapes, starts, strict=True)]
 
     # -- whole gradients ----------------------------------------------------------------------------------------------
 

@@ -52,10 +52,10 @@ class UnshardedBuffer:
             layout, dtype = plan.layout, plan.contract.compute
             view = partial(typed_view, storage, dtype, device=plan.device)
             self.flat = view(byte_offset, (layout.unsharded_numel,))
-            offsets = [byte_offset + it.unsharded_offset * dtype.itemsize for it in layout.params]
-            shapes = [it.spec.shape for it in layout.params]
+            offsets = [byte_offset + param.unsharded_offset * dtype.itemsize for param in layout.params]
+            shapes = [param.spec.shape for param in layout.params]
             self.params = [view(o, s) for o, s in zip(offsets, shapes, strict=True)]
-            self.receive = [self.flat[it.region] for it in layout.in_place]
+            self.receive = [self.flat[item.region] for item in layout.in_place]
             message_offset = byte_offset + layout.unsharded_numel * dtype.itemsize
             message = view(message_offset, (layout.world * layout.pack_numel,))
             if layout.pack_numel:
@@ -123,8 +123,10 @@ class OwnShards(ShardStorage):
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
         self.shards = [
-            self.memory[it.shard_offset :][: it.spec.shard_numel(plan.rank)].view(it.spec.shard_shape(plan.rank))
-            for it in plan.layout.params
+            self.memory[param.shard_offset :][: param.spec.shard_numel(plan.rank)].view(
+                param.spec.shard_shape(plan.rank)
+            )
+            for param in plan.layout.params
         ]
         self.note_references()
 
@@ -140,7 +142,7 @@ class OwnShards(ShardStorage):
 
     def _parts_of(self, shards: Tensor) -> list[Tensor]:
         layout = self.plan.layout
-        parts = [shards[it.part] for it in layout.in_place]
+        parts = [shards[item.part] for item in layout.in_place]
         return [*parts, shards[layout.pack]] if layout.pack_numel else parts
 
 
@@ -174,9 +176,9 @@ class RowsOfUnsharded(ShardStorage):
         self._rows = [whole.view(layout.world, -1)[plan.rank] for whole in unsharded.receive[: len(layout.in_place)]]
         rows = iter(self._rows)
         self.shards = []
-        for it in layout.params:
-            shape = it.spec.shard_shape(plan.rank)
-            flat = next(rows) if it.in_place else self.memory[it.shard_offset - layout.pack_offset :]
+        for param in layout.params:
+            shape = param.spec.shard_shape(plan.rank)
+            flat = next(rows) if param.in_place else self.memory[param.shard_offset - layout.pack_offset :]
             self.shards.append(flat[: prod(shape)].view(shape))
 
     def to_send(self, scratch: Pool, *, changed: bool) -> tuple[list[Tensor], Tensor | None]:
@@ -189,7 +191,8 @@ class WholeCopy(ShardStorage):
     def __init__(self, plan: GroupPlan) -> None:
         super().__init__(plan)
         self.shards = [
-            self.memory[it.unsharded_offset :][: it.spec.numel].view(it.spec.shape) for it in plan.layout.params
+            self.memory[param.unsharded_offset :][: param.spec.numel].view(param.spec.shape)
+            for param in plan.layout.params
         ]
         self.note_references()
 
@@ -204,7 +207,8 @@ class UnshardedItself(WholeCopy):
     def __init__(self, plan: GroupPlan, unsharded: UnshardedBuffer) -> None:
         ShardStorage.__init__(self, plan)
         self.shards = [
-            unsharded.flat[it.unsharded_offset :][: it.spec.numel].view(it.spec.shape) for it in plan.layout.params
+            unsharded.flat[param.unsharded_offset :][: param.spec.numel].view(param.spec.shape)
+            for param in plan.layout.params
         ]
 
 
@@ -218,8 +222,10 @@ class ShardsOnDisk(ShardStorage):
         self._nbytes = aligned(plan.layout.shard_numel * stored.itemsize)
         self._extent = shared_scratch(folder).take(self._nbytes, state="parameters")
         self._rests = [
-            OnDisk(self._extent, it.shard_offset * stored.itemsize, it.spec.shard_shape(plan.rank), stored, device)
-            for it in plan.layout.params
+            OnDisk(
+                self._extent, param.shard_offset * stored.itemsize, param.spec.shard_shape(plan.rank), stored, device
+            )
+            for param in plan.layout.params
         ]
         self.shards = [*self._rests]
         self._buffers = buffers_of(plan.device)
@@ -274,7 +280,7 @@ class ShardsOnDisk(ShardStorage):
             shards.copy_(read, non_blocking=True)
             taken = shards
             self.note_sent()
-        parts = [shards[it.part] for it in layout.in_place]
+        parts = [shards[item.part] for item in layout.in_place]
         return [*parts, shards[layout.pack]] if layout.pack_numel else parts, taken
 
     def note_sent(self) -> None:

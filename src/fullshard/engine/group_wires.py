@@ -48,12 +48,12 @@ class AxesCollectives:
     @property
     def each(self) -> list[Collectives]:
         """Those that are there."""
-        return [it for it in (self.shard, self.replicate, self.across, self.within) if it is not None]
+        return [item for item in (self.shard, self.replicate, self.across, self.within) if item is not None]
 
     @property
     def is_broken(self) -> bool:
         """True if ranks were found to do different things, or one was lost: nothing can be sent any more."""
-        return any(it.broken is not None for it in self.each)
+        return any(item.broken is not None for item in self.each)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _fraction_between(low: int, high: int, total: int) -> float:
     """That asks `_first` for more than `low` bytes of `total`, and no more than `high`."""
     scales = (10.0**digits for digits in count(2))
     fractions = ((floor(high / total * scale) - less) / scale for scale in scales for less in (0, 1))
-    return next(it for it in fractions if low < round(it * total) <= high)
+    return next(fraction for fraction in fractions if low < round(fraction * total) <= high)
 
 
 def _asked(units: Sequence[Unit], policy: Offload, on_disk: Collection[Unit]) -> dict[Unit, Home]:

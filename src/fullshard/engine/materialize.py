@@ -94,11 +94,21 @@ def _check_inner_first(modules: Sequence[nn.Module], module: nn.Module, name: st
         ConfigError: `unit`, which has parameter `name` of `module`, is around `module`.
     """
     outer = next(
-        (it for it in unit.modules if it is not module and any(module is inner for inner in it.modules())), None
+        (
+            each_module
+            for each_module in unit.modules
+            if each_module is not module and any(module is inner for inner in each_module.modules())
+        ),
+        None,
     )
     if outer is not None:
         around = next(
-            (it for it in modules if it is not module and any(module is inner for inner in it.modules())), None
+            (
+                each_module
+                for each_module in modules
+                if each_module is not module and any(module is inner for inner in each_module.modules())
+            ),
+            None,
         )
         if around is not None and not any(around is inner for inner in outer.modules()):
             raise ConfigError(

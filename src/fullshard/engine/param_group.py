@@ -65,7 +65,7 @@ class ParamGroup:
     def _new_validity(self) -> Validity:
         plan = self.plan
         stepped = plan.lives_in_unsharded
-        keeping = [it for it in self.params if stepped and (it.layout.in_place or not plan.shards_optimizer)]
+        keeping = [param for param in self.params if stepped and (param.layout.in_place or not plan.shards_optimizer)]
         return Validity(self.params, keeping)
 
     def _note_shards(self) -> None:
@@ -188,7 +188,7 @@ class ParamGroup:
     @property
     def disk_failures(self) -> list[DiskFailures]:
         """What the disk could not do that shards and gradients rest on, of each; none if they rest on no disk."""
-        return [it for it in (self.gather.disk_failures, self.gradients.failures) if it is not None]
+        return [item for item in (self.gather.disk_failures, self.gradients.failures) if item is not None]
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ class PayloadParam(ShardedParam):
     def receive(self, gathered: Sequence[Tensor]) -> bool:
         """Make the unsharded form of what all ranks have sent. True if it is another object than before."""
         rows = self._spec.shape[0]
-        whole = tuple(it[:rows] if self._spec.padding else it for it in gathered)
+        whole = tuple(item[:rows] if self._spec.padding else item for item in gathered)
         hook: Any = self._padded.fsdp_post_all_gather  # type: ignore[attr-defined]
         metadata, self._metadata = self._metadata, None
         if self._has_form:
@@ -142,7 +142,7 @@ class PayloadParam(ShardedParam):
                 "parameter, of the tensors that it was given."
             )
         given = {tensor.untyped_storage()._cdata for tensor in gathered}
-        self._inner = [it for it in inner if it.untyped_storage()._cdata not in given]
+        self._inner = [item for item in inner if item.untyped_storage()._cdata not in given]
         self._has_form = True
         self.replace_unsharded(form)
         return True
@@ -183,7 +183,7 @@ def _padded_part(fqn: str, whole: Tensor, spec: ShardSpec, rank: int, device: to
     try:
         parts = torch.chunk(whole, spec.world)
         found = [len(part) for part in parts]
-        wanted = [len(spec.span(it)) for it in range(spec.world) if len(spec.span(it))]
+        wanted = [len(spec.span(index)) for index in range(spec.world) if len(spec.span(index))]
         if found != wanted:
             raise ValueError(f"parts have {found} rows instead of {wanted}")
         shape = spec.shard_shape(0)
@@ -263,7 +263,7 @@ class PayloadStorage(ShardStorage):
         assert self.buffer is not None, "prepared before it is sent"
         payloads, layout, taken = self._payloads, self.buffer.layout, None
         self._payloads = []
-        parts = [payload for payload, it in zip(payloads, layout.params, strict=True) if it.in_place]
+        parts = [payload for payload, param in zip(payloads, layout.params, strict=True) if param.in_place]
         if layout.pack_numel:
             taken = scratch.take(layout.pack_numel, torch.uint8)
             for i in layout.packed:

@@ -41,7 +41,9 @@ class PayloadGroup(ParamGroup):
     @classmethod
     def of(cls, sources: Sequence[Source], plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> PayloadGroup:
         assert isinstance(plan, PayloadPlan)
-        params = [PayloadParam(it, placed, plan) for it, placed in zip(sources, plan.layout.params, strict=True)]
+        params = [
+            PayloadParam(source, placed, plan) for source, placed in zip(sources, plan.layout.params, strict=True)
+        ]
         return cls(plan, params, wires, GradientState())
 
     def moved(self, plan: GroupPlan, wires: GroupWires, stretch: Stretch | None) -> PayloadGroup:

@@ -335,7 +335,7 @@ class TwoLevelReduction(ShardReduction):
 
     def _take_second_sums(self) -> None:
         across = self._two_level.across
-        owned = [self._two_level.secondary_numel(*it) for it in zip(self._numels, self._part_numels, strict=True)]
+        owned = [self._two_level.secondary_numel(*item) for item in zip(self._numels, self._part_numels, strict=True)]
         terms = [term[:numel] for term, numel in zip(self._secondary_sums(), owned, strict=True)]
         sums = PartSums(self._sums(), terms, self._part_numels, self._divisor, self._names(across))
         across.reduce_scatter(sums, origin=self._origin).wait()

@@ -475,19 +475,19 @@ class Runtime:
         Messages under way arrive first, wherever all ranks had come to the same ones. Where they had not, all of them
         learn of it now at the latest, and begin anew.
         """
-        collectives = dict.fromkeys(it for unit in self.units for of in unit.collectives.values() for it in of.each)
+        collectives = dict.fromkeys(item for unit in self.units for of in unit.collectives.values() for item in of.each)
         with suppress(RankMismatchError):
             self.recover()
-        for it in collectives:
-            if it.broken is None:
+        for collective in collectives:
+            if collective.broken is None:
                 with suppress(RankMismatchError):
-                    it.meet("abandon_step", origin=Origin("", Phase.IDLE))
-        broken = [it for it in collectives if it.broken is not None]
+                    collective.meet("abandon_step", origin=Origin("", Phase.IDLE))
+        broken = [collective for collective in collectives if collective.broken is not None]
         if broken:
             for unit in self.units:
                 unit.forget_gather()
-            for it in broken:
-                it.renew()
+            for item in broken:
+                item.renew()
             self.recover()
         for unit in self.units:
             unit.abandon_grads()
@@ -599,7 +599,7 @@ class Runtime:
 
     def _prefetch_backward(self, unit: Unit) -> None:
         ahead = self.expected.ahead_in_backward(unit)
-        if self.serial == 1 and self._lanes.gather.is_stream and any(it._backward_hooks for it in unit.modules):
+        if self.serial == 1 and self._lanes.gather.is_stream and any(module._backward_hooks for module in unit.modules):
             ahead = []  # which shards the user's hooks write to shows in the first backward, see `Residency.prefetch`
         if unit.options.backward_prefetch == "pre":
             self.residency.prefetch(ahead, Phase.BACKWARD)

@@ -181,7 +181,7 @@ class Unit:
     @property
     def disk_failures(self) -> list[DiskFailures]:
         """What the disk could not do that it rests on: see `engine/disks.py`."""
-        return [it for param_group in self.param_groups for it in param_group.disk_failures]
+        return [disk_failure for param_group in self.param_groups for disk_failure in param_group.disk_failures]
 
     def offload_as(self, policy: OffloadPolicy) -> None:
         """Have states and activations away as `policy` says, from the next step and forward on."""
@@ -619,7 +619,10 @@ class Unit:
         self.settle()
         self.reshard()
         grads = {param: param.grad for param in self.params if param.grad is not None}
-        plans = [it.plan.changed(it.plan.contract, self.device, self._memory) for it in self.param_groups]
+        plans = [
+            param_group.plan.changed(param_group.plan.contract, self.device, self._memory)
+            for param_group in self.param_groups
+        ]
         self._lie_as(plans, self.slot)
         for param, grad in grads.items():
             with allocating("gradient shards"):

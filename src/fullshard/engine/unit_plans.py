@@ -67,7 +67,9 @@ def plan_for(kind: Sequence[Source], options: ShardOptions, device: torch.device
             f"as under strategy='ddp', so that modules see it as it was found, in {contract.stored}. Leave param_dtype "
             "out, or choose a strategy that shards the optimizer's state, such as 'zero1'."
         )
-    return replace(plan, inner_nbytes=sum(it.nbytes for source in kind for it in inner_tensors(source.local)))
+    return replace(
+        plan, inner_nbytes=sum(inner_tensor.nbytes for source in kind for inner_tensor in inner_tensors(source.local))
+    )
 
 
 def nbytes_of(plans: Sequence[GroupPlan]) -> int:

@@ -150,4 +150,4 @@ def _with_inner(tensor: Tensor) -> list[Tensor]:
     if not holds_tensors(tensor):
         return [tensor]
     inner = [getattr(tensor, name) for name in inner_names(tensor)]
-    return [tensor, *(it for each in inner if isinstance(each, Tensor) for it in _with_inner(each))]
+    return [tensor, *(item for each in inner if isinstance(each, Tensor) for item in _with_inner(each))]

@@ -157,7 +157,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # it has no ty
         Raises:
             StateError: it has a part on each rank, as sharded parameters have: `LocalSGD` would average these.
         """
-        if self.shards and any(isinstance(it, DTensor) for it in tensors_in(tensor)):
+        if self.shards and any(isinstance(each_tensor, DTensor) for each_tensor in tensors_in(tensor)):
             raise StateError(
                 "reduce of a DTensor, of which each rank has another part: there is nothing to add. LocalSGD, which "
                 "averages whole parameters, cannot be used with a sharded model; use gradient accumulation."

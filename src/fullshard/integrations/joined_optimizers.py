@@ -59,7 +59,7 @@ class _Joined:
         for start, optimizer in self._numbered():
             its = optimizer.state_dict()
             state |= {start + number: values for number, values in its["state"].items()}
-            groups += [{**group, "params": [start + it for it in group["params"]]} for group in its["param_groups"]]
+            groups += [{**group, "params": [start + item for item in group["params"]]} for group in its["param_groups"]]
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -68,8 +68,8 @@ class _Joined:
         for start, optimizer in self._numbered():
             own = [next(groups) for _ in optimizer.param_groups]
             numbers = {number for group in own for number in group["params"]}
-            state = {number - start: it for number, it in state_dict["state"].items() if number in numbers}
-            own = [{**group, "params": [it - start for it in group["params"]]} for group in own]
+            state = {number - start: item for number, item in state_dict["state"].items() if number in numbers}
+            own = [{**group, "params": [item - start for item in group["params"]]} for group in own]
             optimizer.load_state_dict({"state": state, "param_groups": own})
 
     def _numbered(self) -> Iterator[tuple[int, Optimizer]]:

@@ -223,13 +223,13 @@ class FullShardStrategy(DDPStrategy):
                 "fullshard.checkpoint writes."
             )
         given = checkpoint.get("state_dict", {})
-        if given.keys() != self._given.keys() or any(given[name] is not it for name, it in self._given.items()):
+        if given.keys() != self._given.keys() or any(given[name] is not item for name, item in self._given.items()):
             raise ConfigError(
                 "on_save_checkpoint has changed checkpoint['state_dict']: a checkpoint has the state of the module as "
                 "it is. Save what is to be different in another file."
             )
         self._given = {}
-        rest = {name: it for name, it in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
+        rest = {name: item for name, item in checkpoint.items() if name not in ("state_dict", "optimizer_states")}
         save(
             Path(self.broadcast(filepath)),
             model=self._module,
@@ -266,7 +266,9 @@ class FullShardStrategy(DDPStrategy):
             fqns = list(params_by_fqn(self._module, optimizer))
             named = {
                 "state": {fqns[number]: values for number, values in state["state"].items()},
-                "param_groups": [{**it, "params": [fqns[i] for i in it["params"]]} for it in state["param_groups"]],
+                "param_groups": [
+                    {**item, "params": [fqns[i] for i in item["params"]]} for item in state["param_groups"]
+                ],
             }
             optim_state_dict_to_load(self._module, optimizer, named, load_directly=True, from_first_rank=False)
 
@@ -400,7 +402,7 @@ class FabricFullShardStrategy(FabricDDPStrategy):
         if storage_options is not None or filter is not None:
             raise ConfigError("fabric.save(storage_options=..., filter=...) cannot be honoured: all of it is saved.")
         parts = _Parts.of(state)
-        rest = {name: it.state_dict() if _is_stateful(it) else it for name, it in parts.rest.items()}
+        rest = {name: item.state_dict() if _is_stateful(item) else item for name, item in parts.rest.items()}
         save(
             Path(self.broadcast(path)),
             model=parts.module,
@@ -434,11 +436,11 @@ class FabricFullShardStrategy(FabricDDPStrategy):
                 f"fabric.load: {', '.join(absent)} are not in {path}, which has {', '.join(rest) or 'nothing'} besides "
                 "module and optimizers. Leave them out of the state, or pass strict=False."
             )
-        for name, it in parts.rest.items():
+        for name, item in parts.rest.items():
             if name in absent:
                 continue
-            if _is_stateful(it):
-                it.load_state_dict(rest.pop(name))
+            if _is_stateful(item):
+                item.load_state_dict(rest.pop(name))
             else:
                 state[name] = rest.pop(name)
         return rest
@@ -478,15 +480,15 @@ class _Parts:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> _Parts:
-        modules = [it for it in state.values() if isinstance(it, nn.Module)]
+        modules = [item for item in state.values() if isinstance(item, nn.Module)]
         if len(modules) != 1:
             raise ConfigError(
                 f"the state has {len(modules)} modules ({', '.join(state)}), and a checkpoint is of one. Pass one; "
                 "put several into an nn.ModuleDict."
             )
-        optimizers = [it for it in state.values() if isinstance(it, Optimizer)]
-        known = {id(it) for it in (*modules, *optimizers)}
-        return cls(modules[0], optimizers, {name: it for name, it in state.items() if id(it) not in known})
+        optimizers = [item for item in state.values() if isinstance(item, Optimizer)]
+        known = {id(module) for module in (*modules, *optimizers)}
+        return cls(modules[0], optimizers, {name: item for name, item in state.items() if id(item) not in known})
 
 
 def _is_stateful(value: Any) -> bool:

@@ -105,7 +105,7 @@ class PipelineStage(pipelining.PipelineStage):
         A loss that takes backwards of its own, as one in chunks does, leaves gradients in it, which are dropped; but
         not if earlier ones are held back, to which they were added.
         """
-        fresh = [it for it in self._runtimes if not any(unit.has_grads_waiting for unit in it.units)]
+        fresh = [runtime for runtime in self._runtimes if not any(unit.has_grads_waiting for unit in runtime.units)]
         with ExitStack() as trial:
             for runtime in self._runtimes:
                 trial.enter_context(runtime.residency.slots.paused())

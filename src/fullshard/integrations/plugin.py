@@ -472,25 +472,25 @@ def _offloads(plugin: Any) -> bool:
 
 # By key, a function that reads the field from accelerate's plugin; None if that leaves it open.
 _PLUGIN: dict[str, Callable[[Any], Any]] = {
-    "version": lambda it: it.fsdp_version,
-    "sharding_strategy": lambda it: it.sharding_strategy,
-    "reshard_after_forward": lambda it: it.reshard_after_forward if it.sharding_strategy is None else None,
-    "backward_prefetch": lambda it: getattr(it.backward_prefetch, "name", None),
-    "forward_prefetch": lambda it: it.forward_prefetch or None,
+    "version": lambda item: item.fsdp_version,
+    "sharding_strategy": lambda item: item.sharding_strategy,
+    "reshard_after_forward": lambda item: item.reshard_after_forward if item.sharding_strategy is None else None,
+    "backward_prefetch": lambda item: getattr(item.backward_prefetch, "name", None),
+    "forward_prefetch": lambda item: item.forward_prefetch or None,
     "auto_wrap_policy": _wrap_name,
-    "transformer_layer_cls_to_wrap": lambda it: (
-        it.transformer_cls_names_to_wrap if _wrap_name(it) == TRANSFORMER else None
+    "transformer_layer_cls_to_wrap": lambda item: (
+        item.transformer_cls_names_to_wrap if _wrap_name(item) == TRANSFORMER else None
     ),
-    "min_num_params": lambda it: it.min_num_params if _wrap_name(it) == SIZE else None,
+    "min_num_params": lambda item: item.min_num_params if _wrap_name(item) == SIZE else None,
     "cpu_offload": _offloads,
-    "ignored_modules": lambda it: it.ignored_modules,
-    "state_dict_type": lambda it: it.state_dict_type,
-    "limit_all_gathers": lambda it: it.limit_all_gathers,
+    "ignored_modules": lambda item: item.ignored_modules,
+    "state_dict_type": lambda item: item.state_dict_type,
+    "limit_all_gathers": lambda item: item.limit_all_gathers,
     "param_init_fn": _init_function,
-    "sync_module_states": lambda it: it.sync_module_states or None,
-    "activation_checkpointing": lambda it: it.activation_checkpointing,
-    "activation_checkpointing_offload": lambda it: it.activation_checkpointing_offload,
-    "cpu_ram_efficient_loading": lambda it: it.cpu_ram_efficient_loading,
+    "sync_module_states": lambda item: item.sync_module_states or None,
+    "activation_checkpointing": lambda item: item.activation_checkpointing,
+    "activation_checkpointing_offload": lambda item: item.activation_checkpointing_offload,
+    "cpu_ram_efficient_loading": lambda item: item.cpu_ram_efficient_loading,
 }
 
 

@@ -127,7 +127,9 @@ def _precision(plugin: ShardingPlugin, computes_in: torch.dtype | None) -> Mixed
 
 def _keep_in_float32(model: nn.Module) -> None:
     """Keep trained parameters in float32: the optimizer's steps are too small for fewer digits."""
-    raised = [it for it in model.parameters() if it.requires_grad and is_castable(it.dtype) and it.itemsize < 4]
+    raised = [
+        param for param in model.parameters() if param.requires_grad and is_castable(param.dtype) and param.itemsize < 4
+    ]
     for param in raised:
         param.data = param.data.float()
     if raised:

@@ -320,12 +320,12 @@ class _Conversions:
         model_type = model.config.model_type
         self._left_out = list(model._keys_to_ignore_on_load_unexpected or ())
         self._made: set[str] = set()  # names of what is merged
-        self._renamings = [it for it in transforms if isinstance(it, loading.WeightRenaming)]
-        self._converters = [it for it in transforms if not isinstance(it, loading.WeightRenaming)]
-        for it in self._converters:
-            kinds = [type(operation) for operation in getattr(it, "operations", [None])]
+        self._renamings = [transform for transform in transforms if isinstance(transform, loading.WeightRenaming)]
+        self._converters = [transform for transform in transforms if not isinstance(transform, loading.WeightRenaming)]
+        for converter in self._converters:
+            kinds = [type(operation) for operation in getattr(converter, "operations", [None])]
             if kinds not in ([loading.MergeModulelist], [loading.MergeModulelist, loading.Concatenate]) or (
-                it.operations[0].dim != 0
+                converter.operations[0].dim != 0
             ):
                 names = ", ".join(kind.__name__ for kind in kinds)
                 raise ConfigError(
@@ -353,8 +353,14 @@ class _Conversions:
         return {fqn: self._merged(by_pattern) for fqn, by_pattern in parts.items()}
 
     def _merged(self, by_pattern: Mapping[str, Sequence[str]]) -> Merged:
-        converter = next(it for it in self._converters if next(iter(by_pattern)) in it.source_patterns)
-        stacks = [Merged(tuple(by_pattern[it])) for it in converter.source_patterns if it in by_pattern]
+        converter = next(
+            converter for converter in self._converters if next(iter(by_pattern)) in converter.source_patterns
+        )
+        stacks = [
+            Merged(tuple(by_pattern[source_pattern]))
+            for source_pattern in converter.source_patterns
+            if source_pattern in by_pattern
+        ]
         joins = converter.operations[1:]
         return Merged(tuple(stacks), dim=joins[0].dim) if joins else stacks[0]
 

@@ -70,7 +70,7 @@ def check_name(optimizer: Optimizer) -> None:
 
 def _known_name(name: str) -> str | None:
     lowered = name.lower()
-    return next((it for it in (lowered, _SUFFIX.sub("", lowered)) if it in _NEED_WHOLES), None)
+    return next((item for item in (lowered, _SUFFIX.sub("", lowered)) if item in _NEED_WHOLES), None)
 
 
 def _options(optimizer: Any) -> list[Mapping[str, Any]]:
@@ -154,12 +154,12 @@ def _steps_of(optimizer: Optimizer, device: torch.device, part: int, parts: int)
     generator = torch.Generator().manual_seed(0)
     groups = optimizer.param_groups[:_LARGEST_GROUPS]
     drawn = [[_draw(generator, shape) for shape in ((_ROWS, _COLUMNS), (_ROWS,))] for _ in groups]
-    params = [[_part(it, part, parts).to(device).requires_grad_() for it in its] for its in drawn]
+    params = [[_part(item, part, parts).to(device).requires_grad_() for item in its] for its in drawn]
     made = _made_like(optimizer, groups, params, lr=1e-2)
     flat = [param for its in params for param in its]
     moves = []
     for step in range(_STEPS):
-        for param, whole in zip(flat, (it for its in drawn for it in its), strict=True):
+        for param, whole in zip(flat, (item for its in drawn for item in its), strict=True):
             grad = _draw(generator, tuple(whole.shape))
             grad[_ROWS // 2 :] *= 10.0 ** (step % 3 - 1)  # sums over rows differ from part to part, and in time
             param.grad = _part(grad, part, parts).to(device)
@@ -219,7 +219,9 @@ def _made_like(
     if lr is not None and isinstance(known.get("lr"), int | float):
         known["lr"] = lr
     _, *others = list(inspect.signature(type(optimizer).__init__).parameters.values())[1:]
-    arguments = {it.name: known[it.name] for it in others if it.name in known and it.kind is not it.VAR_KEYWORD}
+    arguments = {
+        other.name: known[other.name] for other in others if other.name in known and other.kind is not other.VAR_KEYWORD
+    }
     with torch.enable_grad():
         made = type(optimizer)(given, **arguments)
     trials.add(made)

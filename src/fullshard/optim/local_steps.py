@@ -101,7 +101,9 @@ def _show_step(optimizer: Optimizer) -> None:
     not. Kept unsharded parameters are gathered again if the version has changed.
     """
     params = (param for group in optimizer.param_groups for param in group["params"])
-    torch.autograd.graph.increment_version([it for it in params if isinstance(it, DTensor) and it.grad is not None])
+    torch.autograd.graph.increment_version(
+        [param for param in params if isinstance(param, DTensor) and param.grad is not None]
+    )
 
 
 def _note_step() -> None:
@@ -176,7 +178,7 @@ def _check_steps_shards(optimizer: Optimizer) -> None:
     """
     kind, sharded, blocks = type(optimizer), _cut_params(optimizer), block_states(optimizer)
     if blocks is not None and blocks.draws:  # replicas are to draw alike, too
-        sharded = [it for group in optimizer.param_groups for it in group["params"] if isinstance(it, DTensor)]
+        sharded = [item for group in optimizer.param_groups for item in group["params"] if isinstance(item, DTensor)]
     if not sharded or hasattr(optimizer.step, _MARK):
         return
     if kind is torch.optim.Adafactor:  # the others' sums are taken by operations on DTensors
@@ -199,7 +201,9 @@ def _may_have_any_order(optimizer: Optimizer) -> bool:
 
 def _cut_params(optimizer: Optimizer) -> list[Tensor]:
     params = (param for group in optimizer.param_groups for param in group["params"])
-    return [it for it in params if isinstance(it, DTensor) and any(isinstance(p, Shard) for p in it.placements)]
+    return [
+        param for param in params if isinstance(param, DTensor) and any(isinstance(p, Shard) for p in param.placements)
+    ]
 
 
 def _step_shards(optimizer: Optimizer) -> None:
@@ -277,7 +281,7 @@ def _having_shards(optimizer: Optimizer, params: Iterable[Tensor] | None = None)
             if known is not None:
                 state[shard] = {name: _local(value) for name, value in known.items()}
         blocks = block_states(optimizer)
-        deciding = None if blocks is None else blocks.deciding_by_wholes({id(it): param for param, it in swapped})
+        deciding = None if blocks is None else blocks.deciding_by_wholes({id(item): param for param, item in swapped})
         try:
             with deciding or nullcontext():
                 yield
@@ -483,7 +487,9 @@ def _drawing_alike(
     counts = [state["step"] for state in optimizer.state.values() if "step" in state]
     for number, (mesh, its) in enumerate(by_mesh.items()):
         place = [] if mesh is None else mesh.get_coordinate()
-        cut = {axis for it in its if isinstance(it, DTensor) for axis, p in enumerate(it.placements) if p.is_shard()}
+        cut = {
+            axis for item in its if isinstance(item, DTensor) for axis, p in enumerate(item.placements) if p.is_shard()
+        }
         part = [coordinate for axis, coordinate in enumerate(place) if axis in cut]
         seed = crc32(repr((max(map(int, counts), default=0), portion, number, part)).encode())
         yield its, _seeded(seed, its[0].device)

@@ -167,12 +167,12 @@ class Muon(torch.optim.Optimizer, StepsInPortions):
         """Step `params`, which are the same on every rank."""
         ids = set(map(id, params))
         by_team = self._matrices_by_team()
-        some = {team: [it for it in matrices if id(it.param) in ids] for team, matrices in by_team.items()}
+        some = {team: [matrix for matrix in matrices if id(matrix.param) in ids] for team, matrices in by_team.items()}
         self._step_all({team: matrices for team, matrices in some.items() if matrices})
 
     def _step_all(self, matrices_by_team: Mapping[Team, Sequence[Matrix]]) -> None:
         for team, matrices in matrices_by_team.items():
-            lacking = [it.name for it in matrices if it.param.requires_grad and it.param.grad is None]
+            lacking = [matrix.name for matrix in matrices if matrix.param.requires_grad and matrix.param.grad is None]
             note = f"without {', '.join(lacking)}" if lacking else ""
             team.step([matrix for matrix in matrices if matrix.param.grad is not None], note)
 
@@ -205,7 +205,7 @@ class Muon(torch.optim.Optimizer, StepsInPortions):
     def _wrong_param(self) -> str | None:
         """The fault of the last group's parameters, in words; None if Muon can step them all."""
         number = len(self.param_groups) - 1
-        for name, _, param in (it for it in self._named() if it[1] is self.param_groups[-1]):
+        for name, _, param in (item for item in self._named() if item[1] is self.param_groups[-1]):
             if param.ndim not in (2, 3) or not param.is_floating_point():
                 return (
                     f"Muon: {name}, in param group {number}, has the shape {tuple(param.shape)} and the dtype "
@@ -213,7 +213,7 @@ class Muon(torch.optim.Optimizer, StepsInPortions):
                     "another optimizer, such as torch.optim.AdamW."
                 )
             placements = param.placements if isinstance(param, DTensor) else ()
-            if any(type(it) not in (Replicate, Shard) for it in placements):
+            if any(type(placement) not in (Replicate, Shard) for placement in placements):
                 return (
                     f"Muon: {name}, in param group {number}, is placed {placements}, but Muon steps matrices that are "
                     "cut by Shard(dim), or not at all. Redistribute it first, or give it to another optimizer, such "
@@ -362,7 +362,7 @@ def _matrices(
     cuts: tuple[tuple[int, int], ...] = ()
     if isinstance(param, DTensor):
         sizes = zip(param.placements, param.device_mesh.shape, strict=True)
-        cuts = tuple((it.dim, size) for it, size in sizes if isinstance(it, Shard))
+        cuts = tuple((item.dim, size) for item, size in sizes if isinstance(item, Shard))
     spans, homes = _divided(shape, cuts, team.places)
     indices: list[tuple[int, ...]] = [()] if not stacked else [(i,) for i in range(stacked[0])]
     return [
@@ -527,7 +527,7 @@ class Team:
             note: what is unusual about them.
         """
         which = ", ".join(dict.fromkeys(f"{matrix.name} {tuple(matrix.param.shape)}" for matrix in matrices))
-        costs, nbytes = [it.cost for it in matrices], [it.nbytes for it in matrices]
+        costs, nbytes = [matrix.cost for matrix in matrices], [matrix.nbytes for matrix in matrices]
         work = divide(costs, nbytes, self.size, BATCH_NBYTES, self._at_home(matrices))
         batches = [
             Batch(self, [[matrices[i] for i in its] for its in by_owner], number % 2, which, note)
@@ -558,7 +558,7 @@ class Batch:
         self._parity = parity
         self._which = which
         self._note = note
-        self._numels = [sum(it.cuts.numel(team.part) for it in its) for its in by_owner]
+        self._numels = [sum(item.cuts.numel(team.part) for item in its) for its in by_owner]
         self._starts, self._numel = aligned_offsets(self._numels, ALIGNMENT_BYTES // _WIRE.itemsize)
         self._mine = torch.empty(0)
         self._received: list[Tensor] = []
@@ -649,7 +649,7 @@ def _parts(buffer: Tensor, matrices: Sequence[Matrix], part: int) -> list[Tensor
     """The `part` of each of `matrices`, one after another in `buffer` (1-D)."""
     numels = [matrix.cuts.numel(part) for matrix in matrices]
     flat = buffer[: sum(numels)].split(numels)
-    return [it.view(matrix.cuts.shape(part)) for it, matrix in zip(flat, matrices, strict=True)]
+    return [item.view(matrix.cuts.shape(part)) for item, matrix in zip(flat, matrices, strict=True)]
 
 
 _Beside = tuple[dist.ProcessGroup, tuple[tuple[int, ...], ...]]

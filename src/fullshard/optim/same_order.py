@@ -33,5 +33,5 @@ def check_same_order(optimizer: Optimizer) -> None:
     if first is None or runtime_or_none(first.unit) is None:
         return  # it has not run yet, so there are no gradients
     _checked.add(optimizer)
-    names = [f"{it.unit.name}.{it.param.fqn}".removeprefix(".") for it in found if it is not None]
+    names = [f"{item.unit.name}.{item.param.fqn}".removeprefix(".") for item in found if item is not None]
     check_same_names(names, first.unit, type(optimizer).__name__)

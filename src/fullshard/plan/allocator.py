@@ -158,7 +158,7 @@ class CachingAllocator:
         """Give back the segments that are wholly free, since the device has no room for `nbytes` more."""
         self.retries += 1
         for pool in self._pools.values():
-            for block in [it for it in pool.blocks.values() if it.before is None and it.after is None]:
+            for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
                 pool.take(block)
                 self.reserved -= block.nbytes
                 self.given_back += 1

@@ -92,8 +92,8 @@ class FirstSteps:
 
     def _measured(self, step_s: float, core_s: float) -> Measured:
         used, is_cpu = self._peak.peak(), self._device.type == "cpu"
-        gathers = [it for it in self._recorder.collectives() if it.name == "all_gather"]
-        others = [it for it in self._recorder.collectives() if it.name != "all_gather"]
+        gathers = [collective for collective in self._recorder.collectives() if collective.name == "all_gather"]
+        others = [collective for collective in self._recorder.collectives() if collective.name != "all_gather"]
         return Measured(
             step_s=step_s,
             needed_bytes=used.process if is_cpu else used.reserved,
@@ -105,7 +105,7 @@ class FirstSteps:
 
 
 def _seconds(events: list[Event]) -> float:
-    return sum(it.end - it.start for it in events if it.end is not None)
+    return sum(event.end - event.start for event in events if event.end is not None)
 
 
 def _waited_s() -> float:

@@ -78,7 +78,7 @@ def _gpu(device: torch.device, like: str | None, tell: Tell) -> dict[str, Any]:
     if count > 1:
         tell(f"collectives of {count} GPUs")
         found["collectives"] = link_speeds(count)
-    large = [max(it["copy"], it["add"]) for it in found["memory"] if it["nbytes"] >= LARGE_BYTES]
+    large = [max(item["copy"], item["add"]) for item in found["memory"] if item["nbytes"] >= LARGE_BYTES]
     return {
         "like": like,
         "name": HERE,
@@ -175,7 +175,7 @@ def _like(gpu: str, memory_bytes: int) -> str:
     """
     words = re.split(r"[^a-z0-9]+", gpu.lower())
     known = {name: hardware(name) for name in known_hardware()}
-    named = {name: it for name, it in known.items() if it.kind == "gpu" and name.split("-")[0] in words}
+    named = {name: item for name, item in known.items() if item.kind == "gpu" and name.split("-")[0] in words}
     if not named:
         raise ConfigError(
             f"{gpu}: none of {', '.join(known)} is called so, and links to other GPUs cannot be measured on one. Say "

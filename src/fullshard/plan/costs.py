@@ -136,7 +136,7 @@ class Costs:
         ranks = len(collective.ranks)
         if ranks < 2:
             return self.launch_s
-        read, written = (sum(it.nbytes for it in those) for those in (collective.reads, collective.writes))
+        read, written = (sum(item.nbytes for item in those) for those in (collective.reads, collective.writes))
         is_all_reduce = "reduce" in collective.name and "scatter" not in collective.name
         return min(self._ways(max(read, written), _places(collective.ranks, self.ranks_per_host), is_all_reduce))
 
@@ -173,9 +173,9 @@ class Costs:
 
     def _bytes_s(self, operation: Operation) -> float:
         if operation.crosses:
-            return sum(it.nbytes for it in operation.writes) / self.host_link_bytes_per_s
+            return sum(write.nbytes for write in operation.writes) / self.host_link_bytes_per_s
         twice = operation.reads if operation.name in _REREAD else ()
-        return (operation.nbytes + sum(it.nbytes for it in twice)) / self.memory_bytes_per_s
+        return (operation.nbytes + sum(item.nbytes for item in twice)) / self.memory_bytes_per_s
 
     def _flops_s(self, operation: Operation) -> float:
         flops = operation.flops - operation.skipped_flops
@@ -226,7 +226,7 @@ def _dims(operation: Operation, flops: float) -> tuple[int, int, int] | None:
     if operation.name not in ("aten.mm", "aten.addmm"):
         return None
     matrices: Sequence[Access] = operation.reads[-2:]
-    a, b, c = (it.nbytes for it in (*matrices, operation.writes[0]))
+    a, b, c = (matrix.nbytes for matrix in (*matrices, operation.writes[0]))
     if not (a and b and c):
         return None
     itemsize = (2 * (a * b * c) ** 0.5 / flops) ** (2 / 3)

@@ -111,7 +111,7 @@ class CoreTime:
                 sizes = kernels[name]
                 if len(sizes) > 1 and not entry.flops:  # measured out of the cache, too
                     share = min(1.0, (read + written) / max(1, sum(access.nbytes for access in entry.reads)))
-                    near, far = (self._for_bytes(name, it, entry) for it in (sizes[0], sizes[-1]))
+                    near, far = (self._for_bytes(name, item, entry) for item in (sizes[0], sizes[-1]))
                     self._spend(_kind(entry), near + share * (far - near))
                     return
                 self._spend(_kind(entry), self._work_s(entry, name, sizes))
@@ -237,7 +237,7 @@ def _alike(operation: Operation, kernels: Mapping[str, _Sizes]) -> str:
         wider = "aten._to_copy+"
         return wider if wider in kernels and _nbytes(operation.writes) > read else "aten._to_copy"
     bare = name.rstrip("_")
-    return next((it for it in (name, bare, f"{bare}_", _ALIKE.get(bare, "")) if it in kernels), _USUAL)
+    return next((item for item in (name, bare, f"{bare}_", _ALIKE.get(bare, "")) if item in kernels), _USUAL)
 
 
 def _kind(operation: Operation) -> str:

@@ -149,7 +149,7 @@ def _kernels(dtype: torch.dtype, budget_s: float) -> dict[str, list[list[float]]
     for call in _calls(dtype):
         for operation in counted(call):
             seconds = _core_s(call, budget_s)
-            read, written = (sum(it.nbytes for it in those) for those in (operation.reads, operation.writes))
+            read, written = (sum(item.nbytes for item in those) for those in (operation.reads, operation.writes))
             name = f"{operation.name}+" if "_to_copy" in operation.name and written > read else operation.name
             found.setdefault(name, []).append([seconds, read, written, operation.flops])
     return found
@@ -276,7 +276,9 @@ def _steps(budget_s: float) -> dict[str, float]:
     the interpreter's next lines have to come from further away.
     """
     rounds = max(3, round(budget_s / 0.03))  # as many on all ranks
-    near, far, sharded = (_HostPart.of(*it, rounds=rounds) for it in ((16, 4), (WIDE, ROWS), (WIDE, ROWS, fully_shard)))
+    near, far, sharded = (
+        _HostPart.of(*item, rounds=rounds) for item in ((16, 4), (WIDE, ROWS), (WIDE, ROWS, fully_shard))
+    )
     operation_s = near.seconds / near.operations
     after_s = max(0.0, far.seconds - far.operations * operation_s) / far.large
     unit_s = sharded.seconds - sharded.operations * operation_s - sharded.large * after_s
@@ -306,7 +308,7 @@ class _HostPart:
         dist.barrier()
         step_s = statistics.median(_whole_s(step) for _ in range(rounds))
         work_s = statistics.median(_Working.of(step) for _ in range(rounds))
-        return cls(step_s - work_s, len(operations), sum(it.nbytes > OWN_CACHE for it in operations))
+        return cls(step_s - work_s, len(operations), sum(operation.nbytes > OWN_CACHE for operation in operations))
 
 
 class _Working(TorchDispatchMode):

@@ -182,15 +182,15 @@ def _away(model: nn.Module) -> Iterator[str]:
         yield f"  {name:16}{_size(tiers[tier].total):>12}: {_states(asdict(tiers[tier]))}"
         moved = {state: travel[tier, state] for state in STATES if (tier, state) in travel}
         for way, each in (
-            ("comes", {state: it.came for state, it in moved.items()}),
-            ("goes there", {state: it.went for state, it in moved.items()}),
+            ("comes", {state: item.came for state, item in moved.items()}),
+            ("goes there", {state: item.went for state, item in moved.items()}),
         ):
             said = _states(each) or "nothing"
             yield f"    {way:14}{_size(sum(each.values())):>12} in a step of one microbatch: {said}"
 
 
 def _states(nbytes: Mapping[str, int]) -> str:
-    return ", ".join(f"{state.replace('_', ' ')} {_size(it)}" for state, it in nbytes.items() if it)
+    return ", ".join(f"{state.replace('_', ' ')} {_size(nbyte)}" for state, nbyte in nbytes.items() if nbyte)
 
 
 def _size(nbytes: float) -> str:

@@ -103,9 +103,9 @@ def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True)
         limit_bytes: the memory that one rank has.
         times: whether the machine is described, so that seconds mean something.
     """
-    collectives = [it for it in prediction.step.placed if isinstance(it.entry, Collective)]
-    gathers = sum(it.end - it.start for it in collectives if "gather" in it.entry.name)
-    every = sum(it.end - it.start for it in collectives)
+    collectives = [item for item in prediction.step.placed if isinstance(item.entry, Collective)]
+    gathers = sum(collective.end - collective.start for collective in collectives if "gather" in collective.entry.name)
+    every = sum(collective.end - collective.start for collective in collectives)
     origin = prediction.peak.origin
     return Forecast(
         hardware=prediction.hardware.name if times else "",
@@ -132,7 +132,7 @@ def check_importable(arguments: Iterable[Any]) -> None:
     Raises:
         ConfigError: one is of the script that runs.
     """
-    of_script = [it for it in arguments if getattr(it, "__module__", "") == "__main__"]
+    of_script = [argument for argument in arguments if getattr(argument, "__module__", "") == "__main__"]
     if of_script:
         raise ConfigError(
             f"{of_script[0].__qualname__} is of the script that runs, which another process cannot import. Put it "

@@ -176,5 +176,9 @@ def _host_link(device: torch.device, mib: int = 256) -> tuple[float, float]:
 
 def large_rate(products: list[dict[str, float]]) -> float:
     """The rate that the large ones of measured products reach: their median."""
-    large = [it["flops_per_s"] for it in products if 2 * it["rows"] * it["inner"] * it["columns"] >= LARGE]
+    large = [
+        product["flops_per_s"]
+        for product in products
+        if 2 * product["rows"] * product["inner"] * product["columns"] >= LARGE
+    ]
     return statistics.median(large)

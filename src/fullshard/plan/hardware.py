@@ -181,8 +181,12 @@ def described(said: Mapping[str, Any], name: str = HERE) -> Hardware:
 
 
 def _made(found: dict[str, Any], name: str) -> Hardware:
-    needed = (it.name for it in fields(Hardware) if it.default is MISSING and it.default_factory is MISSING)
-    missing = [it for it in needed if it not in found]
+    needed = (
+        each_field.name
+        for each_field in fields(Hardware)
+        if each_field.default is MISSING and each_field.default_factory is MISSING
+    )
+    missing = [item for item in needed if item not in found]
     if missing:
         raise ConfigError(
             f"{name}: says nothing of {', '.join(missing)}. Say so, or name what is like it: "
@@ -203,10 +207,10 @@ def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
         if said is not None and not isinstance(said, Mapping):
             yield f"{part} = {said}: is a table, so write [{part}] and its figures below"
         elif part in _PARTS and said is not None:
-            known = {it.name: it.default is MISSING for it in fields(_PARTS[part])}
+            known = {each_field.name: each_field.default is MISSING for each_field in fields(_PARTS[part])}
             if unknown := said.keys() - known.keys():
                 yield f"[{part}] {min(unknown)}: unknown, a {part} has {', '.join(known)}"
-            if missing := [it for it, needed in known.items() if needed and it not in said]:
+            if missing := [item for item, needed in known.items() if needed and item not in said]:
                 yield f"[{part}] says nothing of {', '.join(missing)}"
     for figure, number in _figures(found):
         positive = figure in _POSITIVE or figure.startswith("flops_per_s.")

@@ -138,20 +138,20 @@ def predict_tiers(
     every = _groups(units, size, placements)
     on_disk = predict_on_disk(model, strategy=strategy, optimizer=cost)
     here, there = (
-        _in_memory([it for it in every if it.plan.memory.offloaded == beside], cost, on_disk, is_beside=beside)
+        _in_memory([item for item in every if item.plan.memory.offloaded == beside], cost, on_disk, is_beside=beside)
         for beside in (False, True)
     )
     device = replace(
         here,
         parameters=here.parameters
-        + sum(it.plan.copy_nbytes for it in every)
+        + sum(item.plan.copy_nbytes for item in every)
         + kept_between_steps(units, size, placements),
-        gradients=here.gradients + sum(it.error_feedback for it in every),
+        gradients=here.gradients + sum(item.error_feedback for item in every),
         gathered_peak=gathered_peak(units, size, placements),
     )
     disk = Ledger(
         parameters=on_disk.shard_nbytes,
-        gradients=sum(it.gradients_on_disk for it in every),
+        gradients=sum(item.gradients_on_disk for item in every),
         optimizer_state=on_disk.nbytes,
         gathered_peak=0,
         activations=0,
@@ -165,9 +165,9 @@ def _in_memory(groups: Sequence[_GroupBytes], cost: OptimizerCost, on_disk: OnDi
     away = on_disk.beside_nbytes if is_beside else on_disk.nbytes - on_disk.beside_nbytes
     buffers = on_disk.buffer_nbytes if is_beside == (on_disk.beside_nbytes > 0) else 0
     return Ledger(
-        parameters=sum(it.plan.rest_nbytes for it in groups),
-        gradients=sum(it.gradients for it in groups),
-        optimizer_state=sum(it.optimizer(cost) for it in groups) - away + buffers,
+        parameters=sum(group.plan.rest_nbytes for group in groups),
+        gradients=sum(group.gradients for group in groups),
+        optimizer_state=sum(group.optimizer(cost) for group in groups) - away + buffers,
         gathered_peak=0,
         activations=0,
     )
@@ -197,7 +197,7 @@ def predict_on_disk(
     units, size, placements = _under(model, strategy)
     cost = optimizer or OptimizerCost()
     nbytes: dict[int, int] = {}
-    for param_group in (it for unit in units for it in unit.param_groups):
+    for param_group in (param_group for unit in units for param_group in unit.param_groups):
         plan = param_group.plan.under(size, placements)
         for param, layout in zip(param_group.params, plan.layout.params, strict=True):
             numel = layout.spec.shard_numel(plan.rank) if plan.shards_optimizer else layout.spec.numel
@@ -212,12 +212,12 @@ def predict_on_disk(
     buffers = sum(max(portions[turn::BUFFERS], default=0) for turn in range(BUFFERS))
     apart = {id(param.sharded) for unit in resting for param in unit.params}
     beside = {id(param.sharded) for unit in resting if unit.is_offloaded for param in unit.params}
-    stepped = (sum(nbytes[id(it)] for it in portion if id(it) in apart) for portion in each)
+    stepped = (sum(nbytes[id(item)] for item in portion if id(item) in apart) for portion in each)
     passing = 2 * max(stepped, default=0) // max(1, cost.values)  # shards and gradients of a portion
     shards = [param_group.plan for unit in resting for param_group in unit.param_groups]
     return OnDiskCost(
         nbytes=sum(portions),
-        beside_nbytes=sum(nbytes[it] for portion in each for it in map(id, portion) if it in beside),
+        beside_nbytes=sum(nbytes[item] for portion in each for item in map(id, portion) if item in beside),
         shard_nbytes=sum(plan.layout.shard_numel * plan.contract.stored.itemsize for plan in shards),
         buffer_nbytes=buffers + (MOST_WRITING + 2) * passing,
     )
@@ -231,7 +231,7 @@ def plans_at_home(model: nn.Module) -> Iterator[tuple[Unit, GroupPlan, bool]]:
         ConfigError: the model has no units.
     """
     units, size, placements = _under(model, None)
-    yield from ((it.unit, it.plan, it.is_trained) for it in _groups(units, size, placements))
+    yield from ((group.unit, group.plan, group.is_trained) for group in _groups(units, size, placements))
 
 
 def predict_error_feedback(model: nn.Module) -> int:
@@ -241,7 +241,7 @@ def predict_error_feedback(model: nn.Module) -> int:
         ConfigError: the model has no units.
     """
     units, size, placements = _under(model, None)
-    return sum(it.error_feedback for it in _groups(units, size, placements))
+    return sum(group.error_feedback for group in _groups(units, size, placements))
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class _GroupBytes:
         if not self.is_trained:
             return 0
         plan, layout = self.plan, self.plan.layout
-        numel = layout.shard_numel if plan.shards_optimizer else sum(it.spec.numel for it in layout.params)
+        numel = layout.shard_numel if plan.shards_optimizer else sum(param.spec.numel for param in layout.params)
         return numel * plan.contract.delivered.itemsize
 
     @property
@@ -283,11 +283,11 @@ class _GroupBytes:
             if plan.sums_in_two_levels:  # nothing is encoded within a group
                 assert axes.group_size is not None
                 world //= axes.group_size
-            parts = [it.spec.part_numel for it in layout.in_place]
+            parts = [item.spec.part_numel for item in layout.in_place]
             kept = error_feedback_numel([*parts, layout.pack_numel], world, whole=False)
         else:
-            packed = sum(it.spec.numel for it in layout.params if not it.in_place)
-            whole = [*(it.spec.numel for it in layout.in_place), packed]
+            packed = sum(param.spec.numel for param in layout.params if not param.in_place)
+            whole = [*(item.spec.numel for item in layout.in_place), packed]
             kept = _feedback_of_wholes(whole, layout.world)
         return 4 * (kept + _feedback_of_wholes(whole, replicas))
 
@@ -295,7 +295,7 @@ class _GroupBytes:
         """Bytes of the optimizer's state on this rank."""
         if not self.is_trained:
             return 0
-        plan, specs = self.plan, [it.spec for it in self.plan.layout.params]
+        plan, specs = self.plan, [param.spec for param in self.plan.layout.params]
         numel = sum(spec.shard_numel(plan.rank) if plan.shards_optimizer else spec.numel for spec in specs)
         return cost.values * numel * plan.contract.stored.itemsize + cost.extra_bytes * len(specs)
 

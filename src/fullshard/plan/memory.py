@@ -80,7 +80,7 @@ def memory_peak(tape: Tape, *, since: int = 0, of_host: bool = False) -> MemoryP
         if total > most and at >= since:
             most, place, by_state, alive = total, at, held.copy(), dict(living)
     origin = tape.entries[place].origin if tape.entries else Origin("", Phase.IDLE)
-    largest = sorted(alive.values(), key=lambda it: -it[0])[:_SHOWN]
+    largest = sorted(alive.values(), key=lambda item: -item[0])[:_SHOWN]
     return MemoryPeak(most, {state: by_state[state] for state in State}, origin, place, tuple(largest))
 
 
@@ -119,11 +119,11 @@ def memory_turns(tape: Tape, *, since: int = 0) -> list[MemoryTurn]:
 def memory_holders(tape: Tape, entry: int) -> list[tuple[Allocation, State]]:
     """What is alive at the place `entry` of a tape, the largest first."""
     states, alive = _states(tape.entries), dict[int, tuple[Allocation, State]]()
-    for place, it in enumerate(tape.entries[: entry + 1]):
-        if isinstance(it, Allocation) and it.lane != HOST:
-            alive[it.storage] = it, states[place]
-        elif isinstance(it, Free):
-            alive.pop(it.storage, None)
+    for place, each_entry in enumerate(tape.entries[: entry + 1]):
+        if isinstance(each_entry, Allocation) and each_entry.lane != HOST:
+            alive[each_entry.storage] = each_entry, states[place]
+        elif isinstance(each_entry, Free):
+            alive.pop(each_entry.storage, None)
     return sorted(alive.values(), key=lambda held: -held[0].own_nbytes)
 
 
@@ -164,7 +164,7 @@ def _states(entries: list[Entry]) -> dict[int, State]:
         if isinstance(entry, Allocation):
             open_since[entry.storage] = place, forwards
         elif isinstance(entry, Operation | Collective) and phase is Phase.POST_BACKWARD:
-            reduced.update(open_since[it.storage][0] for it in entry.reads if it.storage in open_since)
+            reduced.update(open_since[read.storage][0] for read in entry.reads if read.storage in open_since)
         elif isinstance(entry, Free) and entry.storage in open_since:
             since, before = open_since.pop(entry.storage)
             states[since] = _state(entries[since], phase, since in reduced, outlives=forwards > before)

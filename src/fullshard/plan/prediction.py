@@ -161,7 +161,7 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
         reserved_bytes=reserved_bytes,
         step=lay_out(step, costs, memory),
         flops=model_flops(step),
-        sent_bytes=sum(sum(it.sizes) for it in step if isinstance(it, Collective)),
+        sent_bytes=sum(sum(item.sizes) for item in step if isinstance(item, Collective)),
         dtype=dtype,
         turns=tuple((turn.label, turn.nbytes) for turn in memory_turns(tape, since=begins[-1])),
     )

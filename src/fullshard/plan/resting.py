@@ -57,10 +57,10 @@ def measure_tiers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
         for param, state in optimizer.state.items():
             managed = managed_by(param)
             beside = managed is not None and managed.unit.is_offloaded
-            for value in (local_tensor(it) for it in state.values() if isinstance(it, Tensor)):
+            for value in (local_tensor(item) for item in state.values() if isinstance(item, Tensor)):
                 states["disk" if isinstance(value, OnDisk) else "cpu" if beside else "device"].append(value)
     nbytes = {tier: storage_bytes(tensors) for tier, tensors in states.items()}
-    nbytes["disk"] = sum(it.nbytes for it in states["disk"])
+    nbytes["disk"] = sum(state.nbytes for state in states["disk"])
     on_disk = predict_on_disk(model)
     nbytes["cpu" if on_disk.beside_nbytes else "device"] += on_disk.buffer_nbytes
     found = predict_tiers(model, activations=activations_away(model))
@@ -99,7 +99,7 @@ def predict_travel(
     for key, more in _journeys(model, microbatches, clips, optimizer, activations or {}):
         known = found.get(key, Travelled())
         found[key] = Travelled(known.came + more.came, known.went + more.went)
-    return {key: it for key, it in found.items() if it.came or it.went}
+    return {key: item for key, item in found.items() if item.came or item.went}
 
 
 def _journeys(
@@ -145,5 +145,5 @@ def _comes(plan: GroupPlan, gathers: int, reductions: int) -> int:
 def _summed(plan: GroupPlan) -> int:
     """Bytes of a reduction's sums, of which the optimizer on the CPU gets its gradients."""
     layout = plan.layout
-    numel = layout.shard_numel if plan.shards_optimizer else sum(it.spec.numel for it in layout.params)
+    numel = layout.shard_numel if plan.shards_optimizer else sum(param.spec.numel for param in layout.params)
     return numel * plan.contract.reduce.itemsize

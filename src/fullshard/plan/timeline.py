@@ -66,15 +66,15 @@ class Timeline:
     @property
     def end(self) -> float:
         """When all is done, and the host has got so far too."""
-        return max([self.host_s, *(it.end for it in self.placed)])
+        return max([self.host_s, *(item.end for item in self.placed)])
 
     def end_of(self, lane: str) -> float:
         """When the last thing on `lane` is done."""
-        return max((it.end for it in self.placed if it.entry.lane == lane), default=0.0)
+        return max((item.end for item in self.placed if item.entry.lane == lane), default=0.0)
 
     def busy_s(self, lane: str) -> float:
         """Seconds in which `lane` runs something."""
-        return sum(it.end - it.start for it in self.placed if it.entry.lane == lane)
+        return sum(item.end - item.start for item in self.placed if item.entry.lane == lane)
 
     def exposed_s(self, lane: str) -> float:
         """Seconds in which `lane` has something to do and waits for another lane, or for a communicator."""
@@ -90,7 +90,7 @@ class Timeline:
         for stall in self.stalls:
             if stall.lane == lane:
                 found[str(stall.cause or "what came before")] += stall.seconds
-        return dict(sorted(found.items(), key=lambda it: -it[1]))
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def lay_out(entries: Iterable[Entry], costs: Costs | None = None, memory: TapeAllocator | None = None) -> Timeline:
@@ -182,7 +182,7 @@ class _Layout:
         memory.note(entry)
         if memory.retries > retries:
             self._wait(
-                HOST, max((lane.done for lane in self._lanes.values()), key=lambda it: it.time, default=_Point())
+                HOST, max((lane.done for lane in self._lanes.values()), key=lambda done: done.time, default=_Point())
             )
         self.now += self._costs.segment_s * (memory.asked + memory.given_back - calls)
 

@@ -148,7 +148,9 @@ def trainer_arguments(
         f"fsdp_config={_python(config)}",
     ]
     return (
-        'TrainingArguments(\n    "out",  # the folder of the run\n' + "".join(f"    {it},\n" for it in arguments) + ")"
+        'TrainingArguments(\n    "out",  # the folder of the run\n'
+        + "".join(f"    {argument},\n" for argument in arguments)
+        + ")"
     )
 
 

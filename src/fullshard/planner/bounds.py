@@ -120,7 +120,7 @@ class _Size:
 def _size_of(model: nn.Module) -> _Size:
     """That of `model`, counted once: the bounds ask for it again and again."""
     if model not in _sizes:
-        params = [(it.numel(), it.element_size(), it.requires_grad) for it in model.parameters()]
+        params = [(param.numel(), param.element_size(), param.requires_grad) for param in model.parameters()]
         trained = [(numel, itemsize) for numel, itemsize, is_trained in params if is_trained]
         _sizes[model] = _Size(
             float(sum(numel * itemsize for numel, itemsize, _ in params)),
@@ -155,13 +155,15 @@ class Bounds:
         Of a kind that may not fit, the one that needs the least tells which of the others do; and as long as it is
         among those `running`, others go first.
         """
-        under_way = {_kind(it) for it in running} - set(self._beyond)
-        certain = (it for it in waiting if _kind(it) not in under_way or not self.is_likely_too_large(it, _UNSURE))
+        under_way = {_kind(item) for item in running} - set(self._beyond)
+        certain = (
+            item for item in waiting if _kind(item) not in under_way or not self.is_likely_too_large(item, _UNSURE)
+        )
         program = next(certain, waiting[0])
         if _kind(program) in self._beyond or not self.is_likely_too_large(program, _UNSURE):
             return program
-        alike = (it for it in waiting if _kind(it) == _kind(program))
-        return min(alike, key=lambda it: states_bytes(self._question, it))
+        alike = (item for item in waiting if _kind(item) == _kind(program))
+        return min(alike, key=lambda item: states_bytes(self._question, item))
 
     def is_likely_too_large(self, program: Program, unsure: float = 1.0) -> bool:
         """Whether `program` probably does not fit, by what others take that keep more or less: for the order only.
@@ -169,10 +171,10 @@ class Bounds:
         Before there are others, by what products of matrices keep. `unsure` times as much is taken.
         """
         kind, guess = _kind(program), _Bytes(self._kept_guess, self._kept_guess)
-        alike = {it: nbytes for it, nbytes in self._beyond.items() if it[0] == kind[0]}
+        alike = {item: nbytes for item, nbytes in self._beyond.items() if item[0] == kind[0]}
         known = {kind: alike[kind]} if kind in alike else alike or self._beyond or {(("none", ""), ""): guess}
         share, rows = _KEPT.get(program.checkpointing, 1.0), self._least_rows(program)
-        likely = min(it.of(rows) * share / _KEPT.get(kept, 1.0) for ((kept, _), _), it in known.items())
+        likely = min(item.of(rows) * share / _KEPT.get(kept, 1.0) for ((kept, _), _), item in known.items())
         return states_bytes(self._question, program, unsure * likely) > self._question.cluster.usable_bytes
 
     def excludes(self, program: Program, best_s: float | None, fitting: int) -> str | None:
@@ -183,7 +185,7 @@ class Bounds:
             best_s: seconds of a step of the best so far.
             fitting: how many that fit have been simulated, or are on their way.
         """
-        shapes = [it for it in self._question.shapes_of(program) if self._may_fit(program, it[0])]
+        shapes = [shape for shape in self._question.shapes_of(program) if self._may_fit(program, shape[0])]
         if not shapes:
             return "whose states and activations do not fit"
         if best_s is None or self._question.global_batch is None or fitting < _LEAST:
@@ -197,8 +199,8 @@ class Bounds:
         """Take in what was simulated."""
         program = made.program
         self._first.setdefault(_like(program), made)
-        shapes = [it for it in self._question.shapes_of(program) if made.can_tell(it[0])]
-        for shape in [it for it in shapes if made.needed_bytes(it[0]) <= self._question.cluster.usable_bytes]:
+        shapes = [shape for shape in self._question.shapes_of(program) if made.can_tell(shape[0])]
+        for shape in [shape for shape in shapes if made.needed_bytes(shape[0]) <= self._question.cluster.usable_bytes]:
             self._note_busy(made.figures(*shape))
         states = states_bytes(self._question, program)
         if states:
@@ -253,7 +255,7 @@ class Bounds:
         if model is None:
             return 0.0
         param, _ = PRECISIONS[self._question.precisions[0]]
-        numel = sum(sum(it.shape[-2:]) for it in model.parameters() if it.ndim in (2, 3))
+        numel = sum(sum(param.shape[-2:]) for param in model.parameters() if param.ndim in (2, 3))
         return float(numel * (param.itemsize if param else 4) * self._question.subject.per_row)
 
     def _dtype(self) -> str:

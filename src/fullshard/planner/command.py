@@ -89,7 +89,7 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
         return _say_why(question, answer.why, answer.json, say)
     waiting: Any = console.status("simulating") if console.is_terminal and not quiet else nullcontext()
     with waiting as status:
-        tell = (lambda it: status.update(f"simulating {it}")) if status is not None else (lambda it: None)
+        tell = (lambda item: status.update(f"simulating {item}")) if status is not None else (lambda item: None)
         with Workers(question, tell) as workers:
             if answer.fits_on:
                 plan = least_hosts(question, workers)
@@ -170,14 +170,14 @@ def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> i
     lines = [*why(question, found), *nearest_lines(question, found, others)]
     say(*lines)
     if path is not None:
-        plan = Plan(question, [found, *(it for it in others if it.sketch.program != program)])
+        plan = Plan(question, [found, *(other for other in others if other.sketch.program != program)])
         _write_json(path, {**as_dict(plan), "why": lines})
     return FITS if found.fits else FITS_NOT
 
 
 def _largest(plan: Plan) -> list[str]:
     """The largest microbatch of all that was simulated."""
-    most = max(plan.found, key=lambda it: it.largest, default=None)
+    most = max(plan.found, key=lambda item: item.largest, default=None)
     if most is None or not most.largest:
         return [*left_out_lines(plan), "Not even one row fits."]
     unit = plan.question.subject

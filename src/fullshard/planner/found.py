@@ -40,7 +40,7 @@ class Plan:
     @property
     def fitting(self) -> list[Found]:
         """Those that fit, the fastest first."""
-        return sorted((it for it in self.found if it.fits), key=lambda it: it.figures.seconds_a_row)
+        return sorted((item for item in self.found if item.fits), key=lambda item: item.figures.seconds_a_row)
 
     @property
     def best(self) -> Found | None:
@@ -50,8 +50,8 @@ class Plan:
         fitting = self.fitting
         if not fitting or fitting[0].figures.needed_bytes <= _PLENTY * self.question.cluster.usable_bytes:
             return next(iter(fitting), None)
-        alike = (it for it in fitting if it.figures.seconds_a_row <= ALIKE * fitting[0].figures.seconds_a_row)
-        return min(alike, key=lambda it: it.figures.needed_bytes)
+        alike = (item for item in fitting if item.figures.seconds_a_row <= ALIKE * fitting[0].figures.seconds_a_row)
+        return min(alike, key=lambda item: item.figures.needed_bytes)
 
     @property
     def runner_up(self) -> Found | None:
@@ -61,9 +61,10 @@ class Plan:
             return None
         chosen = best.sketch.program
         others = (
-            it
-            for it in self.fitting
-            if (it.sketch.program.strategy, it.sketch.program.checkpointing) != (chosen.strategy, chosen.checkpointing)
+            item
+            for item in self.fitting
+            if (item.sketch.program.strategy, item.sketch.program.checkpointing)
+            != (chosen.strategy, chosen.checkpointing)
         )
         return next(others, None)
 
@@ -77,22 +78,22 @@ def answer(question: Question, made: Sketch) -> Found | None:
     usable = question.cluster.usable_bytes
     if made.program.disk:
         return _answer_on_disk(question, made)
-    shapes = [it for it in question.shapes_of(made.program) if made.can_tell(it[0])]
+    shapes = [shape for shape in question.shapes_of(made.program) if made.can_tell(shape[0])]
     if not shapes:
         return None
     small = [made.figures(rows, count) for rows, count in shapes if made.needed_bytes(rows) <= usable]
-    fitting = [it for it in small if made.program.cpu == 1 or host_fits(question.cluster, it)]  # a part of it may
+    fitting = [item for item in small if made.program.cpu == 1 or host_fits(question.cluster, item)]  # a part of it may
     if fitting:
-        chosen = min(fitting, key=lambda it: it.seconds_a_row)
+        chosen = min(fitting, key=lambda item: item.seconds_a_row)
     else:
-        chosen = made.figures(*min(shapes, key=lambda it: made.needed_bytes(it[0])))
+        chosen = made.figures(*min(shapes, key=lambda shape: made.needed_bytes(shape[0])))
     return Found(made, chosen, bool(fitting), largest_rows(made, usable))
 
 
 def _answer_on_disk(question: Question, made: Sketch) -> Found | None:
     """Of candidates with the least on the disk with which they fit, the fastest; with all on it, if none does."""
     usable = question.cluster.usable_bytes
-    shapes = [it for it in question.shapes_of(made.program) if made.can_tell(it[0])]
+    shapes = [shape for shape in question.shapes_of(made.program) if made.can_tell(shape[0])]
     shares = {shape: made.least_on_disk(shape[0], usable) for shape in shapes}
     if not shapes or any(share == 0 for share in shares.values()):
         return None
@@ -104,7 +105,7 @@ def _answer_on_disk(question: Question, made: Sketch) -> Found | None:
         and part.disk_bytes * question.cluster.per_host <= question.cluster.disk.free_bytes
     ]
     if fitting:
-        part, figures = min(fitting, key=lambda it: it[1].seconds_a_row)
+        part, figures = min(fitting, key=lambda item: item[1].seconds_a_row)
     else:
         part, figures = made, made.figures(*min(shapes))
     return Found(part, figures, bool(fitting), largest_rows(part, usable))

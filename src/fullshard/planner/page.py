@@ -62,7 +62,7 @@ def page(plan: Plan, changes: Sequence[WhatIf] = ()) -> str:
 def _shown(best: Found) -> str:
     if not best.sketch.whole:
         return "The whole model."
-    longest = max(best.sketch.tapes, key=lambda it: len(it.one))
+    longest = max(best.sketch.tapes, key=lambda tape: len(tape.one))
     parts = [
         f"{fqn or 'the model'}: {longest.lengths[fqn]} of {length} blocks" for fqn, length in best.sketch.whole.items()
     ]
@@ -72,13 +72,13 @@ def _shown(best: Found) -> str:
 def _spans(placed: Sequence[Placed], end: float) -> Iterator[Span]:
     """What the lanes do, by parts of a step; what follows without a gap, of the same unit and part, is one."""
     last: dict[str, Span] = {}
-    for it in placed:
-        lane, origin = it.entry.lane, it.entry.origin
+    for item in placed:
+        lane, origin = item.entry.lane, item.entry.origin
         part = _OF_LANE.get(lane, _PARTS[origin.phase])
-        span = Span(lane=lane, name=part, unit=origin.unit, start_s=it.start, end_s=it.end)
+        span = Span(lane=lane, name=part, unit=origin.unit, start_s=item.start, end_s=item.end)
         before = last.get(lane)
         if before is not None:
-            if (before.name, before.unit) == (part, origin.unit) and it.start - before.end_s < _GAP * end:
+            if (before.name, before.unit) == (part, origin.unit) and item.start - before.end_s < _GAP * end:
                 span = replace(span, start_s=before.start_s)
             else:
                 yield before
@@ -114,7 +114,7 @@ def _label(tape: Tape, place: int) -> str:
 
 def _moments(tape: Tape, placed: Sequence[Placed], places: Sequence[int], begun: int) -> list[float]:
     """When the lanes come to what follows each of `places`, at the earliest when they came to what was before."""
-    starts = {id(it.entry): it.start for it in placed}
+    starts = {id(item.entry): item.start for item in placed}
     after = 0.0
     coming: dict[int, float] = {}
     for place in range(len(tape.entries) - 1, begun - 1, -1):

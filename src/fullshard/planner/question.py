@@ -67,8 +67,8 @@ class Question:
         counts = [count for _, count in self.shapes()]
         if self.subject.make_sharded is not None:
             several = [False] * (1 in counts) + [True] * (max(counts) > 1)
-            each = [Program(strategy="own", precision="own", accumulates=it) for it in several]
-            return [*each, *(replace(it, syncs_each=True) for it in each if it.accumulates)]
+            each = [Program(strategy="own", precision="own", accumulates=item) for item in several]
+            return [*each, *(replace(item, syncs_each=True) for item in each if item.accumulates)]
         found = programs(
             self.cluster,
             strategies=self.strategies,

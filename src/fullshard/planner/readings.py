@@ -44,7 +44,7 @@ def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[A
 
 def _sent(entries: Sequence[Entry]) -> float:
     """Bytes that a rank gives to collectives."""
-    return float(sum(sum(it.sizes) for it in entries if isinstance(it, Collective)))
+    return float(sum(sum(entry.sizes) for entry in entries if isinstance(entry, Collective)))
 
 
 def _again(step: Sequence[Entry], second: int) -> list[Entry]:

@@ -65,8 +65,8 @@ def _states_line(question: Question) -> list[str]:
     model, world = question.subject.model, question.cluster.world
     if model is None or question.make_optimizer is not None:
         return []
-    stored = sum(it.numel() * it.element_size() for it in model.parameters())
-    trained = sum(it.numel() * it.element_size() for it in model.parameters() if it.requires_grad)
+    stored = sum(param.numel() * param.element_size() for param in model.parameters())
+    trained = sum(param.numel() * param.element_size() for param in model.parameters() if param.requires_grad)
     whole = stored + 3 * trained
     return [
         f"States (parameters, gradients, AdamW's two moments): {_gb(whole)} whole, {_gb(whole / world)} a rank if all "
@@ -80,7 +80,7 @@ def table(plan: Plan) -> Table:
     left = ("strategy", "checkpoints", "limited by")
     for name in columns(plan):
         shown.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-    misfits = sorted((it for it in plan.found if not it.fits), key=lambda it: it.figures.needed_bytes)
+    misfits = sorted((item for item in plan.found if not item.fits), key=lambda item: item.figures.needed_bytes)
     for found in (*plan.fitting[:_SHOWN], *misfits[: max(2, _SHOWN - len(plan.fitting))]):
         shown.add_row(*row(plan, found), style=None if found.fits else "dim")
     return shown
@@ -180,7 +180,7 @@ def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
     else:
         slower = replace(hardware, link=replace(hardware.link, bytes_per_s=hardware.link.bytes_per_s / 2))
         change = "Half the link between ranks"
-    figures = _fastest([(it.sketch.on(slower), question) for it in plan.found if it.fits])
+    figures = _fastest([(item.sketch.on(slower), question) for item in plan.found if item.fits])
     slower_link = WhatIf(change, figures, _gain(best.figures, figures, 1))
     try:
         twice, program = _twice(plan)
@@ -195,8 +195,8 @@ def foresee(plan: Plan, ask: Workers) -> None:
     """Have ready what `what_ifs` will ask for, if the best so far stays the best."""
     with suppress(ConfigError):
         ask.ask_ahead(*_twice(plan))
-    for it in plan.fitting:
-        _ = it.sketch.tapes  # unpacked while others are simulated
+    for item in plan.fitting:
+        _ = item.sketch.tapes  # unpacked while others are simulated
 
 
 def _twice(plan: Plan) -> tuple[Question, Program]:
@@ -221,7 +221,7 @@ def _fastest(sketches: Sequence[tuple[Any, Question]]) -> Figures | None:
         for rows, count in question.shapes_of(made.program)
         if made.can_tell(rows) and made.needed_bytes(rows) <= usable
     ]
-    return min(fitting, key=lambda it: it.seconds_a_row, default=None)
+    return min(fitting, key=lambda item: item.seconds_a_row, default=None)
 
 
 def _gain(best: Figures, other: Figures | None, times: int) -> float:
@@ -243,7 +243,7 @@ def why(question: Question, found: Found) -> list[str]:
             else "."
         ),
     ]
-    by_state = sorted(figures.by_state.items(), key=lambda it: -it[1])
+    by_state = sorted(figures.by_state.items(), key=lambda item: -item[1])
     lines += [
         f"  {state.value:34}{_gb(nbytes):>12}" for state, nbytes in by_state if nbytes >= 1e-3 * figures.peak_bytes
     ]
@@ -259,8 +259,8 @@ def why(question: Question, found: Found) -> list[str]:
 
 def nearest_lines(question: Question, found: Found, others: Sequence[Found]) -> list[str]:
     """What of the same strategy fits, the fastest of it, or else comes nearest to fitting. `found` is what was said."""
-    fitting = [it for it in others if it.fits]
-    best = min(fitting, key=lambda it: it.figures.seconds_a_row, default=None) or next(iter(others), found)
+    fitting = [other for other in others if other.fits]
+    best = min(fitting, key=lambda item: item.figures.seconds_a_row, default=None) or next(iter(others), found)
     if best.sketch.program == found.sketch.program:
         return ["Nothing else with this strategy comes nearer to fitting."] if others else []
     figures, usable = best.figures, question.cluster.usable_bytes
@@ -288,8 +288,14 @@ def as_dict(plan: Plan, changes: Sequence[WhatIf] = ()) -> dict[str, Any]:
         "runner_up": None if second is None else _found_dict(plan, second),
         "said": said(plan),
         "paste": paste(plan),
-        "what_if": [{"change": it.change, "throughput": it.of_best, **_candidate_dict(it.figures)} for it in changes],
-        "simulated": [_found_dict(plan, it) for it in (*plan.fitting, *(it for it in plan.found if not it.fits))],
+        "what_if": [
+            {"change": change.change, "throughput": change.of_best, **_candidate_dict(change.figures)}
+            for change in changes
+        ],
+        "simulated": [
+            _found_dict(plan, item)
+            for item in (*plan.fitting, *(element for element in plan.found if not element.fits))
+        ],
         "left_out": plan.left_out,
     }
 
@@ -402,7 +408,7 @@ def _behind(best: Found, second: Found) -> str:
 
 def _nothing_fits(plan: Plan) -> str:
     usable = plan.question.cluster.usable_bytes
-    least = min(plan.found, key=lambda it: it.figures.needed_bytes, default=None)
+    least = min(plan.found, key=lambda item: item.figures.needed_bytes, default=None)
     ask = "--fits-on says how many ranks it takes"
     if least is None:
         return f"Nothing fits: the states alone take more than {_gb(usable)} a rank under every strategy; {ask}."
@@ -422,7 +428,7 @@ def _parameters(question: Question) -> str:
     model = question.subject.model
     if model is None:
         return "sharded by the user's function"
-    numel = sum(it.numel() for it in model.parameters())
+    numel = sum(param.numel() for param in model.parameters())
     return f"{numel / 1e9:.2f}B parameters" if numel >= 1e8 else f"{numel / 1e6:.2f}M parameters"
 
 

@@ -21,7 +21,7 @@ __all__ = ["least_hosts", "nearest", "search"]
 
 
 def search(
-    question: Question, workers: Workers | None = None, foresee: Callable[[Plan], None] = lambda it: None
+    question: Question, workers: Workers | None = None, foresee: Callable[[Plan], None] = lambda element: None
 ) -> Plan:
     """The plan: every program that may fit and may be the fastest, simulated by `workers`, or by some of its own.
 
@@ -36,13 +36,13 @@ def search(
     with _given(workers, question) as ask:
         plan = _searched(question, question.programs(), ask, foresee=foresee)
         if plan.best is None or question.offload:
-            fitting = {it.sketch.program for it in plan.fitting}
-            wanted = with_cpu(question, (it for it in question.programs() if it not in fitting))
+            fitting = {element.sketch.program for element in plan.fitting}
+            wanted = with_cpu(question, (program for program in question.programs() if program not in fitting))
             _add(plan, _searched_on_cpu(question, wanted, ask), "states on the CPU")
         if plan.best is None and not question.offload and question.subject.make_sharded is None:
             ask.tell("nothing fits: the same with shards on the CPU, or part of the optimizer's state on a disk")
             offloaded = replace(question, offload=True)
-            wanted = [it for it in offloaded.programs() if it.offload or it.disk]
+            wanted = [program for program in offloaded.programs() if program.offload or program.disk]
             _add(plan, _searched(offloaded, wanted, ask, plan.found), "offload")
         _add_two_ahead(plan, ask)
         return plan
@@ -91,7 +91,7 @@ def _searched(
 ) -> Plan:
     """The plan of the programs that are `wanted`. `known` have been simulated already."""
     plan = Plan(question)
-    sketches = {it.sketch.program: it.sketch for it in known}
+    sketches = {item.sketch.program: item.sketch for item in known}
     usable = question.cluster.usable_bytes
     waiting = []
     for program in wanted:
@@ -102,10 +102,10 @@ def _searched(
         else:
             waiting.append(program)
     bounds = Bounds(question)
-    waiting.sort(key=lambda it: (bounds.guess(it), it.syncs_each, it.accumulates))
+    waiting.sort(key=lambda item: (bounds.guess(item), item.syncs_each, item.accumulates))
     waiting.sort(key=bounds.is_likely_too_large)
     if question.largest:
-        waiting.sort(key=lambda it: leanness(question, it))
+        waiting.sort(key=lambda item: leanness(question, item))
     asked = 0
     running: dict[Future[Any], Program] = {}
     while waiting or running:
@@ -114,7 +114,7 @@ def _searched(
             reason = None
             if not question.exhaustive:
                 program = bounds.next_of(waiting, running.values())
-                fitting = len(plan.fitting) + sum(not bounds.is_likely_too_large(it) for it in running.values())
+                fitting = len(plan.fitting) + sum(not bounds.is_likely_too_large(item) for item in running.values())
                 reason = bounds.excludes(program, plan.best.figures.step_s if plan.best else None, fitting)
                 if reason is None and 0 < question.most <= asked:
                     reason = f"behind the {question.most} likeliest (--most 0 takes all)"
@@ -155,13 +155,13 @@ def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers
     the `_CHOSEN` likeliest, and of none that would be no faster than one of them even if the CPU took no time.
     """
     plan = _searched(question, wanted, ask)
-    candidates = [it.sketch for it in plan.found if it.fits]
-    plan.found = [it for it in plan.found if not it.fits]
+    candidates = [item.sketch for item in plan.found if item.fits]
+    plan.found = [item for item in plan.found if not item.fits]
     if not candidates:
         return plan
     fractions = fractions_on_cpu(question.subject, question.cluster, candidates[0].program)
     spans = [_span(question, made) for made in candidates]
-    for span in sorted((it for it in spans if it is not None), key=lambda it: it.seconds_a_row):
+    for span in sorted((span for span in spans if span is not None), key=lambda span: span.seconds_a_row):
         if len(plan.fitting) >= _CHOSEN:
             plan.leave_out(f"behind the {_CHOSEN} likeliest")
         elif plan.best and span.least_seconds_a_row >= NO_MATTER * plan.best.figures.seconds_a_row:
@@ -217,7 +217,7 @@ def _span(question: Question, made: Sketch) -> _Span | None:
         if host_fits(cluster, figures, share):
             seconds = least.seconds_a_row + share * (figures.seconds_a_row - least.seconds_a_row)
             guesses.append(_Span(made, rows, count, share, seconds, least.seconds_a_row))
-    return min(guesses, key=lambda it: it.seconds_a_row, default=None)
+    return min(guesses, key=lambda guess: guess.seconds_a_row, default=None)
 
 
 _AT_ONCE = 1e30  # bytes a second
@@ -241,12 +241,12 @@ def _least_on_cpu(question: Question, ask: Workers, span: _Span, fractions: Sequ
     share = span.share
     while fits - fits_not > 1:
         place = min(max(bisect_left(fractions, share), fits_not + 1), fits - 1)
-        pair = [it for it in (place - 1, place) if fits_not < it]
-        futures = [ask(question, replace(program, cpu=fractions[it])) for it in pair]
-        made |= {it: ask.sketch(future) for it, future in zip(pair, futures, strict=True)}
-        over |= {it: made[it].needed_bytes(span.rows) - usable for it in pair}
-        fits_not = max([fits_not, *(it for it in pair if over[it] > 0)])
-        fits = min([fits, *(it for it in pair if over[it] <= 0)])
+        pair = [item for item in (place - 1, place) if fits_not < item]
+        futures = [ask(question, replace(program, cpu=fractions[item])) for item in pair]
+        made |= {item: ask.sketch(future) for item, future in zip(pair, futures, strict=True)}
+        over |= {item: made[item].needed_bytes(span.rows) - usable for item in pair}
+        fits_not = max([fits_not, *(item for item in pair if over[item] > 0)])
+        fits = min([fits, *(item for item in pair if over[item] <= 0)])
         share = (fractions[max(0, fits_not)] + fractions[fits]) / 2
         if fits_not >= 0 and len(made) <= _BY_LINE:
             part = over[fits_not] / (over[fits_not] - over[fits])
@@ -274,15 +274,15 @@ def least_hosts(question: Question, workers: Workers | None = None, *, most: int
             below, above = (middle, above) if fewer is None else (below, middle)
             leanest = fewer or leanest
         plan = search(replace(question, cluster=leanest.question.cluster, global_batch=None), ask)
-        known = {it.sketch.program for it in plan.found}
-        plan.found += [it for it in leanest.found if it.sketch.program not in known]
+        known = {item.sketch.program for item in plan.found}
+        plan.found += [item for item in leanest.found if item.sketch.program not in known]
         return plan
 
 
 def _leanest(question: Question, hosts: int, per_host: int, ask: Workers) -> Plan | None:
     """What fits on so many ranks of the strategy that shards most, simulated; None if nothing does."""
     cluster = replace(question.cluster, hosts=hosts, per_host=per_host)
-    kept = [it for it in ("none", "every-1") if it in question.checkpointing] or list(question.checkpointing)
+    kept = [item for item in ("none", "every-1") if item in question.checkpointing] or list(question.checkpointing)
     strategies = question.strategies if cluster.world > 1 else ("ddp",)
     asked = replace(
         question, cluster=cluster, global_batch=None, strategies=strategies, checkpointing=kept, exhaustive=True
@@ -290,9 +290,9 @@ def _leanest(question: Question, hosts: int, per_host: int, ask: Workers) -> Pla
     wanted = asked.programs()
     if not wanted:
         return None
-    least = min(wanted, key=lambda it: (states_bytes(asked, it), it.strategy != "zero3")).strategy
-    wanted = [it for it in wanted if it.strategy == least]
-    if min(states_bytes(asked, it) for it in wanted) > cluster.usable_bytes:
+    least = min(wanted, key=lambda item: (states_bytes(asked, item), item.strategy != "zero3")).strategy
+    wanted = [item for item in wanted if item.strategy == least]
+    if min(states_bytes(asked, item) for item in wanted) > cluster.usable_bytes:
         return None
     ask.tell(f"{cluster.world} ranks")
     plan = _searched(asked, wanted, ask)
@@ -307,10 +307,10 @@ def nearest(question: Question, program: Program, ask: Workers) -> list[Found]:
     """
     everything = replace(question, exhaustive=True, global_batch=question.global_batch or question.cluster.world)
     likes = [replace(program, checkpointing=kept) for kept in question.checkpointing]
-    likes += [replace(it, syncs_each=True) for it in likes if it.accumulates and it.strategy != "ddp"]
+    likes += [replace(like, syncs_each=True) for like in likes if like.accumulates and like.strategy != "ddp"]
     found = _searched(everything, likes, ask).found
-    if not any(it.fits for it in found):
+    if not any(item.fits for item in found):
         found += _searched_on_cpu(everything, with_cpu(question, likes), ask).found
-    if not any(it.fits for it in found):
+    if not any(item.fits for item in found):
         found += _searched(everything, with_disk(likes), ask, found).found
-    return sorted(found, key=lambda it: it.figures.needed_bytes)
+    return sorted(found, key=lambda item: item.figures.needed_bytes)

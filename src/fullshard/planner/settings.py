@@ -150,11 +150,11 @@ class PlanSettings:
             )
         strange = [
             name
-            for name in dict.fromkeys(it for names in _OF_MODEL.values() for it in names)
+            for name in dict.fromkeys(name for names in _OF_MODEL.values() for name in names)
             if model is not None and getattr(self.subject, name) is not None and name not in _OF_MODEL[model]
         ]
         if strange:
-            known = " or ".join(f"--{it}" for it, names in _OF_MODEL.items() if strange[0] in names)
+            known = " or ".join(f"--{item}" for item, names in _OF_MODEL.items() if strange[0] in names)
             raise ConfigError(f"{_options(strange)}: not for a model of --{model}. Leave it out, or take {known}.")
         for name, number in (("clip", self.subject.clip), ("most", self.search.most)):
             if number < 0:

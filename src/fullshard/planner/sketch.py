@@ -186,7 +186,7 @@ class Sketch:
         if needed <= usable:
             return 0.0
         shares = (hundredths / 100 for hundredths in range(1, 101))
-        return next((it for it in shares if self.with_on_disk(it).needed_bytes(rows) <= usable), None)
+        return next((share for share in shares if self.with_on_disk(share).needed_bytes(rows) <= usable), None)
 
     def figures(self, rows: int, microbatches: int) -> Figures:
         """The candidate of so many rows and microbatches.
@@ -251,14 +251,14 @@ class Sketch:
 
     def peak_moment(self) -> MemoryPeak:
         """The moment of the peak with few rows, on the longest of the short models, with the largest tensors."""
-        longest = max(self.tapes, key=lambda it: len(it.one))
+        longest = max(self.tapes, key=lambda tape: len(tape.one))
         entries = Tape()
         entries.entries = longest.tape.entries[: longest.begins[2]]
         return memory_peak(entries, since=longest.begins[0])
 
     def entries(self, rows: int) -> tuple[Tape, Sequence[Entry]]:
         """The tape of the longest of the short models up to the end of a step with so many rows; and that step."""
-        longest = max(self.tapes, key=lambda it: len(it.one))
+        longest = max(self.tapes, key=lambda tape: len(tape.one))
         tape, step = Tape(), longest.at(rows)
         tape.entries = [*longest.tape.entries[: longest.begins[1]], *step]
         return tape, step
@@ -271,7 +271,7 @@ class Sketch:
 
     def _peak(self, rows: int) -> tuple[float, Mapping[State, float], str]:
         regions = self._regions(rows, of_host=False)
-        region = max(regions, key=lambda it: regions[it] if it[-1] is None else -1.0)
+        region = max(regions, key=lambda region: regions[region] if region[-1] is None else -1.0)
         by_state = {state: max(0.0, regions.get((*region[:-1], state), 0.0)) for state in State}
         share = regions[region] / max(sum(by_state.values()), 1.0)  # parts of a moment that is told, not seen
         by_state = {state: share * nbytes for state, nbytes in by_state.items()}
@@ -290,13 +290,15 @@ class Sketch:
     def _rests(self) -> Sequence[dict[Any, float]]:
         """The regions of both steps."""
         both = range(2)
-        return [self._whole([region_peaks(it, step, self.whole, of_host=False) for it in self.tapes]) for step in both]
+        return [
+            self._whole([region_peaks(tape, step, self.whole, of_host=False) for tape in self.tapes]) for step in both
+        ]
 
     @cached_property
     def _rests_of_host(self) -> Sequence[dict[Any, float]]:
-        each = [[region_peaks(it, step, self.whole, of_host=True) for it in self.tapes] for step in range(2)]
-        found = [self._whole(it) for it in each]
-        return [{key: value for key, value in it.items() if key[-1] is None} for it in found]
+        each = [[region_peaks(tape, step, self.whole, of_host=True) for tape in self.tapes] for step in range(2)]
+        found = [self._whole(item) for item in each]
+        return [{key: value for key, value in item.items() if key[-1] is None} for item in found]
 
     def _whole(self, each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
         """Figures of the whole model: those of the first short one, and what each list's further blocks add."""

@@ -186,7 +186,7 @@ class _Reads(TorchFunctionMode):
 def _asking_file() -> str:
     """The name of the file that asks torch for something, if it is one of transformers."""
     files = (Path(frame.filename) for frame in reversed(traceback.extract_stack()))
-    asking = next((it for it in files if "torch" not in it.parts and it != Path(__file__)), Path())
+    asking = next((file for file in files if "torch" not in file.parts and file != Path(__file__)), Path())
     return asking.name if "transformers" in asking.parts else ""
 
 

@@ -271,7 +271,7 @@ def user_line(error: BaseException | None) -> str:
     If None, in the calls that are under way.
     """
     frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
-    own = [it for it in _without_torch(frames) if not _is_ours(it) and "site-packages" not in it.filename]
+    own = [item for item in _without_torch(frames) if not _is_ours(item) and "site-packages" not in item.filename]
     return _said(own[-1]) if own else ""
 
 
@@ -279,7 +279,7 @@ def library_line(error: BaseException) -> str:
     """The line of a library, such as transformers, that has raised `error` itself or by a call of torch's, written as
     that of `user_line`; nothing if there is none.
     """
-    others = [it for it in _without_torch(traceback.extract_tb(error.__traceback__)) if not _watches(it)]
+    others = [item for item in _without_torch(traceback.extract_tb(error.__traceback__)) if not _watches(item)]
     return _said(others[-1]) if others and not _is_ours(others[-1]) else ""
 
 
@@ -300,8 +300,8 @@ def _is_ours(frame: traceback.FrameSummary) -> bool:
 def _without_torch(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
     """Those that are neither torch's nor Python's."""
     torchs, pythons = str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent)
-    others = [it for it in frames if not it.filename.startswith((torchs, "<frozen", "<string"))]
-    return [it for it in others if not it.filename.startswith(pythons) or "site-packages" in it.filename]
+    others = [frame for frame in frames if not frame.filename.startswith((torchs, "<frozen", "<string"))]
+    return [other for other in others if not other.filename.startswith(pythons) or "site-packages" in other.filename]
 
 
 def _plain_or_sharded(

@@ -123,7 +123,7 @@ def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
             tape.entries.append(entry._replace(storage=waiting.pop(0)))
         elif isinstance(entry, Operation | Collective):
             reads, writes = (
-                tuple(it._replace(storage=it.storage + more) if it.storage in renamed else it for it in those)
+                tuple(item._replace(storage=item.storage + more) if item.storage in renamed else item for item in those)
                 for those in (entry.reads, entry.writes)
             )
             tape.entries.append(entry._replace(reads=reads, writes=writes))
@@ -176,7 +176,10 @@ def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
             if one.nbytes == two.nbytes and one.flops == two.flops:  # such as an optimizer's, of fewer tensors there
                 return entry
             each = [
-                tuple(Access(it.storage, 0, it.nbytes + b.nbytes - a.nbytes) for it, a, b in zip(*those, strict=False))
+                tuple(
+                    Access(item.storage, 0, item.nbytes + b.nbytes - a.nbytes)
+                    for item, a, b in zip(*those, strict=False)
+                )
                 for those in ((entry.reads, one.reads, two.reads), (entry.writes, one.writes, two.writes))
             ]
             return entry._replace(

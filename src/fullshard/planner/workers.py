@@ -32,7 +32,7 @@ class Workers:
         tell: is told what is simulated.
     """
 
-    def __init__(self, question: Question, tell: Callable[[str], None] = lambda it: None) -> None:
+    def __init__(self, question: Question, tell: Callable[[str], None] = lambda element: None) -> None:
         self._question = question
         self._pool: ProcessPoolExecutor | None = None
         self._ahead: list[tuple[Question, Program, Future[Any]]] = []

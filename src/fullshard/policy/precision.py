@@ -60,10 +60,12 @@ class DtypeContract:
     @property
     def itemsize(self) -> int:
         """Bytes of the smallest element in any of the group's buffers."""
-        return min(it.itemsize for it in (self.stored, self.compute, self.reduce, self.delivered))
+        return min(item.itemsize for item in (self.stored, self.compute, self.reduce, self.delivered))
 
     def __str__(self) -> str:
-        stored, compute, reduce = (str(it).removeprefix("torch.") for it in (self.stored, self.compute, self.reduce))
+        stored, compute, reduce = (
+            str(item).removeprefix("torch.") for item in (self.stored, self.compute, self.reduce)
+        )
         gathered = (
             f"and gathered {compute}" if self.gather_wire is None else f"{compute}, gathered as {self.gather_wire}"
         )

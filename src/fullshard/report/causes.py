@@ -16,14 +16,14 @@ def find_causes(run: Run) -> tuple[Finding, ...]:
     """The causes of lost time and memory in `run`, those that cost most first; none if it is healthy."""
     figures = Figures(run)
     found = ((rule, rule.finding(figures)) for rule in RULES)
-    findings = (replace(it, gain_s=_gain(run, rule)) for rule, it in found if it is not None)
-    return tuple(sorted(findings, key=lambda it: -max(it.lost, it.of_memory)))
+    findings = (replace(item, gain_s=_gain(run, rule)) for rule, item in found if item is not None)
+    return tuple(sorted(findings, key=lambda finding: -max(finding.lost, finding.of_memory)))
 
 
 def _gain(run: Run, rule: Rule) -> float | None:
     """What the best of the simulated changes gains that help against the rule's cause."""
-    helping = [it.gain_s for it in run.what_ifs if it.change.startswith(rule.helps)] if rule.helps else []
-    return max((it for it in helping if it > 0), default=None)
+    helping = [item.gain_s for item in run.what_ifs if item.change.startswith(rule.helps)] if rule.helps else []
+    return max((item for item in helping if item > 0), default=None)
 
 
 def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
@@ -53,9 +53,13 @@ def verdict(run: Run, findings: tuple[Finding, ...]) -> str:
 def tier_lines(run: Run) -> list[str]:
     """Where what the first rank has rests, and what it moves in a step: a line a tier; none if nothing is away."""
     return [
-        f"on the {it.name}: {_said(it.at_rest)}"
-        + (f"; a step brings {_said(it.comes)} from there and takes {_said(it.goes)}" if it.comes or it.goes else "")
-        for it in run.tiers
+        f"on the {tier.name}: {_said(tier.at_rest)}"
+        + (
+            f"; a step brings {_said(tier.comes)} from there and takes {_said(tier.goes)}"
+            if tier.comes or tier.goes
+            else ""
+        )
+        for tier in run.tiers
     ]
 
 
@@ -92,7 +96,7 @@ def _out_of_memory(run: Run, findings: tuple[Finding, ...]) -> str:
     else:
         asked = amount(failed.asked_bytes)
         said = f"Rank {failed.rank} ran out of memory in {failed.where}: it asked for {asked} with {used}."
-    of_memory = next((it for it in findings if it.of_memory), None)
+    of_memory = next((finding for finding in findings if finding.of_memory), None)
     if of_memory is not None:
         said += f" {of_memory.said} {of_memory.change}"
     if failed.would_fit:

@@ -68,7 +68,7 @@ def _commit() -> str:
 def strategy_of(model: nn.Module) -> str:
     """The name of the strategy of the root; its placements, if they have no name."""
     placements = units_in(model)[0].options.placements
-    named = {it.placements: it.value for it in ShardingStrategy}
+    named = {item.placements: item.value for item in ShardingStrategy}
     return named.get(placements) or f"parameters {placements.parameters.value}, optimizer {placements.optimizer.value}"
 
 
@@ -96,7 +96,7 @@ def units_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _dtype(unit: Unit, which: str) -> str:
-    largest = max(unit.param_groups, key=lambda it: it.plan.unsharded_nbytes, default=None)
+    largest = max(unit.param_groups, key=lambda param_group: param_group.plan.unsharded_nbytes, default=None)
     return "" if largest is None else str(getattr(largest.plan.contract, which)).removeprefix("torch.")
 
 

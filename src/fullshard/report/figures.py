@@ -127,10 +127,10 @@ class Figures:
         others = _others(seconds)
         behind = (seconds - others) / self.step_s
         steady = np.quantile(behind, 0.1, axis=1, method="lower")
-        found = tuple(int(it) for it in np.flatnonzero(steady >= least))
+        found = tuple(int(item) for item in np.flatnonzero(steady >= least))
         if not found:
             return None
-        latest = max(found, key=lambda it: float(steady[it]))
+        latest = max(found, key=lambda item: float(steady[item]))
         return Late(
             ranks=found,
             latest=latest,
@@ -155,12 +155,12 @@ class Figures:
         if self.starved is not None:
             exposed = np.maximum(exposed - self.starved.max(0), 0)
         usual, units = self.usual(exposed), self.run.units
-        of_units = sum(it.gather_exposed_s + it.reduce_exposed_s for it in units)
+        of_units = sum(unit.gather_exposed_s + unit.reduce_exposed_s for unit in units)
         scale = usual / of_units if of_units > 0 else 0.0
         return Waits(
             steady=self.steady(exposed),
             usual=usual,
-            by_unit=tuple((scale * it.gather_exposed_s, scale * it.reduce_exposed_s) for it in units),
+            by_unit=tuple((scale * unit.gather_exposed_s, scale * unit.reduce_exposed_s) for unit in units),
         )
 
     @cached_property
@@ -172,17 +172,17 @@ class Figures:
     @cached_property
     def collectives(self) -> float:
         """Gathers and reductions of units in a step."""
-        return sum(it.gathers + it.reductions for it in self.run.units)
+        return sum(unit.gathers + unit.reductions for unit in self.run.units)
 
     @cached_property
     def moved_bytes(self) -> float:
         """That a rank sends or receives for units in a step."""
-        return sum(it.gathered_bytes + it.reduced_bytes for it in self.run.units)
+        return sum(unit.gathered_bytes + unit.reduced_bytes for unit in self.run.units)
 
     @cached_property
     def moving_s(self) -> float:
         """Seconds a step in which units' collectives are on the way, and no rank is late."""
-        return self.wire_share * sum(it.gather_s + it.reduce_s for it in self.run.units)
+        return self.wire_share * sum(unit.gather_s + unit.reduce_s for unit in self.run.units)
 
     @property
     def waited_s(self) -> float:
@@ -197,8 +197,8 @@ class Figures:
     def hosts(self) -> dict[str, tuple[int, ...]]:
         """The places of the ranks of each host."""
         found: dict[str, tuple[int, ...]] = {}
-        for place, it in enumerate(self.run.ranks):
-            found[it.host] = (*found.get(it.host, ()), place)
+        for place, rank in enumerate(self.run.ranks):
+            found[rank.host] = (*found.get(rank.host, ()), place)
         return found
 
     def rank(self, place: int) -> RankFacts:
@@ -207,8 +207,8 @@ class Figures:
 
     def ranks_said(self, places: tuple[int, ...]) -> str:
         """Such as "rank 3" or "ranks 1 and 3", with their host where there are several hosts."""
-        ranks = [str(self.rank(it).rank) for it in places]
-        hosts = {self.rank(it).host for it in places}
+        ranks = [str(self.rank(place).rank) for place in places]
+        hosts = {self.rank(place).host for place in places}
         where = f" on {hosts.pop()}" if len(hosts) == 1 and len(self.hosts()) > 1 else ""
         return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}{where}"
 

@@ -58,7 +58,9 @@ def _asset(name: str) -> str:
 def _coded(text: str) -> Markup:
     """The text, with what is between backticks as code."""
     pieces = escape(text).split("`")
-    return Markup("").join(Markup("<code>{}</code>").format(it) if at % 2 else it for at, it in enumerate(pieces))
+    return Markup("").join(
+        Markup("<code>{}</code>").format(piece) if at % 2 else piece for at, piece in enumerate(pieces)
+    )
 
 
 def _compact(value: Any, **_: Any) -> str:

@@ -56,7 +56,7 @@ class WatchedStep:
 
 def can_be_watched(model: nn.Module) -> bool:
     """True if nothing in `model` is compiled: a dispatch mode would have that run eagerly, or compiled again."""
-    return not any(hasattr(it, "_orig_mod") or it._compiled_call_impl is not None for it in model.modules())
+    return not any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules())
 
 
 class MemoryWatch(TorchDispatchMode):
@@ -110,9 +110,9 @@ class MemoryWatch(TorchDispatchMode):
         tape.origin, tape.purpose = self._recorder.origin, self._recorder.purpose
         given = tensors_in((args, kwargs))
         if tape.origin.phase is Phase.POST_BACKWARD:  # what a reduction reads are whole gradients
-            reads = tuple(storages.access(it) for it in given if storages.is_known(it))
+            reads = tuple(storages.access(item) for item in given if storages.is_known(item))
             tape.note(Operation("", "compute", tape.origin, reads, ()))
-        there = {it.untyped_storage()._cdata for it in given}
+        there = {item.untyped_storage()._cdata for item in given}
         for made in tensors_in(result):
             storage = made.untyped_storage()
             if storage._cdata not in there and not storages.is_known(made):
@@ -145,18 +145,18 @@ class MemoryWatch(TorchDispatchMode):
         if not turns:
             return None
         base: dict[str, int] = {}
-        for it in self._base:
-            base[it.state] = base.get(it.state, 0) + it.nbytes
+        for item in self._base:
+            base[item.state] = base.get(item.state, 0) + item.nbytes
         expected = None if predicted is None else _aligned(predicted, [turn.label for turn in turns])
         shown = [max(part, key=lambda i: turns[i].nbytes) for part in _parts(len(turns), _MOST_MOMENTS)]
         peak = max(shown, key=lambda i: turns[i].nbytes)
         at_peak = [
             Held(
-                nbytes=round(it.own_nbytes),
+                nbytes=round(item.own_nbytes),
                 state=_OF_STEP.get(state, state).value,
-                what=f"{it.purpose or it.origin.phase.value} of {it.origin.unit or 'the root'}",
+                what=f"{item.purpose or item.origin.phase.value} of {item.origin.unit or 'the root'}",
             )
-            for it, state in memory_holders(self._tape, turns[peak].entry)
+            for item, state in memory_holders(self._tape, turns[peak].entry)
         ]
         return WatchedStep(
             at_s=[times[turns[i].entry] - times[0] for i in shown],
@@ -170,7 +170,7 @@ class MemoryWatch(TorchDispatchMode):
                 for state in State
             },
             peak=shown.index(peak),
-            largest=sorted([*self._base, *at_peak], key=lambda it: -it.nbytes)[:_SHOWN],
+            largest=sorted([*self._base, *at_peak], key=lambda item: -item.nbytes)[:_SHOWN],
             predicted=None if expected is None else [expected[i] for i in shown],
         )
 
@@ -195,10 +195,14 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
     names = {id(param): clean_fqn(name) for name, param in model.named_parameters()}
     for unit in units_in(model):
         name = unit.name or "the root"
-        rest = sum(it.plan.rest_nbytes for it in unit.param_groups)
+        rest = sum(param_group.plan.rest_nbytes for param_group in unit.param_groups)
         if rest:
             yield Held(nbytes=rest, state=State.PARAMETERS.value, what=f"shards of {name}")
-        grads = sum(it.gradients.flat.nbytes for it in unit.param_groups if it.gradients.flat is not None)
+        grads = sum(
+            param_group.gradients.flat.nbytes
+            for param_group in unit.param_groups
+            if param_group.gradients.flat is not None
+        )
         if grads:
             yield Held(nbytes=grads, state=State.SHARDED_GRADIENTS.value, what=f"gradient shards of {name}")
         if unit.slot.storage.nbytes():
@@ -212,8 +216,8 @@ def held_between_steps(model: nn.Module, optimizers: Sequence[torch.optim.Optimi
     yield from slots.values()
     for optimizer in optimizers:
         for param, state in optimizer.state.items():
-            local = (local_tensor(it) for it in state.values() if isinstance(it, Tensor))
-            nbytes = sum(it.nbytes for it in local if not isinstance(it, OnDisk))
+            local = (local_tensor(item) for item in state.values() if isinstance(item, Tensor))
+            nbytes = sum(item.nbytes for item in local if not isinstance(item, OnDisk))
             if nbytes:
                 what = f"optimizer state of {names.get(id(param), 'a parameter')}"
                 yield Held(nbytes=nbytes, state=State.OPTIMIZER.value, what=what)

@@ -63,7 +63,7 @@ def _drawn(known: Mapping[str, Any]) -> dict[str, Any]:
     if known["units"] is not None:
         drawn["units"] = {"rows": known["units"]["rows"][:_CHARTED_UNITS]}
     if known["shards"] is not None:
-        parameters = [list(it.values()) for it in known["shards"]["parameters"]]
+        parameters = [list(item.values()) for item in known["shards"]["parameters"]]
         drawn["shards"] = {**known["shards"], "parameters": parameters}
     return drawn
 

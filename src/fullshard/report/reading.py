@@ -90,7 +90,7 @@ def read_run(folder: Path) -> Run:
             "fullshard.report(model, folder) before the first step."
         )
     newest = max(every, key=lambda rank: rank.start["first_step"]).start  # the first rank's, if that is there
-    ranks = sorted((it for it in every if it.start["rank"]["rank"] < newest["world"]), key=_number)
+    ranks = sorted((item for item in every if item.start["rank"]["rank"] < newest["world"]), key=_number)
     first = ranks[0]
     steps = _steps(ranks)
     table = _table(ranks, steps)
@@ -116,7 +116,7 @@ def read_run(folder: Path) -> Run:
         spans={_number(rank): tuple(_spans(rank.spans[shown])) for rank in ranks if shown in rank.spans},
         memory=_memory(first, step_s),
         held_bytes=np.nan_to_num(held).astype(np.int64),
-        shards=tuple(_shard(it) for it in first.model.get("shards", ())),
+        shards=tuple(_shard(item) for item in first.model.get("shards", ())),
         training=_training(ranks, steps),
         strategy=newest["strategy"],
         settings=newest["settings"],
@@ -124,7 +124,7 @@ def read_run(folder: Path) -> Run:
         starved_s=None if np.isnan(starved_s).all() else starved_s,
         output_nbytes=first.model.get("output_nbytes", 0),
         host_waits=_host_waits(ranks),
-        what_ifs=tuple(WhatIf(**it) for it in first.what_ifs.get("v", ())),
+        what_ifs=tuple(WhatIf(**item) for item in first.what_ifs.get("v", ())),
         out_of_memory=next((_out_of_memory(rank.out_of_memory) for rank in ranks if rank.out_of_memory), None),
         links_gb_s=links if all(links) else (),
         tiers=_tiers(first),
@@ -137,7 +137,7 @@ def _elsewhere(ranks: Sequence[_Rank]) -> dict[str, str]:
     disks: dict[str, list[list[float]]] = {}
     for rank in ranks:
         for folder, (held, *moved) in rank.units.get("disks", {}).items():
-            disks.setdefault(folder, []).append([held, *(it / rank.units["steps"] for it in moved)])
+            disks.setdefault(folder, []).append([held, *(item / rank.units["steps"] for item in moved)])
     for folder, numbers in disks.items():
         columns = list(zip(*numbers, strict=True))
         held, read, written = (sum(column) / 1e9 for column in columns[:3])
@@ -155,7 +155,9 @@ _TIERS = {"device": "device", "cpu": "CPU", "disk": "disk"}
 def _tiers(rank: _Rank) -> tuple[Tier, ...]:
     """Where what this rank has rests, and what it moves in a step; none if nothing is away."""
     moved: dict[str, list[dict[str, float]]] = {}
-    for place, state, *each in sorted(rank.units.get("travelled", ()), key=lambda it: [*STATES, it[1]].index(it[1])):
+    for place, state, *each in sorted(
+        rank.units.get("travelled", ()), key=lambda item: [*STATES, item[1]].index(item[1])
+    ):
         for ways, nbytes in zip(moved.setdefault(place, [{}, {}]), each, strict=True):
             if nbytes:
                 ways[state] = nbytes / rank.units["steps"]
@@ -189,7 +191,7 @@ def _table(ranks: Sequence[_Rank], steps: Sequence[int]) -> NDArray[np.float64]:
     where there is no such line. Shape (ranks, steps, numbers).
     """
     missing = [float("nan")] * (len(PARTS) + 4)
-    rows = [[_numbers(rank.steps[it]) if it in rank.steps else missing for it in steps] for rank in ranks]
+    rows = [[_numbers(rank.steps[step]) if step in rank.steps else missing for step in steps] for rank in ranks]
     return np.array(rows, dtype=np.float64).reshape(len(ranks), len(steps), len(missing))
 
 
@@ -260,8 +262,11 @@ def _host_waits(ranks: Sequence[_Rank]) -> tuple[HostWait, ...]:
             sums[name][1] += seconds / counted
     for name, (times, seconds) in ranks[0].memory.get("questions", {}).items():
         sums[name] = [times, seconds]
-    found = [HostWait(what=_WAITS.get(name, name), waits=it[0], waited_s=it[1]) for name, it in sums.items()]
-    return tuple(sorted(found, key=lambda it: -it.waited_s))
+    found = [
+        HostWait(what=_WAITS.get(name, name), waits=each_sum[0], waited_s=each_sum[1])
+        for name, each_sum in sums.items()
+    ]
+    return tuple(sorted(found, key=lambda item: -item.waited_s))
 
 
 def _memory(rank: _Rank, step_s: NDArray[np.float64]) -> Memory | None:
@@ -273,14 +278,14 @@ def _memory(rank: _Rank, step_s: NDArray[np.float64]) -> Memory | None:
     if at[-1] > 0 and np.isfinite(usual):  # to watch a step takes time
         at *= usual / at[-1]
     sums = np.array(list(line["by_state"].values()))
-    held = max((it["h"] for it in rank.steps.values()), default=0)
+    held = max((step["h"] for step in rank.steps.values()), default=0)
     return Memory(
         rank=_number(rank),
         at_s=at,
         labels=tuple(line["labels"]),
         by_state={state: np.array(values, dtype=np.int64) for state, values in line["by_state"].items()},
         peak=line["peak"],
-        largest=tuple(TensorHeld(**it) for it in line["largest"]),
+        largest=tuple(TensorHeld(**item) for item in line["largest"]),
         predicted=None if line["predicted"] is None else np.array(line["predicted"], dtype=np.int64),
         held=max(0, held - int(sums.sum(axis=0).max(initial=0))),
         limit=rank.start["limit"],
@@ -288,7 +293,7 @@ def _memory(rank: _Rank, step_s: NDArray[np.float64]) -> Memory | None:
 
 
 def _out_of_memory(line: Mapping[str, Any]) -> OutOfMemory:
-    largest = tuple(TensorHeld(**it) for it in line["largest"])
+    largest = tuple(TensorHeld(**item) for item in line["largest"])
     return OutOfMemory(**{**line, "largest": largest, "would_fit": tuple(line["would_fit"])})
 
 

@@ -216,7 +216,7 @@ class RunReport:
 
     def tell_what_ifs(self, what_ifs: Sequence[WhatIf]) -> None:
         """Let the page show what other settings are simulated to gain."""
-        self._file.add("what_ifs", v=[asdict(it) for it in what_ifs])
+        self._file.add("what_ifs", v=[asdict(item) for item in what_ifs])
 
     def close(self, *, draws: bool = True) -> Path | None:
         """Record no more, and on the first rank write the page, unless it is not to be drawn: its path; else None."""
@@ -261,11 +261,13 @@ class RunReport:
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            self._output_nbytes = sum(it.nbytes for it in tensors_in(output))
+            self._output_nbytes = sum(tensor.nbytes for tensor in tensors_in(output))
             self._output_hook.remove()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._steps.number - self._first_step < WATCHED_STEP and not any(it is optimizer for it in self._optimizers):
+        if self._steps.number - self._first_step < WATCHED_STEP and not any(
+            each_optimizer is optimizer for each_optimizer in self._optimizers
+        ):
             mine = {id(param.sharded) for unit in units_in(self._model) for param in unit.params}
             if any(id(param) in mine for group in optimizer.param_groups for param in group["params"]):
                 self._optimizers.append(optimizer)
@@ -346,15 +348,15 @@ class RunReport:
         if not group:
             return
         of = len(group)
-        starved = [it.usage.starved_s for it in group if it.usage.starved_s is not None]
+        starved = [item.usage.starved_s for item in group if item.usage.starved_s is not None]
         self._file.add(
             "step",
             n=group[-1].number,
-            p=[round(sum(it.parts_s[part] for it in group) / of, 7) for part in PARTS],
-            b=round(sum(it.usage.busy_s for it in group) / of, 6),
+            p=[round(sum(item.parts_s[part] for item in group) / of, 7) for part in PARTS],
+            b=round(sum(item.usage.busy_s for item in group) / of, 6),
             s=round(sum(starved) / of, 6) if len(starved) == of else None,
-            h=max(it.usage.held for it in group),
-            w=sum(it.work for it in group) / of,
+            h=max(item.usage.held for item in group),
+            w=sum(item.work for item in group) / of,
         )
         self._lines += 1
         if self._lines % _LINES == 0:
@@ -386,7 +388,7 @@ class RunReport:
             },
             at_rest=self._at_rest,
             travelled=[
-                [place, state, it.came, it.went] for (place, state), it in travel.since(self._travelled).items()
+                [place, state, item.came, item.went] for (place, state), item in travel.since(self._travelled).items()
             ],
         )
         self._units_every_s *= 2  # only the last line counts: a long run has some dozen
@@ -397,19 +399,25 @@ class RunReport:
         if not any(offload_lines(units_in(self._model))):
             return {}
         tiers = measure_tiers(self._model, self._optimizers)
-        return {tier: {state: getattr(it, state.replace(" ", "_")) for state in STATES} for tier, it in tiers.items()}
+        return {
+            tier: {state: getattr(each_tier, state.replace(" ", "_")) for state in STATES}
+            for tier, each_tier in tiers.items()
+        }
 
     def _write_spans(self, step: StepTaken) -> None:
         pieces = step.pieces[:_MOST_SPANS]
-        names = list(dict.fromkeys(it.name for it in pieces))
-        units = list(dict.fromkeys(it.unit for it in pieces))
-        name_at, unit_at = ({it: i for i, it in enumerate(known)} for known in (names, units))
+        names = list(dict.fromkeys(piece.name for piece in pieces))
+        units = list(dict.fromkeys(piece.unit for piece in pieces))
+        name_at, unit_at = ({item: i for i, item in enumerate(known)} for known in (names, units))
         self._file.add(
             "spans",
             n=step.number,
             names=names,
             units=units,
-            v=[[LANES.index(it.lane), name_at[it.name], unit_at[it.unit], *_microseconds(it)] for it in pieces],
+            v=[
+                [LANES.index(piece.lane), name_at[piece.name], unit_at[piece.unit], *_microseconds(piece)]
+                for piece in pieces
+            ],
         )
 
     def _write_memory(self, watch: MemoryWatch) -> None:

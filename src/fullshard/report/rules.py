@@ -119,7 +119,7 @@ def _slow_host(figures: Figures, least: float) -> tuple[str, Late] | None:
     """The host of which each rank takes longer than the fastest of another."""
     hosts = figures.hosts()
     late = figures.late(np.stack([figures.computes[list(places)].min(0) for places in hosts.values()]), least)
-    if late is None or all(_has_more_to_do(figures, it) for it in list(hosts.values())[late.latest]):
+    if late is None or all(_has_more_to_do(figures, host) for host in list(hosts.values())[late.latest]):
         return None
     return list(hosts)[late.latest], late
 
@@ -166,8 +166,11 @@ def oversubscribed_cores(figures: Figures, rule: Rule) -> Finding | None:
         return None
     lost = figures.usual(each)
     said = f"For {percent(lost)} of a step a rank is ready to compute and has no core."
-    host, places = max(figures.hosts().items(), key=lambda it: len(it[1]))
-    threads, cores = sum(figures.rank(it).threads for it in places), max(figures.rank(it).cores for it in places)
+    host, places = max(figures.hosts().items(), key=lambda host: len(host[1]))
+    threads, cores = (
+        sum(figures.rank(place).threads for place in places),
+        max(figures.rank(place).cores for place in places),
+    )
     if threads > cores:
         said += f" {len(places)} ranks with {threads} threads share {cores} cores of {host}."
         share = cores // len(places)
@@ -193,7 +196,7 @@ def _waits_for_wire(figures: Figures) -> bool:
 
 
 def _is_one_unit(figures: Figures) -> bool:
-    sizes = [it.nbytes for it in figures.run.units]
+    sizes = [unit.nbytes for unit in figures.run.units]
     return max(sizes) >= 0.9 * sum(sizes)
 
 
@@ -202,15 +205,15 @@ def _has_small_messages(figures: Figures) -> bool:
     run, count = figures.run, figures.collectives
     if not count or figures.moved_bytes / count >= _NO_SMALL_NBYTES or len(run.units) < 4:
         return False
-    gives = min((it for it in (run.link_gb_s, max(run.links_gb_s, default=None)) if it), default=None)
+    gives = min((item for item in (run.link_gb_s, max(run.links_gb_s, default=None)) if item), default=None)
     if gives is None:
         return figures.moved_bytes / count < _NO_SMALL_NBYTES / 10
     return figures.moved_bytes / gives / 1e9 < _FEW_MOVING * figures.waited_s
 
 
 def _never_prefetches(figures: Figures) -> bool:
-    gathering = [it for it in figures.run.units if it.gathers]
-    ahead, gathers = sum(it.gathers_ahead for it in gathering), sum(it.gathers for it in gathering)
+    gathering = [unit for unit in figures.run.units if unit.gathers]
+    ahead, gathers = sum(item.gathers_ahead for item in gathering), sum(item.gathers for item in gathering)
     return len(gathering) > 1 and ahead < 0.05 * gathers  # not so if that is not known, NaN
 
 
@@ -219,7 +222,7 @@ def one_unit(figures: Figures, rule: Rule) -> Finding | None:
     if not (_waits_for_wire(figures) and _is_one_unit(figures)):
         return None
     lost = figures.waits.usual
-    unit = max(figures.run.units, key=lambda it: it.nbytes)
+    unit = max(figures.run.units, key=lambda unit: unit.nbytes)
     said = (
         f"{percent(lost)} of a step waits for the wire: {named(unit)} is one unit of {amount(unit.nbytes)}, nearly all."
     )
@@ -236,10 +239,10 @@ def unit_too_large(figures: Figures, rule: Rule) -> Finding | None:
     units = figures.run.units
     if not _waits_for_wire(figures) or _is_one_unit(figures) or len(units) < 4:
         return None
-    median = float(np.median([it.nbytes for it in units]))
-    largest = max(range(len(units)), key=lambda it: units[it].nbytes)
+    median = float(np.median([unit.nbytes for unit in units]))
+    largest = max(range(len(units)), key=lambda index: units[index].nbytes)
     times, lost = units[largest].nbytes / max(median, 1), sum(figures.waits.by_unit[largest])
-    others = [it for place, it in enumerate(units) if place != largest]
+    others = [unit for place, unit in enumerate(units) if place != largest]
     if times < _SPREAD or lost < rule.least or _exposed_part([units[largest]]) < 1.5 * _exposed_part(others):
         return None
     said = (
@@ -251,8 +254,8 @@ def unit_too_large(figures: Figures, rule: Rule) -> Finding | None:
 
 def _exposed_part(units: list[UnitTimes]) -> float:
     """What is exposed of the time of the units' collectives."""
-    exposed = sum(it.gather_exposed_s + it.reduce_exposed_s for it in units)
-    return exposed / max(sum(it.gather_s + it.reduce_s for it in units), 1e-12)
+    exposed = sum(unit.gather_exposed_s + unit.reduce_exposed_s for unit in units)
+    return exposed / max(sum(unit.gather_s + unit.reduce_s for unit in units), 1e-12)
 
 
 @rule(
@@ -294,15 +297,15 @@ def frozen_part_gathered(figures: Figures, rule: Rule) -> Finding | None:
     if figures.waits.steady < rule.least or not figures.run.units:
         return None
     both = zip(figures.run.units, figures.waits.by_unit, strict=True)
-    frozen = [(it, gather) for it, (gather, _) in both if not it.trains and it.gathers]
+    frozen = [(item, gather) for item, (gather, _) in both if not item.trains and item.gathers]
     lost = sum(gather for _, gather in frozen)
     if lost < rule.least:
         return None
-    units = sorted(frozen, key=lambda it: -it[1])
-    nbytes = sum(it.nbytes for it, _ in frozen)
+    units = sorted(frozen, key=lambda item: -item[1])
+    nbytes = sum(item.nbytes for item, _ in frozen)
     said = (
         f"{percent(lost)} of a step waits for gathers of {len(frozen)} frozen units, {amount(nbytes)}, most for "
-        f"{listed([named(it) for it, _ in units[:2]])}."
+        f"{listed([named(item) for item, _ in units[:2]])}."
     )
     change = "Keep them whole on every rank: `fully_shard(part, reshard_after_forward=False)`, or `ignored_params`."
     return rule.found(said, change, lost=lost)
@@ -318,13 +321,15 @@ def gradients_in_float32(figures: Figures, rule: Rule) -> Finding | None:
     if figures.waits.steady < rule.least or not figures.run.units:
         return None
     both = zip(figures.run.units, figures.waits.by_unit, strict=True)
-    wide = [(it, reduce) for it, (_, reduce) in both if _is_half(it.param_dtype) and it.reduce_dtype == "float32"]
+    wide = [
+        (item, reduce) for item, (_, reduce) in both if _is_half(item.param_dtype) and item.reduce_dtype == "float32"
+    ]
     exposed = sum(reduce for _, reduce in wide)
     if exposed / 2 < rule.least:
         return None
     said = (
         f"{percent(exposed)} of a step waits for reductions in float32, of {len(wide)} units that compute in "
-        f"{wide[0][0].param_dtype}: {amount(sum(it.reduced_bytes for it, _ in wide))} a step."
+        f"{wide[0][0].param_dtype}: {amount(sum(item.reduced_bytes for item, _ in wide))} a step."
     )
     dtype = wide[0][0].param_dtype
     change = f"Sum in {dtype} (`MixedPrecisionPolicy(reduce_dtype=...)`, `--reduce-dtype`): half the bytes."
@@ -348,7 +353,7 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
     change = 'Send less (`strategy="hsdp"`, `reduce_wire`, more microbatches a step), or mend the link.'
     links = np.array(run.links_gb_s)
     if len(links) == len(run.ranks) > 1:
-        usual = np.array([np.median(np.delete(links, it)) for it in range(len(links))])
+        usual = np.array([np.median(np.delete(links, index)) for index in range(len(links))])
         slowest = int(np.argmin(links / usual))
         if links[slowest] < usual[slowest] / 2:
             said = (
@@ -357,7 +362,7 @@ def slow_link(figures: Figures, rule: Rule) -> Finding | None:
             )
             return rule.found(said, "Look at cable, port and driver there, or leave that host out.", lost=waits.usual)
     others = (one_unit, unit_too_large, units_too_small, no_prefetch, frozen_part_gathered)
-    explained = sum(it.lost for it in (other.finding(figures) for other in others) if it is not None)
+    explained = sum(item.lost for item in (other.finding(figures) for other in others) if item is not None)
     if gradients_in_float32.finding(figures) is not None:
         explained += waits.reductions
     if waits.steady - explained < rule.least:
@@ -396,12 +401,14 @@ def host_waits(figures: Figures, rule: Rule) -> Finding | None:
     other = figures.of("other").min(0)  # where ranks wait for one, that is no cause of theirs
     if figures.starved is not None:
         other = np.maximum(other - figures.starved.max(0), 0)
-    waits = sorted(figures.run.host_waits, key=lambda it: -it.waited_s)
-    waited = min(sum(it.waited_s for it in waits) / figures.usual_step_s, _idle(figures))
+    waits = sorted(figures.run.host_waits, key=lambda host_wait: -host_wait.waited_s)
+    waited = min(sum(wait.waited_s for wait in waits) / figures.usual_step_s, _idle(figures))
     lost = max(figures.usual(other), waited)
     if max(figures.steady(other), waited) < rule.least:
         return None
-    what = listed([f"{it.what} ({it.waits:.3g} times)" for it in waits]) if waits else "logging, metrics or prints"
+    what = (
+        listed([f"{wait.what} ({wait.waits:.3g} times)" for wait in waits]) if waits else "logging, metrics or prints"
+    )
     said = f"{percent(lost)} of a step the program is neither computing nor on the wire: {what}."
     change = "Log every tenth step, keep values on the device until then: no `.item()` in the loop."
     return rule.found(said, change, lost=lost)
@@ -410,7 +417,7 @@ def host_waits(figures: Figures, rule: Rule) -> Finding | None:
 def _idle(figures: Figures) -> float:
     """The part of a step in which an accelerator has nothing to do: a wait of the host's costs no more than that."""
     busy = figures.later(figures.run.busy_s)
-    if busy is None or all(it.device == "cpu" for it in figures.run.ranks):
+    if busy is None or all(rank.device == "cpu" for rank in figures.run.ranks):
         return 1.0
     return max(0.0, 1 - figures.usual(busy.mean(0)))
 
@@ -429,7 +436,7 @@ _BINDS = 0.90  # of what a rank may have: an allocator that has less left gives 
 )
 def no_activation_checkpointing(figures: Figures, rule: Rule) -> Finding | None:
     run, used = figures.run, figures.used_memory()
-    if any(it.recomputed for it in run.units) or not run.units:
+    if any(unit.recomputed for unit in run.units) or not run.units:
         return None
     if run.out_of_memory is not None:
         held, total = run.out_of_memory.by_state.get("activations", 0), sum(run.out_of_memory.by_state.values())
@@ -455,7 +462,9 @@ def large_logits(figures: Figures, rule: Rule) -> Finding | None:
     logits = run.output_nbytes
     if run.memory is None or not total or logits < _NOTABLE_LOGITS_NBYTES:
         return None
-    alike = [it.nbytes for it in run.memory.largest if it.nbytes in (logits, 2 * logits)]  # cast to float32, gradients
+    alike = [
+        item.nbytes for item in run.memory.largest if item.nbytes in (logits, 2 * logits)
+    ]  # cast to float32, gradients
     if sum(alike) < rule.least * total:
         return None
     said = (
@@ -484,7 +493,7 @@ def memory_leak(figures: Figures, rule: Rule) -> Finding | None:
     if held.shape[1] < _LEAK_STEPS:
         return None
     half = held.shape[1] // 2
-    slopes = np.array([_slope(it) for it in held])
+    slopes = np.array([_slope(item) for item in held])
     worst = int(slopes.argmax())
     series, slope = held[worst], float(slopes[worst])
     grown = slope * (len(series) - 1)

@@ -62,8 +62,8 @@ class MemoryGuard:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
         self._model, self._optimizers = model, optimizers
         self._limits = list(_limits(device))
-        known = sum(it.nbytes for it in held_between_steps(model, optimizers))
-        self._own = [max(0, it.used() - known) for it in self._limits]  # of the program itself
+        known = sum(held_between_step.nbytes for held_between_step in held_between_steps(model, optimizers))
+        self._own = [max(0, limit.used() - known) for limit in self._limits]  # of the program itself
         self._ballast = bytearray(_BALLAST_NBYTES) if any(_of_process()) else None
         self._looked_at = 0.0
         self.has_told = False
@@ -74,21 +74,21 @@ class MemoryGuard:
         if self.has_told or now - self._looked_at < _LOOK_EVERY_S:
             return False
         self._looked_at = now
-        return any(not it.raises and it.used() >= NEAR * it.nbytes for it in self._limits)
+        return any(not limit.raises and limit.used() >= NEAR * limit.nbytes for limit in self._limits)
 
     def state(self, rank: int, origin: Origin, error: BaseException | None = None) -> OutOfMemory:
         """What is held now, by this rank, on behalf of `origin`. Memory that was kept for this moment is given back."""
         self.has_told, self._ballast = True, None
         asked = None if error is None else asked_bytes(error)
-        limit, own = min(zip(self._limits, self._own, strict=True), key=lambda it: it[0].nbytes - it[0].used())
+        limit, own = min(zip(self._limits, self._own, strict=True), key=lambda item: item[0].nbytes - item[0].used())
         used = limit.used()
         held = [*held_between_steps(self._model, self._optimizers), *_gradients(self._model)]
-        rest = max(0, used - own - sum(it.nbytes for it in held))
+        rest = max(0, used - own - sum(item.nbytes for item in held))
         by_state = Counter({State.ACTIVATIONS.value: rest})
-        for it in held:
-            by_state[it.state] += it.nbytes
+        for item in held:
+            by_state[item.state] += item.nbytes
         every = [*held, Held(nbytes=rest, state=State.ACTIVATIONS.value, what="activations and temporaries")]
-        largest = sorted(every, key=lambda it: -it.nbytes)[:_SHOWN]
+        largest = sorted(every, key=lambda item: -item.nbytes)[:_SHOWN]
         lacking = used + (asked or 0) - limit.nbytes * (1 - _MARGIN)
         return OutOfMemory(
             rank=rank,
@@ -97,7 +97,7 @@ class MemoryGuard:
             used_bytes=used,
             limit_bytes=limit.nbytes,
             by_state=dict(by_state),
-            largest=tuple(TensorHeld(nbytes=it.nbytes, state=it.state, what=it.what) for it in largest),
+            largest=tuple(TensorHeld(nbytes=item.nbytes, state=item.state, what=item.what) for item in largest),
             would_fit=tuple(_would_fit(self._model, rest, lacking)),
         )
 
@@ -119,7 +119,7 @@ def asked_bytes(error: BaseException) -> int | None:
 
 def holders_said(state: OutOfMemory) -> str:
     """The three largest holders, in words."""
-    return "; ".join(f"{it.nbytes / 1e6:,.0f} MB {it.what}" for it in state.largest[:3])
+    return "; ".join(f"{item.nbytes / 1e6:,.0f} MB {item.what}" for item in state.largest[:3])
 
 
 def _where(model: nn.Module, origin: Origin, error: BaseException | None) -> str:
@@ -137,7 +137,7 @@ def _where(model: nn.Module, origin: Origin, error: BaseException | None) -> str
 def _gradients(model: nn.Module) -> Iterator[Held]:
     for unit in units_in(model):
         grads = (param.sharded.grad for param in unit.params)
-        nbytes = sum(local_tensor(it).nbytes for it in grads if it is not None)
+        nbytes = sum(local_tensor(grad).nbytes for grad in grads if grad is not None)
         if nbytes:
             name = unit.name or "the root"
             yield Held(nbytes=nbytes, state=State.SHARDED_GRADIENTS.value, what=f"gradients of {name}")

@@ -55,14 +55,17 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         "name": run.name,
         "strategy": run.strategy,
         "world": len(run.ranks),
-        "devices": sorted({it.device for it in run.ranks}),
-        "hosts": len({it.host for it in run.ranks}),
+        "devices": sorted({rank.device for rank in run.ranks}),
+        "hosts": len({rank.host for rank in run.ranks}),
         "steps": _steps(run),
-        "findings": [asdict(it) for it in findings],
+        "findings": [asdict(finding) for finding in findings],
         "out_of_memory": _out_of_memory(run.out_of_memory),
         "step": _step(run),
         "over_steps": _over_steps(run),
-        "host_waits": [asdict(it) for it in sorted(run.host_waits, key=lambda it: -it.waited_s)],
+        "host_waits": [
+            asdict(host_wait)
+            for host_wait in sorted(run.host_waits, key=lambda each_host_wait: -each_host_wait.waited_s)
+        ],
         "timeline": _timeline(run),
         "units": _units(run),
         "memory": memory_curve(run.memory),
@@ -71,7 +74,7 @@ def shown(run: Run, findings: Sequence[Finding], against: Run | None = None) -> 
         "ranks": _ranks(run),
         "shards": _shards(run.shards),
         "training": _training(run),
-        "what_ifs": [asdict(it) for it in sorted(run.what_ifs, key=lambda it: -it.gain_s)],
+        "what_ifs": [asdict(item) for item in sorted(run.what_ifs, key=lambda element: -element.gain_s)],
         "settings": dict(run.settings),
         "facts": dict(run.facts),
         "against": None if against is None else _beside(run, against),
@@ -89,9 +92,9 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): plain(it) for key, it in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(it) for it in value]
+        return [plain(item) for item in value]
     return value
 
 
@@ -117,7 +120,7 @@ def _mean(values: Numbers, axis: int | tuple[int, ...] | None = None) -> Any:
 
 def _quantile(values: Numbers, *at: float) -> list[float]:
     there = values[np.isfinite(values)]
-    return [float(it) for it in np.quantile(there, at)] if there.size else [math.nan] * len(at)
+    return [float(item) for item in np.quantile(there, at)] if there.size else [math.nan] * len(at)
 
 
 def _settled(run: Run) -> slice:
@@ -154,7 +157,11 @@ def _step(run: Run) -> dict[str, Any] | None:
         low, high = _quantile(of_ranks[:, place], 0.1, 0.9)
         mean = float(_mean(of_ranks[:, place]))
         parts.append({"part": part, "mean_s": mean, "low_s": low, "high_s": high, "share": mean / clock})
-    return {"parts": parts, "sum_s": sum(it["mean_s"] for it in parts if math.isfinite(it["mean_s"])), "clock_s": clock}
+    return {
+        "parts": parts,
+        "sum_s": sum(part["mean_s"] for part in parts if math.isfinite(part["mean_s"])),
+        "clock_s": clock,
+    }
 
 
 def _over_steps(run: Run) -> dict[str, Any] | None:
@@ -198,7 +205,7 @@ def timeline(ranks: Sequence[tuple[int, str, Sequence[Span]]]) -> dict[str, Any]
     for rank, why, spans in ranks:
         if seen and len(spans) > left:
             continue
-        kept = sorted(spans, key=lambda it: it.start_s - it.end_s)[:_SPANS]
+        kept = sorted(spans, key=lambda span: span.start_s - span.end_s)[:_SPANS]
         cut = max(cut, len(spans) - len(kept))
         left -= len(kept)
         seen.append({"rank": rank, "why": why, **_columns(kept, place, names, units)})
@@ -206,7 +213,7 @@ def timeline(ranks: Sequence[tuple[int, str, Sequence[Span]]]) -> dict[str, Any]
         "lanes": lanes,
         "names": list(names),
         "units": list(units),
-        "ranks": sorted(seen, key=lambda it: it["rank"]),
+        "ranks": sorted(seen, key=lambda item: item["rank"]),
         "of_ranks": len(ranks),
         "cut": cut,
     }
@@ -215,30 +222,30 @@ def timeline(ranks: Sequence[tuple[int, str, Sequence[Span]]]) -> dict[str, Any]
 def _columns(
     spans: Iterable[Span], lanes: Mapping[str, int], names: dict[str, int], units: dict[str, int]
 ) -> dict[str, list[int]]:
-    ordered = sorted(spans, key=lambda it: (it.start_s, -it.end_s))
+    ordered = sorted(spans, key=lambda span: (span.start_s, -span.end_s))
     return {
-        "lane": [lanes[it.lane] for it in ordered],
-        "name": [names.setdefault(it.name, len(names)) for it in ordered],
-        "unit": [units.setdefault(it.unit, len(units)) for it in ordered],
-        "start_us": [round(it.start_s * 1e6) for it in ordered],
-        "took_us": [round((it.end_s - it.start_s) * 1e6) for it in ordered],
+        "lane": [lanes[item.lane] for item in ordered],
+        "name": [names.setdefault(item.name, len(names)) for item in ordered],
+        "unit": [units.setdefault(item.unit, len(units)) for item in ordered],
+        "start_us": [round(item.start_s * 1e6) for item in ordered],
+        "took_us": [round((item.end_s - item.start_s) * 1e6) for item in ordered],
     }
 
 
 def in_order(found: Iterable[str], known: Sequence[str]) -> list[str]:
     """What was found, in the order of what is known; what is not known comes last."""
-    return sorted(found, key=lambda it: (known.index(it) if it in known else len(known), it))
+    return sorted(found, key=lambda item: (known.index(item) if item in known else len(known), item))
 
 
 def _worth_seeing(run: Run) -> Iterator[tuple[int, str]]:
     """The ranks with spans, those that say most first, with a word on why."""
     late = _lateness(run)
     ranks = [rank for rank, spans in run.spans.items() if spans]
-    by_lateness = sorted(ranks, key=lambda it: -late[it] if it < len(late) and math.isfinite(late[it]) else 0.0)
+    by_lateness = sorted(ranks, key=lambda rank: -late[rank] if rank < len(late) and math.isfinite(late[rank]) else 0.0)
     said = {by_lateness[0]: "comes last", by_lateness[-1]: "comes first"}
     if len(by_lateness) < 2 or not np.isfinite(late).any():
         said = {}
-    first = [*said, *(it for it in (0, by_lateness[len(by_lateness) // 2]) if it in ranks)]
+    first = [*said, *(item for item in (0, by_lateness[len(by_lateness) // 2]) if item in ranks)]
     for rank in dict.fromkeys([*first, *ranks]):
         yield rank, said.get(rank, "")
 
@@ -254,30 +261,30 @@ def _lateness(run: Run) -> Numbers:
 def _units(run: Run) -> dict[str, Any] | None:
     if not run.units:
         return None
-    order = sorted(run.units, key=lambda it: -_waits(it))
+    order = sorted(run.units, key=lambda unit: -_waits(unit))
     kept = order[:_UNITS]
     return {
         "link_gb_s": run.link_gb_s,
         "of": len(run.units),
-        "waited_s": float(np.nansum([_waits(it) for it in run.units])),
-        "left_out_s": float(np.nansum([_waits(it) for it in order[_UNITS:]])),
+        "waited_s": float(np.nansum([_waits(unit) for unit in run.units])),
+        "left_out_s": float(np.nansum([_waits(item) for item in order[_UNITS:]])),
         "rows": [
             {
-                "fqn": it.fqn,
-                "nbytes": it.nbytes,
-                "trains": it.trains,
-                "gathers": it.gathers,
-                "gathered_bytes": it.gathered_bytes,
-                "gather_s": it.gather_s,
-                "gather_exposed_s": it.gather_exposed_s,
-                "gather_gb_s": _rate(it.gathered_bytes, it.gather_s),
-                "reductions": it.reductions,
-                "reduced_bytes": it.reduced_bytes,
-                "reduce_s": it.reduce_s,
-                "reduce_exposed_s": it.reduce_exposed_s,
-                "reduce_gb_s": _rate(it.reduced_bytes, it.reduce_s),
+                "fqn": item.fqn,
+                "nbytes": item.nbytes,
+                "trains": item.trains,
+                "gathers": item.gathers,
+                "gathered_bytes": item.gathered_bytes,
+                "gather_s": item.gather_s,
+                "gather_exposed_s": item.gather_exposed_s,
+                "gather_gb_s": _rate(item.gathered_bytes, item.gather_s),
+                "reductions": item.reductions,
+                "reduced_bytes": item.reduced_bytes,
+                "reduce_s": item.reduce_s,
+                "reduce_exposed_s": item.reduce_exposed_s,
+                "reduce_gb_s": _rate(item.reduced_bytes, item.reduce_s),
             }
-            for it in kept
+            for item in kept
         ],
     }
 
@@ -300,7 +307,7 @@ def memory_curve(memory: Memory | None) -> dict[str, Any] | None:
     return {
         "rank": memory.rank,
         "at_s": np.round(memory.at_s[places], 6),
-        "labels": [memory.labels[it] for it in places],
+        "labels": [memory.labels[place] for place in places],
         "by_state": {state: values[places] for state, values in memory.by_state.items() if values.any()},
         "peak": places.index(memory.peak),
         "peak_bytes": int(total[memory.peak]),
@@ -315,7 +322,7 @@ def memory_curve(memory: Memory | None) -> dict[str, Any] | None:
 
 
 def _tensors(held: Iterable[TensorHeld]) -> list[dict[str, Any]]:
-    return [asdict(it) for it in held]
+    return [asdict(item) for item in held]
 
 
 def _held(run: Run) -> dict[str, Any] | None:
@@ -331,16 +338,16 @@ def _tiers(tiers: Sequence[Tier]) -> dict[str, Any] | None:
     """Rows of bytes by state: what rests in each tier, and what comes from it and goes there in a step."""
     if not tiers:
         return None
-    rows = [_row(f"on the {it.name}", it.at_rest) for it in tiers]
-    for it in tiers:
-        for way, moved in (("from", it.comes), ("to", it.goes)) if it.comes or it.goes else ():
-            rows.append({**_row(f"{way} the {it.name}, a step", moved), "moves": True})
-    found = {state for it in tiers for each in (it.at_rest, it.comes, it.goes) for state in each}
+    rows = [_row(f"on the {tier.name}", tier.at_rest) for tier in tiers]
+    for tier in tiers:
+        for way, moved in (("from", tier.comes), ("to", tier.goes)) if tier.comes or tier.goes else ():
+            rows.append({**_row(f"{way} the {tier.name}, a step", moved), "moves": True})
+    found = {state for tier in tiers for each in (tier.at_rest, tier.comes, tier.goes) for state in each}
     return {
         "states": in_order(found, STATES),
         "rows": rows,
-        "away_bytes": sum(sum(it.at_rest.values()) for it in tiers if it.name != "device"),
-        "moved_bytes": sum(sum(moved.values()) for it in tiers for moved in (it.comes, it.goes)),
+        "away_bytes": sum(sum(tier.at_rest.values()) for tier in tiers if tier.name != "device"),
+        "moved_bytes": sum(sum(moved.values()) for tier in tiers for moved in (tier.comes, tier.goes)),
     }
 
 
@@ -357,19 +364,19 @@ def _ranks(run: Run) -> dict[str, Any] | None:
     busy = _mean(run.busy_s[:, settled] / run.step_s[:, settled], axis=1) if run.busy_s.size else late * math.nan
     rows: list[dict[str, Any]] = [
         {
-            "rank": it.rank,
-            "host": it.host,
-            "device": it.device,
-            "cores": it.cores,
+            "rank": rank.rank,
+            "host": rank.host,
+            "device": rank.device,
+            "cores": rank.cores,
             "step_s": float(_mean(run.step_s[place, settled])),
             "late_s": float(late[place]),
             "late_high_s": _quantile(run.waited_for_s[place, settled], 0.95)[0] if run.waited_for_s.size else math.nan,
             "waits_s": float(waits[place]),
             "busy": float(busy[place]),
         }
-        for place, it in enumerate(run.ranks)
+        for place, rank in enumerate(run.ranks)
     ]
-    rows.sort(key=lambda it: (-it["late_s"] if math.isfinite(it["late_s"]) else 0.0, it["rank"]))
+    rows.sort(key=lambda item: (-item["late_s"] if math.isfinite(item["late_s"]) else 0.0, item["rank"]))
     return {
         "rows": rows[:_RANKS],
         "of": len(rows),
@@ -409,12 +416,12 @@ def _map(run: Run) -> dict[str, Any] | None:
     rows = _buckets(len(run.ranks), _ROWS)
     columns = _buckets(len(run.steps), _COLUMNS)
     late = _thin(run.waited_for_s, _COLUMNS)
-    numbers = [it.rank for it in run.ranks]
+    numbers = [rank.rank for rank in run.ranks]
     return {
-        "ranks": [_between(numbers[it.start], numbers[it.stop - 1]) for it in rows],
-        "steps": [int(run.steps[it.start]) for it in columns],
+        "ranks": [_between(numbers[row.start], numbers[row.stop - 1]) for row in rows],
+        "steps": [int(run.steps[column.start]) for column in columns],
         "each": _each(run.steps, _COLUMNS),
-        "late_s": [np.round(np.nan_to_num(late[it]).max(0), 6) for it in rows],
+        "late_s": [np.round(np.nan_to_num(late[row]).max(0), 6) for row in rows],
     }
 
 
@@ -440,23 +447,23 @@ def _shards(shards: Sequence[Shard]) -> dict[str, Any] | None:
         return None
     units: dict[str, int] = {}
     parameters, left = [], _CUTS
-    for it in sorted(shards, key=lambda it: -_bytes_of(it)):
-        cut = _cut(it)
+    for shard in sorted(shards, key=lambda each_shard: -_bytes_of(each_shard)):
+        cut = _cut(shard)
         left -= len(cut) if isinstance(cut, list) else 1
         if left >= 0:
-            parameters.append(_parameter(it, units.setdefault(it.unit, len(units)), cut))
-    owned = np.zeros(max(len(it.rows) for it in shards))
-    for it in shards:
-        a_row = _bytes_of(it) / max(1, it.shape[it.dim] if it.shape else 1)
-        owned[: len(it.rows)] += [a_row * (stop - start) for start, stop in it.rows]
+            parameters.append(_parameter(shard, units.setdefault(shard.unit, len(units)), cut))
+    owned = np.zeros(max(len(shard.rows) for shard in shards))
+    for each_shard in shards:
+        a_row = _bytes_of(each_shard) / max(1, each_shard.shape[each_shard.dim] if each_shard.shape else 1)
+        owned[: len(each_shard.rows)] += [a_row * (stop - start) for start, stop in each_shard.rows]
     return {
         "units": list(units),
         "parameters": parameters,
         "of": len(shards),
         "owned_bytes": owned.round().astype(np.int64),
-        "padding_bytes": sum(it.padding_bytes for it in shards),
-        "packed": sum(it.packed for it in shards),
-        "packed_bytes": sum(_bytes_of(it) for it in shards if it.packed),
+        "padding_bytes": sum(shard.padding_bytes for shard in shards),
+        "packed": sum(shard.packed for shard in shards),
+        "packed_bytes": sum(_bytes_of(shard) for shard in shards if shard.packed),
         "nbytes": sum(map(_bytes_of, shards)),
     }
 
@@ -528,11 +535,11 @@ def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator
 
 
 def _pairs(ours: Mapping[str, float], theirs: Mapping[str, float], order: Sequence[str] = ()) -> list[dict[str, Any]]:
-    found = [*ours, *(it for it in theirs if it not in ours)]
+    found = [*ours, *(their for their in theirs if their not in ours)]
     return [
-        {"name": it, "values": [ours.get(it), theirs.get(it)]}
-        for it in (in_order(found, order) if order else found)
-        if ours.get(it) or theirs.get(it)
+        {"name": item, "values": [ours.get(item), theirs.get(item)]}
+        for item in (in_order(found, order) if order else found)
+        if ours.get(item) or theirs.get(item)
     ]
 
 
@@ -542,7 +549,7 @@ def _clock(run: Run) -> float | None:
 
 def _parts(run: Run) -> dict[str, float]:
     step = _step(run)
-    return {} if step is None else {it["part"]: it["mean_s"] for it in step["parts"]}
+    return {} if step is None else {item["part"]: item["mean_s"] for item in step["parts"]}
 
 
 def _states(run: Run) -> dict[str, float]:

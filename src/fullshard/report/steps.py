@@ -59,16 +59,16 @@ class UnitCounts:
     @classmethod
     def names(cls) -> list[str]:
         """The names of the counts, in their order."""
-        return [it.name for it in fields(cls)]
+        return [field.name for field in fields(cls)]
 
     def as_list(self) -> list[float]:
         """The counts in their order."""
-        return [round(getattr(self, it.name), 6) for it in fields(self)]
+        return [round(getattr(self, field.name), 6) for field in fields(self)]
 
     def add(self, other: UnitCounts) -> None:
         """Add the counts of another step."""
-        for it in fields(self):
-            setattr(self, it.name, getattr(self, it.name) + getattr(other, it.name))
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
 
 
 def is_kept_whole(number: int) -> bool:
@@ -235,11 +235,11 @@ class StepRecorder(Recorder):
     def _end_step(self) -> None:
         assert self._end is not None
         last = self._turns[self._end]
-        before = [it for it in self.events if it.start < last.at]
+        before = [event for event in self.events if event.start < last.at]
         used, now = self._used, self._used_at_end
         turns, tells = self._turns[: self._end + 1], self._told_input
         self._unread.append(_Unread(self.number, turns, before, now.since(used), self.work, tells))
-        self.events = [it for it in self.events if it.start >= last.at]
+        self.events = [event for event in self.events if event.start >= last.at]
         self._turns = self._turns[self._end :]
         self._end, self._stepped, self._used, self.work = None, False, now, 0.0
         self.number += 1
@@ -310,15 +310,15 @@ def _read(step: _Unread, reads_lanes: bool) -> StepTaken:
     parts = dict.fromkeys(PARTS, 0.0)
     paused = 0.0
     at = [seconds(turn.at, turn.stamp) for turn in step.turns]
-    for it in _carved(_stretches(step.turns, at, step.tells_input, units), sorted(cuts)):
-        if it.part == PAUSE:
-            paused += it.end - it.start
+    for item in _carved(_stretches(step.turns, at, step.tells_input, units), sorted(cuts)):
+        if item.part == PAUSE:
+            paused += item.end - item.start
             continue
-        parts[it.part] += it.end - it.start
-        if it.name not in _NAMES:
-            _add_wait(waits, it.name, it.end - it.start)
+        parts[item.part] += item.end - item.start
+        if item.name not in _NAMES:
+            _add_wait(waits, item.name, item.end - item.start)
         if is_kept:
-            pieces.append(Piece("compute", it.name, it.unit, it.start - paused, it.end - paused))
+            pieces.append(Piece("compute", item.name, item.unit, item.start - paused, item.end - paused))
     computed_s = parts["forward"] + parts["backward"] + parts["optimizer"]
     return StepTaken(
         number=step.number,
@@ -406,23 +406,23 @@ def _carved(stretches: Iterator[_Stretch], cuts: Sequence[_Stretch]) -> Iterator
     outer one counts.
     """
     coming = deque(_apart(cuts))
-    for it in stretches:
-        at = it.start
-        while it.part == PAUSE and coming and coming[0].end <= it.end:
+    for stretch in stretches:
+        at = stretch.start
+        while stretch.part == PAUSE and coming and coming[0].end <= stretch.end:
             coming.popleft()
-        while it.part != PAUSE and coming and coming[0].start < it.end:
+        while stretch.part != PAUSE and coming and coming[0].start < stretch.end:
             cut = coming[0]
-            start, end = max(cut.start, at), min(cut.end, it.end)
+            start, end = max(cut.start, at), min(cut.end, stretch.end)
             if start > at:
-                yield _Stretch(at, start, *it[2:])
+                yield _Stretch(at, start, *stretch[2:])
             if end > start:
                 yield _Stretch(start, end, *cut[2:])
             at = max(at, end)
-            if cut.end > it.end:
+            if cut.end > stretch.end:
                 break
             coming.popleft()
-        if at < it.end:
-            yield it if at == it.start else _Stretch(at, *it[1:])
+        if at < stretch.end:
+            yield stretch if at == stretch.start else _Stretch(at, *stretch[1:])
 
 
 def _apart(cuts: Sequence[_Stretch]) -> Iterator[_Stretch]:

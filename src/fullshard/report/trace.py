@@ -27,25 +27,25 @@ def write_trace(run: Run, path: Path) -> None:
 
 
 def _events(run: Run) -> Iterator[dict[str, Any]]:
-    hosts = {it.rank: it.host for it in run.ranks}
+    hosts = {rank.rank: rank.host for rank in run.ranks}
     for rank, spans in run.spans.items():
-        lanes = in_order({it.lane for it in spans}, LANES)
+        lanes = in_order({span.lane for span in spans}, LANES)
         thread = {lane: number for number, lane in enumerate(lanes)}
         yield _named("process_name", rank, 0, name=f"rank {rank} on {hosts.get(rank, 'unknown')}")
         yield _named("process_sort_index", rank, 0, sort_index=rank)
         for lane in lanes:
             yield _named("thread_name", rank, thread[lane], name=lane)
             yield _named("thread_sort_index", rank, thread[lane], sort_index=thread[lane])
-        for it in spans:
+        for span in spans:
             yield {
                 "ph": "X",
                 "pid": rank,
-                "tid": thread[it.lane],
-                "ts": round(it.start_s * 1e6, 3),
-                "dur": round((it.end_s - it.start_s) * 1e6, 3),
-                "name": f"{it.name} {it.unit}" if it.unit else it.name,
-                "cat": it.name,
-                "args": {"unit": it.unit or "the root"},
+                "tid": thread[span.lane],
+                "ts": round(span.start_s * 1e6, 3),
+                "dur": round((span.end_s - span.start_s) * 1e6, 3),
+                "name": f"{span.name} {span.unit}" if span.unit else span.name,
+                "cat": span.name,
+                "args": {"unit": span.unit or "the root"},
             }
 
 

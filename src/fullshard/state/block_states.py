@@ -112,7 +112,11 @@ class BlockStates:
             managed = managed_by(param)
             if managed is None or not self.encodes(param):
                 continue
-            group = next(it for it in managed.unit.param_groups if any(known is managed.param for known in it.params))
+            group = next(
+                param_group
+                for param_group in managed.unit.param_groups
+                if any(known is managed.param for known in param_group.params)
+            )
             spec = managed.param.layout.spec
             if group.plan.shards_optimizer and not spec.consists_of_blocks(self.block):
                 raise ConfigError(
@@ -157,7 +161,7 @@ class BlockStates:
         for name, value in values.items():
             base = name.removesuffix(_CODES)
             if base != name:
-                codes, scale = (_local(it).reshape(-1) for it in (value, values[base + _SCALE]))
+                codes, scale = (_local(item).reshape(-1) for item in (value, values[base + _SCALE]))
                 found |= self._put_together(base, codes, scale, param)
             elif name != FORM and not name.endswith(_SCALE):
                 found[name] = value
@@ -346,7 +350,8 @@ class _Cut:
 
     def _by_stretches(self, part: Tensor, width: int) -> Tensor:
         shape, local_shape = (
-            (*it.shape[: self._dim], -(-it.shape[self._dim] // self._rows), width) for it in (self._param, self._local)
+            (*item.shape[: self._dim], -(-item.shape[self._dim] // self._rows), width)
+            for item in (self._param, self._local)
         )
         lacking = prod(local_shape) - part.numel()  # of a last block that is shorter
         return self._placed((torch.cat([part, part.new_zeros(lacking)]) if lacking else part).view(local_shape), shape)

@@ -101,7 +101,8 @@ def choose_for_budget(optimizer: Optimizer) -> None:
         policies = [policy for unit in runtime.units if (policy := _open(unit)) is not None]
         if any(policy != policies[0] for policy in policies):
             raise ConfigError(
-                f"budgets of {' and '.join(dict.fromkeys(repr(it.budget) for it in policies))} for units of one model: "
+                f"budgets of {' and '.join(dict.fromkeys(repr(policy.budget) for policy in policies))} "
+                "for units of one model: "
                 "a budget is of all that a rank has. Give all of these units the same policy."
             )
         if policies:
@@ -389,7 +390,7 @@ def _passing_of(unit: Unit) -> dict[str, int]:
         shards.append(aligned(layout.shard_numel * contract.stored.itemsize))
         if param_group.is_trained:
             gradients.append(aligned(layout.shard_numel * contract.delivered.itemsize))
-            numel = max(layout.pack_numel, *(it.spec.part_numel for it in layout.in_place), 0)
+            numel = max(layout.pack_numel, *(item.spec.part_numel for item in layout.in_place), 0)
             inseparable = max(inseparable, aligned(numel * max(contract.stored.itemsize, contract.delivered.itemsize)))
     # Of the values in a portion one is the shard's, and one the gradient's. Shards in place, of 16 KiB and more, are in
     # whole blocks of the disk, which are 4 KiB.
@@ -420,7 +421,14 @@ def _trained(unit: Unit) -> list[nn.Parameter]:
 
 def _values(optimizer: Optimizer, param: nn.Parameter) -> int:
     """Values that the optimizer of `param` keeps for each of its own; those of AdamW, if it is another one."""
-    group = next((it for it in optimizer.param_groups if any(param is other for other in it["params"])), None)
+    group = next(
+        (
+            param_group
+            for param_group in optimizer.param_groups
+            if any(param is other for other in param_group["params"])
+        ),
+        None,
+    )
     if group is None:
         return on_disk.STATES
     if "amsgrad" in group:
@@ -524,7 +532,7 @@ def _chosen_with_room(budget: _Budget, numbers: Sequence[int], room: int) -> tup
         fitting = _that_fit(budget.needs, numbers, room, to_disk=to_disk)
         if fitting is not None:
             found.append(budget.least_that_fits(_tiers_beside(budget, fitting, to_disk=to_disk)))
-    return next((it for it in found if it[1] <= budget.nbytes), min(found, key=lambda it: it[1]))
+    return next((item for item in found if item[1] <= budget.nbytes), min(found, key=lambda item: item[1]))
 
 
 def _room_on_host(units: Sequence[Unit]) -> int:

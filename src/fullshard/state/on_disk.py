@@ -179,12 +179,12 @@ class StatesOnDisk:
         Raises:
             DiskError: states cannot be read or written on some rank. What has been stepped by then stays so.
         """
-        for param in (it for group in optimizer.param_groups for it in group["params"] if it.grad is not None):
+        for param in (item for group in optimizer.param_groups for item in group["params"] if item.grad is not None):
             optimizer.state[param]  # in the order of a step that is taken at once
         todo = [portion for portion in self._portions if portion.has_grads]
         self._begin_to_read(todo, 0)
-        params = (it for group in optimizer.param_groups for it in group["params"])
-        rest = [it for it in params if not self.holds(it) and id(it) not in without]
+        params = (item for group in optimizer.param_groups for item in group["params"])
+        rest = [param for param in params if not self.holds(param) and id(param) not in without]
         bring_to_memory(optimizer, rest)
         run(rest)
         takes_room = next((portion for portion in todo if portion.extent is None), None)
@@ -269,7 +269,7 @@ class StatesOnDisk:
 
     def _raise_failures(self) -> None:
         """Tell all ranks that have these parameters if the disk of one of them has failed."""
-        units = list(dict.fromkeys(it.unit for it in self._managed))
+        units = list(dict.fromkeys(item.unit for item in self._managed))
         self._failures.raise_on_every_rank(process_groups_along(units), units[0].device)
 
     def _begin_to_read(self, todo: Sequence[_Portion], number: int) -> None:
@@ -375,9 +375,13 @@ class StatesOnDisk:
         if {key: _form(rest) for key, rest in portion.rests.items()} == forms:
             return False
         starts, end = aligned_offsets([form.nbytes for form in forms.values()], ALIGNMENT_BYTES)
-        others = (it for it in self._portions if it.extent is None and it is not portion)
-        lacking = [it for it in others if it.scratch is portion.scratch]
-        more = sum(aligned(end * it.nbytes // max(1, portion.nbytes)) + ALIGNMENT for it in lacking)
+        others = (
+            each_portion
+            for each_portion in self._portions
+            if each_portion.extent is None and each_portion is not portion
+        )
+        lacking = [other for other in others if other.scratch is portion.scratch]
+        more = sum(aligned(end * item.nbytes // max(1, portion.nbytes)) + ALIGNMENT for item in lacking)
         extent = portion.scratch.take(aligned(end), more, state="optimizer state")
         portion.rests = {
             key: OnDisk(extent, start, form.shape, form.dtype, form.device)
@@ -485,11 +489,13 @@ class ShardsInMemory:
         for extent, start, end in blocks:
             self._stretches.append(_Stretch(extent, start, end, nbytes))
             nbytes += end - start
-        written = {id(rest.extent) for (_, rest), it in zip(held, is_shard, strict=True) if it}
-        self._written = [it for it in self._stretches if id(it.extent) in written]
+        written = {id(rest.extent) for (_, rest), item in zip(held, is_shard, strict=True) if item}
+        self._written = [stretch for stretch in self._stretches if id(stretch.extent) in written]
         self._buffers = buffers_of(held[0][1].device)
         self._buffer = self._buffers.take(nbytes)
-        self._reading = DiskWork.of_all(it.extent.read(self._place(it), it.start) for it in self._stretches)
+        self._reading = DiskWork.of_all(
+            stretch.extent.read(self._place(stretch), stretch.start) for stretch in self._stretches
+        )
 
     @classmethod
     def of(cls, params: Iterable[nn.Parameter]) -> ShardsInMemory | None:
@@ -513,8 +519,8 @@ class ShardsInMemory:
             DiskError: they cannot.
         """
         for tensor, rest in self._held:
-            around = (it for it in self._stretches if it.extent is rest.extent)
-            inside = next(it for it in around if it.start <= rest.start <= it.end)
+            around = (stretch for stretch in self._stretches if stretch.extent is rest.extent)
+            inside = next(item for item in around if item.start <= rest.start <= item.end)
             set_local_tensor(tensor, rest.over(self._place(inside), inside.start))
         self._reading.wait()
 
@@ -526,7 +532,7 @@ class ShardsInMemory:
         """
         for tensor, rest in self._held:
             set_local_tensor(tensor, rest)
-        works = [it.extent.write(self._place(it), it.start) for it in (self._written if writes else ())]
+        works = [item.extent.write(self._place(item), item.start) for item in (self._written if writes else ())]
         self._buffers.give(self._buffer, DiskWork.of_all([self._reading, *works]))
 
 
@@ -573,7 +579,7 @@ def states_on_disk(optimizer: Optimizer) -> StatesOnDisk | None:
 def choose_portions_anew(units: Iterable[Unit]) -> None:
     """Have the states of the parameters of `units` rest where their policies say now, from the next step on."""
     changed = {id(param.sharded) for unit in units for param in unit.params}
-    for optimizer in [it for it, (ids, _) in _made.items() if changed.intersection(ids)]:
+    for optimizer in [item for item, (ids, _) in _made.items() if changed.intersection(ids)]:
         del _made[optimizer]
 
 

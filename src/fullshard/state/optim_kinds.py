@@ -46,7 +46,7 @@ def misfit_of_kind(optim: Any, fqns: Sequence[str], saved: Sequence[SavedOptions
     names = iter(fqns)
     for owner, group in _groups_by_owner(optim):
         of_group = [next(names) for _ in group["params"]]
-        for options in {id(it): it for it in (by_fqn.get(fqn) for fqn in of_group) if it is not None}.values():
+        for options in {id(item): item for item in (by_fqn.get(fqn) for fqn in of_group) if item is not None}.values():
             missing, unknown = _differences(owner, group, options)
             if options.kinds:
                 related = options.kinds[0] in _kinds(owner) or _kinds(owner)[0] in options.kinds
@@ -73,7 +73,7 @@ def _described(owner: Optimizer, options: SavedOptions, missing: list[str], unkn
 
 
 def _kinds(optim: Optimizer) -> list[str]:
-    return [it.__name__ for it in type(optim).__mro__ if issubclass(it, Optimizer) and it is not Optimizer] or [
+    return [item.__name__ for item in type(optim).__mro__ if issubclass(item, Optimizer) and item is not Optimizer] or [
         type(optim).__name__
     ]
 

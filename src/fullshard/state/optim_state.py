@@ -143,7 +143,7 @@ def optim_state_dict_to_load(
     _check_names(given, params)
     template = StateTemplate(optim, params)
     forms = (template.misfit_of_form(fqn, values, values.get(FORM)) for fqn, values in given["state"].items())
-    misfit = next((it for it in forms if it is not None), None)
+    misfit = next((form for form in forms if form is not None), None)
     if misfit is not None:
         raise ConfigError(
             f"the optimizer state dict has {misfit}. Load it into an optimizer that encodes states alike, or build a "
@@ -279,7 +279,10 @@ def _is_of_shard_alone(value: Any) -> bool:
 
 def _mapped(named: StateDict, function: Callable[[Tensor], Any]) -> StateDict:
     """`named` with `function` applied to every tensor of its state, in lists and dicts too."""
-    return {**named, "state": tree_map(lambda it: function(it) if isinstance(it, Tensor) else it, named["state"])}
+    return {
+        **named,
+        "state": tree_map(lambda item: function(item) if isinstance(item, Tensor) else item, named["state"]),
+    }
 
 
 def _gathered(named: StateDict, *, keep: bool, offload: bool) -> StateDict:
@@ -487,7 +490,7 @@ def _placements(like: DTensor, name: str, shape: tuple[int, ...]) -> tuple[Place
     encoded in blocks, else replicated.
     """
     parts = like.shape == shape or is_part(name)
-    return tuple(it if parts and not it.is_partial() else Replicate() for it in like.placements)
+    return tuple(placement if parts and not placement.is_partial() else Replicate() for placement in like.placements)
 
 
 def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], device: torch.device) -> DTensor:
@@ -510,7 +513,7 @@ def _each_group(optim: torch.optim.Optimizer, saved: list[StateDict], fqns: Iter
     number = 0
     for group in optim.param_groups:
         names = [next(fqns) for _ in group["params"]]
-        options = next((it for it in saved if names and names[0] in it["params"]), group)
+        options = next((item for item in saved if names and names[0] in item["params"]), group)
         kept = {name: value for name, value in options.items() if name != "param_names"}  # of the saved group
         added = {name: value for name, value in group.items() if name not in options}  # since it was saved
         yield {**added, **kept, "params": list(range(number, number + len(names)))}

@@ -285,7 +285,7 @@ class _Hooks:
         self.before(module)
         if self._outermost is None:
             self._outermost = module
-            known = next((it.params[0].dtensor.device_mesh for it in units_in(module) if it.params), None)
+            known = next((unit.params[0].dtensor.device_mesh for unit in units_in(module) if unit.params), None)
             for key, value in state.items():  # all of them before any is loaded
                 if isinstance(value, DTensor):
                     check_own_part(clean_fqn(key), value, known)

@@ -84,7 +84,7 @@ def stream_weights(
             f"stream_weights(rename=...): {len(twice)} names are given to several weights, the first of them "
             f"{twice[0]!r}. Give each weight a name of its own, or None to leave it out."
         )
-    for name, value in ((it.name, it.managed.param) for it in weights if it.managed is not None):
+    for name, value in ((weight.name, weight.managed.param) for weight in weights if weight.managed is not None):
         if value.is_encoded:
             raise StateError(
                 f"stream_weights: {name} is a {type(value.local).__name__}, whose values are encoded in several "
@@ -121,7 +121,9 @@ class _Weight:
 def _weights(model: nn.Module, dtype: torch.dtype | None, rename: Callable[[str], str | None]) -> list[_Weight]:
     found: list[tuple[str, Tensor]] = list(model.named_parameters())
     for prefix, module in model.named_modules():
-        kept = ((name, it) for name, it in module._buffers.items() if name not in module._non_persistent_buffers_set)
+        kept = (
+            (name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
+        )
         found += [(f"{prefix}.{name}" if prefix else name, buffer) for name, buffer in kept if buffer is not None]
     weights = []
     for found_name, value in found:

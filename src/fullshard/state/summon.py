@@ -104,7 +104,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     found = units_in(module) if recurse else units_in(inner)[:1] if is_unit(inner) else []
     owned = module.parameters() if recurse else (p for unit in found for m in unit.modules for p in m.parameters(False))
     managed = [managed_by(param) for param in owned]
-    units = [*found, *(it.unit for it in managed if it is not None)]
+    units = [*found, *(item.unit for item in managed if item is not None)]
     return list({id(unit): unit for unit in units}.values())
 
 

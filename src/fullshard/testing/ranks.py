@@ -257,7 +257,7 @@ def _failures(reports: Mapping[int, _Report]) -> dict[int, RankFailure]:
     that before the death itself is seen here. Otherwise in order of arrival.
     """
     failures = [report for report in reports.values() if isinstance(report, RankFailure)]
-    return {it.rank: it for it in sorted(failures, key=lambda it: it.kind != "exit")}
+    return {failure.rank: failure for failure in sorted(failures, key=lambda each_failure: each_failure.kind != "exit")}
 
 
 def _raise_on_failure(ranks: Sequence[_Rank], reports: Mapping[int, _Report], timeout: float) -> None:
@@ -269,7 +269,10 @@ def _raise_on_failure(ranks: Sequence[_Rank], reports: Mapping[int, _Report], ti
     if failures:
         head = f"{_names(sorted(failures))} of {len(ranks)} failed"
         head += f"; {names} still ran, and had to be stopped" if running else ""
-        parts = [f"---- rank {rank}: {it.kind}: {it.message}\n{it.traceback}" for rank, it in failures.items()]
+        parts = [
+            f"---- rank {rank}: {failure.kind}: {failure.message}\n{failure.traceback}"
+            for rank, failure in failures.items()
+        ]
     else:
         head = f"{names} of {len(ranks)} did not end within {timeout:g} s"
         parts = [f"---- rank {rank} was here:\n{stacks}" for rank, stacks in _stacks(running).items()]

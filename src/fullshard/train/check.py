@@ -122,7 +122,7 @@ def _check_offload(settings: MemorySettings) -> None:
         if name in on_disk and fraction and settings.offload_folder is None:
             raise ConfigError(f"--{name} {fraction:g} needs --offload-folder: a folder on a disk of this machine.")
     most = max(on_cpu.values())
-    name = max(("offload-optimizer", "offload-parameters"), key=lambda it: on_disk[it])
+    name = max(("offload-optimizer", "offload-parameters"), key=lambda item: on_disk[item])
     if most + on_disk[name] > 1:
         raise ConfigError(
             f"--{name} {on_disk[name]:g} puts on a disk what --offload-optimizer-cpu or --offload-parameters-cpu has "

@@ -133,11 +133,11 @@ class DiskUse:
     @property
     def traffic(self) -> Traffic:
         """Of the steps since then, which are one. Of activations a dry run counts what is put away, and writes none."""
-        moved = [it for (place, _), it in travel.since(self._before).items() if place == "disk"]
+        moved = [item for (place, _), item in travel.since(self._before).items() if place == "disk"]
         states = Traffic(
             room_bytes=self._at_rest,
-            read_bytes=sum(it.came for it in moved),
-            written_bytes=sum(it.went for it in moved),
+            read_bytes=sum(item.came for item in moved),
+            written_bytes=sum(item.went for item in moved),
         )
         return states + Traffic.of_activations(self._kept, microbatches=self._microbatches)
 

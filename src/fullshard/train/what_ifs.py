@@ -51,7 +51,7 @@ def what_ifs_of(settings: TrainSettings, machine: Machine, folder: str) -> tuple
                     command=f"fullshard train --config {folder}/{SETTINGS} {options}",
                 )
             )
-    return tuple(sorted(found, key=lambda it: -it.gain_s))
+    return tuple(sorted(found, key=lambda item: -item.gain_s))
 
 
 def _changes(settings: TrainSettings, machine: Machine) -> Iterator[tuple[str, str, TrainSettings]]:

@@ -275,22 +275,22 @@ def _diff(one: Path, other: Path, settings: ShowSettings) -> int:
     with SlowBar() as bar:
         sides = [open_stored(path, bar.telling(f"verifying {path.name}")) for path in (one, other)]
         found = list(differences(sides[0], sides[1], bar.telling("comparing")))
-    odd = [it for it in found if not it.bit_equal]
+    odd = [item for item in found if not item.bit_equal]
     if settings.output.json:
-        tensors = [_as_json(it) for it in found]
+        tensors = [_as_json(item) for item in found]
         print_json({"first": str(sides[0].path), "second": str(sides[1].path), "equal": not odd, "tensors": tensors})
         return BAD if odd else GOOD
     if odd:
         headings = ("name", "differs in", "first", "second", "largest difference")
         shown = [
             [
-                it.name,
-                it.said,
-                str(it.one or "-"),
-                str(it.other or "-"),
-                "" if it.largest is None else f"{it.largest:.6g}",
+                item.name,
+                item.said,
+                str(item.one or "-"),
+                str(item.other or "-"),
+                "" if item.largest is None else f"{item.largest:.6g}",
             ]
-            for it in odd
+            for item in odd
         ]
         print_table(headings, shown, right=("largest difference",))
     print_line(f"{len(found) - len(odd)} of {len(found)} tensors are equal, bit for bit.")

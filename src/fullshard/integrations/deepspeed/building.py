@@ -75,7 +75,7 @@ def _class_of(part: Part) -> tuple[Callable[..., Any], dict[str, Any]]:
         raise ConfigError(f"optimizer.type={part.type!r}: torch has none. Pass {instead} as optimizer= to initialize.")
     cls = torch.optim.Adagrad if name == "adagrad" else getattr(torch.optim, part.type, None)
     if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
-        known = sorted(it for it, value in vars(torch.optim).items() if isinstance(value, type))
+        known = sorted(item for item, value in vars(torch.optim).items() if isinstance(value, type))
         raise ConfigError(f"optimizer.type={part.type!r} is unknown. Take one of {', '.join(known)}.")
     return cls, arguments
 

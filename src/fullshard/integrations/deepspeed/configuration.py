@@ -57,7 +57,7 @@ class BatchSizes:
             "gradient_accumulation_steps": microbatches,
         }
         odd = {
-            name: it for name, it in given.items() if it is not None and not (type(it) is int and it > 0)
+            name: item for name, item in given.items() if item is not None and not (type(item) is int and item > 0)
         }  # a bool is an int
         if odd:
             raise ConfigError(f"{odd} in the DeepSpeed configuration: batch sizes are whole numbers above 0.")
@@ -174,7 +174,7 @@ def explain_config(config: str | PathLike[str] | Mapping[str, Any]) -> str:
         ConfigError: a key cannot be honoured; the message names it.
     """
     loaded = _loaded(config)
-    lines = [f"{path} = {json.dumps(it)}: {check(path, it).explanation}" for path, it in leaves(loaded)]
+    lines = [f"{path} = {json.dumps(item)}: {check(path, item).explanation}" for path, item in leaves(loaded)]
     if "gradient_clipping" not in loaded:
         lines.append(f"gradient_clipping = 1.0, since it is left out: {KEYS['gradient_clipping'].explanation}")
     return "\n".join(lines)

@@ -258,7 +258,7 @@ class _Layout:
     def whole(self, partitions: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
         """Every parameter, or state of its shape, put together from each rank's partitions by group."""
         if self.stage == 3:
-            return dict(self._of_parts([torch.cat([it.flatten() for it in groups]) for groups in partitions]))
+            return dict(self._of_parts([torch.cat([group.flatten() for group in groups]) for groups in partitions]))
         found: dict[str, Tensor] = {}
         for group in range(len(self.shapes)):
             found |= self._of_list(group, torch.cat([groups[group].flatten() for groups in partitions]))
@@ -358,4 +358,4 @@ def _extra(read: _Read) -> dict[str, Any]:
             "patience": scaler["cur_hysteresis"],
             "since_overflow": scaler["cur_iter"] - scaler["last_overflow_iter"] - 1,
         }
-    return {"engine": engine, "client_state": {name: it for name, it in first.items() if name not in _OWN}}
+    return {"engine": engine, "client_state": {name: item for name, item in first.items() if name not in _OWN}}

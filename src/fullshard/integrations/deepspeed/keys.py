@@ -378,7 +378,7 @@ def check(path: str, value: Any) -> Key:
         )
     if "auto" in (value.values() if isinstance(value, Mapping) else (value,)):
         raise ConfigError(f"{path} has the value 'auto', which a trainer around DeepSpeed fills in. Write it out.")
-    if key.fate is Fate.REFUSED and not any(value == it and type(value) is type(it) for it in key.idle):
+    if key.fate is Fate.REFUSED and not any(value == item and type(value) is type(item) for item in key.idle):
         raise ConfigError(f"{path}={value!r} of the DeepSpeed configuration has no counterpart. {key.said}")
     return key
 

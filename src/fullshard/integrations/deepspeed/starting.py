@@ -97,7 +97,7 @@ def initialize(
 
 
 def _config(args: Any, config: Config | None, config_params: Config | None) -> Config:
-    given = [it for it in (config, config_params, getattr(args, "deepspeed_config", None)) if it is not None]
+    given = [item for item in (config, config_params, getattr(args, "deepspeed_config", None)) if item is not None]
     if len(given) != 1:
         raise ConfigError(
             f"initialize was given {len(given)} configurations. Pass one: config=, or args with deepspeed_config."

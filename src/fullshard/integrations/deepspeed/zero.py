@@ -56,18 +56,18 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     if fwd_module is not None:
         raise ConfigError("GatheredParameters(fwd_module=...): forwards gather by themselves here. Leave it out.")
     given = [params] if isinstance(params, nn.Parameter) else list(params)
-    found = {id(it): it for it in map(managed_by, given) if it is not None} if enabled else {}
-    gathered = [it for it in found.values() if it.param.shown is it.param.sharded]  # others are whole already
+    found = {id(item): item for item in map(managed_by, given) if item is not None} if enabled else {}
+    gathered = [item for item in found.values() if item.param.shown is item.param.sharded]  # others are whole already
     if modifier_rank is not None:
-        for it in gathered:
-            _coordinates(it, modifier_rank)
-    units = list(dict.fromkeys(it.unit for it in gathered))
+        for item in gathered:
+            _coordinates(item, modifier_rank)
+    units = list(dict.fromkeys(item.unit for item in gathered))
     outermost = [unit for unit in units if not unit.state.is_summoned]
     for unit in outermost:
         check_idle(unit, "to be gathered")
         unit.check_materialized()
     meet(units, "GatheredParameters")
-    wholes = [_show_whole(it) for it in gathered]
+    wholes = [_show_whole(item) for item in gathered]
     for unit in outermost:
         unit.state.is_summoned = True
     try:
@@ -75,19 +75,19 @@ def GatheredParameters(  # noqa: N802  # DeepSpeed's name
     finally:
         for unit in outermost:
             unit.state.is_summoned = False
-        for it, (_, shard) in zip(gathered, wholes, strict=True):
-            torch.utils.swap_tensors(it.param.sharded, shard)
-            it.param.show(it.param.sharded)
+        for element, (_, shard) in zip(gathered, wholes, strict=True):
+            torch.utils.swap_tensors(element.param.sharded, shard)
+            element.param.show(element.param.sharded)
         if modifier_rank is not None:
-            for it, (whole, _) in zip(gathered, wholes, strict=True):
-                _write(it, whole.detach(), modifier_rank)
+            for entry, (whole, _) in zip(gathered, wholes, strict=True):
+                _write(entry, whole.detach(), modifier_rank)
 
 
-def _show_whole(it: Managed) -> tuple[nn.Parameter, nn.Parameter]:
+def _show_whole(item: Managed) -> tuple[nn.Parameter, nn.Parameter]:
     """The whole parameter, which the modules have now, and what the user's object was: that is whole, too."""
-    it.unit.reshard()
-    param, trained = it.param, it.param.sharded.requires_grad
-    shard = dtensor_like(param.local.to(it.unit.device), param.dtensor)  # which may be offloaded
+    item.unit.reshard()
+    param, trained = item.param, item.param.sharded.requires_grad
+    shard = dtensor_like(param.local.to(item.unit.device), param.dtensor)  # which may be offloaded
     whole = nn.Parameter(full_copy(shard), requires_grad=trained)
     mesh = param.dtensor.device_mesh
     replicated = make_dtensor(whole.detach(), mesh, (Replicate(),) * mesh.ndim, tuple(whole.shape))
@@ -99,26 +99,26 @@ def _show_whole(it: Managed) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 @torch.no_grad()
-def _write(it: Managed, whole: Tensor, source: int) -> None:
+def _write(item: Managed, whole: Tensor, source: int) -> None:
     """Keep the values that rank `source` has in `whole`: they go along one axis of the mesh after the other."""
-    mesh = it.param.dtensor.device_mesh
-    for axis, place in enumerate(_coordinates(it, source)):
+    mesh = item.param.dtensor.device_mesh
+    for axis, place in enumerate(_coordinates(item, source)):
         wire = collectives_for(mesh.get_group(axis), whole.device)
         wire.broadcast([whole], place, origin=Origin("", Phase.IDLE))
-    it.param.write(whole)
+    item.param.write(whole)
 
 
-def _coordinates(it: Managed, source: int) -> list[int]:
+def _coordinates(item: Managed, source: int) -> list[int]:
     """The place of rank `source` on each axis of the mesh that `it` is sharded over.
 
     Raises:
         ConfigError: it has none.
     """
-    found = (it.param.dtensor.device_mesh.mesh == source).nonzero().tolist()
+    found = (item.param.dtensor.device_mesh.mesh == source).nonzero().tolist()
     if not found:
         raise ConfigError(
-            f"GatheredParameters(modifier_rank={source}): {it.param.fqn} is on ranks "
-            f"{sorted(it.param.dtensor.device_mesh.mesh.flatten().tolist())}. Name one of them."
+            f"GatheredParameters(modifier_rank={source}): {item.param.fqn} is on ranks "
+            f"{sorted(item.param.dtensor.device_mesh.mesh.flatten().tolist())}. Name one of them."
         )
     coordinates: list[int] = found[0]
     return coordinates

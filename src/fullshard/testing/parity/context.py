@@ -95,7 +95,7 @@ def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
             )
         _calls[0] += 1
         mesh, length = _mesh[-1], query.shape[-2]
-        whole = [cast(Any, _Gathered).apply(it, mesh.get_group()) for it in (key, value)]
+        whole = [cast(Any, _Gathered).apply(item, mesh.get_group()) for item in (key, value)]
         if is_causal:
             position = torch.arange(length, device=query.device) + mesh.get_local_rank() * length
             attn_mask = position[:, None] >= torch.arange(length * mesh.size(), device=query.device)

@@ -118,7 +118,7 @@ class Pipeline:
         self._stages = [self._stage(cut, number) for number in self.numbers]
         self.module = nn.ModuleList(self._stages)
         self.params = {
-            name.removeprefix("model."): param for it in self._stages for name, param in it.named_parameters()
+            name.removeprefix("model."): param for stage in self._stages for name, param in stage.named_parameters()
         }
         device, group = torch.device("cpu"), self._pipe.get_group()
         made: list[TorchStage] = []
@@ -178,7 +178,7 @@ class Pipeline:
 
     def clip(self) -> Tensor:
         """Clip gradients; the norm of all stages' before."""
-        grads = [[it.grad for it in stage.parameters() if it.grad is not None] for stage in self._stages]
+        grads = [[param.grad for param in stage.parameters() if param.grad is not None] for stage in self._stages]
         own = torch.stack([total_norm(of_stage) for of_stage in grads])
         of_ranks = [torch.empty_like(own) for _ in range(self._pipe.size())]
         dist.all_gather(of_ranks, own, group=self._pipe.get_group())

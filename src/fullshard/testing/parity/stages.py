@@ -91,7 +91,9 @@ def _blocks_of(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
         found = None
     if not isinstance(found, nn.ModuleList | nn.Sequential):
         lists = [
-            name for name, it in model.named_modules() if isinstance(it, nn.ModuleList | nn.Sequential) and len(it) > 1
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
         ]
         raise ConfigError(
             f"pp: {name} of {type(model).__name__} is {'not there' if found is None else 'a ' + type(found).__name__}. "
@@ -198,9 +200,15 @@ class Stage(nn.Module):
             if block not in self.own:
                 _strip(block, _stop if block in blocks[ends[number] :] else _tuple if cut.returns_tuples else _same)
         _keep_values(model, [name for name, stage in cut.stage_of.items() if stage != number])
-        around = [it for it in model.modules() if it not in self.own and any(block in it.modules() for block in blocks)]
+        around = [
+            module
+            for module in model.modules()
+            if module not in self.own and any(block in module.modules() for block in blocks)
+        ]
         self.units = {  # but for those that the end of a stage's forward passes through, as an exception
-            it: options for it, options in units.items() if it not in around and any(True for _ in it.parameters())
+            item: options
+            for item, options in units.items()
+            if item not in around and any(True for _ in item.parameters())
         }
         self.model = model
         recipe.cast_inputs(model)

@@ -191,8 +191,10 @@ def _wrapped_like(param: Tensor, local: Tensor) -> Tensor:
 def _wholes(tensors: Mapping[str, Tensor | None]) -> dict[str, Any]:
     """Copies, over the axes beside data."""
     return {
-        name: (it.full_tensor() if isinstance(it, DTensor) else it).detach().clone() if it is not None else None
-        for name, it in tensors.items()
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        if tensor is not None
+        else None
+        for name, tensor in tensors.items()
     }
 
 
