@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -29,6 +30,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fullshard import (
     FSDPMeshInfo,
+    FullyShardedDataParallel,
     ShardPlacementResult,
     clip_grad_norm_,
     explain,
@@ -219,6 +221,94 @@ def divide_beside_tensor_parallelism() -> None:
 
 def test_gradients_of_experts_have_the_divisor_of_dense_ones_beside_tensor_parallelism():
     run_ranks(4, divide_beside_tensor_parallelism)
+
+
+class Warnings(logging.Handler):
+    """The warnings of this package while the context is open."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("fullshard").addHandler(self)
+        return self.messages
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("fullshard").removeHandler(self)
+
+
+def units_on_fewer_ranks(own: int, factor: float | None, front: str) -> tuple[nn.Module, list[nn.Module]]:
+    """Four layers over all ranks, of which two are units on `own` of them, in the ways that users have."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // own, own), mesh_dim_names=("outer", "inner"))["inner"]
+    if front == "wrapper":
+        for index in (1, 2):
+            model[index] = FullyShardedDataParallel(model[index], process_group=mesh.get_group())
+        root: nn.Module = FullyShardedDataParallel(model)
+        units = [model[1], model[2]]
+    elif front == "placements":
+        smaller = ShardPlacementResult(None, FSDPMeshInfo(mesh, shard_mesh_dim=0))
+        chosen = {*model[1].parameters(), *model[2].parameters()}
+        fully_shard(model, shard_placement_fn=lambda param: smaller if param in chosen else None)
+        root, units = model, [model]
+    else:
+        units = [fully_shard(model[index], mesh=mesh) for index in (1, 2)]
+        root = fully_shard(model)
+    if factor is not None:
+        for unit in units:
+            unit.set_gradient_divide_factor(factor)
+    return root, units
+
+
+def warn_of_smaller_divisors() -> None:
+    world = dist.get_world_size()
+    for own in (1, 2, 4):
+        for front in ("meshes", "wrapper", "placements"):
+            with Warnings() as messages:
+                root, _ = units_on_fewer_ranks(own, None, front)
+                for _ in range(3):
+                    root(torch.ones(2, 3)).sum().backward()
+            assert len(messages) == (own < world), (own, front, messages)
+            for message in messages:
+                assert "1.weight (and 3 parameters like it)" in message, message
+                assert f"over {own} ranks" in message and f"divided by {world}." in message, message
+                assert f"torch's FSDP divides by {own}." in message and "set_gradient_divide_factor" in message
+
+
+def follow_torch_by_factor() -> None:
+    for own in (1, 2):
+        with Warnings() as messages:
+            root, units = units_on_fewer_ranks(own, own, "meshes")
+            data = torch.full((2, 3), 1.0 + dist.get_rank())
+            root(data).sum().backward()
+        assert not messages
+        torch.manual_seed(3)
+        plain = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+        plain(data).sum().backward()
+        mesh = units[0].weight.device_mesh
+        for name, param in plain.named_parameters():
+            if name.split(".")[0] in "12":
+                dist.all_reduce(param.grad, group=mesh.get_group())
+                expected = param.grad / own
+                assert torch.allclose(root.get_parameter(name).grad.full_tensor(), expected, rtol=1e-6), name
+
+
+def say_nothing_of_experts() -> None:
+    with Warnings() as messages:
+        for form in (nested, joint):
+            model = form(place(model_of(), mesh := expert_mesh()), mesh)
+            loss_of(model, tokens_of(0, dist.get_rank())).backward()
+    assert not messages
+
+
+@pytest.mark.parametrize("task", [warn_of_smaller_divisors, follow_torch_by_factor, say_nothing_of_experts])
+def test_plain_parameters_on_fewer_ranks_than_the_root_are_warned_of_with_both_divisors(task):
+    run_ranks(4, task)
 
 
 # -- Muon -------------------------------------------------------------------------------------------------------------

@@ -415,7 +415,9 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients by `factor` instead of the number of the root's ranks.
 
-        That is the divisor of units on fewer ranks, too, such as experts: these have seen the tokens of all.
+        Without it, units on fewer ranks than the root are divided by the number of the root's ranks, too. This is
+        right for experts, which have seen the tokens of all these ranks. torch divides by the number of the unit's
+        ranks. A warning is logged for such units, unless their parameters are `DTensor`s that expert parallelism made.
         """
         if not is_number(factor) or not factor > 0:
             raise ConfigError(f"set_gradient_divide_factor({factor!r}): a positive number is needed.")

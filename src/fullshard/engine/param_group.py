@@ -193,14 +193,28 @@ class ParamGroup:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def averaged_over(self, data_ranks: frozenset[int]) -> int:
-        """The number of ranks whose data a gradient is the mean of. With a root on `data_ranks`, that is their number.
+        """Return the number by which the sum of a gradient is divided, for a root on `data_ranks`.
 
-        So it is for experts on some of these ranks, or on ranks of several axes, which have seen the tokens of all. Of
-        other parameters, ranks beyond the root's have gradients of their own, each of which counts.
+        This is the number of the root's ranks for experts on some of these ranks, or on ranks of several axes: they
+        have seen the tokens of all of them. Plain parameters on other ranks than the root's are divided by the number
+        of their own ranks.
         """
         axes = self.plan.axes
-        is_mean_of_all = axes.ranks <= data_ranks or any(param.view.is_cut for param in self.params)
+        is_mean_of_all = axes.ranks <= data_ranks or self.is_cut
         return len(data_ranks) if is_mean_of_all else axes.world
+
+    def may_be_averaged_over_own_ranks(self, data_ranks: frozenset[int]) -> bool:
+        """Return True if the parameters are plain and trained, and on fewer ranks than a root on `data_ranks`.
+
+        If these ranks exchange tokens, their gradient is a mean over the root's ranks. If they do not, it is a mean
+        over their own ranks. The placement does not show which of the two is the case.
+        """
+        return self.is_trained and self.plan.axes.ranks < data_ranks and not self.is_cut
+
+    @property
+    def is_cut(self) -> bool:
+        """True if another parallelism has divided any of the parameters over other ranks before."""
+        return any(param.view.is_cut for param in self.params)
 
     def start_reduction(
         self,

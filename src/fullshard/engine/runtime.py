@@ -106,6 +106,7 @@ class Runtime:
             unit.state.number, unit.state.runtime = number, self
             unit.state.data_ranks = data_ranks
             unit.keepers = keepers_among(module for _, module in own_modules(unit.modules))
+        _warn_of_divisors(units, data_ranks)
         self.activations = Activations(units)
         self.disks = Disks(self.units)
 
@@ -666,3 +667,28 @@ def runtime_of_last_backward() -> Runtime | None:
 def runtime_or_none(unit: Unit) -> Runtime | None:
     """The runtime that drives `unit`; None before the first forward of its root."""
     return cast("Runtime | None", unit.state.runtime)
+
+
+def _warn_of_divisors(units: Sequence[Unit], data_ranks: frozenset[int]) -> None:
+    """Log a warning if gradients may have another divisor than the user expects, who has not set one."""
+    found = [
+        (unit, group)
+        for unit in units
+        if unit.state.gradient_divisor is None
+        for group in unit.param_groups
+        if group.may_be_averaged_over_own_ranks(data_ranks)
+    ]
+    if not found:
+        return
+    unit, group = found[0]
+    fqn = f"{unit.name}.{group.params[0].fqn}".removeprefix(".")
+    others = sum(len(group.params) for _, group in found) - 1
+    own, all_ranks = group.plan.axes.world, len(data_ranks)
+    _log.warning(_FEWER_RANKS_THAN_ROOT, fqn, others, own, all_ranks, all_ranks, own, unit.name or "the root", own)
+
+
+_FEWER_RANKS_THAN_ROOT = (
+    "%s (and %d parameters like it) is sharded over %d ranks, and the root over %d. The sum of its gradients is "
+    "divided by %d. This is right if these ranks exchange tokens, as experts do. torch's FSDP divides by %d. Call "
+    "set_gradient_divide_factor on %s to choose a divisor, which stops this warning: %d for the numbers of torch."
+)
