@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.utils.parametrizations import weight_norm
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from fullshard import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, StateDictType, fully_shard
@@ -70,6 +71,38 @@ def train_a_copy(shard: Shard) -> None:
 @pytest.mark.parametrize("name", SHARDS)
 def test_a_copy_trains_as_the_model_would_and_alone(name):
     run_ranks(2, train_a_copy, SHARDS[name])
+
+
+class CountedCopies(nn.Linear):
+    """A layer with a `__deepcopy__` of its own."""
+
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied.copies = self.copies + 1
+        return copied
+
+
+def copy_with_own_methods() -> None:
+    for shard_root in (fully_shard, FullyShardedDataParallel):
+        for is_unit in (True, False):
+            model = nn.Sequential(weight_norm(nn.Linear(48, 48)), CountedCopies(48, 48), nn.Linear(48, 48))
+            if is_unit:
+                for module in model[:2]:
+                    fully_shard(module)
+            model = shard_root(model)
+            train(model, 1)
+            copied = copy.deepcopy(model)
+            assert [getattr(it, "copies", None) for it in copied.modules() if isinstance(it, CountedCopies)] == [1]
+            trained = train(model, 2, first=1)
+            assert_same(train(copied, 2, first=1), trained)
+            assert_same(wholes(model), trained)
+
+
+def test_a_module_that_defines_how_it_is_copied_is_copied_so():
+    run_ranks(2, copy_with_own_methods)
 
 
 def copy_ties_across_units(first: int) -> None:

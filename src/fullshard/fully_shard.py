@@ -32,7 +32,7 @@ from fullshard.policy.options import ShardOptions
 from fullshard.policy.precision import MixedPrecisionPolicy
 from fullshard.policy.strategy import Placements as StrategyPlacements
 from fullshard.policy.strategy import ShardingStrategy
-from fullshard.sharding import ShardPlacementFn, shard_unit
+from fullshard.sharding import PLAIN_CLASS, ShardPlacementFn, shard_unit
 from fullshard.wrap import AutoWrapPolicy, wrapped_modules
 
 __all__ = [
@@ -678,9 +678,8 @@ def _gain_methods(module: nn.Module) -> None:
     """Let `module` be an `FSDPModule` too: its class becomes one of the same name with the methods mixed in."""
     cls = type(module)
     if cls not in _classes:
-        _classes[cls] = type(
-            f"FSDP{cls.__name__}", (FSDPModule, cls), {"__doc__": cls.__doc__, "__module__": cls.__module__}
-        )
+        own = {"__doc__": cls.__doc__, "__module__": cls.__module__, PLAIN_CLASS: cls}
+        _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), own)
     module.__class__ = _classes[cls]
 
 

@@ -42,7 +42,7 @@ from fullshard.policy.strategy import Placement
 from fullshard.state.state_dict import copy_settings, register_hooks
 from fullshard.tape.recorder import Phase
 
-__all__ = ["ShardPlacementFn", "copy_sharded", "shard_unit"]
+__all__ = ["PLAIN_CLASS", "ShardPlacementFn", "copy_sharded", "shard_unit"]
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
@@ -216,6 +216,8 @@ def _check(modules: Sequence[nn.Module]) -> None:
 
 # -- copies -----------------------------------------------------------------------------------------------------------
 
+PLAIN_CLASS = "_fullshard_plain_class"
+"""An attribute of classes that `fully_shard` gives modules: the user's own class."""
 _COPYING = "fullshard: a sharded module that is being copied"  # a key of the memo, where others are numbers
 
 
@@ -289,11 +291,35 @@ def _check_whole(module: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def _copy_structure(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """`module` copied as if it were not sharded, with what `memo` has in place of parameters."""
-    copied = memo[id(module)] = object.__new__(type(module))
+    """`module` copied as if it were not sharded, with what `memo` has in place of parameters.
+
+    A class that defines `__deepcopy__` copies its modules by that, as it does for plain modules: parametrized modules
+    have no other way. The method of this package's wrapper comes back here, and is not called a second time.
+    """
+    method: Callable[..., nn.Module] | None = getattr(type(module), "__deepcopy__", None)
+    called = (_COPYING, id(module))
     with as_plain(module):
-        state: Any = object.__reduce_ex__(module, 4)[2]  # as the module itself gives it
-        copied.__setstate__(copy.deepcopy(state, memo))
+        if method is not None and called not in memo:
+            memo[called] = True
+            copied = memo[id(module)] = _copy_by(method, module, memo)
+        else:
+            copied = memo[id(module)] = object.__new__(type(module))
+            state: Any = object.__reduce_ex__(module, 4)[2]  # as the module itself gives it
+            copied.__setstate__(copy.deepcopy(state, memo))
+    return copied
+
+
+def _copy_by(method: Callable[..., nn.Module], module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    """The result of `method`, which sees the user's own class: it may make an instance of that."""
+    cls = type(module)
+    plain = vars(cls).get(PLAIN_CLASS, cls)
+    module.__class__ = plain
+    try:
+        copied = method(module, memo)
+    finally:
+        module.__class__ = cls
+    if type(copied) is plain:
+        copied.__class__ = cls
     return copied
 
 
