@@ -35,6 +35,17 @@ def test_a_sample_of_programs_is_equal_to_plain_pytorch_or_refused():
     assert sum(verdict.kind == EQUAL for verdict in verdicts.values()) > SAMPLE / 2
 
 
+def test_models_stored_in_half_precision_and_written_inputs_are_compared_too():
+    nodes = [{"kind": "shape", "how": "inplace on input"}, {"kind": "linear"}, {"kind": "weight norm", "unit": {}}]
+    steps = [{"do": "step"}, {"do": "copied"}, {"do": "step"}]
+    momentum = {"name": "SGD", "momentum": 0.9, "weight_decay": 0.1}
+    for root in ("fully_shard", "wrapper"):
+        program = {"ranks": 3, "width": 48, "dtype": "bfloat16", "input needs grad": True, "interface": root}
+        program |= {"model": {"kind": "sequence", "children": nodes}, "optimizer": momentum, "loop": steps}
+        with Pool() as pool:
+            assert pool.judge(program).kind == EQUAL
+
+
 def scale_gradients() -> None:
     whole_sum = pairwise.sum_in_rank_order
 

@@ -6,7 +6,8 @@ missing key means the default. This file imports nothing of the fuzzer: it is th
 
 The reference computes the microbatches of all ranks with one copy of the model per rank. It adds the gradients in rank
 order, within each replica first, and divides once (docs/design.md, "Numbers do not depend on the strategy"). With mixed
-precision the copies have parameters in the compute dtype, and gradients are added in the reduce dtype.
+precision the copies have parameters in the compute dtype, and gradients are added in the reduce dtype. The optimizer
+steps each parameter in the parts that ranks have of it.
 """
 
 from __future__ import annotations
@@ -143,6 +144,12 @@ class Counted(nn.Module):
         return x - self.mean.to(x.dtype)
 
 
+def is_leaf_memory(x: Tensor) -> bool:
+    """True for a leaf that requires a gradient and for views of it, as units give their modules: not to be written."""
+    base = x._base if x._base is not None else x
+    return base.is_leaf and base.requires_grad
+
+
 class Shape(nn.Module):
     """Operations without parameters: views, in-place writes, strides, random numbers."""
 
@@ -154,7 +161,7 @@ class Shape(nn.Module):
         if self.how == "inplace":
             return (x * 1).mul_(0.5).tanh_()
         if self.how == "inplace on input":
-            return F.relu(x, inplace=True) if not (x.is_leaf and x.requires_grad) else x
+            return x if is_leaf_memory(x) else F.relu(x, inplace=True)
         if self.how == "strides":
             return x.t().contiguous().t()
         if self.how == "view":
@@ -448,7 +455,7 @@ def loss_of(program: Json, model: nn.Module, step: int, micro: int, rank: int) -
     width, dtype = program.get("width", 6), getattr(torch, program.get("dtype", "float32"))
     x, target = torch.randn(2, ROWS, width).to(dtype)
     if program.get("input needs grad"):
-        x.requires_grad_()
+        x = x.clone().requires_grad_()  # a leaf that is no view: `unbind` returns views that must not be written
     loss = (model(x) - target).float().square().mean()
     return loss + sum(module.aux.float() for module in model.modules() if isinstance(module, Aux))
 
@@ -511,6 +518,7 @@ class Plain(Driver):
         self.ranks = program.get("ranks", 1)
         self.shards = self.ranks // program.get("replicas", 1)  # a norm is taken of these
         self.summed_first = 2 if program.get("strategy") == "hfsdp" else self.shards
+        self.cuts = self.parts_of(program.get("strategy", "zero3"))
         self.model = Builder(program).model
         self.copies = [self.computing(Builder(program)) for _ in range(self.ranks)]
         self.optimizer = self.new_optimizer()
@@ -523,6 +531,10 @@ class Plain(Driver):
 
     def new_optimizer(self) -> torch.optim.Optimizer:
         return optimizer_of(self.program, self.model)
+
+    def parts_of(self, strategy: str) -> int:
+        """The number of parts in which ranks step each parameter."""
+        return 1 if strategy == "ddp" else self.summed_first
 
     def computing(self, built: Builder) -> nn.Module:
         """The copy that computes for one rank: parameters in the compute dtype, units that cast."""
@@ -605,7 +617,10 @@ class Plain(Driver):
             norm = norm_in_parts([param.grad for param in params if param.grad is not None], self.shards)
             self.record("norm", norm)
             clip_grads_with_norm_(params, action["clip"], norm)
-        self.optimizer.step()
+        if self.cuts > 1:
+            step_in_parts(self.optimizer, self.cuts, 1 if self.program.get("shard dim 1") else 0)
+        else:
+            self.optimizer.step()
         if not action.get("keep grads"):
             self.optimizer.zero_grad(set_to_none=action.get("set_to_none", True))
 
@@ -693,8 +708,63 @@ class Plain(Driver):
         else:
             self.optimizer = old
 
-    checkpointed = optimizer_state
+    def checkpointed(self, action: Json) -> None:
+        self.optimizer_state(action)
+        if "into" in action:
+            self.cuts = self.parts_of(action["into"])
+
     state_dicts = unshard = nothing
+
+
+def step_in_parts(optimizer: torch.optim.Optimizer, count: int, dim: int) -> None:
+    """Step each parameter in `count` parts, as ranks do that have one each.
+
+    Kernels of PyTorch for half precision, and fused ones, round the last elements of a tensor differently from those
+    before, so a part of a tensor has other bits when it is stepped alone.
+    """
+    wholes = {param: optimizer.state.get(param, {}) for group in optimizer.param_groups for param in group["params"]}
+    states: dict[nn.Parameter, Json] = {}
+    for index in range(count):
+        parts: dict[nn.Parameter, nn.Parameter] = {}
+        for param in wholes:
+            if param.ndim > 0 or index == 0:
+                made = parts[param] = nn.Parameter(part_at(param, count, index, dim).clone())
+                if param.grad is not None:
+                    made.grad = part_at(param.grad, count, index, dim).clone()
+        groups = [
+            group | {"params": [parts[param] for param in group["params"] if param in parts]}
+            for group in optimizer.param_groups
+        ]
+        by_parts = type(optimizer)(groups)
+        for param, made in parts.items():
+            for key, value in wholes[param].items():
+                by_parts.state[made][key] = part_of_state(value, param, count, index, dim)
+        by_parts.step()
+        for param, made in parts.items():
+            part_at(param, count, index, dim).copy_(made.detach())
+            for key, value in by_parts.state.get(made, {}).items():
+                whole = states.setdefault(param, {})
+                if isinstance(value, Tensor) and value.shape == made.shape and param.ndim > 0:
+                    whole.setdefault(key, torch.empty(param.shape, dtype=value.dtype))
+                    part_at(whole[key], count, index, dim).copy_(value)
+                else:
+                    whole[key] = value
+    for param, state in states.items():
+        optimizer.state[param] = state
+
+
+def part_at(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
+    """The part of a tensor that rank `index` has, as a view."""
+    if tensor.ndim == 0:
+        return tensor.detach()
+    return cut(tensor.detach(), [(dim if tensor.ndim > 1 else 0, count, index)])
+
+
+def part_of_state(value: Any, param: nn.Parameter, count: int, index: int, dim: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    is_like_param = value.shape == param.shape and param.ndim > 0
+    return part_at(value, count, index, dim).clone() if is_like_param else value.clone()
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
