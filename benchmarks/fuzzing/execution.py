@@ -686,6 +686,7 @@ class Plain(Driver):
         param.requires_grad_(action.get("trained", False))
 
     def copied(self, action: Json) -> None:
+        copy.deepcopy(self.copies[0])  # fails where an attribute keeps a tensor of the last forward
         self.model = copy.deepcopy(self.model)
         self.optimizer = self.new_optimizer()
 
