@@ -21,10 +21,19 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import ConfigError, Offload, StateError, clip_grad_norm_, fully_shard, summon_full_params
+from fullshard import (
+    ConfigError,
+    Offload,
+    RankMismatchError,
+    StateError,
+    clip_grad_norm_,
+    fully_shard,
+    summon_full_params,
+)
 from fullshard._compat import default_store
 from fullshard.checkpoint import async_save, load, save
 from fullshard.checkpoint.safety_copy import SafetyCopies
+from fullshard.comm.collectives import Collectives
 from fullshard.device.memory import Slot
 from fullshard.engine.registry import units_in
 from fullshard.tape.context import drop_if_stale
@@ -177,6 +186,7 @@ def kept_by_process() -> dict[str, int]:
     found["children"] = sum(
         len(path.read_text().split()) for path in Path("/proc/self/task").glob("*/children") if path.exists()
     )
+    found["collectives"] = sum(isinstance(one, Collectives) for one in gc.get_objects())
     found["shared mappings"] = Path("/proc/self/maps").read_text().count("memfd:fullshard")
     return dict(found)
 
@@ -211,6 +221,9 @@ def use_all(folder: Path, cycle: int, features: frozenset[str]) -> None:
     if "hsdp" in features:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
         step(fully_shard(nn.Linear(8, 8), strategy="hsdp", mesh=mesh))
+    if "mismatch" in features:  # last, since the process group cannot be used afterwards
+        with pytest.raises(RankMismatchError):
+            step(model if dist.get_rank() == 0 else fully_shard(nn.Linear(8, 8)))
 
 
 def come_and_go(folder: Path, cycles: int, features: frozenset[str]) -> dict[str, tuple[int, int]]:
@@ -236,7 +249,7 @@ def come_and_go(folder: Path, cycles: int, features: frozenset[str]) -> dict[str
         sleep(0.2)
 
 
-FEATURES = frozenset({"clip", "save", "async_save", "safety copy", "summon", "states", "disk", "hsdp"})
+FEATURES = frozenset({"clip", "save", "async_save", "safety copy", "summon", "states", "disk", "hsdp", "mismatch"})
 
 
 def test_nothing_outlives_its_process_group_for_more_than_a_cycle(tmp_path):

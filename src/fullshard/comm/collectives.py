@@ -33,6 +33,7 @@ from fullshard.errors import RankLostError, RankMismatchError
 from fullshard.liveness.watchdog import PeerGoneError, lost
 from fullshard.liveness.whereabouts import here
 from fullshard.policy.switches import switches
+from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, active_recorder
 
 __all__ = ["Call", "Channel", "Collectives", "divide", "keep_own"]
@@ -212,10 +213,10 @@ class Collectives(ABC):
                     agree()
                 finish()
             except RankMismatchError:
-                _never_finished.append(finish)
+                _never_finished.get_or_make(id(finish), lambda: finish)
                 raise
             except PeerGoneError as gone:
-                _never_finished.append(finish)
+                _never_finished.get_or_make(id(finish), lambda: finish)
                 raise self._lost(gone, call) from gone
             finally:
                 here.leave()
@@ -374,8 +375,8 @@ def _note_launched(event: Event | None) -> None:
             event.ended = stamp_here()
 
 
-# Of collectives that other ranks did not join: gloo may still write to their tensors, so these must stay.
-_never_finished: list[Callable[[], None]] = []
+# Collectives that other ranks did not join. Gloo may write to their tensors while the process group exists.
+_never_finished: Kept[int, Callable[[], None]] = Kept("collectives that never finished")
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:
