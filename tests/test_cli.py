@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fullshard.train.launch
-from fullshard.cli import main
+from fullshard.cli import CLOSED_PIPE, main
 
 QUICK = ["--size", "nano", "--steps", "2", "--seq", "16", "--sample-bytes", "4", "--validate-bytes", "256"]
 
@@ -151,3 +151,32 @@ def test_a_run_on_two_ranks_leaves_everything_behind_and_says_what_it_reached(tm
     assert [line["kind"] for line in lines] == ["run", "step", "step", "validation", "end"]
     assert lines[0]["world"] == 2
     assert lines[-1]["bits_per_byte"] == lines[-2]["bits_per_byte"]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["checkpoint", "--help"], ["plan", "--strategies"]])
+def test_a_closed_pipe_ends_a_command_without_a_traceback(argv: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        found = subprocess.run(
+            [sys.executable, "-m", "fullshard.cli", *argv],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        os.close(writer)
+    if "--help" in argv:
+        assert (found.returncode, found.stderr) == (CLOSED_PIPE, "")
+    else:  # bad input, which is reported on stderr
+        assert found.returncode == 2 and "Traceback" not in found.stderr
+
+
+def test_a_broken_connection_is_not_taken_for_a_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(argv: list[str]) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("fullshard.cli.disk.run", run)
+    with pytest.raises(BrokenPipeError):
+        main(["disk"])

@@ -6,6 +6,7 @@ import atexit
 import gc
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from fullshard.versions import versions
 __all__ = ["main"]
 
 FAILED, BAD_INPUT = 1, 2
+CLOSED_PIPE = 141  # as a shell reports a process that SIGPIPE ended
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,31 @@ SUBCOMMANDS = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line (`sys.argv` if None). The exit code is 2 for bad input and 1 for a checkpoint or a
-    disk that is of no use; one line on stderr explains it.
+    disk that is of no use; one line on stderr explains it. It is 141 if the reader of stdout has closed the pipe.
     """
     argv = sys.argv[1:] if argv is None else argv
     atexit.register(gc.freeze)  # or Python looks through all of torch for garbage when it ends, which takes a second
+    try:
+        try:
+            return _exit_code(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # otherwise a closed pipe is noticed after this function
+    except BrokenPipeError:
+        if not _is_closed_pipe(1):
+            raise  # a connection to something else
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes the rest of the output when it exits
+        return CLOSED_PIPE
+
+
+def _is_closed_pipe(descriptor: int) -> bool:
+    """Return True if the reader of a pipe has closed it."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # errors are reported without being asked for
+    return any(events & select.POLLERR for _, events in poll.poll(0))
+
+
+def _exit_code(argv: Sequence[str]) -> int:
     try:
         return dispatch(argv)
     except (ConfigError, CheckpointError, DiskError) as error:
