@@ -180,3 +180,9 @@ def test_a_broken_connection_is_not_taken_for_a_closed_pipe(monkeypatch: pytest.
     monkeypatch.setattr("fullshard.cli.disk.run", run)
     with pytest.raises(BrokenPipeError):
         main(["disk"])
+
+
+def test_a_folder_that_is_missing_is_refused_and_not_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["disk", str(tmp_path / "no" / "thing")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

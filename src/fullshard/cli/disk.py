@@ -85,6 +85,8 @@ def run(argv: Sequence[str]) -> int:
         less = "smaller --shards" if said.shards else "fewer --activations"
         return f"Ask for --fraction {floored(fits)}" if fits > 0 else f"Ask for {less}"
 
+    if not folder.exists():
+        raise ConfigError(f"{folder}: there is no such folder. Make it first, or name another one.")
     with made(folder):
         check_room(folder, traffic, free_bytes(folder), ask=ask)
     found = foresee(
