@@ -83,6 +83,7 @@ from fullshard.plan import calibration, hardware
 from fullshard.plan.costs import costs_of
 from fullshard.plan.ledger import predict_ledger
 from fullshard.report.elsewhere import HOMES, check_home
+from fullshard.report.rank_file import path_of
 from fullshard.report.reading import read_run
 from fullshard.state.block_states import BlockStates
 from fullshard.state.optim_state import OWN, full_optim_state_dict, optim_state_dict, optim_state_dict_to_load
@@ -2404,6 +2405,15 @@ def described_by(text: str) -> Steps:
 def hardware_that_nobody_knows() -> Steps:
     yield
     hardware.hardware("abacus")
+
+
+@mistake(ConfigError, "rank00000.jsonl: cannot be read .*FIFO", ranks=0)
+def a_fifo_in_place_of_a_recorded_run() -> Steps:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "report").mkdir()
+        os.mkfifo(path_of(Path(folder), 0))
+        yield
+        read_run(Path(folder))
 
 
 @mistake(ConfigError, "ours.toml: is no TOML", ranks=0)

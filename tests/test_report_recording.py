@@ -23,6 +23,7 @@ from torch import nn
 
 import fullshard
 from fullshard import fully_shard, recording
+from fullshard.cli.report import run as report_command
 from fullshard.device.accelerator import Accelerator
 from fullshard.device.lanes import LANES, Lane, Lanes
 from fullshard.plan.ledger import measure_ledger
@@ -400,6 +401,37 @@ def test_a_torn_tail_and_a_missing_rank_are_tolerated_and_nothing_is_an_error(tr
     path_of(folder, 0).unlink()
     with pytest.raises(fullshard.ConfigError, match="no run is recorded there"):
         read_run(folder)
+
+
+@pytest.mark.parametrize(
+    "damage", [b"\x00\xff garbage", b"[1, 2]", b"7", b'{"n": 3}', b'{"kind":"step"}', b"[" * 100000]
+)
+def test_damaged_lines_are_reported_and_the_rest_is_read(trained, tmp_path, caplog, damage):
+    folder, whole = copied(trained, tmp_path), trained[2]
+    path = path_of(folder, 1)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines.insert(2, damage + b"\n")
+    path.write_bytes(b"".join(lines))
+    assert np.array_equal(read_run(folder).step_s, whole.step_s, equal_nan=True)
+    (record,) = caplog.records
+    assert f"{path}: damaged and left out: line 3 (1 in all)." == record.message
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_our_own(trained, tmp_path):
+    folder = copied(trained, tmp_path)
+    (folder / "report.json.new").mkdir()
+    with pytest.raises(fullshard.ConfigError, match="the page cannot be written there"):
+        report_command([str(folder)])
+
+
+def test_text_from_a_log_cannot_control_the_terminal(trained, tmp_path, capsys):
+    folder = copied(trained, tmp_path)
+    for path in (folder / "report").iterdir():
+        path.write_bytes(
+            path.read_bytes().replace(b'"host":"', b'"host":"\\u001b[2J').replace(b'"name":"', b'"name":"\\u001b]0;x')
+        )
+    report_command([str(folder)])
+    assert "\x1b" not in capsys.readouterr().out
 
 
 def test_a_run_that_goes_on_keeps_what_was_and_counts_what_is_done_again_once(trained, tmp_path):

@@ -10,6 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.command_line import MaybePath, parse, take_words
+from fullshard.errors import ConfigError
+from fullshard.regular_files import shown
 from fullshard.report.causes import find_causes, tier_lines, verdict
 from fullshard.report.page import write
 from fullshard.report.rank_file import rank_files
@@ -57,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     console = Console()
     path, told = _write(folder, said.against)
     console.print(told, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"written to {path}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"written to {shown(str(path))}", markup=False, highlight=False, soft_wrap=True)
     if said.watch:
         with serving(folder) as address:
             console.print(f"following at {address} until Ctrl-C", markup=False, highlight=False, soft_wrap=True)
@@ -70,7 +72,14 @@ def _write(folder: Path, against: Path | None) -> tuple[Path, str]:
     found = read_run(folder)
     other = None if against is None else read_run(against)
     findings = find_causes(found)
-    return write(found, findings, folder, against=other), "\n".join([verdict(found, findings), *tier_lines(found)])
+    try:
+        path = write(found, findings, folder, against=other)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder}: the page cannot be written there ({error.strerror}). Copy the run to a folder that you can "
+            "write to, and name that one."
+        ) from error
+    return path, "\n".join(shown(line, lines=True) for line in [verdict(found, findings), *tier_lines(found)])
 
 
 def _state(folder: Path) -> list[tuple[int, int]]:

@@ -29,12 +29,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+from fullshard.errors import ConfigError
+from fullshard.regular_files import open_regular, shown
+
 __all__ = ["FOLDER", "RankFile", "finite", "is_closed", "lines_in", "parsed", "path_of", "rank_files"]
 
 _log = logging.getLogger(__name__)
 
 FOLDER = "report"
 _FLUSH_S = 2.0
+_LISTED = 10  # numbers of damaged lines in a warning
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -108,39 +112,67 @@ def _plain(value: Any) -> Any:
 
 def lines_in(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a rank's file. Of `units` only the last; of `spans`, which are long, `n` and the line itself, for
-    `parsed`. A line that was cut off is left out.
+    `parsed`. A last line that was cut off is left out. Damaged lines are left out and logged.
     """
-    units = b""
-    for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):
-            continue
+    units, units_number, damaged = b"", 0, list[int]()
+    for number, line in enumerate(_content(path).split(b"\n")[:-1], 1):  # the run may still write the last line
         if line.startswith(b'{"kind":"units"'):
-            units = line
-        elif (number := _SPANS.match(line)) is not None:
-            yield {"kind": "spans", "n": int(number[1]), "line": line}
+            units, units_number = line, number
+        elif (spans := _SPANS.match(line)) is not None:
+            yield {"kind": "spans", "n": int(spans[1]), "line": line}
         elif (found := parsed(line)) is not None:
             yield found
-    if units and (found := parsed(units)) is not None:
-        yield found
+        else:
+            damaged.append(number)
+    if units:
+        if (found := parsed(units)) is not None:
+            yield found
+        else:
+            damaged.append(units_number)
+    if damaged:
+        few = ", ".join(map(str, sorted(damaged)[:_LISTED])) + ", ..." * (len(damaged) > _LISTED)
+        _log.warning("%s: damaged and left out: line %s (%d in all).", shown(str(path)), few, len(damaged))
+
+
+def _content(path: Path) -> bytes:
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Remove it, or name another run.") from error
 
 
 _SPANS = re.compile(rb'\{"kind":"spans","n":(\d+),')
 
 
 def parsed(line: bytes) -> dict[str, Any] | None:
-    """What a line says; None if it is broken."""
+    """Return what a line says; None if it is damaged."""
     try:
-        found: dict[str, Any] = json.loads(line)
-    except ValueError:  # the disk was full, or a host went down
+        found = json.loads(line)
+    except (ValueError, RecursionError):  # the disk was full, or a host went down
+        return None
+    if not isinstance(found, dict):
+        return None
+    kind = found.get("kind")
+    types = _FIELDS.get(kind, {}) if isinstance(kind, str) else None
+    if types is None or not all(isinstance(found.get(name), type_) for name, type_ in types.items()):
         return None
     return found
 
 
+_FIELDS: dict[str, dict[str, type]] = {
+    "start": {"rank": dict, "world": int, "first_step": int, "facts": dict, "name": str},
+    "step": {"n": int, "p": list},
+    "told": {"n": int, "v": dict},
+    "spans": {"n": int, "names": list, "units": list, "v": list},
+}
+
+
 def is_closed(path: Path) -> bool:
     """True if the rank of that file has closed its recording."""
-    if not path.exists():
+    if not path.is_file():
         return False
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, path.stat().st_size - 64))
         return b'{"kind":"end"' in file.read()
 
