@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -186,3 +187,30 @@ def test_a_folder_that_is_missing_is_refused_and_not_made(tmp_path: Path, capsys
     assert main(["disk", str(tmp_path / "no" / "thing")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "argv", "kind"),
+    [
+        (os.mkfifo, ["train", "--config", "{file}.yaml"], "a FIFO"),
+        (os.mkfifo, ["plan", "--hardware", "{file}.toml"], "a FIFO"),
+        (os.mkfifo, ["train", "--text", "{file}.txt"], "a FIFO"),
+        (os.mkfifo, ["report", "{run}"], "a FIFO"),
+        (os.mkfifo, ["train", "--resume", "auto", "--out", "{metrics}"], "a FIFO"),
+        (lambda path: os.symlink("/dev/zero", path), ["train", "--config", "{file}.yaml"], "a device"),
+        (lambda path: os.symlink("/dev/zero", path), ["report", "{run}"], "a device"),
+    ],
+)
+def test_special_files_are_refused_and_never_waited_for(
+    make: Callable[[Path], None], argv: list[str], kind: str, tmp_path: Path
+) -> None:
+    for suffix in (".yaml", ".toml", ".txt"):
+        make(tmp_path / f"file{suffix}")
+    (tmp_path / "run" / "report").mkdir(parents=True)
+    make(tmp_path / "run" / "report" / "rank00000.jsonl")
+    (tmp_path / "metrics").mkdir()
+    make(tmp_path / "metrics" / "metrics.jsonl")
+    words = [word.format(file=tmp_path / "file", run=tmp_path / "run", metrics=tmp_path / "metrics") for word in argv]
+    found = subprocess.run([sys.executable, "-m", "fullshard.cli", *words], capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2, found.stderr
+    assert kind in found.stderr and "Traceback" not in found.stderr

@@ -2407,6 +2407,22 @@ def hardware_that_nobody_knows() -> Steps:
     hardware.hardware("abacus")
 
 
+@mistake(ConfigError, "ours.toml: cannot be read .*FIFO", ranks=0)
+def a_fifo_in_place_of_hardware() -> Steps:
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkfifo(Path(folder) / "ours.toml")
+        yield
+        hardware.hardware(f"{folder}/ours.toml")
+
+
+@mistake(ConfigError, "ours.toml: is not a TOML file: .*utf-8", ranks=0)
+def hardware_that_is_not_text() -> Steps:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "ours.toml").write_bytes(b"\xff")
+        yield
+        hardware.hardware(f"{folder}/ours.toml")
+
+
 @mistake(ConfigError, "rank00000.jsonl: cannot be read .*FIFO", ranks=0)
 def a_fifo_in_place_of_a_recorded_run() -> Steps:
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["is_plain_name", "open_regular", "open_unbuffered", "read_regular", "read_text", "reopened", "shown"]
+__all__ = [
+    "CONFIG_BYTES",
+    "is_plain_name",
+    "open_regular",
+    "open_unbuffered",
+    "read_regular",
+    "read_text",
+    "reopened",
+    "shown",
+]
+
+CONFIG_BYTES = 64 << 20
+"""The largest configuration file that is read."""
 
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK  # a FIFO without a writer does not block then
 _KINDS = {

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fullshard.errors import ConfigError
+from fullshard.regular_files import CONFIG_BYTES, read_text
 
 __all__ = [
     "HERE",
@@ -241,13 +242,13 @@ def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
     if name in known_hardware():
         text = (_MACHINES / f"{name}.toml").read_text()
     elif name == HERE:
-        if not here_path().is_file():
+        if not here_path().exists():
             raise ConfigError(
                 f"{name}: this machine is not described yet in {here_path()}. Run `fullshard calibrate` first."
             )
-        text = here_path().read_text()
-    elif name.endswith(".toml") and Path(name).is_file():
-        text = Path(name).read_text()
+        text = _text_of(here_path())
+    elif name.endswith(".toml") and Path(name).exists():
+        text = _text_of(Path(name))
     else:
         raise ConfigError(
             f"{name}: no hardware of that name is known, nor is there such a file. Take one of "
@@ -258,6 +259,15 @@ def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{name}: is no TOML: {error}.") from error
     return _with_base(said, (*seen, name))
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return read_text(path, limit=CONFIG_BYTES)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Name a TOML file.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not a TOML file: {error}.") from error
 
 
 def _with_base(said: dict[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import yaml
 
 from fullshard.command_line import check_name, check_value, option_types, parse
 from fullshard.errors import ConfigError
+from fullshard.regular_files import CONFIG_BYTES, read_text
 from fullshard.train.settings import TrainSettings
 
 CONFIG = "config"
@@ -72,7 +73,7 @@ def _read_mapping(path: Path) -> dict[Any, Any]:
     if reader is None:
         raise ConfigError(f"--config {path}: cannot tell the format by the name; it must end in .yaml, .yml or .toml.")
     try:
-        content = reader(path.read_text(encoding="utf-8"))
+        content = reader(read_text(path, limit=CONFIG_BYTES))
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read ({error.strerror}). Name an existing file.") from error
     except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import yaml
 
 from fullshard.errors import ConfigError
+from fullshard.regular_files import open_regular
 from fullshard.train.ranks import Rank
 from fullshard.train.settings import TrainSettings
 
@@ -89,8 +90,19 @@ def free_folder(settings: TrainSettings, parent: Path = Path("runs")) -> Path:
 def lines_of(out: Path) -> Iterator[dict[str, Any]]:
     """The lines of the metrics in `out`; a last one that was cut off is left out."""
     metrics = out / METRICS
-    text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
-    yield from (json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n"))
+    if not metrics.exists():
+        return
+    try:
+        with open_regular(metrics) as file:
+            text = file.read()
+    except OSError as error:
+        raise ConfigError(f"{metrics}: cannot be read ({error.strerror}). Name another --out.") from error
+    for number, line in enumerate(text.splitlines(keepends=True), 1):
+        if line.endswith(b"\n"):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ConfigError(f"{metrics}, line {number}: is not JSON ({error}). Remove that line.") from error
 
 
 def has_stopped(out: Path) -> bool:

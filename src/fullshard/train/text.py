@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import ConfigError
+from fullshard.regular_files import open_regular, read_regular
 from fullshard.train.run_folder import METRICS
 
 VALIDATION_SHARE = 20  # one part in twenty
@@ -95,7 +96,11 @@ def find_text(text: Path | None) -> TextSource:
     """
     if text is None:
         return _source_of_folder(Path(sysconfig.get_path("stdlib")), suffix=".py")
-    if text.is_file():
+    if text.exists() and not text.is_dir():
+        try:
+            open_regular(text).close()
+        except OSError as error:
+            raise ConfigError(f"--text {text}: cannot be read ({error.strerror}). Name a file or a folder.") from error
         size = text.stat().st_size
         held_back = size // VALIDATION_SHARE
         return TextSource(text, (), size - held_back, held_back)
@@ -206,7 +211,7 @@ def _text_files(root: Path, suffix: str) -> Iterator[SourceFile]:
 
 def _looks_like_text(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return b"\0" not in file.read(4096)
     except OSError:
         return False
@@ -214,7 +219,10 @@ def _looks_like_text(path: Path) -> bool:
 
 def _contents(source: TextSource) -> Iterator[bytes]:
     for file in source.files:
-        content = (source.root / file.name).read_bytes()
+        try:
+            content = read_regular(source.root / file.name, limit=file.size)
+        except OSError:  # it is larger now, is missing, or is no longer a regular file
+            content = b""
         if len(content) != file.size:
             raise ConfigError(
                 f"--text {source.root}: {file.name} changed while it was read. Start again when it is at rest."

@@ -17,6 +17,7 @@ from fullshard.integrations.deepspeed.loss_scale import LossScale
 from fullshard.policy.arguments import check_type
 from fullshard.policy.offload import Offload, OffloadPolicy
 from fullshard.policy.precision import MixedPrecisionPolicy
+from fullshard.regular_files import CONFIG_BYTES, read_text
 
 __all__ = ["BatchSizes", "Configuration", "Part", "explain_config", "read"]
 
@@ -186,7 +187,7 @@ def _loaded(config: str | PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any
     check_type("config", config, (str, PathLike), "a dict, or the path of a JSON file")
     path = Path(config)
     try:
-        loaded = json.loads(path.read_text())
+        loaded = json.loads(read_text(path, limit=CONFIG_BYTES))
     except OSError as error:
         raise ConfigError(
             f"the DeepSpeed configuration {path} cannot be read ({error.strerror}). Pass the path of a JSON file, or a "
