@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partialmethod, wraps
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -168,24 +168,24 @@ def in_pipeline_stage() -> bool:
     A stage that tries out shapes is not: it asks for gradients of its inputs only, and for no others later.
     """
     stage = sys.modules.get("torch.distributed.pipelining.stage")
-    code = None if stage is None else stage._PipelineStageBase.forward_one_chunk.__code__
-    frame = None if stage is None else sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
+    return stage is not None and _is_within(sys._getframe(1), stage._PipelineStageBase.forward_one_chunk.__code__)
 
 
 def in_backward_of_inputs() -> bool:
     """True while `stage_backward_input` of `torch.distributed.pipelining` runs, in whichever thread."""
     module = sys.modules.get("torch.distributed.pipelining._backward")
-    code = None if module is None else module.stage_backward_input.__code__
-    for innermost in () if code is None else sys._current_frames().values():  # a GPU's backward has its own threads
-        frame: FrameType | None = innermost
-        while frame is not None:
-            if frame.f_code is code:
-                return True
-            frame = frame.f_back
-    return False
+    if module is None:
+        return False
+    code = module.stage_backward_input.__code__
+    # A GPU's backward has its own threads. No local variable may refer to a frame here: the frame of this function is
+    # among them, and the reference cycle would keep the variables of all callers until the garbage collector runs.
+    return any(_is_within(frame, code) for frame in sys._current_frames().values())
+
+
+def _is_within(frame: FrameType | None, code: CodeType) -> bool:
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def on_backward_end(callback: Callable[[], None]) -> None:

@@ -168,6 +168,8 @@ def _site() -> str:
     assert frame is not None, "somebody asks"
     site, caller = _line(frame), frame.f_back
     is_ours = caller is not None and caller.f_code.co_filename.startswith(str(_PACKAGE))
+    if frame.f_code.co_name == "__del__":  # the garbage collector calls it, in whichever line that is
+        is_ours = False
     return f"{site}, called by {_line(caller)}" if caller is not None and is_ours else site
 
 
