@@ -44,14 +44,14 @@ class _Buffer:
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
-        self.read_by: Mark | None = None  # behind the last copy out of it
+        self.used_by: Mark | None = None  # the end of the last copy into it or out of it
         self._own = storage_references(data.untyped_storage())
 
     @property
     def is_free(self) -> bool:
-        """True if no copy reads it, and no tensor that a graph was given lies in it."""
-        is_read = self.read_by is not None and not self.read_by.query()
-        return not is_read and storage_references(self.data.untyped_storage()) <= self._own
+        """True if no copy fills it or reads it, and no tensor that a graph was given lies in it."""
+        is_used = self.used_by is not None and not self.used_by.query()
+        return not is_used and storage_references(self.data.untyped_storage()) <= self._own
 
 
 @dataclass(eq=False)
@@ -143,7 +143,8 @@ class Store:
             if accelerator.has_lanes:
                 with lanes.offload.after(lanes.compute):
                     target.copy_(flat, non_blocking=True)
-                away.source, away.sent = flat, lanes.offload.mark()
+                away.source = flat
+                away.sent = away.buffer.used_by = lanes.offload.mark()
                 away.watched = tensor.detach(), tensor._version
             else:
                 target.copy_(flat)
@@ -258,7 +259,7 @@ class Store:
             away.back.copy_(held, non_blocking=True)
         if self.scratch is None:
             travel.note("cpu", "activations", came=away.nbytes)
-        away.came = away.buffer.read_by = lanes.offload.mark()
+        away.came = away.buffer.used_by = lanes.offload.mark()
 
     def _read_ahead(self, away: Away) -> None:
         """Begin to read what is likely to be asked for next."""
