@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from benchmarks.fuzzing.generation import Generator
-from benchmarks.fuzzing.judging import EQUAL, WRONG, Pool, script_of, shrink
+from benchmarks.fuzzing.judging import EQUAL, REFUSED, WRONG, Pool, script_of, shrink
 
 from fullshard.comm import pairwise, shared_memory
 
@@ -44,6 +44,17 @@ def test_models_stored_in_half_precision_and_written_inputs_are_compared_too():
         program |= {"model": {"kind": "sequence", "children": nodes}, "optimizer": momentum, "loop": steps}
         with Pool() as pool:
             assert pool.judge(program).kind == EQUAL
+
+
+def test_ranks_that_skip_different_modules_do_not_hang():
+    """Their backwards run in a known order from different microbatches on, which decides when memory is shared."""
+    dropped = {"kind": "dropped", "children": [{"kind": "norm"}], "every": 3, "by rank": True, "unit": {}}
+    model = {"kind": "sequence", "children": [dropped, {"kind": "linear"}]}
+    steps = [{"do": "step", "micro": 3}, {"do": "step"}]
+    program = {"ranks": 3, "width": 48, "model": model, "strategy": "zero2", "loop": steps}
+    program |= {"optimizer": {"name": "SGD", "lr": 0.1}}
+    with Pool() as pool:
+        assert pool.judge(program).kind == REFUSED
 
 
 def scale_gradients() -> None:

@@ -95,10 +95,11 @@ class Collectives(ABC):
         tag, self._next_tag = self._next_tag, self._next_tag + count
         return tag
 
-    def common_storages(self, sizes: Sequence[int], plan: str) -> list[torch.UntypedStorage]:
-        """Storages that all ranks write and read, of `sizes` in bytes; none if ranks cannot share memory.
+    def common_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
+        """Return storages that all ranks write and read, of `sizes` in bytes; an empty list if ranks share no memory.
 
-        A collective, unless they cannot. Nor are there any if `plan`, what they are for, is not the same on all ranks.
+        A collective, unless ranks cannot share memory. The list is also empty if `plan`, which describes the use of the
+        storages, differs between ranks. Return None if `plan` is None on any rank.
         """
         return []
 

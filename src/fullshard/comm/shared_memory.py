@@ -29,6 +29,9 @@ _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_NO_PLAN = bytes(32)
+"""Sent in place of the digest of a plan by a rank that has none yet."""
+
 
 class _once(Generic[T]):  # noqa: N801  # a decorator
     """`functools.cached_property` without its lock, which Python 3.11 holds for all instances while the method runs.
@@ -96,15 +99,17 @@ class SharedMemoryCollectives(PairwiseCollectives):
         if neighbours is not None:
             neighbours.close()
 
-    def common_storages(self, sizes: Sequence[int], plan: str) -> list[torch.UntypedStorage]:
+    def common_storages(self, sizes: Sequence[int], plan: str | None) -> list[torch.UntypedStorage] | None:
         neighbours = self.neighbours
         if neighbours is None:
             return []
         call = Call("agreement on memory in common", Origin("", Phase.IDLE), len(sizes), sum(sizes), 0, 0)
-        digest = sha256(f"{plan}{list(sizes)}".encode()).digest()
+        digest = _NO_PLAN if plan is None else sha256(f"{plan}{list(sizes)}".encode()).digest()
         with here.waiting(call.name, call.origin):
             try:
-                plans = self._exchange(digest, self._plan_tag)()
+                plans = [digest, *self._exchange(digest, self._plan_tag)()]
+                if _NO_PLAN in plans:
+                    return None
                 if not sizes or any(other != digest for other in plans):
                     return []
                 neighbours.drop_free()  # what was gathered went through them, and will not any more

@@ -18,6 +18,9 @@ from fullshard.policy.switches import switches
 
 __all__ = ["SlotSharing"]
 
+_MOST_MICROBATCHES = 16
+"""Microbatches after which ranks stop asking one another for a common order. No slots are assigned then."""
+
 
 class SlotSharing:
     """The slots of a root's units. See [Note: units take turns on slots] in `device/memory.py`.
@@ -31,6 +34,7 @@ class SlotSharing:
         self._is_wished = switches.shares_memory_between_units  # None: as is best for the device
         self._is_assigned = False
         self._is_paused = False
+        self._microbatches = 0  # ended, counted until slots are assigned
         self._since: dict[int, int] = {}  # when each unit that is unsharded came to be so
         self._intervals: list[Interval] = []
 
@@ -67,35 +71,43 @@ class SlotSharing:
             self._is_paused = before
 
     def end_microbatch(self, backward: OrderTracker) -> None:
-        """Assign slots, once, after a microbatch that ran in the order of the one before.
+        """Assign slots, once, after a microbatch that ran in the order of the one before on all ranks.
 
-        Ranks may ask one another for memory then, so all must find the same. They need not call the same modules, but
-        they start the same gathers. Only units with something to gather are compared for that reason.
+        Ranks may skip different modules, so each rank may see a repeated order at another microbatch. All ranks
+        therefore exchange what they saw after each microbatch until it was repeated on all of them. Only units with
+        something to gather are compared.
         """
         if not (self._is_assigned or self._is_paused):
+            self._microbatches += 1
             units = [unit for unit in self._units if not unit.keeps_unsharded and unit.slot_nbytes]
-            if backward.agrees_on({unit.state.number for unit in units}):
+            if self._microbatches > _MOST_MICROBATCHES:
                 self._is_assigned = True
-                self._assign(units)
+            elif self._microbatches > 1:
+                self._is_assigned = self._assign(units, backward.agrees_on({unit.state.number for unit in units}))
         self._intervals.clear()
         self._since.clear()
 
-    def _assign(self, units: Sequence[Unit]) -> None:
+    def _assign(self, units: Sequence[Unit], is_in_order: bool) -> bool:
+        """Assign slots if the order was repeated on all ranks that may share memory. Return True if it was."""
         if not units or not (self._is_enabled or self._is_cpu):  # on a CPU other ranks may ask
-            return
+            return is_in_order
         nbytes = {unit.state.number: unit.slot_nbytes for unit in units}
-        may_move = self._is_enabled and _are_unreferenced(units)
+        may_move = is_in_order and self._is_enabled and _are_unreferenced(units)
         mine = [interval for interval in self._intervals if interval.unit in nbytes and may_move]
         assigned = assign_slots(mine, nbytes)
         sizes = [max(nbytes[unit] for unit in assigned if assigned[unit] == slot) for slot in set(assigned.values())]
         written = any(param.counters.was_written for unit in units for param in unit.params)
         plan = "parameters are written to" if written else f"{assigned} {nbytes}"
-        storages = _common_storages(units, [] if written else sizes, plan) or [None] * len(sizes)
+        common = _common_storages(units, [] if written else sizes, plan if is_in_order else None)
+        if common is None or not is_in_order:
+            return False
+        storages = common or [None] * len(sizes)
         slots = [Slot(units[0].device, shared=True, common=storage) for storage in storages]
         for number in sorted(assigned, key=lambda number: -nbytes[number]):  # the largest sizes the slot
             self._units[number].move(slots[assigned[number]])
         for slot in slots:
             slot.count_references()
+        return True
 
 
 def _are_unreferenced(units: Sequence[Unit]) -> bool:
@@ -109,10 +121,13 @@ def _are_unreferenced(units: Sequence[Unit]) -> bool:
     return not any(unit.slot.is_referenced for unit in units)
 
 
-def _common_storages(units: Sequence[Unit], sizes: Sequence[int], plan: str) -> Sequence[torch.UntypedStorage | None]:
-    """Memory for slots that ranks on one host have in common, so that each writes its part for all; if possible.
+def _common_storages(
+    units: Sequence[Unit], sizes: Sequence[int], plan: str | None
+) -> Sequence[torch.UntypedStorage | None] | None:
+    """Return memory for slots that the ranks of one host share, so that each rank writes its part for all of them.
 
-    A rank on which units cannot move now asks too, for nothing, so that none waits for it and none gets any.
+    A rank whose units cannot move takes part with no sizes; the list is then empty on all ranks. Return None if the
+    plan of any rank is None.
     """
     if any(_writes_to_parameters(unit.module) for unit in units):
         return []
