@@ -19,7 +19,7 @@ from fullshard.policy.switches import switches
 __all__ = ["SlotSharing"]
 
 _MOST_MICROBATCHES = 16
-"""Microbatches after which ranks stop asking one another for a common order. No slots are assigned then."""
+"""Microbatches after which ranks stop asking one another for a common order and assign no slots."""
 
 
 class SlotSharing:
@@ -80,10 +80,8 @@ class SlotSharing:
         if not (self._is_assigned or self._is_paused):
             self._microbatches += 1
             units = [unit for unit in self._units if not unit.keeps_unsharded and unit.slot_nbytes]
-            if self._microbatches > _MOST_MICROBATCHES:
-                self._is_assigned = True
-            elif self._microbatches > 1:
-                self._is_assigned = self._assign(units, backward.agrees_on({unit.state.number for unit in units}))
+            is_in_order = backward.agrees_on({unit.state.number for unit in units})
+            self._is_assigned = self._assign(units, is_in_order) or self._microbatches == _MOST_MICROBATCHES
         self._intervals.clear()
         self._since.clear()
 
