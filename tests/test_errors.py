@@ -806,6 +806,22 @@ def a_state_dict_of_states_that_are_encoded_otherwise() -> Steps:
 
 
 @mistake(
+    StateError,
+    r"'momentum_buffer' of layers\.0\.norm\.weight is a whole tensor",
+    "Load what .*optim_state_dict_to_load returns",
+)
+def whole_states_for_an_optimizer_that_encodes_them_in_blocks() -> Steps:
+    _, optimizer = stepped_by(partial(torch.optim.SGD, momentum=0.9))
+    optimizer.step()
+    state_dict = optimizer.state_dict()
+    for values in state_dict["state"].values():
+        values["momentum_buffer"] = torch.zeros(values["momentum_buffer"].shape)
+    with mock.patch("fullshard.state.loaded_states.block_states", lambda item: Blocks(item, 1000)):
+        yield
+        optimizer.load_state_dict(state_dict)
+
+
+@mistake(
     ConfigError, r"saved by another class, loaded into AdamW \(its options have .*momentum", "the class that saved it"
 )
 def a_state_dict_of_another_optimizer() -> Steps:

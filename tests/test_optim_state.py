@@ -1,5 +1,6 @@
 """State dicts of optimizers: by the user's own FQNs, whole or sharded, loaded wherever the parameters are."""
 
+import copy
 import random
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,7 @@ from fullshard import (
     ShardedOptimStateDictConfig,
     StateDictType,
     clip_grad_norm_,
+    fully_shard,
     recording,
 )
 from fullshard.checkpoint import load, save
@@ -468,3 +470,79 @@ def refuse_orders_that_matter() -> None:
 
 def test_an_optimizer_whose_order_matters_is_refused_if_ranks_differ():
     run_ranks(2, refuse_orders_that_matter)
+
+
+# -- plain state dicts ------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Rows that ranks do not divide, a parameter without a dimension, and one with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 5)
+        self.second = nn.Linear(5, 1)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x))) * self.scale
+
+
+class SignOfMomentum(torch.optim.Optimizer):
+    """An optimizer that this package does not know, and which steps `DTensor`s."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                state["momentum"].mul_(0.9).add_(param.grad)
+                param.add_(state["momentum"].sign(), alpha=-group["lr"])
+
+
+def weights_after(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> dict[str, Tensor]:
+    for number in range(steps):
+        model(torch.arange(6.0).view(2, 3) - number).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = ((name, param.detach()) for name, param in model.named_parameters())
+    return {name: param.full_tensor() if isinstance(param, DTensor) else param.clone() for name, param in found}
+
+
+def load_plain_states(strategy: str) -> None:
+    makers: list[Callable[[Any], torch.optim.Optimizer]] = [
+        partial(torch.optim.AdamW, lr=0.1, amsgrad=True),
+        partial(torch.optim.NAdam, lr=0.1),
+        partial(torch.optim.ASGD, lr=0.1),
+        partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+        partial(SignOfMomentum, lr=0.1),
+    ]
+    for make in makers:
+        for steps in (0, 2):  # of the optimizer that loads, before it does
+            plain = Mixed()
+            of_plain = make(plain.parameters())
+            weights_after(plain, of_plain, 2)
+            state = copy.deepcopy(of_plain.state_dict())
+            model = Mixed()
+            fully_shard(model.first, strategy=strategy)
+            fully_shard(model, strategy=strategy)
+            optimizer = make(model.parameters())
+            weights_after(model, optimizer, steps)
+            model.load_state_dict(plain.state_dict())
+            optimizer.load_state_dict(state)
+            expected = weights_after(plain, of_plain, 3)
+            assert_same(weights_after(model, optimizer, 3), expected)
+            for param, values in optimizer.state.items():
+                moments = [value for value in values.values() if isinstance(value, Tensor) and value.ndim]
+                assert all(value.placements == param.placements for value in moments)
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_a_plain_state_dict_is_loaded_and_trains_as_in_one_process(strategy):
+    run_ranks(2, load_plain_states, strategy)

@@ -82,6 +82,36 @@ def test_another_ranks_file_is_refused_with_the_remedy(options):
     assert second[0].startswith("0.weight of shape (8, 3)")
 
 
+def load_anothers_states(options: dict[str, Any]) -> list[str]:
+    """What is raised on this rank about rank 0's optimizer state: by an optimizer before its first step, and after."""
+    model, optimizer = built(**options)
+    data, said = of_rank(0, dumped(optimizer.state_dict())), []
+    for steps in (0, 1):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            stepped(model, optimizer)
+        before = values(model)
+        model(torch.ones(2, 3)).sum().backward()
+        try:
+            optimizer.load_state_dict(opened(data))
+            optimizer.step()
+            said.append("")
+        except CheckpointError as error:
+            said.append(str(error))
+            assert_same(values(model), before)
+        optimizer.zero_grad()
+    return said
+
+
+@pytest.mark.parametrize("options", [{}, {"strategy": "zero2"}])
+def test_another_ranks_optimizer_state_is_refused_with_the_remedy(options):
+    first, second = run_ranks(2, load_anothers_states, options)
+    assert first == ["", ""]
+    for said in second:
+        assert said.startswith("'exp_avg' of 0.weight of shape (8, 3) holds the part at coordinate (0,)"), said
+        assert "fullshard.checkpoint.save" in said
+
+
 def load_own() -> None:
     """Whatever a rank does with its own state is as before: files, copies, and other DTensors on live meshes."""
     model, optimizer = built()

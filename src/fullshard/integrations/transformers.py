@@ -41,7 +41,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # noqa: E402
 
 from fullshard import checkpoint  # noqa: E402
 from fullshard.checkpoint import Merged  # noqa: E402
-from fullshard.engine.managed import managed_by  # noqa: E402
 from fullshard.errors import ConfigError, StateError  # noqa: E402
 from fullshard.integrations.accelerate import Accelerator  # noqa: E402
 from fullshard.integrations.adapters import trained_part  # noqa: E402
@@ -49,7 +48,7 @@ from fullshard.integrations.plugin import FULL, SHARDED, ShardingPlugin, plugin_
 from fullshard.integrations.reporting import numbers_of  # noqa: E402
 from fullshard.integrations.waiting_weights import is_waiting, read_waiting, wait_for, wait_for_others  # noqa: E402
 from fullshard.report.recording import RunReport, report  # noqa: E402
-from fullshard.state.state_dict import shard_of  # noqa: E402
+from fullshard.state.loaded_states import accept_whole_states  # noqa: E402
 
 __all__ = ["TESTED_TRANSFORMERS", "ReportCallback", "Seq2SeqTrainer", "Trainer", "enable", "from_pretrained"]
 
@@ -155,8 +154,8 @@ class _Sharding(transformers.Trainer):
                 folder, model=self._saved_model(), optimizer=self._own_optimizer(), scheduler=self.lr_scheduler
             )
         else:  # a run that began without sharding
-            with _taking_whole_states(self._own_optimizer()):
-                super()._load_optimizer_and_scheduler(checkpoint_path)
+            accept_whole_states(self._own_optimizer())
+            super()._load_optimizer_and_scheduler(checkpoint_path)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         is_ours = self.sharding is not None and (Path(resume_from_checkpoint) / _FOLDER).exists()
@@ -415,27 +414,3 @@ def _is_complete(path: Path) -> bool:
     except (OSError, ValueError, TypeError):
         return False
     return not (path / _FOLDER).exists() or checkpoint.latest(path / _FOLDER) is not None
-
-
-@contextmanager
-def _taking_whole_states(optimizer: Optimizer) -> Iterator[None]:
-    """A context in which `optimizer` loads a state dict of whole tensors: it takes its shards of them."""
-
-    def shards(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        states = {}
-        for index, state in state_dict["state"].items():
-            managed = managed_by(params[index])
-            states[index] = {
-                name: shard_of(value, managed.unit, managed.param)
-                if managed is not None and getattr(value, "shape", None) == params[index].shape
-                else value
-                for name, value in state.items()
-            }
-        return {**state_dict, "state": states}
-
-    handle = optimizer.register_load_state_dict_pre_hook(shards)
-    try:
-        yield
-    finally:
-        handle.remove()

@@ -44,6 +44,7 @@ from fullshard.optim.same_order import check_same_order
 from fullshard.policy.arguments import check_type
 from fullshard.state.block_states import block_states
 from fullshard.state.budget import choose_for_budget
+from fullshard.state.loaded_states import accept_whole_states
 from fullshard.state.on_disk import StatesOnDisk, StepsInPortions, states_on_disk
 from fullshard.state.optim_state import OWN
 from fullshard.tape.recorder import Origin, Phase, acting_for, active_recorder, note_origin
@@ -77,6 +78,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer not in _stepping:
         _give_back(optimizer)
         point_to_shards(optimizer)
+        accept_whole_states(optimizer)
         _check_steps_shards(optimizer)
         if not _may_have_any_order(optimizer):
             check_same_order(optimizer)
@@ -237,6 +239,7 @@ def _stepping_shards(optimizer: Optimizer, known: Callable[..., Any], inner: Cal
 
     def take_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
+            accept_whole_states(optimizer)
             note_outside(optimizer)  # which may have more parameters since its last step
             choose_for_budget(optimizer)  # before it is asked where anything is: its hook comes behind that
         disk, on_cpu = states_on_disk(optimizer), _on_cpu(optimizer)

@@ -46,6 +46,7 @@ __all__ = [
     "optim_state_dict",
     "optim_state_dict_to_load",
     "params_by_fqn",
+    "placed_like",
     "sharded_optim_state_dict",
 ]
 
@@ -491,6 +492,11 @@ def _placements(like: DTensor, name: str, shape: tuple[int, ...]) -> tuple[Place
     """
     parts = like.shape == shape or is_part(name)
     return tuple(placement if parts and not placement.is_partial() else Replicate() for placement in like.placements)
+
+
+def placed_like(like: DTensor, value: Tensor) -> DTensor:
+    """Return `value`, a whole state of the shape of `like`, placed like it, in separate memory. Nothing is sent."""
+    return _distributed(value, like.device_mesh, tuple(like.placements), like.to_local().device)
 
 
 def _distributed(value: Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], device: torch.device) -> DTensor:

@@ -1,0 +1,108 @@
+"""State dicts that go straight into `optimizer.load_state_dict`: each rank takes its part of whole states, and another
+rank's part is refused.
+
+An optimizer is often made and loaded before this package sees it. So its states are checked when it steps first. From
+then on a hook of the optimizer checks what is loaded.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fullshard._compat import holds_tensors
+from fullshard.comm.mesh import check_own_part
+from fullshard.engine.managed import Managed, managed_by
+from fullshard.errors import StateError
+from fullshard.state.block_states import BlockStates, block_states
+from fullshard.state.optim_state import placed_like
+
+__all__ = ["accept_whole_states"]
+
+_accepting: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def accept_whole_states(optimizer: Optimizer) -> None:
+    """Replace whole states of sharded parameters in `optimizer` by this rank's parts, now and when it loads others.
+
+    Raises:
+        CheckpointError: a state is another rank's part, or belongs to another number of ranks.
+        StateError: a state is whole, and the optimizer encodes states in blocks.
+    """
+    if optimizer in _accepting:
+        return
+    if optimizer.state:
+        own = _own_states(optimizer, optimizer.state.items())
+        for param, values in own.items():
+            optimizer.state[param] = values
+    _accepting.add(optimizer)
+    optimizer.register_load_state_dict_pre_hook(_take_own)
+
+
+def _take_own(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return `state_dict` with this rank's parts. A pre-hook of `load_state_dict`."""
+    saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if len(saved) != len(params):
+        return state_dict  # which torch refuses
+    numbers = {id(param): number for number, param in zip(saved, params, strict=True)}
+    state = state_dict["state"]
+    given = [(param, state[number]) for number, param in zip(saved, params, strict=True) if number in state]
+    own = _own_states(optimizer, given)
+    return {**state_dict, "state": {**state, **{numbers[id(param)]: values for param, values in own.items()}}}
+
+
+def _own_states(
+    optimizer: Optimizer, states: Iterable[tuple[Any, Mapping[str, Any]]]
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """Return those of `states` that belong to sharded parameters, as the optimizer keeps them."""
+    found = [(managed, param, values) for param, values in states if (managed := _sharded(param)) is not None]
+    counters = {"step", "mu_product", "eta", "mu"}  # plain in torch.optim, also for parameters without a dimension
+    for _, param, values in found:
+        if param.ndim:
+            counters |= {name for name, value in values.items() if isinstance(value, Tensor) and not value.ndim}
+    blocks = block_states(optimizer)
+    return {
+        param: {
+            name: value
+            if name in counters or not isinstance(value, Tensor)
+            else _own(f"{name!r} of {_name(managed)}", param, value, blocks)
+            for name, value in values.items()
+        }
+        for managed, param, values in found
+    }
+
+
+def _sharded(param: Any) -> Managed | None:
+    managed = managed_by(param) if isinstance(param, DTensor) else None
+    return None if managed is None or holds_tensors(managed.param.local) else managed
+
+
+def _name(managed: Managed) -> str:
+    return f"{managed.unit.name}.{managed.param.fqn}".removeprefix(".")
+
+
+def _own(name: str, param: DTensor, value: Tensor, blocks: BlockStates | None) -> Tensor:
+    """Return the state `value` of `param` as this rank keeps it.
+
+    Raises:
+        CheckpointError: it is another rank's.
+        StateError: it is whole, and encoded in blocks.
+    """
+    if isinstance(value, DTensor):
+        check_own_part(name, value, param.device_mesh)
+        return value
+    is_whole = type(value) is Tensor and value.shape == param.shape
+    if not is_whole or (blocks is not None and value.shape == param._local_tensor.shape):
+        return value
+    if blocks is not None:
+        raise StateError(
+            f"{name} is a whole tensor of shape {tuple(value.shape)}, but the optimizer encodes states in blocks, of "
+            "which each rank has its own. Load what FullyShardedDataParallel.optim_state_dict_to_load returns."
+        )
+    return placed_like(param, value)
