@@ -798,6 +798,7 @@ class Sharded(Driver):
         super().__init__(program)
         self.folder = folder
         self.rank = dist.get_rank()
+        self.has_failed = False  # since the last step
         fullshard.share_memory_between_units(program.get("share units"))
         fullshard.check_finite_gradients(program.get("check finite", False))
         self.model = self.sharded(program.get("strategy", "zero3"))
@@ -855,6 +856,7 @@ class Sharded(Driver):
             self.record(f"buffer {key}", buffer.detach().clone())
 
     def step(self, action: Json) -> None:
+        self.has_failed = False
         micros, each = action.get("micro", 1), action.get("sync") == "each"
         losses: Records = {}
         for micro in range(micros):
@@ -900,8 +902,12 @@ class Sharded(Driver):
         with booming(self.model, action):
             loss_of(self.program, self.model, self.number, 0, self.rank).backward()
         self.optimizer.zero_grad()
+        self.has_failed = True
 
     def edit(self, action: Json) -> None:
+        if self.has_failed:  # units may still be unsharded, and writes to unsharded parameters are lost with a warning
+            self.model.abandon_step()
+            self.has_failed = False
         with torch.no_grad():
             for param in self.model.parameters():
                 param.mul_(0.875)
