@@ -11,9 +11,10 @@ from small_models import adamw, batch, loss_of, my_part, shard, small_gpt, under
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fullshard import RankMismatchError, share_memory_between_ranks
+from fullshard import FullyShardedDataParallel, RankMismatchError, share_memory_between_ranks
 from fullshard.engine.hooks import runtime_of
 from fullshard.testing import assert_same, run_ranks
+from fullshard.wrap import ModuleWrapPolicy
 
 
 class Broken(torch.autograd.Function):
@@ -145,3 +146,25 @@ def counts_microbatches() -> None:
 
 def test_the_step_after_it_begins_with_its_first_microbatch():
     run_ranks(1, counts_microbatches)
+
+
+def edit_wrapped(fails: bool) -> dict[str, Tensor]:
+    """Weights of a wrapped model that are changed in place after a step that `fails` in backward, and trained on."""
+    model = small_gpt()
+    model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}))
+    optimizer = adamw(model)
+    for step in range(2):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if fails:
+            in_backward(model)
+            model.abandon_step()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+    return wholes(model)
+
+
+def test_weights_can_be_changed_after_a_step_of_the_wrapper_is_abandoned():
+    assert_same(run_ranks(2, edit_wrapped, True), run_ranks(2, edit_wrapped, False))

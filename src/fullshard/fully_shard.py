@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fullshard.comm.mesh import Axes, axes_by_name
 from fullshard.device.accelerator import accelerator_for, on_stream
 from fullshard.engine.hooks import (
+    abandon_step,
     changing_shards,
     is_in_use,
     run_as_forward,
@@ -547,10 +548,7 @@ class FSDPModule:
             StateError: a forward or backward is under way: call it once the exception is caught.
             RankLostError: a rank is gone, and the process group with it.
         """
-        runtime = runtime_of(_module(self))
-        if runtime.is_running:
-            raise StateError("abandon_step within a forward or backward. Call it once the exception is caught.")
-        runtime.abandon()
+        abandon_step(_module(self))
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Start the gathers of these units at this one's forward, instead of the next one in the recorded order."""

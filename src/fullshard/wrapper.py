@@ -15,7 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fullshard.comm.mesh import default_mesh
 from fullshard.device.current import count_devices, current_device, usual_device_type
-from fullshard.engine.hooks import changing_shards, refuse_pickle, runtime_of, without_sync, zero_shard_grads
+from fullshard.engine.hooks import (
+    abandon_step,
+    changing_shards,
+    refuse_pickle,
+    runtime_of,
+    without_sync,
+    zero_shard_grads,
+)
 from fullshard.engine.managed import mark_ignored_buffers
 from fullshard.engine.registry import clean_fqn, is_unit, process_groups_along, unit_of, units_in
 from fullshard.engine.unit import Unit
@@ -304,6 +311,18 @@ class FullyShardedDataParallel(nn.Module):
         """A context in which backward adds to whole gradients and sends nothing, until a backward after it."""
         with without_sync(self._units()):
             yield
+
+    def abandon_step(self) -> None:
+        """Drop what the current step has done, as `FSDPModule.abandon_step` does.
+
+        Call it on every rank after an exception in forward or backward that the program survives. Parameters may be
+        unsharded until then, and writes to unsharded parameters are lost.
+
+        Raises:
+            StateError: a forward or backward is running.
+            RankLostError: a rank is gone, and the process group with it.
+        """
+        abandon_step(self._unit.module)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """The norm of all gradients before clipping; see `fullshard.clip_grad_norm_`."""

@@ -25,6 +25,7 @@ from fullshard.engine.unit import Unit
 from fullshard.errors import StateError
 
 __all__ = [
+    "abandon_step",
     "as_plain",
     "changing_shards",
     "check_idle",
@@ -103,6 +104,14 @@ def runtime_of(module: nn.Module) -> Runtime:
         RankMismatchError: the ranks do not agree on the units.
     """
     return runtime_or_none(unit_of(module)) or Runtime(module, units_in(module))
+
+
+def abandon_step(module: nn.Module) -> None:
+    """Drop what the current step of the outermost `module` has done. See `FSDPModule.abandon_step`."""
+    runtime = runtime_of(module)
+    if runtime.is_running:
+        raise StateError("abandon_step within a forward or backward. Call it once the exception is caught.")
+    runtime.abandon()
 
 
 def is_in_use(unit: Unit) -> bool:
