@@ -1,4 +1,4 @@
-"""The engine run dry: the same code on fake tensors, pretended lanes and a pretended group, written on a tape."""
+"""Dry runs of the engine: the same code on fake tensors, streams and process groups, recorded in a trace."""
 
 from fullshard.dry.races import Race, races
 from fullshard.dry.run import run, taped, world

@@ -1,16 +1,16 @@
-"""What a GPU has one kernel for, and a CPU several: on the tape of a GPU it is one operation, as it would be there.
+"""Operations with one fused kernel on a GPU and several kernels on a CPU. The trace of a GPU records the fused one.
 
-The tensors of a dry run are a CPU's, and torch takes apart for these what it has fused kernels for on CUDA:
+The tensors of a dry run are CPU tensors. For those, torch decomposes operations that have fused kernels on CUDA:
 
-    dropout          `native_dropout`, which keeps a mask of a byte an element. On a CPU three kernels, and a mask as
-                     wide as the input
-    attention        with dropout, with a bias that is trained or with values of another width than keys: one kernel,
-                     and no matrix of scores in memory
-    softmax          of float16 that gives float32: one kernel that converts as it reads
-    RMSNorm          `_fused_rms_norm`, where input and weight have one dtype
+    dropout          `native_dropout`, which keeps a mask of one byte per element. On a CPU it takes three kernels and
+                     a mask as wide as the input
+    attention        with dropout, with a bias that requires gradients, or with values and keys of different widths: one
+                     kernel, and no matrix of scores in memory
+    softmax          from float16 to float32: one kernel that converts while it reads
+    RMSNorm          `_fused_rms_norm`, if input and weight have the same dtype
 
-And `torch.autocast("cuda")`, which a torch without CUDA switches off, computes in its dtype what it would on CUDA, and
-in float32 what it would in that.
+A torch build without CUDA disables `torch.autocast("cuda")`. A dry run enables it: operations run in the dtype, float32
+included, that they have under autocast on CUDA.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HALF = (torch.float16, torch.bfloat16)
 
 @contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """A context in which fake tensors of a CPU go by the operations that CUDA has."""
+    """Context manager in which fake CPU tensors use the operations that CUDA has."""
     in_float32 = {name: partial(_in_float32, _operation(name)) for name in _FLOAT32_UNDER_AUTOCAST}
     with ExitStack() as stack:
         stack.enter_context(kernels_instead(_KERNELS, "AutogradCPU"))
@@ -89,7 +89,7 @@ def _attention(
 
 
 class _RmsNorm(torch.autograd.Function):
-    """The fused kernel, forward and backward: on a CPU autograd knows no formula for it."""
+    """The fused kernel, forward and backward. Autograd has no formula for it on a CPU."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor | None, shape: Sequence[int], eps: float | None) -> Any:
@@ -129,7 +129,7 @@ _FLOAT32_UNDER_AUTOCAST = (
     *("sum.dim_IntList", "cumsum", "logsumexp", "linalg_vector_norm", "cosine_similarity"),
     "binary_cross_entropy_with_logits",
 )
-"""Those of torch's list for CUDA that models have, and that its list for CPUs does not."""
+"""Operations in torch's float32 list for CUDA that models use and that its list for CPUs lacks."""
 
 
 def _operation(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Pretended lanes: what would be queued is done at once, and written on a tape under the lane's name."""
+"""Simulated streams: queued work runs immediately and is recorded in a trace under the name of the stream."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ __all__ = ["OF_TORCH", "DryAccelerator", "DryLane"]
 
 _PACKAGE = Path(__file__).parent.parent
 OF_TORCH = "torch: "
-"""What `Waited.site` begins with where torch itself makes the host wait."""
+"""Prefix of `Waited.site` if torch itself makes the host wait."""
 
 _SEAM = tuple(str(_PACKAGE / room) for room in ("device", "dry"))
 
 
 class _DryMark:
-    """A point in the work of a pretended lane."""
+    """A point in the work of a simulated stream."""
 
     def __init__(self, number: int, host: DryLane) -> None:
         self.number = number
         self._host = host
 
     def query(self) -> bool:
-        """True: what is pretended is done at once."""
+        """Return True: simulated work is complete as soon as it is queued."""
         return True
 
     def synchronize(self) -> None:
-        """Let the host wait for it."""
+        """Make the host wait for this event."""
         self._host.wait(self)
 
 
 class DryLane(Lane):
-    """A lane that writes on the tape what is asked of it."""
+    """A stream that records its operations in a trace."""
 
     is_stream = True
 
@@ -63,12 +63,12 @@ class DryLane(Lane):
 
 
 class DryAccelerator(Accelerator):
-    """An accelerator that is pretended on a CPU.
+    """An accelerator simulated on a CPU.
 
     Args:
-        tape: what it is written on.
-        has_lanes: whether it is an accelerator, or a CPU whose memory alone is of interest.
-        host_bytes: what the rank may take of the host's memory in all; None for as much as it likes.
+        tape: The trace to record to.
+        has_lanes: Whether to simulate an accelerator. If False, only the memory of a CPU is recorded.
+        host_bytes: The host memory in bytes that this rank may use. None means no limit.
     """
 
     is_dry = True
@@ -126,7 +126,7 @@ class DryAccelerator(Accelerator):
 
     @contextmanager
     def on_lane(self, name: str) -> Iterator[None]:
-        """A context in which work is queued on the lane of that name."""
+        """Context manager that queues work on the stream called `name`."""
         before, self.lane = self.lane, name
         try:
             yield
@@ -134,7 +134,7 @@ class DryAccelerator(Accelerator):
             self.lane = before
 
     def mark(self, lane: str) -> Mark:
-        """A new mark on the lane of that name."""
+        """Record an event on the stream called `lane` and return it."""
         self._check_current(lane)
         self._marks += 1
         self.tape.note(Recorded(self._marks, lane, self.tape.origin))
@@ -143,24 +143,26 @@ class DryAccelerator(Accelerator):
         return _DryMark(self._marks, host)
 
     def note_wait(self, mark: int, lane: str, site: str = "") -> None:
-        """Write down that `lane` waits for `mark`, by order of `site`; if that is empty, of whoever calls."""
+        """Record that `lane` waits for `mark`. `site` is the line that requested it, the caller if empty."""
         self._check_current(lane)
         self.tape.note(Waited(mark, lane, site or _site(), self.tape.origin))
 
     def _check_current(self, lane: str) -> None:
-        """The compute lane is whichever is current, so that within another one's context it would be that."""
+        """Raise if `lane` is not current. Compute uses the current stream, which another stream's context replaces."""
         assert lane != LANES[0] or self.lane in (lane, HOST), f"compute was asked for within lane {self.lane}"
 
     def hold_host(self, lane: str, operation: str) -> None:
-        """Let the host wait for `lane`, as an operation of torch's has it wait."""
+        """Record that an operation of torch makes the host wait for `lane`."""
         self._marks += 1
         self.tape.note(Recorded(self._marks, lane, self.tape.origin))
         self.note_wait(self._marks, HOST, f"{OF_TORCH}{operation}")
 
 
 def _site() -> str:
-    """The line that asks for a wait, and the line that calls its function: methods that several callers share are
-    several sites. As "file:line in function, called by file:line in function", where both are outside of the seam.
+    """Return the line that requests a wait and the line that calls its function, both outside of the device layer.
+
+    The format is "file:line in function, called by file:line in function". The caller is included because a method that
+    several callers share counts as several sites.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith((*_SEAM, "<")):
@@ -168,7 +170,7 @@ def _site() -> str:
     assert frame is not None, "somebody asks"
     site, caller = _line(frame), frame.f_back
     is_ours = caller is not None and caller.f_code.co_filename.startswith(str(_PACKAGE))
-    if frame.f_code.co_name == "__del__":  # the garbage collector calls it, in whichever line that is
+    if frame.f_code.co_name == "__del__":  # the garbage collector calls it from an arbitrary line
         is_ours = False
     return f"{site}, called by {_line(caller)}" if caller is not None and is_ours else site
 

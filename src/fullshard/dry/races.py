@@ -1,15 +1,15 @@
-"""Races on a tape: what the engine's lanes do to the same memory, and what nothing has put in order.
+"""Races in a trace: accesses of several streams to the same memory that nothing orders.
 
-Two accesses to the same bytes on different lanes, of which one is a write, need to be ordered: one lane must have
-waited for a mark that the other set behind its access. And memory that is freed goes back to the lane that it was
-allocated on, which hands it out again at once: so when that lane allocates next, every access of the other lanes to
-what was freed must lie before; and so must all that the lane itself was given, when another lane uses what it
-allocated. (torch's own sanitizer for CUDA streams forgets memory when it is freed, and cannot see
-that.) The host is a lane, too: it reads what copies to its memory have written, and writes what others still read.
+Two accesses to the same bytes on different streams must be ordered if one of them is a write. One stream must have
+waited for an event that the other recorded after its access. Freed memory returns to the stream that it was allocated
+on, which can reuse it immediately. So when that stream allocates next, every access of the other streams to the freed
+memory must come before. When another stream uses the new memory, all work queued so far on the allocating stream must
+come before, too. (torch's own CUDA stream sanitizer forgets memory when it is freed and cannot see that.) The host
+counts as a stream: it reads what copies to its memory have written, and writes memory that others still read.
 
-Which access lies before which is kept by vector clocks (Fidge, 1988; Mattern, 1989): a lane has a count of its own
-work, and the counts of the other lanes that it is known to be behind. Recording a mark copies them, and waiting for the
-mark takes the larger ones. Whatever is queued lies behind what the host has done before.
+Vector clocks (Fidge, 1988; Mattern, 1989) keep the order of accesses. A stream counts its own work and keeps the counts
+of the other streams that it is known to follow. Recording an event copies the counts. Waiting for the event takes the
+maximum of both. All queued work follows what the host has done before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Clock = dict[str, int]
 
 @dataclass(frozen=True)
 class Race:
-    """Two things that a tape has in no order. `first` came first in the program."""
+    """Two accesses in a trace that nothing orders. `first` comes first in program order."""
 
     what: str
     storage: int
@@ -60,16 +60,16 @@ class _Use:
 
 
 _Uses = dict[tuple[str, int, int, bool], _Use]
-"""What was done with a storage: the last use of each lane for each stretch, whether it writes or reads."""
+"""The accesses to a storage: the last one of each stream for each byte range, separately for reads and writes."""
 
 
 def races(tape: Tape, *, without: str = "") -> list[Race]:
-    """The races on `tape`, in the order of the program; none, if every wait that is needed is there.
+    """Return the races in `tape` in program order. The list is empty if no wait is missing.
 
     Args:
-        tape: what was done.
-        without: the site of a wait, as `Waited.site` has it, that is taken to be missing. A wait changes when things
-            are done and not what is done: so this is the tape of an engine without it.
+        tape: The trace to check.
+        without: The site of a wait (see `Waited.site`) to leave out. A wait changes when operations run, but not which
+            ones, so the rest is the trace of an engine without this wait.
     """
     reader = _Reader()
     for entry in tape.entries:
@@ -84,7 +84,7 @@ class _Reader:
         self._clocks: dict[str, Clock] = defaultdict(Clock)
         self._marks: dict[int, Clock] = {}
         self._uses: dict[int, _Uses] = defaultdict(dict)  # by storage
-        self._freed: dict[str, list[_Use]] = defaultdict(list)  # by the lane that has the memory back
+        self._freed: dict[str, list[_Use]] = defaultdict(list)  # by the stream that the memory has returned to
 
     def read(self, entry: object) -> None:
         match entry:
@@ -100,7 +100,7 @@ class _Reader:
                 self._free(entry)
 
     def _clock(self, lane: str) -> Clock:
-        """What the work of `lane` that is queued now lies behind: whatever the host has done is among it."""
+        """Return the counts that work queued on `lane` now follows, which include everything the host has done."""
         clock = self._clocks[lane]
         if lane != HOST:
             _join(clock, self._clocks[HOST])
@@ -128,14 +128,14 @@ class _Reader:
             if clock.get(use.lane, 0) < use.time:
                 new = _Use("the next allocation", lane, entry.origin, 0, use.access, writes=True)
                 self._report("may be handed out again while in use:", use, new)
-        # Other lanes may have it once they come behind what this one was given before: it may still use that memory.
+        # Other streams may use it once they follow the earlier work of this stream, which may still use that memory.
         access = Access(entry.storage, 0, entry.nbytes)
         made = _Use("its allocation", lane, entry.origin, clock.get(lane, 0), access, writes=True)
         self._uses[entry.storage][lane, 0, entry.nbytes, True] = made
 
     def _free(self, entry: Free) -> None:
         uses = self._uses.pop(entry.storage, {})
-        if entry.lane not in (HOST, GIVEN):  # pinned memory waits by itself
+        if entry.lane not in (HOST, GIVEN):  # PyTorch waits before it reuses pinned memory
             self._freed[entry.lane] += [use for use in uses.values() if use.lane != entry.lane]
 
     def _report(self, what: str, first: _Use, second: _Use) -> None:

@@ -1,4 +1,4 @@
-"""Whole steps of the engine, run dry, for one rank of any world on one process without a GPU."""
+"""Dry runs of whole steps: for one rank of any world size, in one process, without a GPU."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ __all__ = ["fused_adamw", "run", "taped", "world"]
 
 @contextmanager
 def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None]:
-    """A context in which this process is `rank` of `size`: the default process group sends nothing.
+    """Context manager that makes this process `rank` of `size` in a default process group that sends nothing.
 
     Args:
-        size: how many ranks there are.
-        rank: which one this process is.
-        ranks_per_host: how many ranks a host has, for what goes by hosts.
+        size: The world size.
+        rank: The rank of this process.
+        ranks_per_host: The number of ranks per host.
 
     Raises:
-        ConfigError: there is no such rank.
-        StateError: there is a default process group.
+        ConfigError: The rank does not exist.
+        StateError: A default process group exists already.
     """
     if not 0 <= rank < size or ranks_per_host < 1:
         raise ConfigError(f"dry.world({size}, rank={rank}, ranks_per_host={ranks_per_host}): there is no such rank.")
@@ -75,19 +75,19 @@ def world(size: int, *, rank: int = 0, ranks_per_host: int = 8) -> Iterator[None
 def taped(
     *, lanes: Literal["gpu", "cpu"] = "gpu", values: bool = False, host_bytes: int | None = None
 ) -> Iterator[Tape]:
-    """A context in which all that this process does is written on the tape that it gives.
+    """Context manager that records everything this process does in the trace that it returns.
 
-    Models must be made and sharded within it, on the CPU; a mesh, before it.
+    Create and shard models within the context, on the CPU. Create a device mesh before it.
 
     Args:
-        lanes: "gpu" to pretend an accelerator with lanes of its own, and memory beside the host's; "cpu" for none.
-        values: whether tensors are real. Otherwise they have shapes and no memory, whatever their size, and collectives
-            are not carried out.
-        host_bytes: what the rank may take of the host's memory beside a pretended accelerator, by which an
-            `Offload(budget=...)` goes; None for as much as it likes.
+        lanes: "gpu" to simulate an accelerator with streams and memory separate from the host's; "cpu" for none.
+        values: Whether tensors are real. If False, tensors have shapes but no memory, whatever their size, and
+            collectives are not executed.
+        host_bytes: The host memory in bytes that this rank may use alongside a simulated accelerator.
+            `Offload(budget=...)` respects it. None means no limit.
 
     Raises:
-        ConfigError: `lanes` is something else; or an operation gives what depends on values, and there are none.
+        ConfigError: `lanes` is invalid, or the result of an operation depends on values but tensors are fake.
     """
     if lanes not in ("gpu", "cpu"):
         raise ConfigError(f'lanes={lanes!r}: "gpu" or "cpu" is needed.')
@@ -126,28 +126,30 @@ def run(
     values: bool = False,
     host_bytes: int | None = None,
 ) -> Tape:
-    """The tape of whole training steps of one rank: forward, backward, clipping and the optimizer's step.
+    """Return the trace of whole training steps of one rank: forward, backward, clipping and the optimizer step.
 
-    No GPU is needed, nor memory for the model: tensors are fakes, unless `values` is set.
+    Neither a GPU nor memory for the model is needed: tensors are fake unless `values` is set.
 
     Args:
-        make_model: makes the model and shards it, as each rank would, on the CPU. Given the mesh, if there is one.
-        make_batch: makes one microbatch.
-        world: how many ranks there are.
-        rank: which one is told of. Ranks differ in the rows that they own, rank 0 has the most.
-        ranks_per_host: how many of them share a host.
-        make_mesh: makes the mesh, where `make_model` needs one that it is given.
-        loss: the loss of a model and a batch. If None, `model(batch)`: what it returns is the loss, or has it as
-            `.loss`, or is a tensor whose mean is taken.
-        make_optimizer: makes the optimizer of parameters; fused AdamW, if None.
-        steps: how many steps are taken. The first differs from later ones: no order is known yet.
-        microbatches: forward and backward passes of a step; all but the last under `no_sync`.
-        max_norm: clips gradients to that norm, if given.
-        lanes: see `taped`, and so for `values` and `host_bytes`.
+        make_model: Creates the model and shards it on the CPU, as each rank would. Receives the mesh, if there is one.
+        make_batch: Creates one microbatch.
+        world: The world size.
+        rank: The rank to simulate. Ranks differ in the rows that they own; rank 0 has the most.
+        ranks_per_host: The number of ranks per host.
+        make_mesh: Creates the mesh, if `make_model` takes one.
+        loss: Computes the loss from a model and a batch. If None, `model(batch)` returns the loss, an object with the
+            loss as `.loss`, or a tensor whose mean is the loss.
+        make_optimizer: Creates the optimizer from parameters. If None, fused AdamW.
+        steps: The number of steps. The first differs from later ones because the order of units is not known yet.
+        microbatches: The number of forward and backward passes per step. All but the last run under `no_sync`.
+        max_norm: Clips gradients to that norm, if given.
+        lanes: See `taped`.
+        values: See `taped`.
+        host_bytes: See `taped`.
 
     Raises:
-        ConfigError: an argument cannot be honoured; or an operation gives what depends on values.
-        StateError: there is a default process group in this process.
+        ConfigError: An argument is not supported, or the result of an operation depends on values.
+        StateError: A default process group exists in this process.
     """
     if steps < 1 or microbatches < 1:
         raise ConfigError(f"dry.run(steps={steps}, microbatches={microbatches}): positive numbers are needed.")
@@ -188,7 +190,7 @@ def _train(
 
 
 def fused_adamw(params: Any) -> torch.optim.Optimizer:
-    """The optimizer of dry runs for which none is named."""
+    """Return the default optimizer of dry runs."""
     return torch.optim.AdamW(params, fused=True)
 
 

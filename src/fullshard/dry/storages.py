@@ -1,4 +1,4 @@
-"""Memory as it comes and goes: which storage is which, and where each one's memory is from."""
+"""Allocated and freed memory: the number of each storage and the stream that its memory belongs to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fullshard.tape.tape import HOST, Access, Allocation, Free, Tape
 __all__ = ["GIVEN", "Storages"]
 
 GIVEN = "given"
-"""In place of the lane whose memory it is: there before the tape was."""
+"""Replaces the name of a stream for memory that existed before the trace."""
 
 
 @dataclass(slots=True)
@@ -27,16 +27,16 @@ class _Known:
 
 
 class Storages:
-    """The storages that a tape tells of, by number. Finalizers notice when one is gone."""
+    """The storages in a trace, by number. Finalizers report when one is freed."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape
         self._known: dict[int, _Known] = {}
-        self._told: dict[Access, Access] = {}  # each once: of tensors that are used again, the same
+        self._told: dict[Access, Access] = {}  # one `Access` per byte range, shared by all uses of the same tensor
         self._last = 0
 
     def note_allocated(self, storage: torch.UntypedStorage, lane: str, purpose: str = "", ranks: int = 1) -> None:
-        """Note that `storage` has memory of `lane`'s from now on, which so many ranks have in common."""
+        """Record that `storage` has memory of `lane` from this point, shared by that many ranks."""
         known = self._known.get(storage._cdata) or self._add(storage, lane)
         known.lane, known.nbytes, known.ranks = lane, storage.nbytes(), ranks
         if known.nbytes:
@@ -44,26 +44,26 @@ class Storages:
             self._tape.note(Allocation(known.number, known.nbytes, lane, self._tape.origin, purpose, ranks))
 
     def note_freed(self, storage: torch.UntypedStorage) -> None:
-        """Note that the memory of `storage`, if it has any, goes back to where it is from."""
+        """Record that the memory of `storage`, if it has any, returns to its stream."""
         known = self._known.get(storage._cdata)
         if known is not None:
             self._free(known)
 
     def is_known(self, tensor: Tensor) -> bool:
-        """True if the tape tells of the storage of `tensor` already."""
+        """Return True if the trace contains the storage of `tensor` already."""
         return tensor.untyped_storage()._cdata in self._known
 
     def is_host(self, tensor: Tensor) -> bool:
-        """True if the memory of `tensor` is the host's, beside that of an accelerator."""
+        """Return True if the memory of `tensor` is host memory alongside an accelerator."""
         known = self._known.get(tensor.untyped_storage()._cdata)
         return known is not None and known.lane == HOST
 
     def nbytes_from(self, lane: str) -> int:
-        """Bytes of the memory of `lane`'s that is in use."""
+        """Return the bytes of memory of `lane` that are in use."""
         return sum(known.nbytes for known in self._known.values() if known.lane == lane)
 
     def access(self, tensor: Tensor) -> Access:
-        """The bytes that `tensor` spans."""
+        """Return the bytes that `tensor` spans."""
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
         if known is None:
@@ -77,7 +77,7 @@ class Storages:
         return self._told.setdefault(access, access)
 
     def forget(self) -> None:
-        """Take no notice any more."""
+        """Stop recording."""
         for known in self._known.values():
             known.end.detach()
         self._known.clear()
@@ -102,6 +102,6 @@ class Storages:
 
 
 def _spanned(tensor: Tensor) -> int:
-    """Elements from the first of `tensor` to its last, and those that it leaves out in between."""
+    """Return the number of elements from the first to the last of `tensor`, gaps included."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last + 1 if tensor.numel() else 0

@@ -1,4 +1,4 @@
-"""Every operation of torch's written on a tape, with the memory that it reads, writes and makes."""
+"""Recording of every torch operation in a trace, with the memory that it reads, writes and allocates."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _COPIES = frozenset(
     )
 ) | {"fsdp.all_gather_copy_in", "fsdp.split_with_sizes_copy", "fsdp.chunk_cat"}  # of torch's FSDP2
 _COPIES_INTO_FIRST_RESULT = "fsdp.all_gather_copy_in"
-"""Its schema does not say that it writes: copies of its first argument to its first result, a part of the second."""
+"""Its schema does not declare the write: it copies its first argument to its first result, a view of the second."""
 _NO_MEMORY = frozenset(("aten._unsafe_view", "aten.set_", "aten.detach", "aten.alias", "prim.device"))
 _NO_VALUES = frozenset(
     ("aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.new_empty_strided")
 )
 _READ_BY_HOST = frozenset(("aten._local_scalar_dense", "aten.equal", "aten.nonzero", "aten.is_nonzero"))
 
-_ENDLESS = 10_000  # questions
+_ENDLESS = 10_000  # reads of a value in a row
 
 
 class EndlessLoopError(ConfigError):
-    """A loop in a dry run that waits for a value which never comes. `found` says where, without what to do."""
+    """A loop in a dry run that waits for a value that never appears. `found` is the location, without advice."""
 
     def __init__(self, found: str) -> None:
         super().__init__(f"{found} Pass values=True, or leave the loop out.")
@@ -61,14 +61,14 @@ class EndlessLoopError(ConfigError):
 
 
 class Watch(TorchDispatchMode):
-    """A context whose operations are written on the tape of `accelerator`, under the lane that is current.
+    """Context manager that records its operations in the trace of `accelerator`, under the current stream.
 
-    On fake tensors and in a pretended world no collective is carried out. And of fake tensors, what the host asks for
-    has no values: a number is 1, and a truth is True.
+    With fake tensors and a simulated world, collectives are not executed. If the host reads a value of a fake tensor, a
+    number is 1 and a boolean is True.
 
     Args:
-        accelerator: the pretended one.
-        fakes: the mode of the fake tensors; None if tensors are real.
+        accelerator: The simulated accelerator.
+        fakes: The mode of the fake tensors. None if tensors are real.
     """
 
     def __init__(self, accelerator: DryAccelerator, fakes: QuickFakes | None) -> None:
@@ -82,11 +82,11 @@ class Watch(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False, so that torch's compiler is not asked at every operation whether it is to look away."""
+        """Return False, so that torch's compiler does not check at every operation whether to skip it."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, or pretend to, and write it down. Of wrappers such as `DTensor`, what they wrap."""
+        """Run or simulate the operation and record it. For wrappers such as `DTensor`, record the wrapped tensors."""
         if func is ASKS_DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device
         if Awaited in types or any(map(is_wrapper_type, types)):
@@ -118,7 +118,7 @@ class Watch(TorchDispatchMode):
             if not self._storages.is_known(tensor) and not tensor.is_meta:
                 self._storages.note_allocated(tensor.untyped_storage(), lane)
                 made.append(tensor)
-        if name in _NO_VALUES or not (given or made):  # such as a question about dtypes
+        if name in _NO_VALUES or not (given or made):  # such as a query of dtypes
             return result
         if name == _COPIES_INTO_FIRST_RESULT:
             writes += (self._storages.access(result[0]),)
@@ -135,23 +135,23 @@ class Watch(TorchDispatchMode):
         return result
 
     def _constant(self, made: Any) -> Any:
-        """A tensor of values from the program. A number is the host's, such as an optimizer's count of its steps."""
+        """Record a tensor made from program values. A number, such as an optimizer's step count, is in host memory."""
         if self._accelerator.has_lanes and isinstance(made, Tensor) and made.ndim == 0:
             self._storages.note_allocated(made.untyped_storage(), HOST)
         return made
 
     def _lane_for(self, given: Sequence[Tensor]) -> str:
-        """The lane that an operation runs on: the host's if it touches the host's memory only."""
+        """Return the stream that an operation runs on: the host's if it accesses only host memory."""
         return HOST if given and all(map(self._storages.is_host, given)) else self._accelerator.lane
 
     def _holds_host(self, name: str, crosses: bool, args: Any, kwargs: Any) -> bool:
-        """True if the host waits until the operation is over. `crosses` is of the tape's `Operation`."""
+        """Return True if the host waits for the operation to complete. See `Operation.crosses` for `crosses`."""
         if name in _READ_BY_HOST:
             return True
         return crosses and not (kwargs.get("non_blocking") or (name == "aten.copy_" and len(args) > 2 and args[2]))
 
     def _crosses(self, given: Sequence[Tensor]) -> bool:
-        """True if some tensors are in the host's memory and others in an accelerator's."""
+        """Return True if some tensors are in host memory and others in an accelerator's."""
         return len({self._storages.is_host(tensor) for tensor in given}) > 1
 
     def _run(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
@@ -171,15 +171,15 @@ class Watch(TorchDispatchMode):
             ) from error
 
     def _given_by(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation gives: of fakes at once, where the way through torch's dispatcher can be spared."""
+        """Return the result of an operation. Fake tensors skip torch's dispatcher where possible."""
         result = NotImplemented if self._fakes is None else self._fakes.quickly(func, args, kwargs)
         return func(*args, **kwargs) if result is NotImplemented else result
 
     def _note_question(self, name: str) -> None:
-        """Note that the host asks for a value, which has the same answer however often it is asked for.
+        """Record that the host reads a value. The answer is the same however often it is read.
 
         Raises:
-            EndlessLoopError: nothing else has been asked for so long that it is a loop which waits for another answer.
+            EndlessLoopError: The same line has read a value so often in a row that it must be an endless loop.
         """
         frame = sys._getframe(3)
         while frame.f_back is not None and "/torch/" in frame.f_code.co_filename:
@@ -194,7 +194,7 @@ class Watch(TorchDispatchMode):
             )
 
     def _collect(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Write a collective down, and carry it out unless its tensors are fakes."""
+        """Record a collective, and execute it unless its tensors are fake."""
         reads, writes, sizes = [], [], []
         for argument, value in zip(func._schema.arguments, args, strict=False):
             tensors = _tensors(value)
@@ -214,7 +214,7 @@ class Watch(TorchDispatchMode):
                 if not self._storages.is_known(tensor):
                     self._storages.note_allocated(tensor.untyped_storage(), self._accelerator.lane)
                 writes.append(self._storages.access(tensor))
-        ranks = self._groups.setdefault(ranks, ranks)  # of thousands, the same for all collectives of a group
+        ranks = self._groups.setdefault(ranks, ranks)  # one tuple per group: it may have thousands of ranks
         name, lane, origin = str(func._overloadpacket).split(".")[-1], self._accelerator.lane, self._tape.origin
         if sizes:
             self._tape.note(Collective(name, lane, origin, tuple(reads), tuple(writes), ranks, tuple(sizes)))
@@ -239,7 +239,7 @@ def _kind(func: OpOverload) -> str:
 
 @cache
 def _writing(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Number and name of each argument that an operation writes to."""
+    """Return the index and name of each argument that an operation writes to."""
     arguments = enumerate(func._schema.arguments)
     return tuple((i, item.name) for i, item in arguments if item.alias_info is not None and item.alias_info.is_write)
 
@@ -249,21 +249,21 @@ def _written(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> l
 
 
 def _without(given: Sequence[Tensor], written: Sequence[Tensor], func: OpOverload) -> Iterator[Tensor]:
-    """The tensors that are read. What is written counts as read too, unless all of it is replaced."""
+    """Return the tensors that are read. Written tensors count as read unless they are replaced entirely."""
     outs = {id(tensor) for tensor in written} if _replaces(func) else set()
     return (tensor for tensor in given if id(tensor) not in outs)
 
 
 @cache
 def _replaces(func: OpOverload) -> bool:
-    """True if all of what an operation writes to is replaced."""
+    """Return True if an operation replaces all of the memory that it writes to."""
     if str(func._overloadpacket) in ("aten.copy_", "aten._foreach_copy_", "aten.zero_", "aten.fill_"):
         return True
     return func._overloadname == "out" or (func.namespace == "fsdp" and bool(_writing(func)))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in arguments or results."""
+    """Return the tensors in arguments or results."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, dict):

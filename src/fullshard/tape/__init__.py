@@ -1,1 +1,1 @@
-"""The record of a run, the one recorder, and the process's context."""
+"""The trace of a run, the recorder, and the values kept for the default process group."""

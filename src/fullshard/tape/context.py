@@ -1,9 +1,9 @@
-"""Values that this process keeps for its default process group, and drops with it.
+"""Values that this process keeps for its default process group and drops with it.
 
     _meshes: Kept[Key, DeviceMesh] = Kept("default meshes")
 
-Groups, connections and memory that belong to a default process group must not be found again when another one has been
-made: they would leak, and a group of the old world is of no use in the new one.
+Groups, connections and memory of a default process group must not be reused after another one is created. They would
+leak, and a group of the old world does not work in the new one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _group: dist.ProcessGroup | None = None  # the default group that everything kep
 
 
 class Kept(Generic[K, V]):
-    """Values by key, each made once in the life of a default process group.
+    """A mapping whose values are created once per default process group.
 
     Args:
-        what: a name for the kind of value, in words.
-        close: called with each value that is dropped.
+        what: A description of the values.
+        close: Called with each value that is dropped.
     """
 
     def __init__(self, what: str, close: Callable[[V], None] | None = None) -> None:
@@ -41,7 +41,7 @@ class Kept(Generic[K, V]):
         return len(self._values)
 
     def get_or_make(self, key: K, make: Callable[[], V]) -> V:
-        """The value for `key`, made by `make()` when it is first asked for."""
+        """Return the value for `key`. Call `make()` to create it on first use."""
         drop_if_stale()
         of_world = dist.group.WORLD, key
         if of_world not in self._values:
@@ -49,17 +49,17 @@ class Kept(Generic[K, V]):
         return self._values[of_world]
 
     def drop(self) -> None:
-        """Close and forget everything."""
+        """Close and remove all values."""
         values = list(self._values.values())
         self._values.clear()
         if self._close is not None:
             for value in values:
-                with suppress(Exception):  # the group that it belonged to is gone, and it may be too
+                with suppress(Exception):  # the value may be unusable because its process group no longer exists
                     self._close(value)
 
 
 def drop_if_stale() -> None:
-    """Drop every kept value if its default process group is no longer the default one."""
+    """Drop all kept values if their default process group is no longer the default one."""
     global _group
     if dist.group.WORLD is not _group:
         for one in _all:
@@ -68,5 +68,5 @@ def drop_if_stale() -> None:
 
 
 def kept() -> dict[str, int]:
-    """The number of values of each kind that this process keeps for its default process group."""
+    """Return the number of values of each kind that this process keeps for its default process group."""
     return {one.what: len(one) for one in _all}

@@ -1,4 +1,4 @@
-"""The one recorder: what the engine did, in order, for tests, ledgers and timelines.
+"""The recorder of what the engine does, in order, for tests, memory predictions and timelines.
 
 Nothing is recorded unless a recorder is active:
 
@@ -49,9 +49,9 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Origin:
-    """The cause of an operation: a unit (by FQN; the root's is empty), its phase, and the microbatch.
+    """The cause of an operation: a unit (by FQN, empty for the root), its phase, and the microbatch.
 
-    Microbatches of a step count from 1 on; 0 is before the first. `note` says what is unusual about it.
+    Microbatches of a step are numbered from 1; 0 is before the first. `note` describes anything unusual.
     """
 
     unit: str
@@ -61,22 +61,22 @@ class Origin:
 
 
 def _now() -> float:
-    """Looked up at each call, unlike a default factory: tests pretend a clock."""
+    """Return the current time. Unlike a default factory it is looked up at each call, so that tests can patch it."""
     return time.perf_counter()
 
 
 @dataclass(slots=True)
 class Event:
-    """One thing the engine did.
+    """One action of the engine.
 
-    `name` is a collective of tensors (one of `COLLECTIVES`) or of objects, "allocate" or "free" of a unit's unsharded
-    storage, "orthogonalise" of a matrix, "checkpoint" while the program saves one, or "wait" while a lane waits for a
-    collective of that origin. `sent_bytes` counts what this rank sends in `messages` to the others of
-    `ranks`; through shared memory too, where a message says what was published for the other to read. `nbytes` are
-    those of the storage or the matrix. Times are seconds of `time.perf_counter`; `end` is None while it is under way.
-    Of a collective, `launched` is when the program went on beside it, and `awaited` when the program began to wait for
-    it; None where it was waited for at once. What a lane does at other times than the program has `began` and `ended`
-    there, if the recorder reads lanes.
+    `name` is a collective of tensors (one of `COLLECTIVES`) or of objects, "allocate" or "free" for the unsharded
+    storage of a unit, "orthogonalise" for a matrix, "checkpoint" while the program saves one, or "wait" while a stream
+    waits for a collective of `origin`. `sent_bytes` counts the bytes that this rank sends in `messages` to the other
+    `ranks`. Data that peers read from shared memory counts as well. `nbytes` is the size of the storage or matrix.
+    Times are seconds of `time.perf_counter`; `end` is None while the action is in progress. For an asynchronous
+    collective, `launched` is the time when the program continued and `awaited` the time when it began to wait; both are
+    None if it waited immediately. If the recorder reads stream times, `began` and `ended` are the times on the stream,
+    where they differ from the program's.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Event:
     ended: Stamp | None = None
 
     def finish(self) -> None:
-        """Note that it is over."""
+        """Record that the action has ended."""
         self.end = _now()
 
 
@@ -108,47 +108,47 @@ COLLECTIVES = (
 
 
 class Recorder:
-    """A list of events, and the questions that tests and reports ask of it.
+    """A list of events with the queries that tests and reports need.
 
-    Within the context of another recorder it lets that one know of everything, too.
+    Within the context of another recorder, it forwards all events to that recorder as well.
     """
 
     reads_lanes = False
-    """True if events are to have the times of lanes, where these do things at other times than the program."""
+    """True if events record times on streams, which can differ from the program's."""
 
     def __init__(self) -> None:
         self.outer: Recorder | None = None
         self.events: list[Event] = []
-        self.origin = Origin("", Phase.IDLE)  # whose work is being asked for
-        self.purpose = ""  # what memory that is allocated is for, where the engine knows
+        self.origin = Origin("", Phase.IDLE)  # the cause of the current work
+        self.purpose = ""  # the purpose of allocated memory, if the engine knows it
 
     def add(self, event: Event) -> Event:
-        """Append `event`, and give it back."""
+        """Append `event` and return it."""
         self.events.append(event)
         if self.outer is not None:
             self.outer.add(event)
         return event
 
     def turn_to(self, origin: Origin) -> None:
-        """Take what is asked for from now on as on behalf of `origin`: the program turns to another unit or phase."""
+        """Attribute all later work to `origin`, because the program proceeds to another unit or phase."""
         self.origin = origin
         if self.outer is not None:
             self.outer.turn_to(origin)
 
     def collectives(self, name: str | None = None) -> list[Event]:
-        """The collectives, in the order they were started; only those called `name`, if given."""
+        """Return the collectives in the order they were started; only those called `name`, if given."""
         return [event for event in self.events if event.name in ((name,) if name else COLLECTIVES)]
 
     def names(self) -> list[str]:
-        """The names of the collectives, in the order they were started."""
+        """Return the names of the collectives in the order they were started."""
         return [event.name for event in self.collectives()]
 
     def sent_bytes(self, name: str | None = None) -> int:
-        """Bytes that this rank sent to others, in all collectives or in those called `name`."""
+        """Return the bytes that this rank sent to others, in all collectives or in those called `name`."""
         return sum(event.sent_bytes for event in self.collectives(name))
 
     def gathered_peak_bytes(self) -> int:
-        """The most bytes of unsharded parameters at once, beyond those kept unsharded between steps."""
+        """Return the peak bytes of unsharded parameters, not counting those that stay unsharded between steps."""
         held = peak = 0
         for event in self.events:
             held += {"allocate": event.nbytes, "free": -event.nbytes}.get(event.name, 0)
@@ -156,11 +156,11 @@ class Recorder:
         return peak
 
 
-_active: Recorder | None = None  # not a context variable: backward may run on a thread of autograd's
+_active: Recorder | None = None  # not a context variable: backward may run on a thread of autograd
 
 
 def active_recorder() -> Recorder | None:
-    """The recorder that the engine records to, if there is one."""
+    """Return the recorder that the engine records to, or None."""
     return _active
 
 
@@ -169,7 +169,7 @@ R = TypeVar("R", bound=Recorder)
 
 @contextmanager
 def recording_to(recorder: R) -> Iterator[R]:
-    """A context in which everything the engine does in this process is recorded by `recorder`."""
+    """Context manager that records everything the engine does in this process with `recorder`."""
     global _active
     previous, _active = _active, recorder
     recorder.outer = previous
@@ -182,24 +182,24 @@ def recording_to(recorder: R) -> Iterator[R]:
 
 
 def recording() -> AbstractContextManager[Recorder]:
-    """A context in which everything the engine does in this process is recorded."""
+    """Context manager that records everything the engine does in this process."""
     return recording_to(Recorder())
 
 
 def note_origin(origin: Origin) -> None:
-    """Have what is asked for from now on recorded as on behalf of `origin`."""
+    """Attribute all later work to `origin`."""
     if _active is not None:
         _active.turn_to(origin)
 
 
 def allocating(purpose: str) -> AbstractContextManager[None]:
-    """A context in which memory is allocated for `purpose`."""
+    """Context manager in which memory is allocated for `purpose`."""
     return nullcontext() if _active is None else acting_for(_active.origin, purpose)
 
 
 @contextmanager
 def acting_for(origin: Origin, purpose: str = "") -> Iterator[None]:
-    """A context in which work is on behalf of `origin`, and memory is allocated for `purpose`."""
+    """Context manager that attributes work to `origin`, and allocated memory to `purpose`."""
     recorder = _active
     if recorder is None:
         yield
@@ -214,7 +214,7 @@ def acting_for(origin: Origin, purpose: str = "") -> Iterator[None]:
 
 @contextmanager
 def noting(name: str) -> Iterator[None]:
-    """A context in which the program does something that is recorded as an event of that name."""
+    """Context manager that records what the program does as an event called `name`."""
     recorder = _active
     if recorder is None:
         yield
@@ -229,7 +229,7 @@ def noting(name: str) -> Iterator[None]:
 
 @contextmanager
 def noting_wait(lane: Lane, origin: Origin) -> Iterator[None]:
-    """A context in which `lane` is made to wait for a collective of `origin`; the program itself does not wait."""
+    """Context manager in which `lane` waits for a collective of `origin`. The program itself does not wait."""
     recorder = _active
     if recorder is None or not (recorder.reads_lanes and lane.is_stream):
         yield

@@ -1,9 +1,9 @@
-"""The tape: all that happens on the lanes of a device, in the order in which the host asks for it.
+"""The trace: everything that the streams of a device do, in the order in which the host requests it.
 
-A tape is a recorder that is told more: every operation and collective with the bytes that it reads and writes, every
-allocation and free, every mark that a lane sets and every wait for one. Who watches for that is `dry/`; races, memory,
-times and reports are read off a tape, and nothing else describes what the engine does. A tape has many thousands of
-entries: they are tuples with names, which are quick to make and to send to another process.
+A trace is a recorder with more detail. It contains every operation and collective with the bytes that it reads and
+writes, every allocation and free, every recorded event and every wait for one. `dry/` records it. Races, memory, times
+and reports are all derived from a trace; there is no second description of what the engine does. A trace has many
+thousands of entries. They are named tuples, which are fast to create and to send to another process.
 """
 
 from __future__ import annotations
@@ -17,30 +17,29 @@ __all__ = ["HOST", "Access", "Allocation", "Collective", "Entry", "Free", "Opera
 
 
 HOST = "host"
-"""The lane of the host, which has memory of its own beside an accelerator."""
+"""The stream of the host, which has memory separate from an accelerator's."""
 
 
 class Access(NamedTuple):
-    """Some bytes of a storage, from `start` up to `stop`. Storages are numbered as they first appear."""
+    """A byte range of a storage, from `start` to `stop`. Storages are numbered in order of appearance."""
 
     storage: int
     start: int
     stop: int
-    touched: int | None = None  # how many of them, if not all: a strided tensor leaves some out
+    touched: int | None = None  # the number of bytes accessed, if not all: a strided tensor has gaps
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are read or written."""
+        """The number of bytes read or written."""
         return self.stop - self.start if self.touched is None else self.touched
 
 
 class Operation(NamedTuple):
-    """An operation of torch's on a lane: what it reads and writes, and the floating-point operations it takes.
+    """A torch operation on a stream: the memory it reads and writes, and its floating-point operations.
 
-    `copies` tells whether it moves values and computes none. `dtype` is that of what it gives, such as "bfloat16".
-    `flops` are those of the formula, and `skipped_flops` those of them that a
-    kernel need not do: attention under a causal mask leaves out the blocks above the diagonal. `crosses` tells whether
-    it copies between the memory of the host and that of an accelerator.
+    `copies` is True if it moves values without computing any. `dtype` is the dtype of its result, such as "bfloat16".
+    `flops` follows from the formula. `skipped_flops` is the part of `flops` that a kernel can skip: attention with a
+    causal mask skips the blocks above the diagonal. `crosses` is True if it copies between host and accelerator memory.
     """
 
     name: str
@@ -61,7 +60,7 @@ class Operation(NamedTuple):
 
 
 class Collective(NamedTuple):
-    """A collective on a lane: its process group's ranks, and the bytes of each tensor that this rank gives."""
+    """A collective on a stream: the ranks of its process group, and the bytes of each input tensor on this rank."""
 
     name: str
     lane: str
@@ -73,8 +72,10 @@ class Collective(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """Memory that a storage got, from the memory that is kept for a lane. `purpose` is what the engine says it is for;
-    empty for what the user's modules, autograd and optimizers allocate. So many `ranks` of a host have it in common.
+    """Memory allocated for a storage from the memory of a stream.
+
+    `purpose` is given by the engine; it is empty for allocations by user modules, autograd and optimizers. The memory
+    is shared by `ranks` ranks of a host.
     """
 
     storage: int
@@ -86,12 +87,12 @@ class Allocation(NamedTuple):
 
     @property
     def own_nbytes(self) -> float:
-        """This rank's part of the bytes: all of them, or those of one of the ranks that have them in common."""
+        """This rank's share of the bytes: all of them, or an equal share of shared memory."""
         return self.nbytes / self.ranks
 
 
 class Free(NamedTuple):
-    """Memory that a storage gave back to the lane that it was from. `ranks` as of its allocation."""
+    """Memory that a storage returned to its stream. `ranks` is that of its allocation."""
 
     storage: int
     nbytes: int
@@ -106,7 +107,7 @@ class Free(NamedTuple):
 
 
 class Recorded(NamedTuple):
-    """A numbered mark behind all work queued on a lane so far."""
+    """A numbered event after all work queued on a stream so far."""
 
     mark: int
     lane: str
@@ -114,7 +115,7 @@ class Recorded(NamedTuple):
 
 
 class Waited(NamedTuple):
-    """A lane goes on only after a mark. `site` is where in the source that was asked for."""
+    """A stream waits for an event. `site` is the source line that requested the wait."""
 
     mark: int
     lane: str
@@ -128,7 +129,7 @@ E = TypeVar("E", Operation, Collective, Allocation, Free, Recorded, Waited)
 
 
 class Tape(Recorder):
-    """All that was done, in the host's order; and the events of a `Recorder`."""
+    """All entries in the host's order, together with the events of a `Recorder`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,17 +140,17 @@ class Tape(Recorder):
         self.entries.append(entry)
 
     def of(self, kind: type[E]) -> Iterator[E]:
-        """The entries of one kind, in order."""
+        """Return the entries of one kind, in order."""
         return (entry for entry in self.entries if isinstance(entry, kind))
 
     def peak_bytes(self, *, since: int = 0, of_host: bool = False) -> int:
-        """The most bytes of tensors that were alive at once in the device's memory, or in the host's beside it.
+        """Return the peak bytes of live tensors in device memory, or in host memory alongside it.
 
-        Of memory that ranks have in common, a rank's part: what all ranks of a host need is the sum.
+        Memory that ranks share counts in equal shares, so the need of a host is the sum over its ranks.
 
         Args:
-            since: the place on the tape from which on to look.
-            of_host: whether it is the host's.
+            since: The index in the trace to start from.
+            of_host: Whether to count host memory.
         """
         held = peak = 0.0
         for place, entry in enumerate(self.entries):
