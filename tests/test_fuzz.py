@@ -46,6 +46,39 @@ def test_models_stored_in_half_precision_and_written_inputs_are_compared_too():
             assert pool.judge(program).kind == EQUAL
 
 
+TRAINED_LATER = [{"do": "freeze", "trained": True}, {"do": "step", "micro": 2, "sync": "each"}]
+PLAIN_CASES = {
+    "a loaded model has no gradients": {
+        "loop": [{"do": "step", "keep grads": True}, {"do": "checkpointed", "into": "ddp"}, {"do": "step"}]
+    },
+    "a checkpoint changes the order of sums": {
+        "ranks": 4,
+        "strategy": "hfsdp",
+        "loop": [{"do": "step"}, {"do": "checkpointed", "into": "zero1"}, {"do": "step"}],
+    },
+    "ignored parameters stay frozen": {
+        "model": {"kind": "sequence", "children": [{"kind": "linear", "ignored": True}, {"kind": "linear"}]},
+        "loop": [*TRAINED_LATER, {"do": "step"}],
+    },
+    "a matrix with few rows is stepped in parts of columns": {
+        "width": 39,
+        "model": {"kind": "sequence", "children": [{"kind": "norm"}, {"kind": "mlp", "hidden": 1}]},
+        "dtype": "bfloat16",
+        "loop": [{"do": "step"}],
+    },
+    "unsharded parameters have the compute dtype": {
+        "precision": {"param_dtype": "bfloat16"},
+        "loop": [{"do": "step"}, {"do": "unshard", "leave": True}, {"do": "step"}],
+    },
+}
+
+
+def test_the_plain_run_does_what_sharded_training_promises():
+    with Pool() as pool:
+        verdicts = {name: pool.judge({"ranks": 2} | program) for name, program in PLAIN_CASES.items()}
+    assert all(verdict.kind == EQUAL for verdict in verdicts.values()), verdicts
+
+
 def test_ranks_that_skip_different_modules_do_not_hang():
     """Their backwards run in a known order from different microbatches on, which decides when memory is shared."""
     dropped = {"kind": "dropped", "children": [{"kind": "norm"}], "every": 3, "by rank": True, "unit": {}}

@@ -49,6 +49,7 @@ from fullshard import (
     summon_full_params,
 )
 from fullshard.engine.nested import map_tensors
+from fullshard.layout.shard_spec import choose_spec
 from fullshard.optim import step_shards
 from fullshard.testing.parity.plain import mean_of, norm_in_parts
 from fullshard.testing.same import differing, gaps
@@ -417,10 +418,14 @@ class Builder:
 
 @dataclass
 class Part:
-    """A rank's local tensor, and the cuts that it is a part by: (dim, number of parts, index)."""
+    """A rank's local tensor, and the cuts that it is a part by: (dim, number of parts, index).
+
+    `dtype` is the compute dtype of a parameter that is unsharded: its values are cast to that.
+    """
 
     local: Tensor
     cuts: list[tuple[int, int, int]]
+    dtype: torch.dtype | None = None
 
 
 @dataclass
@@ -490,6 +495,9 @@ class Driver:
         self.program = program
         self.records: Records = {}
         self.number = 0
+        built = Builder(program)
+        ignored = {id(param) for param in built.ignored}
+        self.ignored = {i for i, param in enumerate(built.model.parameters()) if id(param) in ignored}
 
     def run(self) -> Records:
         self.snapshot("start")
@@ -517,8 +525,7 @@ class Plain(Driver):
         super().__init__(program)
         self.ranks = program.get("ranks", 1)
         self.shards = self.ranks // program.get("replicas", 1)  # a norm is taken of these
-        self.summed_first = 2 if program.get("strategy") == "hfsdp" else self.shards
-        self.cuts = self.parts_of(program.get("strategy", "zero3"))
+        self.use(program.get("strategy", "zero3"))
         self.model = Builder(program).model
         self.copies = [self.computing(Builder(program)) for _ in range(self.ranks)]
         self.optimizer = self.new_optimizer()
@@ -532,9 +539,10 @@ class Plain(Driver):
     def new_optimizer(self) -> torch.optim.Optimizer:
         return optimizer_of(self.program, self.model)
 
-    def parts_of(self, strategy: str) -> int:
-        """The number of parts in which ranks step each parameter."""
-        return 1 if strategy == "ddp" else self.summed_first
+    def use(self, strategy: str) -> None:
+        """Set which ranks' gradients are added first, and in how many parts ranks step each parameter."""
+        self.summed_first = 2 if strategy == "hfsdp" else self.shards
+        self.cuts = 1 if strategy == "ddp" else self.summed_first
 
     def computing(self, built: Builder) -> nn.Module:
         """The copy that computes for one rank: parameters in the compute dtype, units that cast."""
@@ -618,7 +626,7 @@ class Plain(Driver):
             self.record("norm", norm)
             clip_grads_with_norm_(params, action["clip"], norm)
         if self.cuts > 1:
-            step_in_parts(self.optimizer, self.cuts, 1 if self.program.get("shard dim 1") else 0)
+            step_in_parts(self.optimizer, self.cuts, 1 if self.program.get("shard dim 1") else None)
         else:
             self.optimizer.step()
         if not action.get("keep grads"):
@@ -682,8 +690,9 @@ class Plain(Driver):
 
     def freeze(self, action: Json) -> None:
         params = list(self.model.parameters())
-        param = params[action.get("which", 0) % len(params)]
-        param.requires_grad_(action.get("trained", False))
+        i = action.get("which", 0) % len(params)
+        if i not in self.ignored:  # nobody averages the gradients of these, so ranks would train different models
+            params[i].requires_grad_(action.get("trained", False))
 
     def copied(self, action: Json) -> None:
         copy.deepcopy(self.copies[0])  # fails where an attribute keeps a tensor of the last forward
@@ -710,14 +719,16 @@ class Plain(Driver):
             self.optimizer = old
 
     def checkpointed(self, action: Json) -> None:
-        self.optimizer_state(action)
+        """Load into a new optimizer; for `into`, into a new model without gradients, too."""
         if "into" in action:
-            self.cuts = self.parts_of(action["into"])
+            self.model.zero_grad()
+            self.use(action["into"])
+        self.optimizer_state(action)
 
     state_dicts = unshard = nothing
 
 
-def step_in_parts(optimizer: torch.optim.Optimizer, count: int, dim: int) -> None:
+def step_in_parts(optimizer: torch.optim.Optimizer, count: int, dim: int | None) -> None:
     """Step each parameter in `count` parts, as ranks do that have one each.
 
     Kernels of PyTorch for half precision, and fused ones, round the last elements of a tensor differently from those
@@ -754,14 +765,13 @@ def step_in_parts(optimizer: torch.optim.Optimizer, count: int, dim: int) -> Non
         optimizer.state[param] = state
 
 
-def part_at(tensor: Tensor, count: int, index: int, dim: int) -> Tensor:
-    """The part of a tensor that rank `index` has, as a view."""
-    if tensor.ndim == 0:
-        return tensor.detach()
-    return cut(tensor.detach(), [(dim if tensor.ndim > 1 else 0, count, index)])
+def part_at(tensor: Tensor, count: int, index: int, dim: int | None) -> Tensor:
+    """The part of a tensor that rank `index` has, as a view. `dim` is where matrices are cut, if the user chose one."""
+    cut_along = choose_spec(tensor.shape, count, dim if tensor.ndim > 1 else None).dim
+    return tensor.detach() if cut_along is None else cut(tensor.detach(), [(cut_along, count, index)])
 
 
-def part_of_state(value: Any, param: nn.Parameter, count: int, index: int, dim: int) -> Any:
+def part_of_state(value: Any, param: nn.Parameter, count: int, index: int, dim: int | None) -> Any:
     if not isinstance(value, Tensor):
         return value
     is_like_param = value.shape == param.shape and param.ndim > 0
@@ -812,10 +822,11 @@ class Sharded(Driver):
         """The program's model under `strategy`."""
         program, built = self.program, Builder(self.program)
         self.units = [module for modules, _ in built.units for module in modules]
+        policy = policy_of(program)
+        self.compute_dtypes = [policy.contract(param.dtype).compute for param in built.model.parameters()]
         mesh = mesh_of(program, strategy)
         options: Json = {"broadcast_buffers": program.get("broadcast_buffers", False)}
         if program.get("interface") == "wrapper":
-            policy = policy_of(program)
             mixed = MixedPrecision(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
             return FullyShardedDataParallel(
                 built.model,
@@ -828,7 +839,7 @@ class Sharded(Driver):
                 limit_all_gathers=program.get("limit", True),
                 **options,
             )
-        options |= {"mesh": mesh, "strategy": GROUPED.get(strategy, strategy), "mp_policy": policy_of(program)}
+        options |= {"mesh": mesh, "strategy": GROUPED.get(strategy, strategy), "mp_policy": policy}
         options |= {"ignored_params": set(built.ignored), "offload_policy": self.offload()}
         if program.get("shard dim 1"):
             options["shard_placement_fn"] = lambda param: Shard(1) if param.ndim > 1 else None
@@ -850,8 +861,11 @@ class Sharded(Driver):
         return isinstance(self.model, FullyShardedDataParallel)
 
     def snapshot(self, name: str) -> None:
-        for key, param in self.model.named_parameters():
-            self.record(f"{name} {key}", part(param))
+        for i, (key, param) in enumerate(self.model.named_parameters()):
+            recorded = part(param)
+            if i not in self.ignored and not isinstance(param, DTensor):
+                recorded.dtype = self.compute_dtypes[i]
+            self.record(f"{name} {key}", recorded)
         for key, buffer in self.model.named_buffers():
             self.record(f"buffer {key}", buffer.detach().clone())
 
@@ -1047,7 +1061,8 @@ def first_difference(actual: Records, expected: Records, rank: int) -> str | Non
     for name, plain in expected.items():
         ours, wanted = actual[name], plain.values[rank] if isinstance(plain, PerRank) else plain
         if isinstance(ours, Part):
-            ours, wanted = ours.local, None if wanted is None else cut(wanted, ours.cuts)
+            wanted = None if wanted is None else cast(cut(wanted, ours.cuts), ours.dtype)
+            ours = ours.local
         if (found := difference(ours, wanted)) is not None:
             return f"{name}, rank {rank}: {found}"
     return None
