@@ -1,4 +1,4 @@
-"""Checks of arguments where a user passes them, so that a wrong one is refused by its name."""
+"""Checks of arguments at the call of the user, so that error messages name the argument."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["check_callable", "check_flags", "check_iterable", "check_type", "is_
 
 
 def is_number(value: object) -> bool:
-    """Return whether `value` is a real number, which True and False are not."""
+    """Return whether `value` is a real number. True and False are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -20,27 +20,27 @@ def check_type(name: str, value: object, kinds: type[Any] | tuple[type[Any], ...
     """Raise if `value`, passed as the argument `name`, is not an instance of `kinds`.
 
     Raises:
-        ConfigError: it is not; the message says that `expected` is.
+        ConfigError: It is not. The message says to pass `expected`.
     """
     if not isinstance(value, kinds):
         raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Pass {expected}.")
 
 
 def check_callable(name: str, value: object, expected: str) -> None:
-    """Raise if `value`, passed as the argument `name`, can be called neither as a function nor as an object.
+    """Raise if `value`, passed as the argument `name`, is not callable.
 
     Raises:
-        ConfigError: it cannot; the message says that `expected` is to be passed.
+        ConfigError: It is not callable. The message says to pass `expected`.
     """
     if not callable(value):
         raise ConfigError(f"{name}={value!r} cannot be called. Pass {expected}.")
 
 
 def check_iterable(name: str, value: object, expected: str) -> None:
-    """Raise if `value`, passed as the argument `name`, is a string or nothing that can be iterated over.
+    """Raise if `value`, passed as the argument `name`, is a string or is not iterable.
 
     Raises:
-        ConfigError: it is; the message says that `expected` is to be passed.
+        ConfigError: It is. The message says to pass `expected`.
     """
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ConfigError(f"{name}={value!r} is a {type(value).__name__}. Pass {expected}.")
@@ -50,7 +50,7 @@ def check_flags(**flags: object) -> None:
     """Raise if an argument is neither True nor False (1 and 0 are accepted).
 
     Raises:
-        ConfigError: it is something else, such as the string "False".
+        ConfigError: It is something else, such as the string "False".
     """
     for name, value in flags.items():
         if not isinstance(value, bool) and not (type(value) is int and value in (0, 1)):

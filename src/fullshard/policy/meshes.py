@@ -1,4 +1,4 @@
-"""Which axes of which mesh parameters are sharded and replicated over, where a mesh alone does not say it."""
+"""The mesh axes to shard and to replicate parameters over, if the mesh alone does not determine them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["DataParallelMeshDims", "FSDPMeshInfo", "HSDPMeshInfo", "ShardPlaceme
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """The axes of a mesh to shard and to replicate over, by name: several are flattened, in the mesh's order.
+    """The names of the mesh axes to shard and to replicate over. Several axes are flattened, in mesh order.
 
     Raises:
-        ConfigError: neither is named.
+        ConfigError: Neither is given.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -54,14 +54,14 @@ def _names(of: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class FSDPMeshInfo:
-    """A mesh to shard over, and which of its axes are which.
+    """A mesh to shard over and the roles of its axes.
 
     Args:
-        mesh: of one axis, or of two, the first of which replicates.
-        shard_mesh_dim: the number of the shard axis; the last, if None.
-        replicate_mesh_dim: the number of the replicate axis; the first of two, if None.
-        dp_mesh_dims: the names of these axes in `spmd_mesh`, where parameters are `DTensor`s on all axes of that.
-        spmd_mesh: the mesh that they were taken from.
+        mesh: A mesh of one axis, or of two axes of which the first replicates.
+        shard_mesh_dim: The index of the shard axis. If None, the last axis.
+        replicate_mesh_dim: The index of the replicate axis. If None, the first of two axes.
+        dp_mesh_dims: The names of these axes in `spmd_mesh`, if parameters are `DTensor`s on all axes of `spmd_mesh`.
+        spmd_mesh: The mesh that contains these axes.
     """
 
     mesh: DeviceMesh
@@ -72,16 +72,16 @@ class FSDPMeshInfo:
 
 
 class HSDPMeshInfo(FSDPMeshInfo):
-    """An `FSDPMeshInfo` of two axes, under the name that torch has for it."""
+    """An `FSDPMeshInfo` with two axes, under torch's name."""
 
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """How one parameter is to be sharded, from a `shard_placement_fn`.
+    """The sharding of one parameter, as returned by a `shard_placement_fn`.
 
     Args:
-        placement: `Shard(dim)` to shard it along that dim; None to leave the dim open.
-        mesh_info: over which ranks: an `FSDPMeshInfo` (or torch's own), or a mesh as `fully_shard` takes it.
+        placement: `Shard(dim)` to shard along `dim`; None to let fullshard choose the dim.
+        mesh_info: The ranks to shard over: an `FSDPMeshInfo` (or torch's own), or a mesh as in `fully_shard`.
     """
 
     placement: Shard | None

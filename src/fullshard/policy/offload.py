@@ -1,4 +1,4 @@
-"""Memory of the shards, their gradients and the optimizer's state: the device's, the CPU's, or a disk."""
+"""Offload policies: whether shards, gradients and optimizer states are on the device, on the CPU or on disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["CPUOffload", "CPUOffloadPolicy", "Home", "Offload", "OffloadPolicy",
 
 
 class Home(Enum):
-    """Where the shards of a unit are, with their gradients and the optimizer's state."""
+    """The placement of the shards of a unit, their gradients and the optimizer state."""
 
     DEVICE = "on the device"
     STEPPED_ON_CPU = "on the CPU, with a copy of the shards on the device"
@@ -28,23 +28,23 @@ class Home(Enum):
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Everything stays on the device that computes."""
+    """The default policy: everything stays on the device that computes."""
 
     @property
     def in_full(self) -> Offload:
-        """The same, said as `Offload` says it."""
+        """The equivalent `Offload`."""
         return Offload()
 
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards and their gradients live in CPU memory, and the optimizer steps there: of the units that have this policy.
+    """Keep shards and gradients of the units with this policy in CPU memory, and run their optimizer step there.
 
-    It is `Offload(parameters={"cpu": 1})` for each. On a machine that computes on the CPU it is valid and changes
-    nothing.
+    It is equivalent to `Offload(parameters={"cpu": 1})` for each unit. When computing on the CPU, it is valid and
+    changes nothing.
 
     Args:
-        pin_memory: whether the CPU memory is page-locked, so that copies run beside compute.
+        pin_memory: Whether CPU memory is page-locked, so that copies overlap with compute.
     """
 
     pin_memory: bool = True
@@ -54,45 +54,49 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     @property
     def in_full(self) -> Offload:
-        """See `OffloadPolicy.in_full`."""
+        """The equivalent `Offload`."""
         return Offload(optimizer={"cpu": 1.0}, parameters={"cpu": 1.0}, pin_memory=self.pin_memory)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offload(OffloadPolicy):
-    """Part of what training needs is away from the device that computes, on the CPU or on a disk: as much as is said,
-    of whole units. Values are those of a run without offload, bit for bit.
+    """Offload a fraction of the training state to the CPU or to disk, in whole units.
 
-    On the CPU, shards are stepped where they are, and copied to the device for their gathers. On a machine that
-    computes on the CPU, `"cpu"` changes nothing. On a disk, states rest in a file between steps. In a step they are
-    read, stepped and written a portion at a time, in three buffers of one portion each: 64 MiB, or the state of one
-    parameter where that is more. The file has no name, is of this run alone, and ends with the process; a run goes on
+    Values are bitwise equal to those of a run without offload.
+
+    On the CPU, the optimizer updates shards in place, and shards are copied to the device for all-gathers. When
+    computing on the CPU, `"cpu"` changes nothing. On disk, states are stored in a file between steps. A step reads,
+    updates and writes them in chunks, with three buffers of one chunk each: 64 MiB, or the state of one parameter if
+    that is larger. The file has no name. It belongs to this run only and disappears with the process; a run resumes
     from its checkpoints.
 
     Args:
-        optimizer: how much of the optimizer's state rests where: `{"cpu": 0.5, "disk": 0.25}`, by bytes. Units are
-            taken from the last one on, until they have at least that much: first those for the CPU, whose gradients
-            are there too, and which the optimizer steps there, while the device keeps a copy of their shards; then
-            those for the disk, for each optimizer by itself.
-        parameters: how much of the shards rests where: `{"cpu": 0.25, "disk": 0.5}`. On the CPU from the last unit on,
-            too, and without a copy on the device: shards travel for each gather, and the optimizer's state is on the
-            CPU as well, as part of what `optimizer` asks for. On the disk as units are made, and not under strategies
-            that keep parameters whole: shards are read for each gather, gradients written as they are reduced, and the
-            optimizer's state rests there as well, on top of what `optimizer` says.
-        activations: how much of what forward keeps for backward is away between the two, and where: in the host's
-            memory (`"cpu"`: nothing changes where that is what computes) or on a disk. `{"cpu": 0.5, "disk": 0.25}` is
-            half of the units and a quarter, the earliest on the disk. With checkpoints it is their inputs that travel.
-        folder: where the file is made: on a disk of this machine. Every rank has one of its own.
-        pin_memory: whether CPU memory for shards is page-locked, so that copies run beside compute.
-        budget: instead of fractions, the memory that a rank's tensors may take on the device that computes: bytes, or
-            words such as "20GB". Until the first step of an optimizer, all is away that can be; from then on the least
-            that fits, chosen by `state/budget.py`, the same on all ranks: of units, the optimizer's state, on the CPU
-            beside an accelerator as far as the host's memory has room, and in `folder` beyond that, or where the CPU
-            computes; then what forward keeps; then, where the CPU computes, shards and gradients in `folder`.
+        optimizer: The fraction of the optimizer state per tier, by bytes: `{"cpu": 0.5, "disk": 0.25}`. Units are
+            offloaded from the last one until the fraction is reached. Units for the CPU come first: their gradients are
+            on the CPU too, the optimizer step runs there, and the device keeps a copy of their shards. Units for the
+            disk follow, for each optimizer separately.
+        parameters: The fraction of the shards per tier: `{"cpu": 0.25, "disk": 0.5}`. For the CPU, units are also
+            taken from the last one, and the device keeps no copy: shards are copied for each all-gather. Their
+            optimizer state is on the CPU as well and counts towards `optimizer`. For the disk, units are taken as they
+            are created; strategies that keep whole parameters do not support it. Shards are read for each all-gather,
+            gradients are written as they are reduced, and the optimizer state is on disk as well, in addition to
+            `optimizer`.
+        activations: The fraction of activations per tier that are offloaded between forward and backward: to host
+            memory (`"cpu"`, which changes nothing when computing on the CPU) or to disk. `{"cpu": 0.5, "disk": 0.25}`
+            means half of the units and a quarter of them, the earliest units on disk. With activation checkpointing,
+            the inputs of the checkpoints are offloaded.
+        folder: The folder for the file, on a disk of this machine. Every rank creates its own file.
+        pin_memory: Whether CPU memory for shards is page-locked, so that copies overlap with compute.
+        budget: The memory that a rank's tensors may take on the device that computes, in bytes or as a string such as
+            "20GB". It replaces fractions. Until the first optimizer step, everything possible is offloaded. After
+            that, the smallest offload that fits is used, chosen by `state/budget.py` and identical on all ranks, in
+            whole units: first the optimizer state, on the CPU alongside an accelerator as far as host memory allows,
+            and in `folder` beyond that or when computing on the CPU; then activations; then, when computing on the CPU,
+            shards and gradients in `folder`.
 
     Raises:
-        ConfigError: a fraction is no number from 0 to 1, a tier is unknown, `folder` is missing, or both a budget and
-            fractions are given.
+        ConfigError: A fraction is not a number from 0 to 1, a tier is unknown, `folder` is missing, or both a budget
+            and fractions are given.
 
     Example:
         ```python
@@ -108,7 +112,7 @@ class Offload(OffloadPolicy):
     budget: int | str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("optimizer", "parameters", "activations"):  # what says the same is the same
+        for name in ("optimizer", "parameters", "activations"):  # equivalent policies must compare equal
             _check_form(name, getattr(self, name))
             object.__setattr__(self, name, {tier: share for tier, share in getattr(self, name).items() if share})
         if self.budget is not None:
@@ -138,60 +142,60 @@ class Offload(OffloadPolicy):
 
     @property
     def in_full(self) -> Offload:
-        """See `OffloadPolicy.in_full`."""
+        """The equivalent `Offload`."""
         return self
 
     def home_of_all(self, *, beside: bool) -> Home:
-        """The home that all units have; the device, as long as it is not known which of them have another.
+        """Return the placement of all units; the device while it is not known which units are offloaded.
 
         Args:
-            beside: see `states_on_cpu`.
+            beside: See `states_on_cpu`.
         """
         if self.parameters.get("cpu", 0.0) == 1:
             return Home.CPU
         return Home.STEPPED_ON_CPU if self.states_on_cpu(beside=beside) == 1 else Home.DEVICE
 
     def states_on_cpu(self, *, beside: bool) -> float:
-        """How much of the optimizer's state is on the CPU: of a budget all that can be, until fractions are chosen.
+        """Return the fraction of the optimizer state on the CPU. With a budget, all of it until fractions are chosen.
 
         Args:
-            beside: whether that CPU is beside the device that computes. If not, a budget gains nothing by it.
+            beside: Whether the CPU is alongside an accelerator that computes. If not, a budget does not offload to it.
         """
         return self.cpu_fraction if self.budget is None else float(beside)
 
     @property
     def cpu_fraction(self) -> float:
-        """How much of the optimizer's state is on the CPU: wherever parameters are, at least."""
+        """The fraction of the optimizer state on the CPU, which is at least that of parameters."""
         return max(self.optimizer.get("cpu", 0.0), self.parameters.get("cpu", 0.0))
 
     @property
     def disk_fraction(self) -> float:
-        """How much of the optimizer's state rests on the disk."""
+        """The fraction of the optimizer state on disk."""
         return self.optimizer.get("disk", 0.0) if self.budget is None else float(self.folder is not None)
 
     @property
     def starts_on_disk(self) -> bool:
-        """True if shards are on the disk until fractions are chosen, where they can be and the CPU computes."""
+        """True if shards that can be on disk are there until fractions are chosen, when computing on the CPU."""
         return self.budget is not None and self.folder is not None
 
     @property
     def activations_away(self) -> Mapping[str, float]:
-        """How much of what forward keeps is away until backward, by where it is."""
+        """The fraction of activations that are offloaded until backward, by tier."""
         return self.activations if self.budget is None else {self.activations_tier: 1.0}
 
     @property
     def activations_tier(self) -> str:
-        """Where a budget has activations: on a disk if there is one."""
+        """The tier that a budget uses for activations: disk if there is a folder, otherwise the CPU."""
         return "cpu" if self.folder is None else "disk"
 
     @property
     def budget_bytes(self) -> int | None:
-        """The budget in bytes, as long as fractions have not been chosen for it."""
+        """The budget in bytes; None without a budget or once fractions are chosen for it."""
         return None if self.budget is None else parse_size(self.budget, "Offload(budget)", "memory")
 
     @property
     def disk_folder(self) -> Path:
-        """The folder for it; `~` is the user's own."""
+        """The folder for the file, with `~` expanded."""
         assert self.folder is not None, "no fraction is on the disk"
         return Path(self.folder).expanduser()
 
@@ -214,13 +218,13 @@ def _check_fractions(name: str, fractions: Mapping[str, float], tiers: tuple[str
 
 
 def policies_by_name(patterns: Mapping[str, OffloadPolicy], names: Sequence[str]) -> list[OffloadPolicy]:
-    """For each of `names`, FQNs of units, the policy of the first pattern that matches it; if none does, no offload.
+    """Return for each unit FQN in `names` the policy of the first pattern that matches it, or else no offload.
 
-    Patterns are those of a shell (`layers.*`); one that ends in `.*` matches the name before that, too. The root's name
-    is empty.
+    Patterns use shell syntax (`layers.*`). A pattern that ends in `.*` also matches the name before that. The root's
+    name is empty.
 
     Raises:
-        ConfigError: a pattern matches none of the names, or stands for no policy.
+        ConfigError: A pattern matches none of the names, or its value is not a policy.
     """
     for pattern, policy in patterns.items():
         check_policy(policy, f"offload_policy[{pattern!r}]")
@@ -236,7 +240,7 @@ def policies_by_name(patterns: Mapping[str, OffloadPolicy], names: Sequence[str]
 
 
 def check_policy(policy: object, name: str = "offload_policy") -> None:
-    """Raise `ConfigError` if `policy`, the argument of that name, is none."""
+    """Raise `ConfigError` if `policy`, passed as the argument `name`, is not an offload policy."""
     if not isinstance(policy, OffloadPolicy):
         raise ConfigError(
             f"{name}={policy!r} is no policy. Pass Offload(...) or CPUOffloadPolicy() of fullshard, or leave it out."
@@ -249,7 +253,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 @dataclass(frozen=True)
 class CPUOffload:
-    """The same choice for `FullyShardedDataParallel`, spelled as in torch."""
+    """The same choice for `FullyShardedDataParallel`, with torch's names."""
 
     offload_params: bool = False
 
@@ -258,5 +262,5 @@ class CPUOffload:
 
     @property
     def policy(self) -> OffloadPolicy:
-        """The policy that this stands for."""
+        """The equivalent policy."""
         return CPUOffloadPolicy() if self.offload_params else OffloadPolicy()

@@ -1,4 +1,4 @@
-"""The options of one unit, as one frozen value that goes from the user's call down to the unit."""
+"""The options of one unit: a frozen value that is passed from the user's call to the unit."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ class ShardOptions:
     """The options of one unit.
 
     Args:
-        placements: where each state lives.
-        precision: the dtypes.
-        offload: where shards live.
-        reshard_after_forward: whether unsharded parameters are freed between forward and backward; as the placements
-            say, if None.
-        prefetches_forward: whether forward starts the gather of the next unit early.
-        backward_prefetch: when backward does: "pre", before this unit's backward; "post", after it; "", never.
-        prefetch_depth: how many units ahead.
-        casts_inputs_at_root: whether a root casts its inputs to the param dtype, though other units do not.
-        broadcasts_buffers: whether ranks have the first one's buffers after a step, from the next forward on.
-        shard_alignment: shards of large parameters consist of whole blocks of so many elements.
+        placements: The placement of each state.
+        precision: The dtypes.
+        offload: The offload policy of the shards.
+        reshard_after_forward: Whether to free unsharded parameters between forward and backward. If None, the
+            placements decide.
+        prefetches_forward: Whether forward starts the all-gather of the next unit early.
+        backward_prefetch: When backward starts the next all-gather: "pre", before this unit's backward; "post", after
+            it; "", never.
+        prefetch_depth: How many units to prefetch.
+        casts_inputs_at_root: Whether a root casts its inputs to the param dtype even if other units do not.
+        broadcasts_buffers: Whether the first rank's buffers are broadcast after a step, from the next forward.
+        shard_alignment: The block size in elements that shards of large parameters are a multiple of.
 
     Raises:
-        ConfigError: an encoding is asked for, but parameters are never gathered; or blocks of no elements; or `offload`
-            is no policy.
+        ConfigError: An encoding is set but parameters are never gathered, `shard_alignment` is less than 1, or
+            `offload` is not a policy.
     """
 
     placements: Placements
@@ -81,10 +82,10 @@ class ShardOptions:
         broadcast_buffers: bool = False,
         shard_alignment: int = 1,
     ) -> ShardOptions:
-        """The options that the arguments of `fully_shard` stand for.
+        """Return the options for the arguments of `fully_shard`.
 
         Raises:
-            ConfigError: no strategy has that name, or the arguments contradict one another.
+            ConfigError: The strategy is unknown, or the arguments contradict each other.
         """
         placements = resolve_placements(strategy)
         if not isinstance(reshard_after_forward, bool | None):
@@ -101,18 +102,18 @@ class ShardOptions:
 
     @property
     def parameters_on_disk(self) -> float:
-        """How much of the shards of units with this policy rests on a disk."""
+        """The fraction of the shards on disk for units with this policy."""
         return self.offload.in_full.parameters.get("disk", 0.0)
 
     @property
     def starts_on_disk(self) -> bool:
-        """True if, where the CPU computes, shards are on a disk until fractions are chosen for a budget."""
+        """True if shards start on disk when computing on the CPU, until fractions are chosen for a budget."""
         can_be_there = self.placements.parameters is not Placement.WHOLE and self.precision.reduce_wire is None
         return can_be_there and self.offload.in_full.starts_on_disk
 
     @property
     def activations(self) -> Mapping[str, float]:
-        """How much of what forward keeps for backward is away between the two, by where it is."""
+        """The fraction of activations that are offloaded between forward and backward, by tier."""
         return self.offload.in_full.activations_away
 
     @property
@@ -122,7 +123,7 @@ class ShardOptions:
 
 
 def _resharded_to(group: int, placements: Placements) -> Placements:
-    """`placements` with parameters that are kept by groups of ranks from forward to backward."""
+    """Return `placements` with parameters that groups of ranks keep from forward to backward."""
     if not isinstance(group, int) or group < 1:
         raise ConfigError(
             f"reshard_after_forward={group!r}: True, False, None or a number of ranks from 1 on is needed."

@@ -1,4 +1,4 @@
-"""The dtypes that numbers are stored, computed, sent and summed in: one printable contract a parameter group."""
+"""The dtypes for storage, compute, communication and reduction: one printable contract per parameter group."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = [
 ]
 
 GATHER_WIRES = ("int8", "fp8")
-"""Encodings of parameters in a gather, other than the dtype they compute in."""
+"""Encodings of parameters in an all-gather, besides their compute dtype."""
 
 REDUCE_WIRES = ("bf16", "int8", "int4")
-"""Encodings of gradients in a reduction, other than the dtype they are summed in."""
+"""Encodings of gradients in a reduction, besides their reduce dtype."""
 
 
 def is_castable(dtype: torch.dtype) -> bool:
-    """True if a dtype policy casts `dtype`: floating-point numbers, but for those of 8 bits.
+    """Return True if a dtype policy casts `dtype`: all floating-point dtypes except those of 8 bits.
 
-    The latter are quantised weights, which mean something beside their scale only, as integers do.
+    8-bit dtypes hold quantized weights, which are meaningful only together with their scale, as integers are.
     """
     return dtype.is_floating_point and dtype.itemsize > 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class DtypeContract:
-    """The dtypes of one parameter group: at rest, in compute and in the gather, in the gradient reduction.
+    """The dtypes of one parameter group: stored, in compute and the all-gather, and in the gradient reduction.
 
-    Where `gather_wire` or `reduce_wire` names an encoding, messages are encoded so, and decoded into the dtype. `grad`
-    is what parameters ask of their gradients, whole ones and shards, if not the dtype that these have of themselves.
+    If `gather_wire` or `reduce_wire` names an encoding, messages are encoded with it and decoded into the dtype. `grad`
+    is the gradient dtype that parameters request, for unsharded gradients and shards; None for the default.
     """
 
     stored: torch.dtype
@@ -54,12 +54,12 @@ class DtypeContract:
 
     @property
     def delivered(self) -> torch.dtype:
-        """Of the gradients that an optimizer sees."""
+        """The dtype of the gradients that an optimizer sees."""
         return self.grad or self.stored
 
     @property
     def itemsize(self) -> int:
-        """Bytes of the smallest element in any of the group's buffers."""
+        """The size in bytes of the smallest element in any buffer of the group."""
         return min(item.itemsize for item in (self.stored, self.compute, self.reduce, self.delivered))
 
     def __str__(self) -> str:
@@ -76,28 +76,29 @@ class DtypeContract:
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """The dtypes of compute, of gradient sums and of a module's outputs. None keeps the dtype that is there.
+    """The dtypes of compute, gradient reduction and module outputs. None keeps the existing dtype.
 
-    The parameters that the optimizer updates keep the dtype they came in; gathers already move `param_dtype`. Integers
-    and floats of 8 bits, which hold quantised weights, are never cast.
+    The parameters that the optimizer updates keep their original dtype; all-gathers already communicate `param_dtype`.
+    Integers and 8-bit floats, which hold quantized weights, are never cast.
 
-    Encoding into fewer bits costs time on fast links, and numbers differ from those of full precision: docs/networks.md
-    says by how much. Parameters that compute in float64 are never encoded. Nor is anything with one rank on an axis, or
-    within a group of ranks where states are grouped.
+    Encoding into fewer bits costs time on fast links, and results differ from full precision: docs/networks.md says by
+    how much. Parameters that compute in float64 are never encoded. Nothing is encoded if an axis has one rank, or
+    within a group of ranks if states are grouped.
 
     Args:
-        param_dtype: of the unsharded floating-point parameters, and so of the gather and of compute.
-        reduce_dtype: gradients are summed over the ranks in it; `param_dtype` if None, or float32 with `reduce_wire`.
-        output_dtype: floating-point outputs of a unit are cast to it.
-        cast_forward_inputs: whether floating-point inputs of a unit are cast to `param_dtype`.
-        gather_wire: "int8" or "fp8": parameters travel as 8 bits each, and every rank computes with the decoded values.
-            The optimizer's parameters keep their full precision.
-        reduce_wire: "bf16", "int8" or "int4": gradients travel so, and are summed in float32. The last two keep the
-            quantisation error and add it to the next message (error feedback): memory of whole gradients on each rank.
+        param_dtype: The dtype of unsharded floating-point parameters, and so of the all-gather and of compute.
+        reduce_dtype: The dtype of the gradient reduction. If None, `param_dtype`, or float32 with `reduce_wire`.
+        output_dtype: The dtype that floating-point outputs of a unit are cast to.
+        cast_forward_inputs: Whether to cast floating-point inputs of a unit to `param_dtype`.
+        gather_wire: "int8" or "fp8": parameters are communicated with 8 bits each, and every rank computes with the
+            decoded values. The optimizer's parameters keep their full precision.
+        reduce_wire: "bf16", "int8" or "int4": gradients are communicated in this format and summed in float32. The last
+            two add the quantization error to the next message (error feedback), which takes the memory of unsharded
+            gradients on each rank.
 
     Raises:
-        ConfigError: a dtype is not a floating-point one, a wire has another name, or `reduce_wire` is to be summed in
-            another dtype than float32.
+        ConfigError: A dtype is not a floating-point dtype, an encoding is unknown, or `reduce_wire` is combined with a
+            `reduce_dtype` other than float32.
     """
 
     param_dtype: torch.dtype | None = None
@@ -113,10 +114,11 @@ class MixedPrecisionPolicy:
         _check_wire(self)
 
     def contract(self, stored: torch.dtype, grad: torch.dtype | None = None) -> DtypeContract:
-        """The dtypes of parameters that are stored as `stored`. Integers and 8-bit floats are never cast.
+        """Return the dtypes of parameters that are stored as `stored`. Integers and 8-bit floats are never cast.
 
         Args:
-            grad: what the parameters ask of their gradients. They are summed in it, unless `reduce_dtype` is set.
+            grad: The gradient dtype that the parameters request. Gradients are summed in it unless `reduce_dtype` is
+                set.
         """
         if not is_castable(stored):
             return DtypeContract(stored=stored, compute=stored, reduce=stored)
@@ -135,22 +137,22 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The dtypes of a `FullyShardedDataParallel` module, spelled as in torch.
+    """The dtypes of a `FullyShardedDataParallel` module, with torch's names.
 
     Args:
-        param_dtype: of the unsharded floating-point parameters, and so of the gather and of compute.
-        reduce_dtype: gradients are summed over the ranks in it; `param_dtype` if None.
-        buffer_dtype: floating-point buffers are cast to it, once.
-        keep_low_precision_grads: must be False: an optimizer sees gradients in its parameters' own dtype.
-        cast_forward_inputs: whether every unit casts its floating-point inputs to `param_dtype`.
-        cast_root_forward_inputs: whether the root does, when `cast_forward_inputs` is False.
-        _module_classes_to_ignore: modules of these classes compute in full precision, as units of their own.
-        gather_wire: see `MixedPrecisionPolicy`. torch has none.
-        reduce_wire: see `MixedPrecisionPolicy`. torch has none.
+        param_dtype: The dtype of unsharded floating-point parameters, and so of the all-gather and of compute.
+        reduce_dtype: The dtype of the gradient reduction. If None, `param_dtype`.
+        buffer_dtype: The dtype that floating-point buffers are cast to once.
+        keep_low_precision_grads: Must be False: an optimizer sees gradients in the dtype of its parameters.
+        cast_forward_inputs: Whether every unit casts its floating-point inputs to `param_dtype`.
+        cast_root_forward_inputs: Whether the root casts its inputs if `cast_forward_inputs` is False.
+        _module_classes_to_ignore: Modules of these classes become separate units that compute in full precision.
+        gather_wire: See `MixedPrecisionPolicy`. Not in torch.
+        reduce_wire: See `MixedPrecisionPolicy`. Not in torch.
 
     Raises:
-        ConfigError: a dtype is not a floating-point one, `keep_low_precision_grads` is asked for, or a wire is not one
-            that `MixedPrecisionPolicy` takes.
+        ConfigError: A dtype is not a floating-point dtype, `keep_low_precision_grads` is True, or
+            `MixedPrecisionPolicy` does not support an encoding.
     """
 
     param_dtype: torch.dtype | None = None
@@ -205,10 +207,10 @@ def _check_wire(policy: MixedPrecision | MixedPrecisionPolicy) -> None:
 
 
 def check_wires(policy: MixedPrecisionPolicy, placements: Placements) -> None:
-    """Refuse an encoding for parameters that are never gathered.
+    """Raise if an encoding is set for parameters that are never gathered.
 
     Raises:
-        ConfigError: parameters are never gathered.
+        ConfigError: Parameters are never gathered.
     """
     if policy.gather_wire is not None and placements.optimizer is Placement.WHOLE:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Sizes as users write them."""
+"""Parsing of sizes that users write."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_size(size: int | str, name: str, of: str) -> int:
-    """Bytes, of a number or of words such as "5GB".
+    """Return the size in bytes, given as a number or as a string such as "5GB".
 
     Args:
-        size: the words.
-        name: of the argument, for a message.
-        of: what has that size, likewise.
+        size: The size.
+        name: The name of the argument, for the error message.
+        of: What has that size, for the error message.
 
     Raises:
-        ConfigError: it is neither, or below 1.
+        ConfigError: It is not a size, or it is less than 1.
     """
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]B)?\s*", str(size), re.IGNORECASE)
     try:

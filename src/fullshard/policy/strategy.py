@@ -1,4 +1,4 @@
-"""Placements of parameters, gradients and optimizer state: a strategy is a value, and all that the engine reads.
+"""Placements of parameters, gradients and optimizer state. A strategy is a value; the engine reads nothing else.
 
 The algorithms are those of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) and of hybrid sharding (Zhao et al., 2023,
 arXiv:2304.11277).
@@ -16,33 +16,33 @@ __all__ = ["Placement", "Placements", "ShardingStrategy", "resolve_placements"]
 
 
 class Placement(Enum):
-    """The share of a state that each rank of the shard axis has."""
+    """How a state is distributed over the ranks of the shard axis."""
 
     WHOLE = "whole"  # every rank has all of it
-    GROUPED = "grouped"  # every group of neighbouring ranks has all of it; a rank has its part of the group's
-    SHARDED = "sharded"  # every rank has its own part
+    GROUPED = "grouped"  # every group of adjacent ranks has all of it; each rank has a shard
+    SHARDED = "sharded"  # every rank has a shard
 
     @property
     def spread(self) -> int:
-        """0 for whole, 1 for grouped, 2 for sharded: the higher, the less a rank has."""
+        """0 for whole, 1 for grouped, 2 for sharded. A higher number means less memory per rank."""
         return list(Placement).index(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placements:
-    """The placement of each state on the shard axis. On a replicate axis, where there is one, every state is whole.
+    """The placement of each state on the shard axis. On a replicate axis, if there is one, every state is whole.
 
     Args:
-        parameters: between steps.
-        parameters_in_step: from a unit's forward to its backward.
-        gradients: while several microbatches add to them.
-        optimizer: the optimizer's state, and so the parameters that the optimizer sees.
-        replicated: whether a replicate axis is required (a 2-D mesh).
-        group: how many neighbouring ranks are a group, where a state is grouped; the ranks of a host, if None.
+        parameters: The parameters between steps.
+        parameters_in_step: The parameters from a unit's forward to its backward.
+        gradients: The gradients while several microbatches accumulate.
+        optimizer: The optimizer state, and so the parameters that the optimizer sees.
+        replicated: Whether a replicate axis is required (a 2-D mesh).
+        group: The number of adjacent ranks in a group, if a state is grouped. If None, the ranks of a host.
 
     Raises:
-        ConfigError: a rank would have less of the parameters within a step than between steps, or something that the
-            optimizer does not own is sharded, or the optimizer's state is grouped.
+        ConfigError: Parameters are sharded more within a step than between steps, parameters or gradients are sharded
+            but the optimizer state is whole, or the optimizer state is grouped.
     """
 
     parameters: Placement
@@ -82,7 +82,7 @@ class Placements:
         return Placement.GROUPED in (self.parameters, self.parameters_in_step, self.gradients)
 
     def without_groups(self, instead: Placement) -> Placements:
-        """These placements with `instead` for every state that is grouped."""
+        """Return these placements with `instead` for every state that is grouped."""
 
         def resolved(placement: Placement) -> Placement:
             return instead if placement is Placement.GROUPED else placement
@@ -122,7 +122,7 @@ class ShardingStrategy(Enum):
 
     @property
     def placements(self) -> Placements:
-        """The placements that this name stands for."""
+        """The placements of this strategy."""
         return _PLACEMENTS[self.value]
 
 
@@ -137,14 +137,14 @@ _PLACEMENTS = {
 
 
 def resolve_placements(strategy: str | ShardingStrategy | Placements, argument: str = "strategy") -> Placements:
-    """Return the placements that a short name, a `ShardingStrategy` or placements stand for.
+    """Return the placements for a short name, a `ShardingStrategy` or placements.
 
     Args:
-        strategy: one of these.
-        argument: the name of the user's argument, for the message.
+        strategy: The name, strategy or placements.
+        argument: The name of the user's argument, for the error message.
 
     Raises:
-        ConfigError: no strategy has that name.
+        ConfigError: The strategy is unknown.
     """
     if isinstance(strategy, Placements):
         return strategy

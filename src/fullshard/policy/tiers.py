@@ -1,12 +1,12 @@
-"""Which of the tiers are to be used, and how far: the least that fits.
+"""The choice of offload tiers and fractions: the smallest offload that fits.
 
-What is cheapest goes first, and goes in full before the next one is touched:
+The cheapest tier comes first and is used completely before the next one:
 
-    optimizer     a step reads and writes it once, and nothing else waits for it: on the CPU beside an accelerator, to
-                  step behind the next forward, as far as the host has room; beyond that, or where the CPU computes,
-                  on a disk
-    activations   they are written and read in every microbatch
-    parameters    with gradients, on a disk: read for each gather, written in each reduction and each step
+    optimizer     a step reads and writes it once, and nothing else waits for it: on the CPU alongside an accelerator,
+                  so that the step overlaps with the next forward, as far as host memory allows; beyond that, or when
+                  computing on the CPU, on disk
+    activations   every microbatch writes and reads them
+    parameters    with gradients, on disk: read for each all-gather, written in each reduction and each step
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["Tier", "least_that_fits"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
-    """One kind of bytes and a place where they can be.
+    """A kind of state and the tier that it can be offloaded to.
 
     Args:
-        what: the argument of `Offload`.
+        what: The argument of `Offload`.
         where: "cpu" or "disk".
-        steps: the fractions that can be there, from the smallest on, each with the bytes of memory that it frees.
+        steps: The possible fractions in ascending order, each with the bytes of memory that it frees.
     """
 
     what: str
@@ -33,13 +33,14 @@ class Tier:
 
 
 def least_that_fits(needed: int, budget: int, tiers: Sequence[Tier]) -> tuple[list[tuple[Tier, float]], int]:
-    """The tiers that are used, with their fractions, and the bytes that are needed then: more than `budget` if even
-    all tiers free too little.
+    """Return the tiers to use with their fractions, and the bytes needed with them.
+
+    The bytes exceed `budget` if all tiers together free too little.
 
     Args:
-        needed: bytes, if nothing is away.
-        budget: bytes that there are.
-        tiers: the cheapest first.
+        needed: The bytes needed without offload.
+        budget: The bytes available.
+        tiers: The tiers, cheapest first.
     """
     chosen: list[tuple[Tier, float]] = []
     for tier in tiers:
