@@ -139,6 +139,45 @@ def test_every_unit_is_reduced_once_in_every_microbatch_that_is_synced(strategy)
     assert run_ranks(2, count_reductions, strategy) == [[[UNITS] * 3, [0, 0, UNITS]]] * 2
 
 
+class Alternating(torch.nn.Module):
+    """Layers in an order in which they are called, some of them several times."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        super().__init__()
+        self.order = order
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(48, 48) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in self.order:
+            x = self.layers[i](x).tanh()
+        return x
+
+
+SHARED_UNITS = [[[0, 1], [2, 3]], [[0, 3], [1, 2]], [[0, 2, 3]], [[0], [1, 3]]]
+CALL_ORDERS = [(0, 1, 2, 3), (0, 1, 2, 3, 0), (1, 0, 1, 3, 2)]
+
+
+def count_in_shared_units() -> list[tuple[Any, list[int], list[int]]]:
+    """Reductions of a microbatch without sync and of a later one, if several modules share a unit."""
+    counts = []
+    for units, order in product(SHARED_UNITS, CALL_ORDERS):
+        model = Alternating(order)
+        in_units = {i for unit in units for i in unit}
+        for unit in units:
+            fully_shard([model.layers[i] for i in unit])
+        expected = len(units) + (len(in_units) < len(model.layers))
+        model = fully_shard(model)
+        records = record_each(model, "set_requires_gradient_sync", False)
+        found = [sum(len(record.collectives(name)) for name in REDUCTIONS) for record in records]
+        counts.append(((units, order), found, [0, 0, expected]))
+    return counts
+
+
+def test_a_unit_of_several_modules_is_reduced_once_in_a_microbatch_that_is_synced():
+    for program, found, expected in run_ranks(2, count_in_shared_units)[0]:
+        assert found == expected, program
+
+
 def count_hybrid(strategy: str) -> dict[str, list[tuple[int, int]]]:
     """Messages of each microbatch by collective: (calls, bytes)."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

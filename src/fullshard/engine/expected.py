@@ -78,7 +78,7 @@ class Expected:
 
     def awaits_backward_of(self, unit: Unit) -> bool:
         """True if a backward has still to come that needs `unit`."""
-        return any(unit is left or unit in left.borrowed for forward in self.open for left in forward.left)
+        return any(left.uses(unit) for forward in self.open for left in forward.left)
 
     def beyond(self, unit: Unit, order: OrderTracker, chosen: list[Unit] | None) -> list[Unit]:
         """What comes after that which is gathered ahead, now that `order` has come to `unit`: the next to be read."""

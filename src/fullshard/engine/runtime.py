@@ -87,6 +87,7 @@ class Runtime:
         self._has_grads = False  # in this backward, of any unit's parameters
         self._stack: list[tuple[Unit, ForwardCall | None]] = []
         self._calls: list[ForwardCall] = []  # those in whose backward we are
+        self._ended: list[ForwardCall] = []  # those whose backward is over, in the present backward
         self._recomputed: list[Unit] = []  # by a checkpoint's forward within backward, and unsharded still
         self._postponed: list[Unit] = []  # to be gathered ahead once the backward of the present unit is over
         self.expected = Expected(self.units)
@@ -347,6 +348,7 @@ class Runtime:
         if call not in self._calls:
             return
         self._calls.remove(call)
+        self._ended.append(call)
         unit = call.unit
         self.residency.release(unit)
         if unit.state.users == 0 and unit.state.reduces_unused:  # the one moment that comes on every rank
@@ -365,7 +367,19 @@ class Runtime:
         last, though some came in earlier backwards only.
         """
         some = unit.holds_grads and len(unit.state.arrived_grads) > 0
-        return some and not unit.holds_grads_back and not self.expected.awaits_backward_of(unit)
+        return (
+            some
+            and not unit.holds_grads_back
+            and not self.expected.awaits_backward_of(unit)
+            and self._has_ended_all_calls_of(unit)
+        )
+
+    def _has_ended_all_calls_of(self, unit: Unit) -> bool:
+        """True if this backward is over for every call that needs `unit`, in all forwards that it has reached."""
+        ended = [call for call in self._ended if call.within is not None]  # others were recomputed in this backward
+        forwards = {id(call.within): call.within for call in ended}.values()
+        needed_by = [left for forward in forwards if forward is not None for left in forward.left if left.uses(unit)]
+        return len(needed_by) <= sum(call.unit.uses(unit) for call in ended)
 
     def _note_backward(self) -> None:
         """Have what follows recorded as the backward of the innermost unit that is in its own."""
@@ -377,6 +391,7 @@ class Runtime:
         """Settle what is left when autograd has run its last node: reductions, unused parameters, unsharded units."""
         self.reductions.finish_all()
         self._calls.clear()
+        self._ended.clear()
         self.residency.forget_late()
         self._recomputed.clear()
         for unit in self.units:
@@ -449,6 +464,7 @@ class Runtime:
         self.disks.forget()
         self._stack.clear()
         self._calls.clear()
+        self._ended.clear()
         self.residency.forget_late()
         self._recomputed.clear()
         self.reductions.abandon()

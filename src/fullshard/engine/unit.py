@@ -289,6 +289,10 @@ class Unit:
         if self.form is Form.UNSHARDED and not all(param_group.gather.is_current for param_group in self.param_groups):
             self.reshard(keep=True)
 
+    def uses(self, unit: Unit) -> bool:
+        """True if calls of this unit use parameters of `unit`: its own, or those that are tied to them."""
+        return unit is self or unit in self.borrowed
+
     @property
     def has_valid_values(self) -> bool:
         """True if compute can read the unsharded parameters now."""
