@@ -1,1 +1,1 @@
-"""Memory that rests in files: where such files can lie, and reads and writes that go on beside computation."""
+"""Memory in files: suitable folders, and reads and writes that overlap with computation."""

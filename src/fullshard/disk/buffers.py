@@ -1,9 +1,9 @@
-"""Aligned memory of the host's, through which what rests on a disk passes.
+"""Aligned buffers in host memory for data that is read from or written to a disk.
 
 [Note: buffers do not depend on the disk]
-Whether a buffer that was given back is still being written or copied is no question of time here: the last MOST_WRITING
-of such buffers are taken to be, and older ones are waited for when they are taken. So a fast disk and a slow one have a
-run use the same buffers, and a dry run, which has none, tells how many.
+Whether a released buffer is still in use by a write or copy must not depend on timing. The last MOST_WRITING released
+buffers count as busy; older ones are waited for when they are taken. So a run uses the same buffers on a fast disk and
+on a slow one, and a dry run without a disk predicts how many.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from fullshard.disk.files import ALIGNMENT, DiskWork, aligned_buffer, aligned_pa
 __all__ = ["MOST_WRITING", "Buffer", "Buffers", "buffers_of"]
 
 MOST_WRITING = 2
-"""Buffers that may still be written out, or copied to a device, when another one is asked for: more are waited for."""
+"""The number of buffers that may still be written out or copied to a device when another one is taken."""
 
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that somebody has for now: `data`, 1-D uint8, at an aligned address."""
+    """A borrowed buffer: `data` is 1-D uint8 at an aligned address."""
 
     data: Tensor
-    whole: Tensor  # the memory that `data` begins
-    work: DiskWork | None = None  # which reads or fills it still, after it was given back
-    read_by: Mark | None = None  # behind the last copy out of it
+    whole: Tensor  # the memory that `data` is a slice of
+    work: DiskWork | None = None  # disk work that still uses it after its release
+    read_by: Mark | None = None  # recorded after the last copy from it
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing has been under way to it or from it since it was last waited for."""
+        """True if no work has used it since it was last waited for."""
         return self.work is None and self.read_by is None
 
     def settle(self) -> None:
-        """Wait until nothing reads or fills it."""
+        """Wait until no work uses it."""
         if self.work is not None:
             self.work.settle()
         if self.read_by is not None:
@@ -49,10 +49,10 @@ class Buffer:
 
 
 class Buffers:
-    """Buffers that are taken and given back: page-locked where the device has lanes.
+    """A pool of buffers, page-locked if the device has streams.
 
     Args:
-        device: that computes with what is in them.
+        device: The device that computes with the contents.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,11 +61,11 @@ class Buffers:
 
     @property
     def idle_nbytes(self) -> int:
-        """Bytes of those that nobody has."""
+        """The bytes of buffers that are not borrowed."""
         return sum(buffer.whole.numel() for buffer in self._given)
 
     def take(self, nbytes: int) -> Buffer:
-        """A buffer of `nbytes`, contents undefined. It may have to be written out first.
+        """Return a buffer of `nbytes` with undefined contents. This may wait for a write.
 
         See [Note: buffers do not depend on the disk].
         """
@@ -77,7 +77,7 @@ class Buffers:
             found.settle()
             self._given.remove(found)
             return Buffer(found.whole[:nbytes], found.whole)
-        while free:  # what is too small goes before there is more
+        while free:  # free small buffers before allocating
             small = free.pop()
             small.settle()
             self._given.remove(small)
@@ -86,14 +86,14 @@ class Buffers:
         return Buffer(whole, whole)
 
     def give(self, buffer: Buffer, work: DiskWork | None = None, read_by: Mark | None = None) -> None:
-        """Take `buffer` back, whose contents nobody needs once `work` has ended and `read_by` was passed."""
+        """Return `buffer` to the pool. It can be reused after `work` and `read_by`."""
         goes_on = work if work is not None and not work.was_awaited else None
         self._given.append(Buffer(buffer.whole, buffer.whole, goes_on, read_by))
 
     def drop(self) -> None:
-        """Let go of what nobody has, which is the system's again when nothing is under way to it any more.
+        """Free buffers that are not borrowed. Their memory returns to the system once no work uses it.
 
-        Page-locked memory is kept: to get it again would hold up the device.
+        Page-locked memory is kept, because allocating it again would stall the device.
         """
         if not accelerator_for(self._device).has_lanes:
             self._given.clear()
@@ -110,7 +110,7 @@ _buffers: WeakKeyDictionary[Accelerator, dict[torch.device, Buffers]] = WeakKeyD
 
 
 def buffers_of(device: torch.device) -> Buffers:
-    """The buffers for what computes on `device`, which all units of the process share."""
+    """Return the buffers for computation on `device`, which all units of the process share."""
     of_each = _buffers.setdefault(accelerator_for(device), {})
     if device not in of_each:
         of_each[device] = Buffers(device)

@@ -1,20 +1,20 @@
 """Scratch files: memory that a rank writes out and reads back while it computes.
 
 [Note: a scratch file has no name]
-What lies in it is worth nothing to another process: a killed run's state comes from its checkpoint. So the file is
-opened without a name where the file system can do that, and loses it at once where not. The system takes the room
-back when the process ends, however it ends: there is nothing to find, to judge or to clear up in the next run.
+The content is useless to other processes: the state of a killed run comes from its checkpoint. So the file is opened
+without a name if the file system supports that, and otherwise unlinked immediately. The system frees the space when the
+process ends, however it ends. The next run has nothing to find, check or clean up.
 
 [Note: straight to the disk]
-Where the file system allows, reads and writes go past the system's cache (O_DIRECT), which would hold all of it in
-memory a second time, and would make a disk seem faster than it is until memory is full. Offsets, sizes and addresses
-must then be multiples of ALIGNMENT. Elsewhere the same calls go through the cache.
+If the file system allows it, reads and writes bypass the page cache (O_DIRECT). The page cache would hold all data in
+memory a second time, and the disk would seem faster than it is until memory is full. O_DIRECT requires offsets, sizes
+and addresses that are multiples of ALIGNMENT. Otherwise the same calls go through the page cache.
 
 [Note: memory that a disk fills]
-A request past the cache goes to the disk as a list of pages, which the system looks up and holds one by one. Of pages
-of 2 MiB there are few: 2 and not 1024 in a request of 4 MiB. So large buffers are mapped by themselves, and the system
-is asked for huge pages. They also go back to it as soon as they are dropped, which `malloc` does not do with what lies
-between others.
+A direct request is sent to the disk as a list of pages, which the system looks up and pins one by one. With pages of
+2 MiB there are few: 2 instead of 1024 for a request of 4 MiB. So large buffers have their own mappings, for which huge
+pages are requested. These mappings are also returned to the system as soon as they are dropped. `malloc` does not do
+that with memory between other allocations.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ __all__ = ["ALIGNMENT", "DEPTH", "REQUEST_BYTES", "DiskFile", "DiskWork", "align
 _log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096
-"""Offsets, sizes and addresses are multiples of it: no disk or file system in use asks for more."""
+"""Offsets, sizes and addresses are multiples of it. No disk or file system in use requires more."""
 REQUEST_BYTES = 4 << 20
-"""What one call of the system reads or writes, unless a file is told otherwise."""
+"""The default size of one read or write system call."""
 DEPTH = 4
-"""How many such calls a file has under way at once, unless it is told otherwise."""
+"""The default number of such calls in flight per file."""
 
 _HUGE_PAGE_NBYTES = 2 << 20
 _NO_DIRECT = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -56,12 +56,12 @@ _warned: set[Path] = set()
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes`, and what is missing to the next multiple of ALIGNMENT."""
+    """Return `nbytes` rounded up to a multiple of ALIGNMENT."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_buffer(nbytes: int) -> Tensor:
-    """A new uint8 tensor on the CPU, of `nbytes`, whose address is a multiple of ALIGNMENT. Contents are undefined.
+    """Return a new uint8 CPU tensor of `nbytes` whose address is a multiple of ALIGNMENT. Contents are undefined.
 
     See [Note: memory that a disk fills].
     """
@@ -69,51 +69,51 @@ def aligned_buffer(nbytes: int) -> Tensor:
         return aligned_part(torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8))
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a system that was built without them
+        with suppress(OSError):  # of a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def aligned_part(room: Tensor) -> Tensor:
-    """Of a 1-D uint8 tensor all but ALIGNMENT bytes, from an address on that is a multiple of ALIGNMENT."""
+    """Return a slice of a 1-D uint8 tensor that starts at a multiple of ALIGNMENT and is ALIGNMENT bytes shorter."""
     start = 0 if isinstance(room, FakeTensor) else -room.data_ptr() % ALIGNMENT
     return room[start : start + room.numel() - ALIGNMENT]
 
 
 class DiskWork:
-    """A read or write that goes on. `pace` is told how long the program waits for it."""
+    """A read or write in progress. It reports to `pace` how long the program waits for it."""
 
     def __init__(self, parts: Sequence[Future[None]], pace: DiskPace | None = None) -> None:
         self._parts = parts
         self._pace = pace
         self.was_awaited = False
-        """Whether the program has waited for its end: unlike `done` no question of time."""
+        """Whether the program has waited for its end. Unlike `done`, it does not depend on timing."""
 
     @classmethod
     def of_all(cls, works: Iterable[DiskWork]) -> DiskWork:
-        """All of `works` as one."""
+        """Return all of `works` as one."""
         return cls([part for work in works for part in work._parts])
 
     @property
     def done(self) -> bool:
-        """True once it has ended, well or not."""
+        """True once it has ended, successfully or not."""
         return all(part.done() for part in self._parts)
 
     @property
     def is_well(self) -> bool:
-        """True once it has ended well."""
+        """True once it has ended successfully."""
         return all(part.done() and part.exception() is None for part in self._parts)
 
     def settle(self) -> None:
-        """Wait until it has ended, well or not: what it was for is of no use any more."""
+        """Wait until it has ended, successfully or not. Errors are ignored because its result is not needed."""
         wait(self._parts)
         self.was_awaited = True
 
     def wait(self) -> None:
-        """Wait until it has ended. The tensor is the caller's again then, whatever happened.
+        """Wait until it has ended. The caller can use the tensor again afterwards, even after an error.
 
         Raises:
-            DiskError: the disk could not; with path, offset, bytes and the system's error.
+            DiskError: It failed. The message has the path, offset, bytes and the system's error.
         """
         if self._pace is not None and not self.done:
             with self._pace.waiting():
@@ -124,20 +124,20 @@ class DiskWork:
 
 
 class DiskFile:
-    """One preallocated scratch file of one rank, gone when it is closed or the process ends, however that ends.
+    """One preallocated scratch file of one rank. It is deleted when it is closed or when the process ends in any way.
 
-    Reads and writes that are under way at once must not meet: whoever reads what is being written waits for it first.
+    Concurrent reads and writes must not overlap: wait for a write before reading the same bytes.
 
     Args:
-        folder: where; made if it is not there.
-        name: for messages.
-        nbytes: its size, all of which is taken from the disk now.
-        direct: past the system's cache (True), through it (False), or past it where that is possible (None).
-        request_bytes: what one call of the system reads or writes, a multiple of ALIGNMENT.
-        depth: how many such calls are under way at once.
+        folder: The folder, which is created if it does not exist.
+        name: A name for messages.
+        nbytes: The size, all of which is allocated on the disk immediately.
+        direct: Whether to bypass the page cache (True), use it (False), or bypass it if possible (None).
+        request_bytes: The size of one system call, a multiple of ALIGNMENT.
+        depth: The number of such calls in flight.
 
     Raises:
-        DiskError: the folder cannot be written to, has not so much room, or cannot do what `direct` asks.
+        DiskError: The folder is not writable, the disk has too little free space, or `direct` is not supported.
     """
 
     def __init__(
@@ -176,27 +176,27 @@ class DiskFile:
         return f"DiskFile({str(self.path)!r}, {self.nbytes} bytes, {'direct' if self.is_direct else 'cached'})"
 
     def read(self, offset: int, into: Tensor) -> DiskWork:
-        """Begin to fill `into` with what was written at `offset`.
+        """Start to fill `into` with the bytes at `offset`.
 
         Args:
-            offset: bytes from the start of the file, a multiple of ALIGNMENT.
-            into: contiguous uint8 on the CPU, its address and size multiples of ALIGNMENT; nobody's until the work
-                has been waited for.
+            offset: Bytes from the start of the file, a multiple of ALIGNMENT.
+            into: A contiguous uint8 CPU tensor whose address and size are multiples of ALIGNMENT. It must not be used
+                until the work has been waited for.
         """
         return self._start(_READ, offset, into)
 
     def write(self, offset: int, source: Tensor) -> DiskWork:
-        """Begin to write `source` to `offset`; the rules are those of `read`."""
+        """Start to write `source` to `offset`. The requirements are those of `read`."""
         return self._start(_WRITE, offset, source)
 
     def close(self) -> None:
-        """Give the room back, after what is under way has ended. Nothing can be read any more."""
+        """Free the disk space once all work has ended. Nothing can be read afterwards."""
         if self._descriptor >= 0:
             self._threads.shutdown()
             self._close()
 
     def __del__(self) -> None:
-        """Give the room back of a file that nobody has any more: what is under way holds it."""
+        """Free the disk space of an unreferenced file. Work in progress keeps a reference."""
         self._close()
 
     def _close(self) -> None:
@@ -206,10 +206,10 @@ class DiskFile:
             os.close(descriptor)
 
     def grow(self, nbytes: int) -> None:
-        """Take so many bytes more from the disk, at the end of the file.
+        """Extend the file by `nbytes` on the disk.
 
         Raises:
-            DiskError: it has not so much room.
+            DiskError: The disk has too little free space.
         """
         self._allocate(self.nbytes, aligned(nbytes))
         self.nbytes += aligned(nbytes)
@@ -230,7 +230,7 @@ class DiskFile:
             ) from error
 
     def _go_direct(self) -> bool:
-        """Have reads and writes go past the system's cache. False if they cannot."""
+        """Bypass the page cache for reads and writes. Return False if that is not possible."""
         flag = getattr(os, "O_DIRECT", 0)
         if not flag or not self.nbytes:
             return False
@@ -260,7 +260,7 @@ class DiskFile:
         return DiskWork(parts, self._pace)
 
     def _move(self, kind: _Kind, offset: int, tensor: Tensor, start: int) -> None:
-        """One request. The tensor is an argument so that its memory lives as long as this."""
+        """Run one request. The tensor is an argument so that its memory stays alive until the request ends."""
         nbytes = min(self._request_bytes, tensor.numel() - start)
         try:
             with self._pace.moving(**{kind.counted: nbytes}):
@@ -277,14 +277,14 @@ class DiskFile:
 
 @dataclass(frozen=True)
 class _Kind:
-    """Reading or writing."""
+    """The kind of a request: read or write."""
 
     verb: str
-    call: str  # of `os`: with a descriptor, buffers and an offset, the bytes that it did
+    call: str  # function of `os` that takes a descriptor, buffers and an offset, and returns the number of bytes
     counted: str  # the argument of `DiskPace.moving`
 
     def move(self, descriptor: int, address: int, nbytes: int, offset: int) -> None:
-        """All of it, though the system may do less at a time: then go on at a multiple of ALIGNMENT."""
+        """Read or write all bytes. If the system processes fewer, continue at a multiple of ALIGNMENT."""
         done = 0
         while done < nbytes:
             memory = (ctypes.c_char * (nbytes - done)).from_address(address + done)
@@ -301,7 +301,7 @@ _WRITE = _Kind("write", "pwritev", "written_bytes")
 
 
 def _open_nameless(folder: Path, name: str) -> int:
-    """A new empty file in `folder` that has no name, or none any more. See [Note: a scratch file has no name]."""
+    """Open a new empty file in `folder` without a name, or unlinked. See [Note: a scratch file has no name]."""
     flags = os.O_RDWR | os.O_CLOEXEC
     if hasattr(os, "O_TMPFILE"):
         try:
@@ -309,7 +309,7 @@ def _open_nameless(folder: Path, name: str) -> int:
         except OSError as error:
             if error.errno not in (*_NO_DIRECT, errno.EISDIR):
                 raise
-    path = folder / f".{name}.{os.urandom(16).hex()}.scratch"  # nobody else can make it first
+    path = folder / f".{name}.{os.urandom(16).hex()}.scratch"  # so that nothing else can create it first
     descriptor = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o600)
     path.unlink()
     return descriptor

@@ -1,4 +1,4 @@
-"""The folder that files lie in: which file system it is on, what is free there, and why it may be the wrong one."""
+"""Properties of a folder: its file system, its free space, and reasons not to offload to it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["IN_MEMORY", "MOUNTS", "Mount", "free_bytes", "made", "mount_of", "wh
 
 MOUNTS = Path("/proc/self/mountinfo")
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs"})
-"""File systems that lie in memory."""
+"""File systems that are stored in memory."""
 _OVER_A_NETWORK = frozenset(
     {"nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "gpfs", "beegfs", "9p", "afs", "glusterfs", "ocfs2"}
 )
@@ -22,21 +22,21 @@ _OVER_A_NETWORK = frozenset(
 
 @dataclass(frozen=True)
 class Mount:
-    """Where a file system is mounted."""
+    """A mounted file system."""
 
     point: Path
-    kind: str  # as the system calls it: "ext4", "tmpfs", ...
+    kind: str  # the name of its type, such as "ext4" or "tmpfs"
 
 
 def mount_of(folder: Path) -> Mount | None:
-    """What `folder` is on; None where the system does not tell."""
+    """Return the file system of `folder`, or None if it is unknown."""
     try:
         lines = MOUNTS.read_text().splitlines()
     except OSError:
         return None
     path = folder.resolve()
     found = None
-    for line in lines:  # the last of those mounted at one point hides the others
+    for line in lines:  # the last mount at one point hides earlier ones
         mount = _parsed(line)
         if path.is_relative_to(mount.point) and (found is None or mount.point.is_relative_to(found.point)):
             found = mount
@@ -44,24 +44,24 @@ def mount_of(folder: Path) -> Mount | None:
 
 
 def _parsed(line: str) -> Mount:
-    """One line of mountinfo: number, parent, device, root, point, options, tags until "-", kind, source, options."""
+    """Parse a line of mountinfo: number, parent, device, root, point, options, tags until "-", kind, source."""
     point = line.split(" ")[4].encode().decode("unicode_escape")  # a space is written \040
     return Mount(Path(point), line.partition(" - ")[2].split(" ")[0])
 
 
 @contextmanager
 def made(folder: Path, what: str = "a scratch file") -> Iterator[None]:
-    """A context in which `folder` is there, to make `what` in.
+    """Context manager that creates `folder`, in which the caller creates `what`.
 
     Raises:
-        DiskError: it cannot be made, or the system refused what was done in it.
+        DiskError: It cannot be created, or the system rejected an operation in it.
     """
     try:
         if folder.exists() and not folder.is_dir():
             raise DiskError(f"{folder} is a file, and no folder for {what}. Name one on a disk of this machine.")
         folder.mkdir(parents=True, exist_ok=True)
         yield
-    except DiskError:  # which is an OSError, and says more
+    except DiskError:  # a subclass of OSError with a better message
         raise
     except OSError as error:
         raise DiskError(
@@ -71,13 +71,13 @@ def made(folder: Path, what: str = "a scratch file") -> Iterator[None]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user can still write to the file system of `folder`."""
+    """Return the bytes that this user can still write to the file system of `folder`."""
     told = os.statvfs(folder)
     return told.f_bavail * told.f_frsize
 
 
 def why_unfit(folder: Path) -> str | None:
-    """Why `folder` is a bad place to offload to, if it is: memory again, or another machine's disk."""
+    """Return why `folder` is unsuitable for offloading (memory or a network file system), or None."""
     mount = mount_of(folder)
     if mount is None:
         return None

@@ -1,6 +1,6 @@
-"""What offloading to a disk will cost: seconds of every step, terabytes written, and the life of the disk.
+"""Predicted costs of offloading to a disk: seconds per step, terabytes written, and the share of the disk's endurance.
 
-With AdamW in fp32 two numbers of four bytes each are kept for a parameter, and every step reads and writes all of them:
+AdamW in fp32 keeps two numbers of four bytes each per parameter, and every step reads and writes all of them:
 
     written in a run = parameters x 8 bytes x fraction on the disk x steps        7B x 8 x 1 x 10,000 = 560 TB
 """
@@ -19,56 +19,56 @@ from fullshard.errors import ConfigError, DiskError
 __all__ = ["TB_WRITTEN_PER_TB", "Foresight", "Traffic", "check_room", "floored", "foresee"]
 
 TB_WRITTEN_PER_TB = 600
-"""What makers of consumer SSDs warrant: terabytes written in the disk's life for each terabyte that it holds. Those for
-data centres have 1800 (one whole write a day for five years) and more, large cheap ones 200."""
+"""Endurance that makers of consumer SSDs typically warrant: terabytes written per terabyte of capacity. SSDs for data
+centers have 1800 (one full write per day for five years) or more, large inexpensive ones 200."""
 
 DAY_S = 86_400
-ADAMW_BYTES = 8  # of a parameter: two moments in fp32
+ADAMW_BYTES = 8  # per parameter: two moments in fp32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What all ranks of a host have on one disk, and move in a step."""
+    """The data that all ranks of a host have on one disk, and that a step reads and writes."""
 
-    room_bytes: int  # at rest
-    read_bytes: int  # in a step
-    written_bytes: int  # in a step
+    room_bytes: int  # between steps
+    read_bytes: int  # per step
+    written_bytes: int  # per step
 
     @classmethod
     def of_optimizer(cls, parameters: float, *, bytes_each: float = ADAMW_BYTES, fraction: float = 1.0) -> Traffic:
-        """That of an optimizer's state: all of it is read and written in every step.
+        """Return the traffic of an optimizer state, which every step reads and writes completely.
 
         Args:
-            parameters: how many the ranks of this host step.
-            bytes_each: of state for each of them.
-            fraction: of the state that rests on the disk.
+            parameters: The number of parameters that the ranks of this host update.
+            bytes_each: Bytes of state per parameter.
+            fraction: The fraction of the state on disk.
         """
         nbytes = round(parameters * bytes_each * fraction)
         return cls(room_bytes=nbytes, read_bytes=nbytes, written_bytes=nbytes)
 
     @classmethod
     def of_parameters(cls, nbytes: int, *, gathers: int = 2, reductions: int = 1, clips: bool = False) -> Traffic:
-        """That of shards and their gradients, beside the optimizer's state.
+        """Return the traffic of shards and their gradients, without the optimizer state.
 
-        Shards are read for each gather. Gradients are written as they are reduced; further reductions read them first.
-        The optimizer reads both, and writes shards.
+        Shards are read for each all-gather. Gradients are written as they are reduced, and read first in later
+        reductions. The optimizer reads both and writes shards.
 
         Args:
-            nbytes: of the shards of the ranks of this host.
-            gathers: of each unit in a step: 2 in a microbatch under zero3, 1 under zero2.
-            reductions: in a step: those of the microbatches whose gradients are synced.
-            clips: whether gradients are clipped, which reads them twice and writes them once.
+            nbytes: Bytes of the shards of all ranks of this host.
+            gathers: All-gathers of each unit per step: 2 per microbatch under zero3, 1 under zero2.
+            reductions: Reductions per step, one for each microbatch whose gradients are synchronized.
+            clips: Whether gradients are clipped, which reads them twice and writes them once.
         """
         return cls.of_shards(nbytes, gathers=gathers) + cls.of_gradients(nbytes, reductions=reductions, clips=clips)
 
     @classmethod
     def of_shards(cls, nbytes: int, *, gathers: int = 2, is_stepped: bool = True) -> Traffic:
-        """That of shards alone: the first half of `of_parameters`. Those that are not stepped are not written."""
+        """Return the traffic of shards alone, the first part of `of_parameters`. Frozen shards are not written."""
         return cls(room_bytes=nbytes, read_bytes=nbytes * (gathers + is_stepped), written_bytes=nbytes * is_stepped)
 
     @classmethod
     def of_gradients(cls, nbytes: int, *, reductions: int = 1, clips: bool = False) -> Traffic:
-        """That of their gradients alone: the second half."""
+        """Return the traffic of gradients alone, the second part of `of_parameters`."""
         return cls(
             room_bytes=nbytes,
             read_bytes=nbytes * (reductions + 2 * clips),
@@ -77,7 +77,7 @@ class Traffic:
 
     @classmethod
     def of_activations(cls, nbytes: int, *, microbatches: int = 1) -> Traffic:
-        """That of kept activations, `nbytes` in a microbatch: written in forward, read in backward."""
+        """Return the traffic of `nbytes` of activations per microbatch, written in forward and read in backward."""
         moved = nbytes * microbatches
         return cls(room_bytes=nbytes, read_bytes=moved, written_bytes=moved)
 
@@ -91,45 +91,45 @@ class Traffic:
 
 @dataclass(frozen=True, kw_only=True)
 class Foresight:
-    """What a run will ask of a disk."""
+    """The predicted load of a run on a disk."""
 
     speed: DiskSpeed
     traffic: Traffic
     step_s: float  # without the disk
-    endurance_bytes: float  # written in the disk's life
+    endurance_bytes: float  # bytes that can be written to the disk in its life
     is_endurance_known: bool = False  # from its data sheet
 
     @property
     def disk_s(self) -> float:
-        """Seconds that the disk needs in a step. Beside computation they cost less than that."""
+        """Seconds that the disk needs per step. The cost is lower if they overlap with computation."""
         return self.speed.seconds(self.traffic.read_bytes, self.traffic.written_bytes)
 
     @property
     def most_step_s(self) -> float:
-        """Seconds of a step, if nothing of the disk's time is hidden."""
+        """Seconds per step if nothing overlaps with disk access."""
         return self.step_s + self.disk_s
 
     @property
     def least_step_s(self) -> float:
-        """Seconds of a step, if all of the shorter one is hidden behind the longer one."""
+        """Seconds per step if disk access and computation overlap fully."""
         return max(self.step_s, self.disk_s)
 
     @property
     def written_a_day(self) -> float:
-        """Bytes, if all is hidden that can be."""
+        """Bytes written per day if disk access overlaps fully."""
         return self.traffic.written_bytes * DAY_S / self.least_step_s if self.least_step_s else 0.0
 
     def written_in(self, steps: int) -> int:
-        """Bytes that so many steps write."""
+        """Return the bytes that `steps` steps write."""
         return self.traffic.written_bytes * steps
 
     @property
     def steps_of_life(self) -> float:
-        """How many steps write what the disk is likely to bear."""
+        """The number of steps until the endurance of the disk is used up."""
         return self.endurance_bytes / self.traffic.written_bytes if self.traffic.written_bytes else float("inf")
 
     def lines(self, steps: int) -> list[str]:
-        """What is to be known before the first of so many steps; of seconds and days where the step's are known."""
+        """Return a summary for a run of `steps` steps, with seconds and days if the step time is known."""
         speed, traffic = self.speed, self.traffic
         step = f", for a step of {self.least_step_s:.3g} to {self.most_step_s:.3g} s" if self.step_s else ""
         a_day = f"{_tb(self.written_a_day)} a day, " if self.step_s else ""
@@ -145,7 +145,7 @@ class Foresight:
         ]
 
     def _life(self, steps: int) -> str:
-        """How much of the disk's life so many steps take; nothing of memory, which does not wear."""
+        """Return the share of the endurance that `steps` steps use. Empty for memory, which does not wear out."""
         if self.speed.file_system in IN_MEMORY:
             return ""
         disk = f"a disk of {_tb(self.speed.disk_bytes)} is likely to bear"
@@ -162,19 +162,19 @@ def foresee(
     endurance_bytes: float | None = None,
     ask: Callable[[int], str] | None = None,
 ) -> Foresight:
-    """What `traffic` will cost on a disk of `speed`.
+    """Return the predicted load of `traffic` on a disk.
 
     Args:
-        speed: of the disk, as measured.
-        traffic: what is to be on it.
-        step_s: seconds of a step without it; 0 if that is not known.
-        endurance_bytes: what may be written to the disk in its life, from its data sheet. If None, TB_WRITTEN_PER_TB
-            for what the file system holds.
-        ask: see `check_room`.
+        speed: The measured speed of the disk.
+        traffic: The data on the disk.
+        step_s: Seconds per step without the disk; 0 if unknown.
+        endurance_bytes: Bytes that may be written to the disk in its life, from its data sheet. If None,
+            TB_WRITTEN_PER_TB for the size of the file system.
+        ask: See `check_room`.
 
     Raises:
-        ConfigError: a number is negative.
-        DiskError: there is no room for it. The fraction for which there is room is named.
+        ConfigError: A number is negative.
+        DiskError: The disk has too little free space. The message names the fraction that fits.
     """
     endurance = speed.disk_bytes * TB_WRITTEN_PER_TB if endurance_bytes is None else endurance_bytes
     if step_s < 0 or endurance <= 0 or min(traffic.room_bytes, traffic.read_bytes, traffic.written_bytes) < 0:
@@ -193,16 +193,16 @@ def foresee(
 
 
 def check_room(folder: Path, traffic: Traffic, free_bytes: int, *, ask: Callable[[int], str] | None = None) -> None:
-    """Refuse `traffic` that has not so much room.
+    """Raise if `traffic` does not fit on the disk.
 
     Args:
-        folder: where.
-        traffic: what is to be there.
-        free_bytes: there, what of `traffic` is there already included.
-        ask: says what to ask for that fits into so many bytes; of `traffic`, a part, if None.
+        folder: The folder on the disk.
+        traffic: The data on the disk.
+        free_bytes: The free bytes there, including what `traffic` occupies already.
+        ask: Returns advice on what fits into a number of bytes. If None, a fraction of `traffic`.
 
     Raises:
-        DiskError: there is no room for it. The fraction for which there is room is named.
+        DiskError: The disk has too little free space. The message names the fraction that fits.
     """
     if traffic.room_bytes <= free_bytes:
         return
@@ -214,7 +214,7 @@ def check_room(folder: Path, traffic: Traffic, free_bytes: int, *, ask: Callable
 
 
 def floored(fraction: float) -> str:
-    """A fraction in words, no larger than it is: two digits that count."""
+    """Format a fraction with two significant digits, rounded down."""
     if fraction <= 0:
         return "nothing"
     step = 10.0 ** (floor(log10(fraction)) - 1)

@@ -1,10 +1,11 @@
-"""What the scratch files of a folder move, how long their disk takes for it, and whether it has become slow.
+"""The throughput of the scratch files in a folder, and a warning if their disk becomes slow.
 
 [Note: a disk that becomes slow]
-Disks slow down when they are hot, when their cache is full, or when others use them; a run goes on, at a fraction of
-its speed, and nothing else tells why. So what was moved between two looks, one a step, is held against what the disk
-did when it was measured, or else in its first few steps. Only time counts in which something was asked of the disk, and
-not what small requests take by themselves. If two looks in a row find it slower by SLOWER, that is said, once.
+Disks slow down when they are hot, when their cache is full, or when other processes use them. The run continues at a
+fraction of its speed, and nothing else reports the cause. So the data moved between two checks, one per step, is
+compared with the measured speed of the disk, or else with its speed in the first few steps. Only time in which the disk
+has requests counts, without the fixed cost of small requests. If two checks in a row find the disk slower by a factor
+of SLOWER, a warning is issued once.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from threading import Lock
 __all__ = ["SLOWER", "DiskPace", "Moved", "pace_of", "paces"]
 
 SLOWER = 4.0
-"""Times slower than at first: what is less has many causes, and passes."""
+"""The slowdown that causes a warning. Smaller slowdowns have many causes and are temporary."""
 
-_FIRST = 3  # looks from which the pace is taken, of a disk that was not measured
-_LEAST_BYTES = 1 << 20  # of a look that tells anything
-_REQUEST_S = 1e-3  # that any request may take, however little it moves
+_FIRST = 3  # checks that determine the reference speed if the disk was not measured
+_LEAST_BYTES = 1 << 20  # a check with fewer bytes is ignored
+_REQUEST_S = 1e-3  # the fixed cost of a request of any size
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes, the seconds in which the disk had something to do, and those in which the program waited for it."""
+    """Bytes read and written, seconds in which the disk had requests, and seconds in which the program waited."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -39,7 +40,7 @@ class Moved:
     waited_s: float = 0.0
 
     def since(self, before: Moved) -> Moved:
-        """What has come to it since it was `before`."""
+        """Return the difference to an earlier total."""
         return Moved(
             self.read_bytes - before.read_bytes,
             self.written_bytes - before.written_bytes,
@@ -50,11 +51,11 @@ class Moved:
 
 @dataclass(eq=False)
 class DiskPace:
-    """Of one folder in this process. Requests are noted by the threads that make them.
+    """The throughput of one folder in this process. The threads that make requests record them.
 
     Args:
-        folder: the folder.
-        clock: the time in seconds.
+        folder: The folder.
+        clock: Returns the time in seconds.
     """
 
     folder: Path
@@ -62,11 +63,11 @@ class DiskPace:
     held_bytes: int = 0  # of its files
     _total: Moved = field(default_factory=Moved)
     _looked: Moved = field(default_factory=Moved)
-    _requests: int = 0  # since the last look
+    _requests: int = 0  # since the last check
     _under_way: int = 0
     _since: float = 0.0
     _looks: int = 0
-    _slow: int = 0  # looks in a row
+    _slow: int = 0  # consecutive slow checks
     _said: bool = False
     _best_bytes_per_s: float = 0.0
     _expected: Callable[[float, float], float] | None = None
@@ -74,14 +75,14 @@ class DiskPace:
 
     @property
     def total(self) -> Moved:
-        """Since the process began, until now: also while requests are under way."""
+        """The total since the process started. It includes the time of requests that are still in progress."""
         with self._lock:
             self._add(Moved(busy_s=self._busy_since()))
             return self._total
 
     @contextmanager
     def moving(self, *, read_bytes: int = 0, written_bytes: int = 0) -> Iterator[None]:
-        """A context in which a request of so many bytes is under way."""
+        """Context manager for a request of this many bytes."""
         with self._lock:
             if not self._under_way:
                 self._since = self.clock()
@@ -95,7 +96,7 @@ class DiskPace:
                 self._requests += 1
 
     def _busy_since(self) -> float:
-        """The seconds with a request under way that were not asked for before."""
+        """Return the seconds with a request in progress since the last call."""
         if not self._under_way:
             return 0.0
         before, self._since = self._since, self.clock()
@@ -103,14 +104,14 @@ class DiskPace:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context in which the program waits for requests."""
+        """Context manager in which the program waits for requests."""
         begin = self.clock()
         yield
         with self._lock:
             self._add(Moved(waited_s=self.clock() - begin))
 
     def hold(self, nbytes: int) -> None:
-        """Note that files have so many bytes more."""
+        """Record that the files have grown by `nbytes`."""
         with self._lock:
             self.held_bytes += nbytes
 
@@ -124,14 +125,14 @@ class DiskPace:
         )
 
     def expect(self, seconds: Callable[[float, float], float]) -> None:
-        """Go by a measurement: the seconds in which it reads and writes so many bytes, beside other ranks that do so.
+        """Use a measurement as the reference. `seconds` predicts the time to read and write a number of bytes.
 
-        What was moved until now is not looked at.
+        The measurement includes other ranks that do the same. Data moved before this call is ignored.
         """
         self._expected, self._looked = seconds, self.total
 
     def look(self) -> None:
-        """Look at what was moved since the last look, and say once if that took too long."""
+        """Check the data moved since the last check, and warn once if it took too long."""
         now = self.total
         moved = now.since(self._looked)
         nbytes = moved.read_bytes + moved.written_bytes
@@ -173,10 +174,10 @@ _paces: dict[Path, DiskPace] = {}
 
 
 def pace_of(folder: Path) -> DiskPace:
-    """That of `folder`, the same as long as the process lives."""
+    """Return the `DiskPace` of `folder`, the same for the life of the process."""
     return _paces.setdefault(folder, DiskPace(folder))
 
 
 def paces() -> list[DiskPace]:
-    """Those of all folders in which this process has files."""
+    """Return the `DiskPace`s of all folders in which this process has files."""
     return [pace for pace in _paces.values() if pace.held_bytes]

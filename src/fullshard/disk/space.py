@@ -1,9 +1,9 @@
-"""Scratch: room in a file of a rank, given out in extents. What nobody has any more is used before the file grows.
+"""Scratch space: extents in a file of a rank. Freed extents are reused before the file grows.
 
 [Note: an extent is given back by dropping it]
-Whoever has an extent has its stretch of the file; when the last one lets go of it, the stretch is free. That may be at
-any moment, so it is only noted then. The next one who asks for room takes what was noted, as far as nothing is written
-to it any more: a late write would destroy what another one has there by then.
+An extent owns a range of the file. The range is free once the last reference to the extent is dropped. That can happen
+at any time, so it is only recorded then. The next allocation reclaims the recorded ranges to which no write is in
+progress. A late write would otherwise overwrite the data of the new owner.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Extent", "Scratch", "shared_scratch"]
 
 
 class _NoFile:
-    """What stands for a file in a dry run, whose tensors have no values to be kept."""
+    """The replacement for a file in a dry run, where tensors have no values to store."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -40,25 +40,25 @@ class _NoFile:
         self.nbytes += nbytes
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, because no file is open."""
 
 
 class _Writes:
-    """Writes to one extent that may still go on, or have failed."""
+    """Writes to one extent that may be in progress or have failed."""
 
     def __init__(self) -> None:
         self._under_way: list[tuple[int, int, DiskWork]] = []  # start, end
 
     def add(self, start: int, end: int, work: DiskWork) -> None:
-        """Note a write of these bytes. Those before it to any of them are over."""
+        """Record a write to these bytes. Earlier writes to any of them have ended."""
         self._under_way = [item for item in self._under_way if not (item[2].is_well or _meet(item, start, end))]
         self._under_way.append((start, end, work))
 
     def wait(self, start: int, end: int) -> None:
-        """Wait until these bytes are there.
+        """Wait until all writes to these bytes have ended.
 
         Raises:
-            DiskError: they could not be written.
+            DiskError: A write failed.
         """
         for item in self._under_way:
             if _meet(item, start, end):
@@ -66,11 +66,11 @@ class _Writes:
 
     @property
     def done(self) -> bool:
-        """True if nothing is written any more."""
+        """True if no write is in progress."""
         return all(work.done for _, _, work in self._under_way)
 
     def settle(self) -> None:
-        """Wait until nothing is written any more."""
+        """Wait until no write is in progress."""
         for _, _, work in self._under_way:
             work.settle()
 
@@ -80,15 +80,15 @@ def _meet(write: tuple[int, int, DiskWork], start: int, end: int) -> bool:
 
 
 class Extent:
-    """A stretch of a scratch file, of whole blocks of the disk. See [Note: an extent is given back by dropping it]."""
+    """A range of whole disk blocks in a scratch file. See [Note: an extent is given back by dropping it]."""
 
     def __init__(self, scratch: Scratch, file: DiskFile | _NoFile, offset: int, nbytes: int, state: str) -> None:
-        self.state = state  # whose bytes they are, for `travel`
-        self._scratch = scratch  # which closes its file once nobody needs it
+        self.state = state  # the kind of state, for `travel`
+        self._scratch = scratch  # closes its file when no longer needed
         self._file = file
         self._offset = offset
         self.nbytes = nbytes
-        self.version = 0  # how often it was written to
+        self.version = 0  # the number of writes
         self._writes = _Writes()
 
     def __del__(self) -> None:
@@ -100,20 +100,20 @@ class Extent:
         return self._scratch.folder
 
     def read(self, into: Tensor, start: int = 0) -> DiskWork:
-        """Begin to fill the aligned buffer `into` with the bytes from `start` on, a multiple of ALIGNMENT.
+        """Start to fill the aligned buffer `into` with the bytes from `start`, a multiple of ALIGNMENT.
 
         Raises:
-            DiskError: what was written there last could not be.
+            DiskError: The last write to these bytes failed.
         """
         self._writes.wait(start, start + into.numel())
         travel.note("disk", self.state, came=into.numel())
         return self._file.read(self._offset + start, into)
 
     def write(self, source: Tensor, start: int = 0) -> DiskWork:
-        """Begin to write the aligned buffer `source`; reads of these bytes from now on wait for it.
+        """Start to write the aligned buffer `source`. Later reads of these bytes wait for it.
 
         Raises:
-            DiskError: what was written there last could not be.
+            DiskError: The last write to these bytes failed.
         """
         end = start + source.numel()
         self._writes.wait(start, end)
@@ -125,41 +125,41 @@ class Extent:
 
 
 class Scratch:
-    """A scratch file of one rank, made when it is first needed, which grows when it is full.
+    """A scratch file of one rank that is created on first use and grows when it is full.
 
-    It is closed, and its room on the disk free, when this and the last extent of it are dropped.
+    It is closed, and its disk space freed, when this object and its last extent are dropped.
 
     Args:
-        folder: see `DiskFile`.
-        name: see `DiskFile`.
-        step_bytes: what it grows by, at least.
+        folder: See `DiskFile`.
+        name: See `DiskFile`.
+        step_bytes: The minimum number of bytes to grow by.
     """
 
     def __init__(self, folder: Path, name: str, step_bytes: int = 0) -> None:
         self.folder = folder
         self._name, self._step_bytes = name, step_bytes
         self._file: DiskFile | _NoFile | None = None
-        self._free: list[tuple[int, int]] = []  # start and end of each stretch, in order, none beside another
-        self._dropped: deque[tuple[int, int, _Writes]] = deque()  # start, bytes, and what may still go on there
+        self._free: list[tuple[int, int]] = []  # start and end of each free range, in order, adjacent ones merged
+        self._dropped: deque[tuple[int, int, _Writes]] = deque()  # start, bytes, and writes that may be in progress
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the disk."""
+        """The size of the file in bytes."""
         return 0 if self._file is None else self._file.nbytes
 
     @property
     def free_bytes(self) -> int:
-        """How much of that nobody has."""
+        """The bytes that no extent owns."""
         self._take_back(wait=True)
         return sum(end - start for start, end in self._free)
 
     def take(self, nbytes: int, more: int = 0, *, state: str = "other") -> Extent:
-        """A new extent of `nbytes`, a multiple of ALIGNMENT; about `more` bytes are going to be taken after it.
+        """Return a new extent of `nbytes`, a multiple of ALIGNMENT. About `more` bytes will be requested after it.
 
-        `state` is whose bytes they are, see `device/travel.py`.
+        `state` is the kind of state, see `device/travel.py`.
 
         Raises:
-            DiskError: there is no such room, and the disk has no more.
+            DiskError: The file and the disk have too little free space.
         """
         if not nbytes:
             return Extent(self, _NoFile(0), 0, 0, state)
@@ -173,7 +173,7 @@ class Scratch:
         return Extent(self, self._file, start, nbytes, state)
 
     def _grow(self, nbytes: int) -> int:
-        """Have so many bytes more: where they begin."""
+        """Extend the file by `nbytes` and return where the new bytes begin."""
         before = self.nbytes
         if self._file is not None:
             self._file.grow(nbytes)
@@ -184,7 +184,7 @@ class Scratch:
         return before
 
     def _found(self, nbytes: int) -> int | None:
-        """Where the first free stretch begins that is large enough, of which `nbytes` are free no more."""
+        """Allocate `nbytes` in the first free range that is large enough, and return its start."""
         for i, (start, end) in enumerate(self._free):
             if end - start >= nbytes:
                 self._free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
@@ -192,7 +192,7 @@ class Scratch:
         return None
 
     def _take_back(self, *, wait: bool = False) -> None:
-        """Have what was dropped free again, as far as nothing is written there; or after waiting for that."""
+        """Reclaim dropped extents to which no write is in progress. If `wait`, wait for writes first."""
         for _ in range(len(self._dropped)):
             start, nbytes, writes = self._dropped.popleft()
             if wait:
@@ -209,7 +209,7 @@ class Scratch:
 
 
 def shared_scratch(folder: Path) -> Scratch:
-    """The scratch file in `folder` that all who ask for it share; dry runs have one of their own, which is no file."""
+    """Return the scratch file in `folder` that all callers share. Dry runs have a separate one without a file."""
     key = folder, isinstance(torch.empty(0), FakeTensor)
     found = _shared.get(key)
     if found is None:
@@ -217,12 +217,12 @@ def shared_scratch(folder: Path) -> Scratch:
     return found
 
 
-_SHARED_STEP = 16 << 20  # bytes that it grows by, at least
+_SHARED_STEP = 16 << 20  # the minimum number of bytes to grow by
 _shared: weakref.WeakValueDictionary[tuple[Path, bool], Scratch] = weakref.WeakValueDictionary()
 
 
 def _joined(stretches: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Those that lie end to end as one."""
+    """Merge adjacent ranges."""
     start, end = stretches[0]
     for begin, stop in stretches[1:]:
         if begin == end:

@@ -1,4 +1,4 @@
-"""How fast the disk of a folder reads and writes, and by what requests: measured in under ten seconds."""
+"""The read and write speed of a folder's disk and the best requests for it, measured in under ten seconds."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ __all__ = ["TYPICAL", "DiskSpeed", "measure"]
 
 REQUESTS = tuple(1 << power for power in (18, 20, 22, 24))  # bytes: 256 KiB to 16 MiB
 DEPTHS = (1, 2, 4, 8, 16)
-LARGEST = 1 << 30  # bytes of the file that is measured on
-SHARE_OF_FREE = 0.1  # that it takes at most
-MEMORY = 192 << 20  # bytes that requests take in turn, as in a run: what the CPU's cache holds moves a third faster
-ENOUGH = 0.9  # of the best rate: with smaller buffers, if several reach it
+LARGEST = 1 << 30  # bytes of the test file
+SHARE_OF_FREE = 0.1  # share of the free space that it takes at most
+MEMORY = 192 << 20  # bytes that requests use in turn, as in a run: memory in the CPU cache is a third faster
+ENOUGH = 0.9  # of the best rate: use smaller buffers if they reach it
 
-# Of the seconds that are given, the parts for filling the file, for the search, and for each of the three rates.
+# Shares of the given time for filling the file, for the search, and for each of the three rates.
 _FILL, _SEARCH, _RATE = 0.2, 0.35, 0.15
 
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """What the disk of a folder can do. Rates are of one process, in bytes a second."""
+    """The measured speed of the disk of a folder. Rates are for one process, in bytes per second."""
 
     folder: Path
-    file_system: str | None  # such as "ext4"; None where the system does not tell
-    is_direct: bool  # past the system's cache
+    file_system: str | None  # such as "ext4"; None if unknown
+    is_direct: bool  # bypasses the page cache
     read_bytes_per_s: float
     write_bytes_per_s: float
-    both_bytes_per_s: float  # read and written together, if as much is read as is written
-    request_bytes: int  # of the requests that reach this
-    depth: int  # of them at once, each way
+    both_bytes_per_s: float  # total for reading and writing equal amounts simultaneously
+    request_bytes: int  # the request size that reaches these rates
+    depth: int  # requests in flight in each direction
     free_bytes: int
     disk_bytes: int  # of the whole file system
 
     def seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """What it takes to read and to write so much, both at once as long as there is something of both."""
+        """Return the seconds to read and write this many bytes, simultaneously as far as both have bytes left."""
         paired = min(read_bytes, written_bytes)
         rest = (read_bytes - paired) / self.read_bytes_per_s + (written_bytes - paired) / self.write_bytes_per_s
         return 2 * paired / self.both_bytes_per_s + rest
@@ -65,24 +65,23 @@ TYPICAL = DiskSpeed(
     free_bytes=1 << 40,
     disk_bytes=1 << 41,
 )
-"""A consumer SSD on four lanes of PCIe 3 that has written for hours, with its cache full: what a plan goes by where no
-disk was measured."""
+"""A consumer SSD with four lanes of PCIe 3 that has written for hours, so that its cache is full: the default for plans
+without a measured disk."""
 
 
 def measure(folder: Path, *, seconds: float = 8.0, clock: Callable[[], float] = time.perf_counter) -> DiskSpeed:
-    """What the disk of `folder` can do, measured on a scratch file of at most 1 GiB and a tenth of what is free, but of
-    16 MiB at least.
+    """Measure the disk of `folder` with a scratch file of 16 MiB to 1 GiB, at most a tenth of the free space.
 
-    What the file system's and the disk's own caches take at first, it may not keep up for hours.
+    The result includes the caches of the file system and of the disk, so sustained rates over hours may be lower.
 
     Args:
-        folder: see `DiskFile`.
-        seconds: how long it may take, about.
-        clock: the time in seconds.
+        folder: See `DiskFile`.
+        seconds: The approximate duration.
+        clock: Returns the time in seconds.
 
     Raises:
         ConfigError: `seconds` is not positive.
-        DiskError: the folder cannot be written to, or has no room.
+        DiskError: The folder is not writable or the disk has too little free space.
     """
     if seconds <= 0:
         raise ConfigError(f"measuring the disk of {folder} for {seconds:g} seconds: takes some time. Give it 8.")
@@ -124,26 +123,28 @@ class _Found(NamedTuple):
 
 
 class _Measuring:
-    """One measurement: fills the file, since what was never written is not read from the disk; then looks for requests
-    that are fast both ways at once, and takes the rates with these.
+    """One measurement.
+
+    It fills the file, because unwritten blocks are not read from the disk. Then it searches for the requests that are
+    fastest in both directions, and measures the rates with them.
     """
 
     def __init__(self, file: DiskFile, seconds: float, clock: Callable[[], float]) -> None:
         self._file = file
         self._seconds = seconds
         self._clock = clock
-        self._memory = _noise(min(MEMORY, file.nbytes))  # disks may store zeros for nothing
+        self._memory = _noise(min(MEMORY, file.nbytes))  # disks may store zeros without writing them
         self._filled = file.nbytes
 
     def run(self) -> _Found:
-        """The rates in bytes a second, and the requests."""
+        """Return the rates in bytes per second and the best requests."""
         fastest_fill = self._fill()
         chosen = self._search(fastest_fill)
         read, write, both = (self._rate(verbs, *chosen, self._seconds * _RATE) for verbs in (READ, WRITE, BOTH))
         return _Found(read, write, both, *chosen)
 
     def _fill(self) -> float:
-        """Write the file from its start, as far as time allows; the rate."""
+        """Write the file from its start as far as time allows, and return the rate."""
         request = max(REQUESTS)
         start, end = self._clock(), self._clock() + self._seconds * _FILL
         filled = 0
@@ -154,12 +155,12 @@ class _Measuring:
         return filled / max(self._clock() - start, 1e-9)
 
     def _search(self, bytes_per_s: float) -> tuple[int, int]:
-        """The requests with the smallest buffers that are nearly as fast as the fastest."""
+        """Return the requests with the smallest buffers that are nearly as fast as the fastest."""
         each_s = self._seconds * _SEARCH / (len(REQUESTS) * len(DEPTHS))
         rates = {
             (request, depth): self._rate(BOTH, request, depth, each_s)
             for request, depth in itertools.product(REQUESTS, DEPTHS)
-            if request * depth <= max(bytes_per_s * each_s, REQUESTS[0])  # what is under way at the end is waited for
+            if request * depth <= max(bytes_per_s * each_s, REQUESTS[0])  # requests in flight at the end are waited for
         }
         best = max(rates.values())
         return min(
@@ -167,7 +168,7 @@ class _Measuring:
         )
 
     def _rate(self, verbs: tuple[str, ...], request_bytes: int, depth: int, seconds: float) -> float:
-        """Bytes a second of requests, twice `depth` of them at once, of each kind as many."""
+        """Return the bytes per second of `2 * depth` concurrent requests, the same number of each kind."""
         begin, offsets = self._clock(), _in_turn(self._filled, request_bytes)
         buffers = (self._memory[item : item + request_bytes] for item in _in_turn(len(self._memory), request_bytes))
         under_way: deque[DiskWork] = deque()
@@ -183,12 +184,12 @@ class _Measuring:
         return done / max(self._clock() - begin, 1e-9)
 
     def _start(self, verb: str, offset: int, buffer: Tensor) -> DiskWork:
-        """Begin a request, which may meet another one in memory: nobody looks at what is there."""
+        """Start a request. Its buffer may overlap with that of another request, because no one uses the data."""
         return self._file.read(offset, buffer) if verb == "read" else self._file.write(offset, buffer)
 
 
 def _in_turn(nbytes: int, request_bytes: int) -> Iterator[int]:
-    """Offsets one after another in so many bytes, around and around."""
+    """Return offsets into `nbytes` bytes, repeated endlessly."""
     return itertools.cycle(range(0, nbytes, request_bytes))
 
 

@@ -1,9 +1,9 @@
-"""Tensors whose values lie in a scratch file, and that have no memory.
+"""Tensors whose values are in a scratch file and that take no memory.
 
 [Note: what rests on a disk is a tensor still]
-Whoever does anything with such a tensor gets it done: its values are read into new memory, the operation runs on that,
-and what it has changed in place is written back. So a state dict of such tensors is right, and costs nothing until
-somebody looks. That is slow, and meant for those who look now and then. Who steps them gives them memory first.
+Every operation works on such a tensor: its values are read into new memory, the operation runs on that memory, and
+in-place changes are written back. So a state dict of such tensors is correct, and costs nothing until someone reads it.
+This is slow and meant for occasional access. Code that updates these tensors gives them memory first.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from fullshard.disk.space import Extent
 
 __all__ = ["OnDisk", "no_buffer"]
 
-_COPY_NBYTES = 16 * 2**20  # what is copied from file to file at a time
+_COPY_NBYTES = 16 * 2**20  # bytes copied from file to file at a time
 
 
 def no_buffer() -> Tensor:
-    """A buffer of no bytes."""
+    """Return an empty buffer."""
     return torch.empty(0, dtype=torch.uint8)
 
 
 class OnDisk(Tensor):
-    """A contiguous tensor whose values lie in `extent` from the byte `start` on. See the note above.
+    """A contiguous tensor whose values are in `extent`, starting at byte `start`. See the note above.
 
-    A view of it is a copy, unless it has its shape: what is written to another view is not written to the file.
+    A view of it is a copy unless it has the same shape. Writes to another view are not written to the file.
     """
 
     extent: Extent
@@ -90,14 +90,14 @@ class OnDisk(Tensor):
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """The whole blocks of the extent in which the values lie: where they begin and end."""
+        """The start and end of the blocks of the extent that contain the values."""
         return self.start // ALIGNMENT * ALIGNMENT, aligned(self.start + self.numel() * self.dtype.itemsize)
 
     def fetch(self) -> Tensor:
-        """The values, in new memory on the tensor's device.
+        """Return the values in new memory on the tensor's device.
 
         Raises:
-            DiskError: they cannot be read.
+            DiskError: They cannot be read.
         """
         begin, end = self.blocks
         buffer = aligned_buffer(end - begin)
@@ -105,23 +105,23 @@ class OnDisk(Tensor):
         return self._in(buffer, begin).to(self.device)
 
     def store(self, values: Tensor) -> None:
-        """Write `values`, of the same shape and dtype.
+        """Write `values`, which have the same shape and dtype.
 
         Raises:
-            DiskError: they cannot be written.
+            DiskError: They cannot be written.
         """
         begin, end = self.blocks
         buffer = aligned_buffer(end - begin)
-        for at in {begin, end - ALIGNMENT} if buffer.numel() else ():  # what lies beside them in the same blocks
+        for at in {begin, end - ALIGNMENT} if buffer.numel() else ():  # other bytes in the same blocks
             self.extent.read(buffer[at - begin :][:ALIGNMENT], at).wait()
         self._in(buffer, begin).copy_(values)
         self.extent.write(buffer, begin).wait()
 
     def store_part(self, offsets: Sequence[int], values: Tensor) -> None:
-        """Write `values` to where they begin in each dim.
+        """Write `values` at the given offset in each dim.
 
         Raises:
-            DiskError: they cannot be written.
+            DiskError: They cannot be written.
         """
         if values.shape == self.shape:
             self.store(values)
@@ -131,10 +131,10 @@ class OnDisk(Tensor):
         self.store(whole)
 
     def copied_to(self, extent: Extent) -> OnDisk:
-        """The same values in `extent`, which has `room` bytes.
+        """Return a tensor with the same values in `extent`, which has `room` bytes.
 
         Raises:
-            DiskError: they cannot be read or written.
+            DiskError: They cannot be read or written.
         """
         begin, end = self.blocks
         memory = aligned_buffer(min(_COPY_NBYTES, end - begin))
@@ -146,12 +146,12 @@ class OnDisk(Tensor):
 
     @property
     def room(self) -> int:
-        """Bytes of whole blocks in which the values lie."""
+        """The size in bytes of the blocks that contain the values."""
         begin, end = self.blocks
         return end - begin
 
     def over(self, block: Tensor, begin: int = 0) -> Tensor:
-        """This tensor's place in `block`, which is the memory of the extent from `begin` on: a view."""
+        """Return a view of `block` for this tensor. `block` is the extent in memory, starting at `begin`."""
         return self._in(block, begin)
 
     def _in(self, block: Tensor, begin: int) -> Tensor:
@@ -166,7 +166,7 @@ class OnDisk(Tensor):
 
 
 def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation on lists of tensors, done on one of each at a time: all may be more than there is memory."""
+    """Run an operation on lists of tensors element by element, because all of them may not fit in memory."""
     number = len(args[0])
 
     def nth(value: Any, i: int) -> Any:
