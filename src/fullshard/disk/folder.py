@@ -44,7 +44,7 @@ def mount_of(folder: Path) -> Mount | None:
 
 
 def _parsed(line: str) -> Mount:
-    """Parse a line of mountinfo: number, parent, device, root, point, options, tags until "-", kind, source."""
+    """Parse a mountinfo line: number, parent, device, root, point, options, tags until "-", kind, source, options."""
     point = line.split(" ")[4].encode().decode("unicode_escape")  # a space is written \040
     return Mount(Path(point), line.partition(" - ")[2].split(" ")[0])
 

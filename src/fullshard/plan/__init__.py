@@ -1,1 +1,1 @@
-"""The memory that a model needs, predicted and measured, and its explanation in words."""
+"""Predicted and measured memory of a model, and explanations of it."""

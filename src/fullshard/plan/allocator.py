@@ -1,19 +1,18 @@
-"""What CUDA's caching allocator holds for the tensors of a tape: a model of it, block by block.
+"""A model of CUDA's caching allocator: the memory that it holds for the tensors of a trace, block by block.
 
-torch asks the device for *segments* and cuts *blocks* from them. The rules are those of torch's
-`c10/cuda/CUDACachingAllocator.cpp` and its notes on memory management, with their numbers:
+torch requests *segments* from the device and cuts *blocks* from them. The rules are those of torch's
 
     rounding     sizes are rounded up to 512 bytes
-    pools        up to 1 MiB from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger ones have a segment of
-                 their own, rounded up to 2 MiB. Each lane has pools of its own
-    choice       the smallest free block that is large enough, and of these the one at the lowest address
-    splitting    what is left of a block stays free: in the small pool from 512 bytes on, in the large one above 1 MiB
-    merging      a block that is freed joins its free neighbours in the segment; segments stay
-    expandable   `expandable_segments:True`: one segment a pool, which grows in steps of 2 or 20 MiB at its end
-    retries      where the device has no room for a segment, all segments that are wholly free go back to it, and it is
-                 asked again. If it still has none, the request fails; the model goes on, and counts it
+    pools        up to 1 MiB from segments of 2 MiB; up to 10 MiB from segments of 20 MiB; larger blocks have separate
+                 segments, rounded up to 2 MiB. Each stream has separate pools
+    choice       the smallest free block that is large enough; among equal ones, the one with the lowest address
+    splitting    the remainder of a block stays free: 512 bytes or more in the small pool, above 1 MiB in the large one
+    merging      a freed block is merged with adjacent free blocks of its segment; segments stay
+    expandable   `expandable_segments:True`: one segment per pool, which grows in steps of 2 or 20 MiB at its end
+    retries      if the device has no space for a segment, all completely free segments are returned to it before a
+                 second request. If that fails too, the request fails; the model continues and counts the failure
 
-Not modelled: what cuBLAS, NCCL and CUDA itself take, `max_split_size_mb` and garbage collection.
+    Not modeled: the memory of cuBLAS, NCCL and CUDA itself, `max_split_size_mb` and garbage collection.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _GROWTH = 2 * _MIB
 
 @dataclass(frozen=True)
 class AllocatorUse:
-    """The most bytes at once of tensors as they are, of the blocks that they have, and of segments."""
+    """Peak bytes of tensors, of the blocks that hold them, and of segments."""
 
     tensors: int
     allocated: int
@@ -48,13 +47,13 @@ class _Block:
     start: int
     nbytes: int
     pool: _Pool
-    before: _Block | None = None  # neighbours in the segment
+    before: _Block | None = None  # adjacent blocks of the segment
     after: _Block | None = None
     is_free: bool = True
 
     @property
     def order(self) -> tuple[int, int]:
-        """What the allocator chooses by."""
+        """The sort key of the allocator."""
         return self.nbytes, self.start
 
 
@@ -63,7 +62,7 @@ class _Pool:
     is_small: bool
     free: list[tuple[int, int]] = field(default_factory=list)  # sorted
     blocks: dict[tuple[int, int], _Block] = field(default_factory=dict)  # the free ones
-    last: _Block | None = None  # of an expandable segment
+    last: _Block | None = None  # the last block of an expandable segment
 
     def add(self, block: _Block) -> None:
         block.is_free = True
@@ -76,34 +75,34 @@ class _Pool:
         del self.blocks[block.order]
 
     def best(self, nbytes: int) -> _Block | None:
-        """The smallest free block of at least `nbytes`."""
+        """Return the smallest free block of at least `nbytes`."""
         found = bisect_left(self.free, (nbytes, -1))
         return self.blocks[self.free[found]] if found < len(self.free) else None
 
 
 class CachingAllocator:
-    """The allocator of one device.
+    """The caching allocator of one device.
 
     Args:
-        expandable: whether segments are expandable.
-        room: bytes that the device has for segments that do not expand; None if there is no end to them.
+        expandable: Whether segments are expandable.
+        room: The bytes that the device has for segments that are not expandable. None means no limit.
     """
 
     def __init__(self, *, expandable: bool = False, room: float | None = None) -> None:
         self._expandable = expandable
         self._room = float("inf") if room is None else room
         self._pools: dict[tuple[str, bool], _Pool] = {}
-        self._end = 0  # addresses: segments never meet
+        self._end = 0  # the next address: segments do not overlap
         self.allocated = 0
         """Bytes of blocks in use."""
         self.reserved = 0
         """Bytes of segments."""
         self.asked = self.given_back = self.retries = self.failures = 0
-        """How often the device was asked for a segment and given one back; how often it had no room, and how often it
-        still had none once all free segments were given back."""
+        """The number of segments requested and returned, of requests without enough device memory, and of requests that
+        failed even after all free segments were returned."""
 
     def allocate(self, nbytes: int, lane: str) -> _Block:
-        """A block of at least `nbytes` from the pools of `lane`."""
+        """Return a block of at least `nbytes` from the pools of `lane`."""
         size = align(max(nbytes, 1), _STEP)
         is_small = size <= _SMALL
         pool = self._pools.setdefault((lane, is_small), _Pool(is_small))
@@ -122,7 +121,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: _Block) -> None:
-        """Give back a block, which joins its free neighbours."""
+        """Free a block and merge it with adjacent free blocks."""
         pool = block.pool
         self.allocated -= block.nbytes
         if block.before is not None and block.before.is_free:
@@ -155,7 +154,7 @@ class CachingAllocator:
         return pool.last
 
     def _make_room(self, nbytes: int) -> None:
-        """Give back the segments that are wholly free, since the device has no room for `nbytes` more."""
+        """Return all completely free segments to the device, which has no space for `nbytes` more."""
         self.retries += 1
         for pool in self._pools.values():
             for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
@@ -176,16 +175,16 @@ class CachingAllocator:
 
 
 class TapeAllocator(CachingAllocator):
-    """The allocator of a tape's accelerator: entries are noted in their order. Arguments are `CachingAllocator`'s."""
+    """The allocator of a trace. It receives entries in order. Arguments are those of `CachingAllocator`."""
 
     def __init__(self, *, expandable: bool = False, room: float | None = None) -> None:
         super().__init__(expandable=expandable, room=room)
         self._held: dict[int, _Block] = {}
         self.tensors = 0
-        """Bytes of tensors, as they are."""
+        """Bytes of tensors, without rounding."""
 
     def note(self, entry: Entry) -> None:
-        """Allocate or free what `entry` does. The host's memory is not the allocator's."""
+        """Perform the allocation or free in `entry`. Host memory is ignored."""
         if isinstance(entry, Allocation) and entry.lane != HOST:
             self._held[entry.storage] = self.allocate(entry.nbytes, entry.lane)
             self.tensors += entry.nbytes
@@ -195,7 +194,7 @@ class TapeAllocator(CachingAllocator):
 
 
 def _join(pool: _Pool, first: _Block, second: _Block) -> _Block:
-    """Both as one block."""
+    """Merge two adjacent blocks."""
     first.nbytes += second.nbytes
     first.after = second.after
     if second.after is not None:
@@ -206,13 +205,13 @@ def _join(pool: _Pool, first: _Block, second: _Block) -> _Block:
 
 
 def allocator_use(tape: Tape, *, since: int = 0, expandable: bool = False) -> AllocatorUse:
-    """What the allocator of the tape's accelerator holds at most, of tensors, of blocks and of segments.
+    """Return the peak bytes of tensors, blocks and segments of the trace's accelerator.
 
     Args:
-        tape: of whole steps, on lanes. The host's memory is not the allocator's.
-        since: the place on the tape from which on to look. What is alive there is taken to come from an allocator that
-            holds nothing else, as after `torch.cuda.empty_cache()`.
-        expandable: see `CachingAllocator`.
+        tape: A trace of whole steps with streams. Host memory is ignored.
+        since: The index in the trace to start from. The memory that is live there counts as freshly allocated, as after
+            `torch.cuda.empty_cache()`.
+        expandable: See `CachingAllocator`.
     """
     allocator = TapeAllocator(expandable=expandable)
     most_tensors = most_allocated = 0
@@ -223,7 +222,7 @@ def allocator_use(tape: Tape, *, since: int = 0, expandable: bool = False) -> Al
 
 
 def _alive(entries: Sequence[Entry]) -> list[Allocation]:
-    """The allocations that are still alive behind `entries`."""
+    """Return the allocations that are live after `entries`."""
     alive: dict[int, Allocation] = {}
     for entry in entries:
         if isinstance(entry, Allocation):

@@ -1,4 +1,4 @@
-"""Predicted beside measured: any training loop, by one call."""
+"""Predicted versus measured memory and time of any training loop, with one call."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from fullshard.tape.recorder import Event, Recorder, recording
 __all__ = ["STEPS", "FirstSteps", "predict_beside", "say_if_too_large"]
 
 STEPS = 3
-"""After so many steps what was predicted is held against what was measured: the last of them is measured."""
-_WAITING = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and ready but without one; see sched-stats
+"""The number of steps before predictions are compared with measurements. The last of them is measured."""
+_WAITING = Path("/proc/thread-self/schedstat")  # nanoseconds running and waiting for a core; see sched-stats
 
 
 class FirstSteps:
-    """Measures the first three steps of a loop: whatever it does between an optimizer's step and the next.
+    """Measurements of the first three steps of a loop, including everything between two optimizer steps.
 
     Args:
-        model: the root that is called in each step.
-        optimizer: that takes one step in each.
-        peak: of this process and device, since before there was a model.
-        done: called with what was measured, once.
+        model: The root, called in each step.
+        optimizer: It takes one step in each step of the loop.
+        peak: The peak memory of this process and device since before the model was created.
+        done: Called once with the measurements.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class FirstSteps:
         ]
 
     def close(self) -> None:
-        """Measure no more."""
+        """Stop measuring."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -127,28 +127,28 @@ def predict_beside(
     loss: Callable[[nn.Module, Any], Any] | None = None,
     tell: Callable[[Any], None] | None = None,
 ) -> None:
-    """Predict what the loop that follows needs, and after its third step show that beside what it did need.
+    """Predict the needs of the following loop, and compare them with measurements after its third step.
 
-    To be called on every rank once the model is sharded and has its optimizer. The first rank runs two steps dry, in a
-    process of its own, and says at once if a rank will need more memory than there is. After the third step it shows
-    memory and time, predicted and measured, and a cause where they differ by more than 10 %.
+    Call it on every rank after the model is sharded and the optimizer is created. The first rank runs two steps dry in
+    a separate process, and reports immediately if a rank will need more memory than is available. After the third step
+    it reports memory and time, predicted and measured, and a cause for differences above 10 %.
 
     Args:
-        model: the root, sharded.
-        optimizer: over its parameters. One of its steps is a step.
-        make_model: makes the model anew and shards it, as for `fullshard.dry.run`; a function of a module, not of the
-            script that runs. `make_batch`, `make_mesh` and `loss` likewise.
-        make_batch: makes one microbatch.
-        hardware: a description of the machine: `here` (see `fullshard calibrate`), a name, or the path of a TOML file.
-        microbatches: forward and backward passes of a step.
-        max_norm: clips gradients to that norm, if given.
-        make_mesh: makes the mesh, where `make_model` needs one that it is given.
-        loss: the loss of a model and a batch.
-        tell: called with what is to be shown; prints it, if None.
+        model: The sharded root.
+        optimizer: The optimizer of its parameters. One optimizer step is one step.
+        make_model: Creates and shards the model again, as for `fullshard.dry.run`. It must be a function of an
+            importable module, not of the running script, as must `make_batch`, `make_mesh` and `loss`.
+        make_batch: Creates one microbatch.
+        hardware: A description of the machine: `here` (see `fullshard calibrate`), a name, or the path of a TOML file.
+        microbatches: The number of forward and backward passes per step.
+        max_norm: Clips gradients to that norm, if given.
+        make_mesh: Creates the mesh, if `make_model` takes one.
+        loss: Computes the loss from a model and a batch.
+        tell: Called with the reports. If None, they are printed.
 
     Raises:
-        ConfigError: the model has no units; or a function is of the script that runs. If nothing can be predicted for
-            another reason, that is shown.
+        ConfigError: The model has no units, or a function is defined in the running script. If prediction fails for
+            another reason, the reason is reported.
     """
     units = units_in(model)
     if not units:
@@ -163,7 +163,7 @@ def predict_beside(
     show = tell or _print
     try:
         forecast = Forecasting(_forecast, dist.get_world_size(), local_world, limit, *arguments).result()
-    except ConfigError as error:  # other ranks are on their way: this one goes on, too
+    except ConfigError as error:  # other ranks continue, so this one does, too
         show(str(error))
         return
     say_if_too_large(forecast, show)
@@ -209,7 +209,7 @@ def _forecast(
 
 
 def say_if_too_large(forecast: Forecast, tell: Callable[[str], None]) -> None:
-    """Say before the first step that a run will need more memory than there is, and what would fit."""
+    """Report before the first step if a run will need more memory than is available, and what would fit."""
     if forecast.fits:
         return
     fitting = " or ".join(forecast.would_fit) or "`fullshard plan` looks for what does"

@@ -1,4 +1,4 @@
-"""`here`: a description of the machine that this runs on, measured in under a minute."""
+"""`here`: a description of this machine, measured in under a minute."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fullshard.plan.link_speeds import link_speeds
 __all__ = ["calibrate", "write_description"]
 
 Tell = Callable[[str], None]
-"""Called with what is measured next."""
+"""Called with the name of the next measurement."""
 
-DTYPE = "bfloat16"  # whose share of the peak is the one that is fitted
+DTYPE = "bfloat16"  # whose share of the peak rate is fitted
 NETWORK_BYTES_PER_S, NETWORK_STEP_S = 1.25e9, 50e-6
-LARGE_BYTES = 2**28  # of a tensor that no cache holds
+LARGE_BYTES = 2**28  # of a tensor that exceeds all caches
 
 
 def calibrate(
@@ -34,17 +34,17 @@ def calibrate(
     seconds: float = 30.0,
     tell: Tell = lambda _: None,
 ) -> dict[str, Any]:
-    """The description of this machine, as `fullshard.plan.hardware.described` and a TOML file take it.
+    """Return a description of this machine, as in a TOML file and for `fullshard.plan.hardware.described`.
 
     Args:
-        device: what is described: the current accelerator, if None and there is one, and else the CPU.
-        like: the known hardware that a GPU is like: it has what cannot be measured here, as peaks and links to others.
-            By the GPU's name, if None.
-        seconds: how long it may take, about. With less, sizes are measured less often.
-        tell: called with what is measured next.
+        device: The device to describe. If None, the current accelerator if there is one, otherwise the CPU.
+        like: The known hardware to take from what cannot be measured here, such as peak rates and links to other hosts.
+            If None, it is chosen by the name of the GPU.
+        seconds: The approximate duration. With less time, sizes are measured less often.
+        tell: Called with the name of the next measurement.
 
     Raises:
-        ConfigError: no known hardware is like the GPU, or a CPU is to be like one; or there is too little time.
+        ConfigError: No known hardware matches the GPU, `like` is given for a CPU, or there is too little time.
     """
     if seconds <= 0:
         raise ConfigError(f"calibrate(seconds={seconds:g}): takes some time. Give it 30 seconds.")
@@ -53,7 +53,7 @@ def calibrate(
     if chosen.type == "cpu" and like is not None:
         raise ConfigError(f"calibrate(like={like!r}): a CPU is measured whole, and is like nothing. Leave `like` out.")
     if like is not None:
-        hardware(like)  # which says so before anything is measured, if there is none
+        hardware(like)  # raises before anything is measured if it is unknown
     if chosen.type == "cpu":
         return _cpu(seconds, tell)
     if not torch.cuda.is_available() or chosen.type != "cuda":
@@ -62,8 +62,8 @@ def calibrate(
 
 
 def write_description(said: dict[str, Any], path: Path) -> None:
-    """Write a description as TOML; folders are made."""
-    import tomli_w  # late: only who writes needs it
+    """Write a description as TOML and create missing folders."""
+    import tomli_w  # late: only needed for writing
 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(tomli_w.dumps(said))
@@ -141,7 +141,7 @@ def _cpu(seconds: float, tell: Tell) -> dict[str, Any]:
 
 
 def _rates(table: list[list[list[float]]], dims: list[int]) -> dict[tuple[int, int, int], float]:
-    """FLOP/s of products by rows, inner and columns, from their seconds."""
+    """Return the FLOP/s of matrix products by rows, inner dimension and columns, from their seconds."""
     return {
         (m, k, n): 2 * m * k * n / table[i][j][o]
         for i, m in enumerate(dims)
@@ -151,7 +151,7 @@ def _rates(table: list[list[list[float]]], dims: list[int]) -> dict[tuple[int, i
 
 
 def _processor() -> str:
-    """Its name, where the system tells it."""
+    """Return the name of the processor if the system reports it."""
     try:
         names = re.findall(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     except OSError:
@@ -160,7 +160,7 @@ def _processor() -> str:
 
 
 def _link(sizes: list[dict[str, float]], ranks: int, base_s: float) -> dict[str, float]:
-    """The bus bandwidth of the largest gather, and what the smallest takes for each step of a ring beside its base."""
+    """Return the bus bandwidth of the largest all-gather and the time per ring step of the smallest, minus its base."""
     small, large = sizes[0], sizes[-1]
     step_s = max(0.0, small["gather_s"] - base_s) / (ranks - 1)
     sent = large["nbytes"] * (ranks - 1) / ranks
@@ -168,10 +168,10 @@ def _link(sizes: list[dict[str, float]], ranks: int, base_s: float) -> dict[str,
 
 
 def _like(gpu: str, memory_bytes: int) -> str:
-    """The known hardware that a GPU of this name and memory is like.
+    """Return the known hardware that matches a GPU with this name and memory.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: There is none.
     """
     words = re.split(r"[^a-z0-9]+", gpu.lower())
     known = {name: hardware(name) for name in known_hardware()}
@@ -185,5 +185,5 @@ def _like(gpu: str, memory_bytes: int) -> str:
 
 
 def _memory_bytes() -> int:
-    """Of this host."""
+    """Return the memory of this host in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

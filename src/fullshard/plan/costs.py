@@ -126,12 +126,12 @@ class Costs:
         return self.launch_s + max((1 + self.slowdown) * self._flops_s(operation), self._bytes_s(operation))
 
     def of_collective(self, collective: Collective) -> float:
-        """Seconds that `collective` takes from when all ranks are there.
+        """Return the seconds that `collective` takes once all ranks have started it.
 
-        With n ranks on h hosts, a ring of k rounds (one to gather or to scatter sums, two for an all-reduce) has
-        k (n - 1) steps, k (h - 1) of which cross hosts, and each rank sends k S (n - 1) / n of a whole of S bytes: over
-        the link within its host, or over as many cards as a host has of the ranks. A tree goes up and down once: within
-        hosts along a chain, between them in log2 h steps.
+        With n ranks on h hosts, a ring of k rounds (one for an all-gather or reduce-scatter, two for an all-reduce) has
+        k (n - 1) steps, k (h - 1) of which cross hosts. Each rank sends k S (n - 1) / n of S bytes: over the link
+        within its host, or over as many cards as its host has ranks in the group. A tree goes up and down once: within
+        hosts along a chain, between hosts in log2 h steps.
         """
         ranks = len(collective.ranks)
         if ranks < 2:

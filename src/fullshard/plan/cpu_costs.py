@@ -1,9 +1,9 @@
-"""Seconds of a core that the entries of a tape take, from what `cpu_speeds.py` has measured of the machine.
+"""Core time of the entries of a trace, from the measurements of the machine in `cpu_speeds.py`.
 
-On a CPU the host is the lane: one thing after the other. An operation takes what a call costs, and for its bytes or
-FLOPs what operations of its name, or matrix products of its size, were measured to take of tensors that the cache has.
-Beside that there is what must come from memory, since it has fallen out of the cache, and pages that are touched first,
-since the allocator has got them from the system. Where there are more ranks than cores, they take turns.
+On a CPU the host is the only stream: everything is sequential. An operation costs a call, and for its bytes or FLOPs
+the measured time of operations with its name, or of matrix products of its size, with tensors in the cache. In
+addition, it pays for memory that is no longer in the cache, and for the first write to pages that the allocator has
+obtained from the system. If there are more ranks than cores, they take turns.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from fullshard.tape.tape import Access, Allocation, Collective, Entry, Free, Ope
 __all__ = ["CoreTime", "CpuCosts", "core_seconds", "step_seconds"]
 
 _PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
-_BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # a tape has them read, or write, all of a table
+_BY_WRITTEN = ("aten.embedding", "aten.embedding_dense_backward")  # in a trace they read or write a whole table
 _ALIKE = {"aten.mul": "aten.mul", "aten.div": "aten.mul", "aten.sub": "aten.add", "aten.ones_like": "aten.zero_"}
-_USUAL = "aten.add"  # what an operation is like that was not measured
+_USUAL = "aten.add"  # stands for operations that were not measured
 
 _NEEDED = frozenset(("after_large_s", "cache_bytes", "kernels", "operation_s", "product_miss_s", "products", "unit_s"))
 
 _Sizes = Sequence[Sequence[float]]
-"""Of an operation, what was measured for each of some sizes: seconds, bytes read and written, FLOPs."""
+"""The measurements of an operation at several sizes: seconds, bytes read, bytes written, FLOPs."""
 
 
 def step_seconds(
     entries: Sequence[Entry], here: Hardware, *, ranks: int, dtype: str, before: Iterable[Entry] = ()
 ) -> float:
-    """Seconds of a step of `ranks` ranks on this machine: those that a core is busy for one of them, times the ranks
-    that share a core. What ranks wait for each other is not in it.
+    """Return the seconds of a step of `ranks` ranks on this machine.
+
+    This is the core time of one rank times the number of ranks per core. Waits for other ranks are not included.
 
     Args:
-        entries: of the step, of one rank.
-        here: the machine.
-        ranks: of them on this machine.
-        dtype: of compute.
-        before: what is on the tape before the step: the cache has some of it, and the allocator holds memory of it.
+        entries: The step of one rank.
+        here: The machine.
+        ranks: The number of ranks on this machine.
+        dtype: The compute dtype.
+        before: The trace before the step. It determines the contents of the cache and of the allocator.
     """
     seconds = core_seconds(entries, here, ranks=ranks, dtype=dtype, before=before)
     return sum(seconds.values()) * max(1.0, ranks / here.ranks_per_host)
@@ -56,7 +57,7 @@ def step_seconds(
 def core_seconds(
     entries: Sequence[Entry], here: Hardware, *, ranks: int, dtype: str, before: Iterable[Entry] = ()
 ) -> dict[str, float]:
-    """Seconds of a core for one rank's step, by what they are for; see `step_seconds`."""
+    """Return the core seconds of one rank's step by purpose; see `step_seconds`."""
     time = CoreTime(here, ranks=ranks, dtype=dtype)
     for entry in before:
         time.note_before(entry)
@@ -66,7 +67,7 @@ def core_seconds(
 
 
 class CoreTime:
-    """What the entries of a tape cost, one after the other; the allocator is set as in this process's environment."""
+    """The accumulated costs of trace entries. The allocator is configured as in this process's environment."""
 
     def __init__(self, here: Hardware, *, ranks: int, dtype: str) -> None:
         self.spent: dict[str, float] = {}
@@ -77,21 +78,21 @@ class CoreTime:
         self._cache = _Cache(self._speeds["cache_bytes"] * min(1.0, here.ranks_per_host / ranks))
         self._heap = ProcessHeap(threshold_set())
         self._new: dict[int, int] = {}  # bytes of storages whose pages have not been written to
-        self._after_s = 0.0  # that the next call takes longer
+        self._after_s = 0.0  # extra time of the next call
         self._unit_s: float = self._speeds["unit_s"] if ranks > 1 else 0.0
-        self._begun = set[tuple[int, str]]()  # microbatches of units
+        self._begun = set[tuple[int, str]]()  # microbatches of units that have started
 
     def _spend(self, what: str, seconds: float) -> None:
         self.spent[what] = self.spent.get(what, 0.0) + seconds
 
     def note_before(self, entry: Entry) -> None:
-        """Count nothing: `entry` is on the tape before what is counted."""
+        """Process an entry before the measured part without counting its cost."""
         self.note(entry)
         self.spent.clear()
         self._begun.clear()
 
     def note(self, entry: Entry) -> None:
-        """Count what `entry` costs."""
+        """Add the cost of `entry`."""
         new = self._heap.note(entry)
         self._spend("pages", new * self._speeds["page_s"])
         match entry:
@@ -109,7 +110,7 @@ class CoreTime:
                 kernels = self._kernels[entry.dtype]
                 name = _alike(entry, kernels)
                 sizes = kernels[name]
-                if len(sizes) > 1 and not entry.flops:  # measured out of the cache, too
+                if len(sizes) > 1 and not entry.flops:  # measured with tensors out of the cache, too
                     share = min(1.0, (read + written) / max(1, sum(access.nbytes for access in entry.reads)))
                     near, far = (self._for_bytes(name, item, entry) for item in (sizes[0], sizes[-1]))
                     self._spend(_kind(entry), near + share * (far - near))
@@ -119,18 +120,18 @@ class CoreTime:
                     self._spend("memory", (read + written) * self._speeds["product_miss_s"])
                 else:
                     self._spend("memory", read * self._speeds["read_s"] + written * self._speeds["write_s"])
-            case Collective():  # of routes that a dry run does not look into
+            case Collective():  # its implementation is not visible in a dry run
                 nbytes = sum(access.nbytes for access in (*entry.reads, *entry.writes))
                 self._spend("copies", nbytes / self._speeds["copy_bytes_per_s"])
 
     def _missed(self, operation: Operation) -> tuple[int, int]:
-        """Bytes read and written that the cache does not have."""
+        """Return the bytes read and the bytes written that are not in the cache."""
         of_table = operation.name == "aten.embedding"
         reads = () if of_table else operation.reads
         return sum(map(self._cache.miss, reads)), sum(map(self._written_behind, operation.writes))
 
     def _written_behind(self, access: Access) -> int:
-        """Bytes of it that the cache does not have. It does have new pages, since the system has just cleared them."""
+        """Return the bytes that are not in the cache. New pages are in the cache, because they were just zeroed."""
         missed = self._cache.miss(access)
         new = min(missed, self._new.get(access.storage, 0))
         if new:
@@ -138,7 +139,7 @@ class CoreTime:
         return missed - new
 
     def _work_s(self, operation: Operation, name: str, sizes: _Sizes) -> float:
-        """Seconds of the work itself, of tensors that the cache has."""
+        """Return the seconds of the work itself, with tensors in the cache."""
         if operation.name in _PRODUCTS:
             return self._product_s(operation)
         if operation.flops and sizes[0][3]:
@@ -155,7 +156,7 @@ class CoreTime:
         return max(0.0, seconds - call_s) / (read + written) * nbytes
 
     def _for_a_flop(self, measured: _Sizes, flops_a_byte: float) -> float:
-        """Seconds of a FLOP of attention, which has the more FLOPs for a byte the more tokens there are."""
+        """Return the seconds per FLOP of attention, whose FLOPs per byte grow with the number of tokens."""
         points = [
             (math.log(flops / (read + written)), math.log(max(1e-9, seconds - self._speeds["call_s"]) / flops))
             for seconds, read, written, flops in measured
@@ -167,12 +168,12 @@ class CoreTime:
         return math.exp(points[-1][1])
 
     def _product_s(self, operation: Operation) -> float:
-        """Seconds of a product, from its FLOPs and the bytes of its operands and of its result.
+        """Return the seconds of a matrix product, from its FLOPs and the bytes of its operands and result.
 
-        With m x k, k x n and m x n elements, k squared is (m k)(k n) / (m n), and so on; and all three multiplied are
-        the square of m k n, which tells how many bytes an element has.
+        With m x k, k x n and m x n elements, k squared is (m k)(k n) / (m n), and so on. The product of all three is
+        the square of m k n, which determines the bytes per element.
         """
-        left, right = (access.nbytes for access in operation.reads[-2:])  # before them, what is added to the product
+        left, right = (access.nbytes for access in operation.reads[-2:])  # preceded by the matrix that is added
         out = sum(access.nbytes for access in operation.writes)
         element = (left * right * out / (operation.flops / 2) ** 2) ** (1 / 3)
         inner = math.sqrt(left * right / out / element)
@@ -183,25 +184,25 @@ class CoreTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CpuCosts(Costs):
-    """Costs for `lay_out`, of the entries of one tape in their order.
+    """Costs for `lay_out`, of the entries of one trace in order.
 
     Args:
-        time: what has been on the tape so far.
-        turns: ranks that share a core.
+        time: The costs of the trace so far.
+        turns: The number of ranks that share a core.
     """
 
     time: CoreTime
     turns: float
-    host_s: float = 0.0  # the host is the lane
+    host_s: float = 0.0  # the host is the stream
     host_collective_s: float = 0.0
     host_mark_s: float = 0.0
 
     @classmethod
     def of(cls, here: Hardware, *, dtype: str, ranks: int) -> CpuCosts:
-        """Those of so many ranks on a machine that was measured.
+        """Return the costs for this number of ranks on a measured machine.
 
         Raises:
-            ConfigError: it was not, or not in all that is needed.
+            ConfigError: The machine was not measured, or not completely.
         """
         if missing := sorted(_NEEDED - here.measured.keys()):
             raise ConfigError(
@@ -217,7 +218,7 @@ class CpuCosts(Costs):
         self.time.note(entry)
 
     def of_operation(self, operation: Operation) -> float:
-        """Seconds of it, and of pages that were allocated since the last one."""
+        """Return the seconds of an operation, and of pages allocated since the previous one."""
         return self._noted(operation)
 
     def of_collective(self, collective: Collective) -> float:
@@ -231,7 +232,7 @@ class CpuCosts(Costs):
 
 
 def _alike(operation: Operation, kernels: Mapping[str, _Sizes]) -> str:
-    """The name of the operation that was measured and is most like it."""
+    """Return the name of the most similar operation that was measured."""
     name = operation.name
     if name in ("aten.copy_", "aten._to_copy") and (read := _nbytes(operation.reads)) != _nbytes(operation.writes):
         wider = "aten._to_copy+"
@@ -253,7 +254,7 @@ def _nbytes(accesses: Iterable[Access]) -> int:
 
 
 def _rate(table: Any, dims: Sequence[int], sizes: Sequence[float]) -> float:
-    """FLOP/s of a product: between those measured, linear in the logarithms."""
+    """Return the FLOP/s of a product, interpolated linearly in the logarithms between measurements."""
     places = []
     for size in (min(max(size, dims[0]), dims[-1]) for size in sizes):
         after = min(max(bisect.bisect_right(dims, size), 1), len(dims) - 1)
@@ -269,7 +270,7 @@ def _rate(table: Any, dims: Sequence[int], sizes: Sequence[float]) -> float:
 
 
 class _Cache:
-    """What a cache has that keeps what was used last: parts of storages."""
+    """A simulated cache that keeps the most recently used parts of storages."""
 
     def __init__(self, nbytes: float) -> None:
         self._room = nbytes
@@ -277,7 +278,7 @@ class _Cache:
         self._used = 0
 
     def miss(self, access: Access) -> int:
-        """Use some bytes; how many of them were not there."""
+        """Access some bytes and return how many of them were not in the cache."""
         key = (access.storage, access.start)
         held = self._held.pop(key, 0)
         self._used -= held

@@ -1,15 +1,15 @@
-"""What a core reaches while all cores of the machine do the same, measured.
+"""Measured speeds of a core while all cores of the machine do the same.
 
-    products   FLOP/s of matrix products by dtype and size, of operands that the cache has; and what a byte of one costs
-               that the cache does not have
-    kernels    of other operations, by dtype: seconds for each byte that they write, of tensors that the cache has
-    memory     seconds for each byte that comes from or goes to memory behind the caches, beside those
-    pages      seconds of a page that is touched first, for each byte of it
-    steps      what the host's part of an operation takes, of an operation after a large one, and of a unit's hooks
-    link       the engine's own collectives, by the clock
+    products   FLOP/s of matrix products by dtype and size, with operands in the cache; and the cost per byte of
+               operands that are not in the cache
+    kernels    other operations, by dtype: seconds per byte written, with tensors in the cache
+    memory     additional seconds per byte read from or written to memory outside of the caches
+    pages      seconds per byte of a page that is written for the first time
+    steps      host time of an operation, of an operation after a large one, and of the hooks of a unit
+    link       the engine's own collectives, in wall time
 
-Measured is the time of the core, not of the clock, so that other processes on the machine spoil it little. A process
-for each core measures, all of them the same at the same time: they share the caches and the memory as in a step.
+All others are measured in core time instead of wall time, so other processes on the machine affect them little. One
+process per core measures, all at the same time: they share the caches and the memory as in a step.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from fullshard.tape.recorder import Origin, Phase
 __all__ = ["DIMS", "OWN_CACHE", "cpu_speeds"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DIMS = (16, 64, 256, 1024, 4096)  # rows, inner and columns of products; fewer of them if there is little time
-SLOW_FLOPS_PER_S = 25e9  # to tell for how many there is time
-ROWS, WIDTH = 256, 512  # of the tensors that kernels are measured with, which a cache has
+DIMS = (16, 64, 256, 1024, 4096)  # rows, inner and columns of products; fewer if there is little time
+SLOW_FLOPS_PER_S = 25e9  # to estimate how many there is time for
+ROWS, WIDTH = 256, 512  # of the tensors in kernel measurements, which fit in a cache
 HEADS, HEAD = 8, 64
-TOKENS = (32, 128, 512)  # that attention is measured with
+TOKENS = (32, 128, 512)  # for attention
 OUT_OF_CACHE = 2**28  # bytes
-OWN_CACHE = 2**20  # bytes that a core's own cache has
-LAYERS, WIDE = 4, 256  # of the transformers whose steps are taken
+OWN_CACHE = 2**20  # size of a core's private cache in bytes
+LAYERS, WIDE = 4, 256  # of the measured transformers
 MISSING_PRODUCTS = ((64, 512, 2048), (128, 2048, 512), (16, 1024, 4096))
-LARGEST = 2**33  # rows x inner x columns of a product that is worth its time
+LARGEST = 2**33  # rows x inner x columns of the largest measured product
 PRODUCTS_SHARE, KERNELS_SHARE = 0.45, 0.25  # of the time
 
 ORIGIN = Origin("calibration", Phase.IDLE)
@@ -56,12 +56,12 @@ Call = Callable[[], object]
 
 
 def cpu_speeds(cores: int, seconds: float) -> dict[str, Any]:
-    """Measure on so many cores at once, for about so long; what the first of them has found."""
+    """Measure on `cores` cores simultaneously for about `seconds`, and return the results of the first one."""
     return found_by_ranks("fullshard.plan.cpu_speeds", cores, [str(seconds)], patience_s=120 + 10 * seconds)
 
 
 def measure(world: int, seconds: float) -> dict[str, Any]:
-    """All of it, by this rank."""
+    """Take all measurements on this rank."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dims = _dims(PRODUCTS_SHARE * seconds)
@@ -83,13 +83,13 @@ def measure(world: int, seconds: float) -> dict[str, Any]:
 
 
 def _dims(seconds: float) -> Sequence[int]:
-    """As many sizes as there is time for."""
+    """Return as many sizes as there is time for."""
     counts = range(len(DIMS), 2, -1)
     return next((DIMS[:n] for n in counts if 2 * sum(DIMS[:n]) ** 3 / SLOW_FLOPS_PER_S < seconds), DIMS[:2])
 
 
 def _core_s(call: Call, budget_s: float, least: int = 2) -> float:
-    """Seconds of the core for a call: the median of some, after one that does not count. All ranks begin together."""
+    """Return the median core seconds of several calls after a warmup call. All ranks start together."""
     dist.barrier()
     call()
     found = [_timed(call, 1)]
@@ -108,7 +108,7 @@ def _timed(call: Call, calls: int) -> float:
 
 
 def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: float) -> float:
-    """Seconds of a product as a linear layer's forward has it. Beyond a size the rate stays, and half is measured."""
+    """Return the seconds of a product as in a linear layer's forward. Very large products are measured by half."""
     if rows * inner * columns > LARGEST:
         return 2 * _product(dtype, rows // 2, inner, columns, budget_s)
     left, right = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
@@ -117,9 +117,9 @@ def _product(dtype: torch.dtype, rows: int, inner: int, columns: int, budget_s: 
 
 
 def _product_miss_s(mib: int = 64) -> float:
-    """Seconds of a byte that a product reads or writes and the cache does not have: the median of some layers.
+    """Return the median seconds per byte that a product reads or writes outside of the cache, over several layers.
 
-    What comes before has gone through more memory than any cache has, and has written it.
+    Before each product, more memory than any cache holds is read and written.
     """
     other = torch.zeros(mib * 2**18)
 
@@ -140,10 +140,10 @@ def _product_miss_s(mib: int = 64) -> float:
 
 
 def _kernels(dtype: torch.dtype, budget_s: float) -> dict[str, list[list[float]]]:
-    """By operation, for each of some sizes: seconds of a call, its bytes read and written, and its FLOPs, as on a tape.
+    """Return by operation, for several sizes: seconds per call, bytes read and written, and FLOPs, as in a trace.
 
-    All of that in the cache, and of operations that go through much memory once more out of it. Casts that make
-    elements wider are told apart by a "+".
+    All are measured in the cache; operations on large memory are measured out of the cache as well. Casts to wider
+    elements have a "+" in their name.
     """
     found: dict[str, list[list[float]]] = {}
     for call in _calls(dtype):
@@ -166,7 +166,7 @@ def _attention(dtype: torch.dtype, tokens: int) -> list[Call]:
 
 
 def _adamw(numel: int, count: int = 1) -> Call:
-    """Of so many parameters."""
+    """Return a fused AdamW step of `count` parameters with `numel` elements each."""
     param, grad, mean, square = ([torch.full((numel,), 1e-3) for _ in range(count)] for _ in range(4))
     steps = [torch.ones(()) for _ in range(count)]
 
@@ -180,7 +180,7 @@ def _adamw(numel: int, count: int = 1) -> Call:
 
 
 def _calls(dtype: torch.dtype) -> list[Call]:
-    """One operation each."""
+    """Return calls of one operation each."""
     a, b, out = (torch.randn(ROWS, WIDTH).to(dtype) for _ in range(3))
     wide = torch.randn(ROWS, WIDTH)
     weight, bias = torch.ones(WIDTH, dtype=dtype), torch.zeros(WIDTH, dtype=dtype)
@@ -235,10 +235,10 @@ def _calls(dtype: torch.dtype) -> list[Call]:
 
 
 def _memory(budget_s: float, mib: int = 64) -> dict[str, float]:
-    """Seconds for each byte from and to memory, beyond those from a cache; of a page that is new; and the cache.
+    """Return seconds per byte of memory beyond those of a cache, seconds per byte of a new page, and the cache size.
 
-    The system clears a page when it is touched first, so that the cache has it: what a new one costs is what writing to
-    it takes longer than to a tensor that the cache has.
+    The system zeroes a page on first access, so it is in the cache. The cost of a new page is the additional time of a
+    write to it, compared with a write to a tensor in the cache.
     """
     numel = mib * 2**20 // 4
     small = numel // 256
@@ -262,7 +262,7 @@ def _memory(budget_s: float, mib: int = 64) -> dict[str, float]:
 
 
 def _cache_bytes(budget_s: float) -> int:
-    """The largest size of which a sum is no slower by half than of a small one."""
+    """Return the largest size at which a sum takes at most 1.5 times as long per byte as at a small size."""
     sizes = tuple(1 << power for power in range(20, 29))
     taken: list[float] = [_core_s(torch.ones(size // 4).sum, budget_s / 4) / size for size in sizes]
     fitting = itertools.takewhile(lambda place: taken[place] <= 1.5 * taken[0], range(len(sizes)))
@@ -270,12 +270,12 @@ def _cache_bytes(budget_s: float) -> int:
 
 
 def _steps(budget_s: float) -> dict[str, float]:
-    """The host's part of steps of a transformer, plain and sharded over the ranks: all but the work of its operations.
+    """Return the host time of transformer steps, plain and sharded: everything except the work of the operations.
 
-    Of one that is too small for anything to leave the core's own cache, and of one whose operations empty it, so that
-    the interpreter's next lines have to come from further away.
+    One transformer is so small that everything stays in the core's private cache. The operations of the other one evict
+    the cache, so that the interpreter has to fetch its next instructions from further away.
     """
-    rounds = max(3, round(budget_s / 0.03))  # as many on all ranks
+    rounds = max(3, round(budget_s / 0.03))  # the same on all ranks
     near, far, sharded = (
         _HostPart.of(*item, rounds=rounds) for item in ((16, 4), (WIDE, ROWS), (WIDE, ROWS, fully_shard))
     )
@@ -293,11 +293,11 @@ def _steps(budget_s: float) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _HostPart:
-    """Seconds of the core in a step beside the work of its operations, and how many these are, small and large."""
+    """Core seconds of a step without the work of its operations, and the numbers of small and large operations."""
 
     seconds: float
     operations: int
-    large: int  # that go through more bytes than the core's own cache has
+    large: int  # access more bytes than the core's private cache has
 
     @classmethod
     def of(
@@ -312,7 +312,7 @@ class _HostPart:
 
 
 class _Working(TorchDispatchMode):
-    """Adds up seconds of the core that operations take beyond what a call of a tiny one takes."""
+    """The accumulated core seconds of operations beyond those of a tiny operation."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -338,7 +338,7 @@ class _Working(TorchDispatchMode):
 
 
 def _link(world: int, mib: int = 32) -> dict[str, float]:
-    """The engine's own collectives between ranks: bytes that a rank takes from others in a second, and the latency."""
+    """Return the bytes per second of the engine's own collectives between ranks, and the latency."""
     if world < 2:
         return {}
     group = dist.group.WORLD
@@ -366,7 +366,7 @@ def _reduce_s(wire: SharedMemoryCollectives, numel: int) -> float:
 
 
 def _median_of(call: Call) -> float:
-    """By the clock, since ranks wait for each other; the first calls do not count."""
+    """Return the median wall time, because ranks wait for each other. The first calls do not count."""
     found = []
     for _ in range(12):
         dist.barrier()
@@ -397,14 +397,14 @@ def _step(width: int, tokens: int, shard: Callable[[nn.Module], object]) -> Call
 
 
 def _whole_s(call: Call) -> float:
-    """Seconds of the core for a call, of all threads of this process."""
+    """Return the core seconds of a call, over all threads of this process."""
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
 def main(folder: str, world: str, rank: str, seconds: str) -> None:
-    """Measure as one of `world` ranks, and print it as JSON."""
+    """Measure as one of `world` ranks and print the result as JSON."""
     as_rank("gloo", folder, int(world), int(rank), lambda: measure(int(world), float(seconds)))
 
 
