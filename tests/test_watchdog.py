@@ -16,19 +16,23 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from time import monotonic, sleep
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fullshard
-from fullshard import ConfigError, set_collective_timeout
+from fullshard import ConfigError, RankMismatchError, set_collective_timeout
+from fullshard.comm.pairwise import PairwiseCollectives
+from fullshard.comm.routes import collectives_for
+from fullshard.liveness import watchdog
 from fullshard.liveness.ring import Ring, _find_silence
 from fullshard.liveness.store import PatientStore
-from fullshard.liveness.watchdog import EXIT_CODE, _Board, _Question
-from fullshard.liveness.whereabouts import Whereabouts
+from fullshard.liveness.watchdog import EXIT_CODE, _Board, _Question, is_deadlock
+from fullshard.liveness.whereabouts import GroupProgress, Whereabouts
 from fullshard.tape.recorder import Origin, Phase
 from fullshard.testing import run_ranks
 
@@ -477,6 +481,158 @@ def test_a_barrier_that_others_do_not_come_to_is_told_early():
     assert reports.count("and no rank does anything but wait, though not all for the same: every rank must") == 1
     assert "ranks 0, 2: in all_gather of 0 in forward, microbatch 1, step 6, for" in reports
     assert "rank 1: in torch.distributed.barrier, step 5, at " in reports
+
+
+GROUPS = {"all": (0, 1, 2), "low": (0, 1), "high": (1, 2), "ends": (0, 2)}
+ONE, TWO_IF_AWAITED, TWO = "one message", "a second one while it is waited for", "a second one while any is waited for"
+
+
+class SimulatedRank:
+    """A rank that carries out `program`: start a collective of a group, or wait for the oldest one that it started."""
+
+    def __init__(self, rank: int, program: list[tuple[str, str]]) -> None:
+        self.program = [*program, *[("wait", "")] * sum(what != "wait" for what, _ in program)]
+        self.groups = {name: GroupProgress(name, ranks) for name, ranks in GROUPS.items() if rank in ranks}
+        self.here = Whereabouts()
+        for group in self.groups.values():
+            self.here.register(group)
+        self.pending: list[tuple[str, str, int]] = []  # kind, group and number of collectives that it has started
+        self.awaited: tuple[str, str, int] | None = None
+
+    def start(self, kind: str, name: str) -> None:
+        group = self.groups[name]
+        group.started += 1
+        if kind != ONE:
+            group.unsent[group.started] = kind == TWO
+        self.pending.append((kind, name, group.started))
+
+    def moves(self, ranks: list["SimulatedRank"]) -> bool:
+        """Do the next thing that this rank can do, if there is one."""
+        if self.awaited is None:
+            if not self.program:
+                return False
+            kind, name = self.program.pop(0)
+            if kind != "wait":
+                self.start(kind, name)
+            elif self.pending:
+                self.awaited = self.pending.pop(0)
+                _, name, number = self.awaited
+                self.here.enter("all_reduce", Origin("", Phase.IDLE), self.groups[name], number)
+            return True
+        return self.sends(ranks) or self.ends_wait(ranks)
+
+    def sends(self, ranks: list["SimulatedRank"]) -> bool:
+        _, name, awaited = self.awaited
+        members = [ranks[rank].groups[name] for rank in GROUPS[name]]
+        for number, sends_always in self.groups[name].unsent.items():
+            if (sends_always or number == awaited) and all(member.started >= number for member in members):
+                del self.groups[name].unsent[number]
+                return True
+        return False
+
+    def ends_wait(self, ranks: list["SimulatedRank"]) -> bool:
+        _, name, number = self.awaited
+        members = [ranks[rank].groups[name] for rank in GROUPS[name]]
+        if any(member.started < number or number in member.unsent for member in members):
+            return False
+        self.here.leave()
+        self.awaited = None
+        return True
+
+
+@st.composite
+def programs(draw) -> list[list[tuple[str, str]]]:
+    common = draw(st.lists(st.tuples(st.sampled_from([ONE, TWO_IF_AWAITED, TWO, "wait"]), st.sampled_from([*GROUPS]))))
+    mine = [[(what, name) for what, name in common if rank in GROUPS[name]] for rank in range(3)]
+    for program in mine:
+        if program and draw(st.booleans()):
+            del program[draw(st.integers(0, len(program) - 1))]
+    return mine
+
+
+@settings(max_examples=300)
+@given(programs(), st.randoms(use_true_random=False))
+def test_ranks_are_in_a_deadlock_exactly_if_all_wait_and_none_can_ever_go_on(each, random):
+    """Whatever the order in which ranks run, however long their messages take."""
+    ranks = [SimulatedRank(rank, program) for rank, program in enumerate(each)]
+    waits_for_ever = None
+    while True:
+        waits = [rank.here.wait for rank in ranks]
+        if is_deadlock(waits) and waits_for_ever is None:
+            waits_for_ever = [rank.awaited for rank in ranks]
+        if not [rank for rank in random.sample(ranks, 3) if rank.moves(ranks)]:
+            break
+    assert waits_for_ever in (None, [rank.awaited for rank in ranks])
+    assert (waits_for_ever is not None) == all(rank.awaited is not None for rank in ranks)
+
+
+EARLY_S, LOOK_S = 0.6, 0.2
+
+
+def wait_in_a_circle(rank: int, groups: list[dist.ProcessGroup]) -> str:
+    """Rank r waits for rank r + 1 in a process group of these two."""
+    collectives = collectives_for(groups[rank], torch.device("cpu"))
+    with pytest.raises(RankMismatchError, match="they wait for one another, in different process groups") as caught:
+        collectives.combine(torch.ones(4), dist.ReduceOp.SUM, origin=Origin("circle", Phase.IDLE))
+    return str(caught.value)
+
+
+def train_slowly(rank: int, groups: list[dist.ProcessGroup]) -> list[float]:
+    """First the messages of all ranks take longer than the watchdog waits, and then one rank does."""
+    wait_all, sums = PairwiseCollectives._wait_all, []
+
+    def wait_long(self, works):
+        sleep(EARLY_S + 2 * LOOK_S)
+        wait_all(self, works)
+
+    for delay_s, waits in ((0, wait_all), (0, wait_long), (EARLY_S + 4 * LOOK_S, wait_all)):
+        with patch.object(PairwiseCollectives, "_wait_all", waits):
+            sleep(delay_s if rank == 1 else 0)
+            for first, group in enumerate(groups):
+                if rank in (first, (first + 1) % WORLD):
+                    sums.append(torch.ones(4))
+                    channel = collectives_for(group, torch.device("cpu")).channel_for("test", 1)
+                    channel.all_reduce(sums[-1:], 1, origin=Origin("slow", Phase.IDLE)).wait()
+    assert watchdog._watchdog._answered is not None
+    return [float(total.sum()) for total in sums]
+
+
+def wait_and_go_on(shares_memory: bool) -> tuple[list[float], str, str]:
+    """The sums of slow ranks, the error of ranks in a circle, and the sums after a renewal of their groups."""
+    watchdog._EARLY_S, watchdog._LOOK_S = EARLY_S, LOOK_S
+    rank = dist.get_rank()
+    fullshard.share_memory_between_ranks(shares_memory)
+    groups = [dist.new_group(sorted([first, (first + 1) % WORLD])) for first in range(WORLD)]
+    watchdog.watch()
+    trained = train_slowly(rank, groups)
+    error = wait_in_a_circle(rank, groups)
+    after = ""
+    for first, group in enumerate(groups):
+        if rank in (first, (first + 1) % WORLD):
+            collectives = collectives_for(group, torch.device("cpu"))
+            try:
+                collectives.renew()
+                total = torch.ones(4)
+                collectives.combine(total, dist.ReduceOp.SUM, origin=Origin("again", Phase.IDLE))
+                after += str(float(total.sum()))
+            except RankMismatchError as refused:
+                after += str(refused)
+    return trained, error, after
+
+
+@pytest.mark.parametrize("shares_memory", [True, False])
+def test_ranks_that_wait_for_one_another_in_several_groups_raise_and_slow_ones_do_not(shares_memory):
+    results = run_ranks(WORLD, wait_and_go_on, shares_memory)
+    for trained, error, after in results:
+        assert trained == [8.0] * 6
+        assert error == results[0][1]
+        assert after.count("8.0" if shares_memory else "This process group cannot be used again") == 2
+    error = results[0][1]
+    for rank in range(WORLD):
+        following = (rank + 1) % WORLD
+        assert f"rank {rank}: in all_reduce of circle in idle, over ranks" in error
+        assert f"and waits for rank {following}\n" in error
+    assert "Every rank must call the same modules in the same order" in error
 
 
 class SlowStore:

@@ -374,6 +374,21 @@ def connected_again(group: dist.ProcessGroup, name: str) -> dist.ProcessGroupGlo
     return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), timeout)
 
 
+def break_connections(connections: Any, peer: int, tag: int) -> None:
+    """Let all threads that wait for messages over `connections` raise RuntimeError, and whoever uses them later.
+
+    gloo breaks all connections of a process group when one message of it comes too late.
+
+    Args:
+        connections: a process group of gloo's, or what `connected_again` returned.
+        peer: another rank of it.
+        tag: of which that rank sends no message meanwhile.
+    """
+    awaited = connections.recv([torch.empty(1)], peer, tag)
+    with suppress(RuntimeError):
+        awaited.wait(timedelta(milliseconds=1))
+
+
 def default_store() -> dist.Store:
     """The default process group's store, by a connection that is the caller's own."""
     store = dist.distributed_c10d._get_default_store()

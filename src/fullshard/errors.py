@@ -73,6 +73,20 @@ class MissingLibraryError(FullshardError, ImportError):
     """A library that an integration needs is not installed, or older than the tested ones."""
 
 
+def same_calls() -> str:
+    """Return what to do about ranks that make different calls, for messages."""
+    return (
+        "Every rank must call the same modules in the same order, in as many "
+        "microbatches of a step, and get gradients for the same parameters; every rank, and not the first alone, must "
+        "save, load, export, and ask for whole state dicts and parameters. If only some ranks use some parameters, "
+        "call set_reduce_scatter_unused_params(True) on the model. If only some ranks call a whole unit, as with layer "
+        "drop, draw the same layers on all ranks (a torch.Generator with one seed), or call "
+        "set_reduce_scatter_unused_params(True) on the model and add fullshard.take_part(unit) to the output where a "
+        "rank skips that unit. The process group cannot be used any more: end the "
+        "processes and start again; or catch this on every rank, and call abandon_step() on the model."
+    )
+
+
 def named_ranks(ranks: Sequence[int]) -> str:
     """Such as "rank 3" or "ranks 0, 2", for messages."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -29,9 +29,9 @@ from fullshard._compat import address, all_gather_rows
 from fullshard.comm.fingerprint import fingerprint, mismatch
 from fullshard.comm.wire import PartSums, Pending, TermName, Wire
 from fullshard.device.current import mark_here, stamp_here
-from fullshard.errors import RankLostError, RankMismatchError
+from fullshard.errors import FullshardError, RankLostError, RankMismatchError
 from fullshard.liveness.watchdog import PeerGoneError, lost
-from fullshard.liveness.whereabouts import here
+from fullshard.liveness.whereabouts import GroupProgress, here
 from fullshard.policy.switches import switches
 from fullshard.tape.context import Kept
 from fullshard.tape.recorder import Event, Origin, active_recorder
@@ -60,20 +60,21 @@ class Call:
         return replace(self.origin, note=", ".join(notes)) if self.how else self.origin
 
 
-class Collectives(ABC):
+class Collectives(GroupProgress, ABC):
     """All that is sent over one process group. Subclasses move the data; this class counts, records and compares."""
 
     is_queued = False  # see `Wire`
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        ranks = tuple(dist.get_process_group_ranks(group))
+        super().__init__(f"{group.group_name} of {ranks}, {type(self).__name__}", ranks)
         self.group = group
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
-        self._ranks = tuple(dist.get_process_group_ranks(group))
         self._next_tag = _FIRST_TAG
         self._channels: dict[str, Channel] = {}
         self._uncompared: deque[Callable[[], list[bytes]]] = deque()  # fingerprints, in the order of the collectives
-        self.broken: RankMismatchError | RankLostError | None = None  # why the group cannot be used any more
+        here.register(self)
 
     def channel(self, tensors: int, *, variants: int = 1) -> Channel:
         """A new channel for calls with up to so many tensors. Ranks must ask for theirs in the same order.
@@ -114,8 +115,10 @@ class Collectives(ABC):
             raise self.broken
         self.broken = None
         self._uncompared.clear()
+        self.unsent.clear()
+        self.started = 0
 
-    def close(self) -> None:  # noqa: B027  # most have nothing to close
+    def close(self) -> None:
         """Close what was opened beside the process group, which is gone."""
 
     # -- small things, waited for at once -----------------------------------------------------------------------------
@@ -173,10 +176,11 @@ class Collectives(ABC):
     def _at_once(self, call: Call, send: Callable[[], object], *, records: bool = True) -> None:
         if self.broken is not None:
             raise self.broken
+        self.started += 1
         event = self._event(call) if records else None
         try:
             agree = self._compare(call, alone=True)
-            with here.waiting(call.name, call.origin):
+            with here.waiting(call.name, call.origin, self if agree is not None else None, self.started):
                 if agree is not None:
                     agree()
                 send()
@@ -196,6 +200,7 @@ class Collectives(ABC):
         """
         if self.broken is not None:
             raise self.broken
+        self.started = number = self.started + 1
         try:
             event = self._record(call)
             agree = self._compare(call)
@@ -208,7 +213,7 @@ class Collectives(ABC):
             return Pending(finish, event, has_come=lambda: True)
 
         def agree_and_finish() -> None:
-            here.enter(call.name, call.origin)
+            here.enter(call.name, call.origin, self if agree is not None else None, number)
             try:
                 if agree is not None:
                     agree()
@@ -239,13 +244,14 @@ class Collectives(ABC):
     def _agree(self, received: Callable[[], list[bytes]]) -> None:
         """Compare fingerprints up to `received`, oldest first, so that all ranks find the same difference."""
         while self.broken is None and received in self._uncompared:
-            self.broken = mismatch(self._uncompared.popleft()(), self._ranks)
+            self.broken = mismatch(self._uncompared.popleft()(), self.ranks)
         if self.broken is not None:
             raise self.broken
 
-    def _lost(self, gone: PeerGoneError, call: Call) -> RankLostError:
-        with here.waiting(call.name, call.origin):
-            self.broken = lost(self._ranks[gone.peer], here.now()[0])
+    def _lost(self, gone: PeerGoneError, call: Call) -> FullshardError:
+        if self.broken is None:  # otherwise the rank is gone since it raised that error too
+            with here.waiting(call.name, call.origin):
+                self.broken = lost(self.ranks[gone.peer], here.now()[0])
         return self.broken
 
     def _exchange_fingerprints(self, mine: bytes, *, alone: bool) -> Callable[[], list[bytes]] | None:
@@ -272,7 +278,7 @@ class Collectives(ABC):
             return None
         lane = "gather" if call.name == "all_gather" else "reduce"
         event = Event(
-            call.name, call.origin, lane, sent_bytes=call.sent_nbytes, messages=call.messages, ranks=self._ranks
+            call.name, call.origin, lane, sent_bytes=call.sent_nbytes, messages=call.messages, ranks=self.ranks
         )
         if self.is_queued and recorder.reads_lanes:
             event.began = stamp_here()

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Sequence
 from functools import lru_cache
 
-from fullshard.errors import RankMismatchError, named_ranks
+from fullshard.errors import RankMismatchError, named_ranks, same_calls
 from fullshard.tape.recorder import Origin
 
 __all__ = ["FINGERPRINT_NBYTES", "fingerprint", "mismatch"]
@@ -40,16 +40,7 @@ def mismatch(fingerprints: Sequence[bytes], ranks: Sequence[int]) -> RankMismatc
     for rank, one in zip(ranks, fingerprints, strict=True):
         sides.setdefault(_read(one), []).append(rank)
     said = "; ".join(f"{named_ranks(who)} started {what}" for what, who in sides.items())
-    return RankMismatchError(
-        f"ranks do not do the same: {said}. Every rank must call the same modules in the same order, in as many "
-        "microbatches of a step, and get gradients for the same parameters; every rank, and not the first alone, must "
-        "save, load, export, and ask for whole state dicts and parameters. If only some ranks use some parameters, "
-        "call set_reduce_scatter_unused_params(True) on the model. If only some ranks call a whole unit, as with layer "
-        "drop, draw the same layers on all ranks (a torch.Generator with one seed), or call "
-        "set_reduce_scatter_unused_params(True) on the model and add fullshard.take_part(unit) to the output where a "
-        "rank skips that unit. The process group cannot be used any more: end the "
-        "processes and start again; or catch this on every rank, and call abandon_step() on the model."
-    )
+    return RankMismatchError(f"ranks do not do the same: {said}. {same_calls()}")
 
 
 def _read(one: bytes) -> str:

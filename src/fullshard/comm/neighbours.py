@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fullshard.device.accelerator import accelerator_for
-from fullshard.errors import named_ranks
+from fullshard.errors import FullshardError, named_ranks
 from fullshard.layout.offsets import align
 from fullshard.liveness.ring import host_identity
 from fullshard.liveness.watchdog import PeerGoneError
@@ -62,7 +62,7 @@ _HELLO = struct.Struct("<i16s")  # rank, and the token of the one that listens
 _DESCRIPTOR = struct.Struct("i")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _PATIENCE_S = 1.0  # how long to wait for a block to be read, rather than to have one more
-_POLL_S = 3600.0  # epoll takes no more than some weeks
+_POLL_S = 1.0  # until a rank that waits looks whether to wait any longer
 _FULL_MS = 10  # how long to wait for room in a socket before looking for messages again
 
 _BLOCK, _DROP, _PUBLISH, _READ, _SIGNAL = range(
@@ -181,6 +181,7 @@ class Neighbours:
         self._blocks: dict[int, Block] = {}
         self._made = 0
         self._acts: dict[Key, Callable[[], None]] = {}
+        self._failure: FullshardError | None = None
         _open.add(self)
 
     # -- this rank's blocks -------------------------------------------------------------------------------------------
@@ -339,9 +340,15 @@ class Neighbours:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
+    def end_wait(self, failure: FullshardError) -> None:
+        """Let the thread that waits raise `failure` soon, and whoever waits later. Called by another thread."""
+        self._failure = failure
+
     def _wait_for_all(self, has_come: Callable[[_Neighbour], bool]) -> None:
         deadline = monotonic() + self._timeout_s
         while missing := [other for other in self._others.values() if not has_come(other)]:
+            if self._failure is not None:
+                raise self._failure
             for other in missing:
                 if other.ended:
                     raise PeerGoneError(other.rank)

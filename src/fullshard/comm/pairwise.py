@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fullshard._compat import connected_again
+from fullshard._compat import break_connections, connected_again
 from fullshard.comm.collectives import Collectives, divide, keep_own
 from fullshard.comm.wire import PartSums
 from fullshard.device.memory import Pool
+from fullshard.errors import RankMismatchError, named_ranks
 from fullshard.layout.shard_spec import owned
 from fullshard.liveness.watchdog import PeerGoneError
 from fullshard.liveness.whereabouts import here
@@ -21,6 +22,8 @@ from fullshard.tape.recorder import Origin, Phase
 __all__ = ["PairwiseCollectives", "part_of", "sum_in_rank_order"]
 
 _FINGERPRINT_TAGS = 1 << 16  # more than there are collectives under way at once
+
+_WHOLE, _CUT = b".", b"x"  # whether the connections of a rank were broken by `end_wait`
 
 _Works = list[tuple[int, dist.Work]]  # messages under way, by the peer
 
@@ -40,6 +43,8 @@ class PairwiseCollectives(Collectives):
         self._last_tag = self._reserve_tags(1)
         self._connections: Any = group  # torch annotates no send and receive of what is renewed
         self._renewals = 0
+        self._waits_for_messages = False
+        self._is_cut = False
 
     def renew(self) -> None:
         """See `Collectives.renew`. Messages that nobody takes are left to the old connections; new ones are made.
@@ -50,8 +55,40 @@ class PairwiseCollectives(Collectives):
         with here.waiting("renewal of a process group", Origin("", Phase.IDLE)):
             self._renewals += 1
             connections = connected_again(self.group, f"fullshard renewal {self._renewals}")
-            self._exchange(b".", self._last_tag)()
+            before, self._connections = self._connections, connections
+            if _CUT in self._exchange(_CUT if self._is_cut else _WHOLE, self._last_tag)():
+                self.broken = self._cut_error()
+                raise self.broken
+            self._connections = before
+            self._exchange(_WHOLE, self._last_tag)()
         self._connections, self._fingerprints = connections, 0
+
+    def end_wait(self) -> None:
+        """See `GroupProgress.end_wait`. gloo cannot stop to wait, so the connections are broken."""
+        if self._waits_for_messages:
+            self._is_cut = True
+            break_connections(self._connections, self._peers()[0], self._last_tag)
+
+    def _cut_error(self) -> RankMismatchError:
+        return RankMismatchError(
+            f"the connections between {named_ranks(self.ranks)} were broken to end waits of ranks for one another that "
+            "would never have ended. This process group cannot be used again: end the processes, and start again from "
+            "the last checkpoint."
+        )
+
+    def _wait_all(self, works: _Works) -> None:
+        self._waits_for_messages = True
+        try:
+            for peer, work in works:
+                try:
+                    work.wait()
+                except RuntimeError as error:
+                    if self.broken is not None:
+                        raise self.broken from error
+                    _raise_if_gone(peer, error)
+                    raise
+        finally:
+            self._waits_for_messages = False
 
     def _peers(self) -> list[int]:
         """The other ranks, nearest above first, so that not all ranks send to the same one at once."""
@@ -71,7 +108,7 @@ class PairwiseCollectives(Collectives):
         works += [work for peer in self._peers() for work in self._send(published, peer, tag)]
 
         def received() -> list[bytes]:
-            _wait_all(works)
+            self._wait_all(works)
             return [one.numpy().tobytes() for one in received_bytes]
 
         return received
@@ -102,7 +139,7 @@ class PairwiseCollectives(Collectives):
             for i, part in enumerate(parts):
                 works += self._send(part, peer, tag + i)
         keep_own([place[self.rank] for place in places], parts)
-        return lambda: _wait_all(works)
+        return lambda: self._wait_all(works)
 
     def reduce_scatter(self, of: PartSums, tag: int) -> Callable[[], None]:
         works: _Works = []
@@ -118,7 +155,7 @@ class PairwiseCollectives(Collectives):
                 works += self._send(whole[peer * n : (peer + 1) * n], peer, tag + i)
 
         def finish() -> None:
-            _wait_all(works)
+            self._wait_all(works)
             for out, whole, n, by_peer in zip(of.sums, of.wholes, of.part_numels, received, strict=True):
                 mine = whole[self.rank * n : (self.rank + 1) * n]
                 sum_in_rank_order(out, [by_peer.get(rank, mine) for rank in range(self.world)], of.divisor)
@@ -130,6 +167,9 @@ class PairwiseCollectives(Collectives):
     def all_reduce(self, tensors: Sequence[Tensor], divisor: float, tag: int) -> Callable[[], None]:
         part_numels = [len(owned(tensor.numel(), self.world, 0)) for tensor in tensors]
         mine = [part_of(tensor, n, self.rank) for tensor, n in zip(tensors, part_numels, strict=True)]
+        number = self.started
+        if any(part.numel() for part in mine):
+            self.unsent[number] = False
         sums = [self._scratch.take(part.numel(), part.dtype) for part in mine]
         reduced = self.reduce_scatter(PartSums(sums, tensors, part_numels, divisor), tag)
 
@@ -141,9 +181,10 @@ class PairwiseCollectives(Collectives):
                 for i, (tensor, n) in enumerate(zip(tensors, part_numels, strict=True)):
                     works += self._receive(part_of(tensor, n, peer), peer, second + i)
                     works += self._send(sums[i], peer, second + i)
+            self.unsent.pop(number, None)
             for part, total in zip(mine, sums, strict=True):
                 part.copy_(total)
-            _wait_all(works)
+            self._wait_all(works)
             for total in sums:
                 self._scratch.give(total)
 
@@ -152,21 +193,12 @@ class PairwiseCollectives(Collectives):
     def all_to_all(self, receive: Sequence[Tensor], send: Sequence[Tensor], tag: int) -> Callable[[], None]:
         works = [work for peer in self._peers() for work in self._receive(receive[peer], peer, tag)]
         works += [work for peer in self._peers() for work in self._send(send[peer], peer, tag)]
-        return lambda: _wait_all(works)
+        return lambda: self._wait_all(works)
 
 
 def _real(tensor: Tensor) -> Tensor:
     """`tensor` as gloo sends it, which knows no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _wait_all(works: _Works) -> None:
-    for peer, work in works:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            _raise_if_gone(peer, error)
-            raise
 
 
 def _raise_if_gone(peer: int, error: RuntimeError) -> None:

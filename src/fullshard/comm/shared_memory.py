@@ -66,11 +66,11 @@ class SharedMemoryCollectives(PairwiseCollectives):
         """The other ranks, if all are on this host. Asked first, it is a collective."""
         if self.world == 1:
             return None
-        with here.waiting("meeting of the ranks on a host", Origin("", Phase.IDLE)):
+        with here.waiting("meeting of the ranks on a host", Origin("", Phase.IDLE), self, self.started):
             try:
                 return self._meet()
             except CannotShareError as obstacle:
-                _log.info("ranks %s exchange messages by gloo and share no memory: %s", self._ranks, obstacle)
+                _log.info("ranks %s exchange messages by gloo and share no memory: %s", self.ranks, obstacle)
                 return None
 
     def _meet(self) -> Neighbours:
@@ -93,6 +93,12 @@ class SharedMemoryCollectives(PairwiseCollectives):
         vars(self).pop("neighbours", None)
         self._fingerprint, self._started = b"", 0
 
+    def end_wait(self) -> None:
+        super().end_wait()
+        neighbours = vars(self).get("neighbours")
+        if neighbours is not None and self.broken is not None:
+            neighbours.end_wait(self.broken)
+
     def close(self) -> None:
         """Leave the neighbours, if they ever met."""
         neighbours = vars(self).get("neighbours")
@@ -105,7 +111,8 @@ class SharedMemoryCollectives(PairwiseCollectives):
             return []
         call = Call("agreement on memory in common", Origin("", Phase.IDLE), len(sizes), sum(sizes), 0, 0)
         digest = _NO_PLAN if plan is None else sha256(f"{plan}{list(sizes)}".encode()).digest()
-        with here.waiting(call.name, call.origin):
+        self.started += 1
+        with here.waiting(call.name, call.origin, self, self.started):
             try:
                 plans = [digest, *self._exchange(digest, self._plan_tag)()]
                 if _NO_PLAN in plans:
@@ -124,11 +131,14 @@ class SharedMemoryCollectives(PairwiseCollectives):
         collective, _ = self._next_key(tag)
         free, written = (collective, tag), (collective, tag + 1)
         mine = [whole.view(self.world, -1)[self.rank] for whole in wholes]
+        number = self.started
+        self.unsent[number] = True
 
         def write() -> None:
             with torch.no_grad():
                 _copy_each(mine, parts)
             neighbours.signal(written)
+            self.unsent.pop(number, None)
 
         neighbours.signal(free, self._take_fingerprint())
         neighbours.when_signalled(written, _nothing)
@@ -204,6 +214,8 @@ class SharedMemoryCollectives(PairwiseCollectives):
         second = (first[0], tag + len(tensors))
         parts = self._parts_by_rank(tensors, [len(owned(tensor.numel(), self.world, 0)) for tensor in tensors])
         mine = parts[self.rank]
+        number = self.started
+        self.unsent[number] = False
         self._show(neighbours, first, parts)
 
         def finish() -> None:
@@ -211,6 +223,7 @@ class SharedMemoryCollectives(PairwiseCollectives):
             sums = block.memory.tensors_like(mine)
             self._sum(neighbours, first, sums, mine, divisor)
             neighbours.publish(second, block)
+            self.unsent.pop(number, None)
             _copy_each(mine, sums)
             self._take(neighbours, second, parts)
 

@@ -7,6 +7,14 @@ Ranks then exchange messages over the store, since the group is stuck.
 A rank that waits long puts a question on the board: where is everybody? Every rank answers; the rank that asked
 collects the answers and writes them down. A question that ends the job differs only in that ranks end once it is
 answered; one that is asked early, in that nothing is written unless all ranks wait, and not for the same.
+
+[Note: waits in a circle]
+Ranks that make different calls may wait for one another in different process groups. No rank then receives the
+fingerprint that would show the difference. So each rank also publishes which collective it waits for, and how many it
+has started in each group. If each of them waits for a rank that has not started that collective, and none of them has
+moved between two such accounts, then no rank will ever go on, however slow the network is: all raise RankMismatchError.
+They mark their process groups as broken first, and wait for one another to do so. Otherwise a rank that raises, and
+ends, would seem to be lost.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic, sleep
@@ -27,10 +35,10 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from fullshard._compat import default_store, group_timeout_s, store_address
-from fullshard.errors import ConfigError, RankLostError, named_ranks
+from fullshard.errors import ConfigError, RankLostError, RankMismatchError, named_ranks, same_calls
 from fullshard.liveness.ring import Ring
 from fullshard.liveness.store import PatientStore
-from fullshard.liveness.whereabouts import Task, here
+from fullshard.liveness.whereabouts import Task, Wait, here
 from fullshard.policy.arguments import is_number
 from fullshard.policy.switches import switches
 
@@ -49,6 +57,7 @@ _LONG_GRACE_S = 10.0  # the same where only a background thread waits, or a coll
 _ANSWER_S = 4.0  # for the others to say where they are
 _STORE_S = 5.0  # for the store to answer
 _EARLY_S = 10.0  # of waiting: if all ranks wait, and not for the same, hardly any of them will ever go on
+_LINES = 16  # ranks that an error tells of
 _SETTLED_S = 2.0  # of waiting: whoever has just come may be about to do what the others wait for
 _LEAD_S = 10.0  # to have the account before the process group gives up, whose error names one rank only
 
@@ -156,7 +165,8 @@ class _Watchdog:
         self._missed_since = math.inf
         self._answered: _Question | None = None
         self._reported: Task | None = None
-        self._asked_early: Task | None = None
+        self._asked_early: tuple[Task, float] | None = None  # and how long it is to be waited for until asked again
+        self._ended: tuple[Task, float, str] | None = None  # a wait that was ended, when, and why
         self._said: set[str] = set()  # causes of failures of its own
         self._thread = threading.Thread(target=self._run, name="fullshard watchdog", daemon=True)
 
@@ -214,14 +224,20 @@ class _Watchdog:
         task = here.task
         question = self._ask(task) or self._own_board.last_question()
         if question is not None and question != self._answered:
+            self._answered = question
             self._answer(question, task)
-            self._answered, self._asked_early = question, task
-            if question.purpose != "early":
+            if task is not None and task.waited_s > _SETTLED_S:  # later ones ask by themselves
+                self._asked_early = task, 2 * max(task.waited_s, _EARLY_S)
+            if question.purpose in ("report", "end"):
                 self._reported = task
         loss = self._own_board.known_loss()
         self._missed_since = min(self._missed_since, monotonic()) if loss else math.inf
         if loss and self._is_stuck(here.task):
             self._end(_loss(loss, str(here)))
+        if self._ended is not None:
+            ended, since, why = self._ended
+            if here.task is ended and monotonic() - since > _GRACE_S:
+                self._end(why)
 
     def _is_stuck(self, task: Task | None) -> bool:
         """True if this process has waited for so long since a loss, for `task` or in any thread, that it hangs."""
@@ -260,8 +276,9 @@ class _Watchdog:
             return self._own_board.ask(self._rank, "end")
         if task.waited_s > switches.report_after_s and not task.in_first_step and task is not self._reported:
             return self._own_board.ask(self._rank, "report")
-        if here.is_waiting and task.waited_s > _EARLY_S and task is not self._asked_early:
-            return self._own_board.ask(self._rank, "early")
+        asked, again_s = self._asked_early or (None, 0.0)
+        if here.is_waiting and task.waited_s > (again_s if task is asked else _EARLY_S):
+            return self._own_board.ask(self._rank, "again" if task is asked else "early")
         return None
 
     def _end_s(self, task: Task | None) -> float:
@@ -275,18 +292,62 @@ class _Watchdog:
     def _answer(self, question: _Question, task: Task | None) -> None:
         """Publish where this rank is; report where all are, if this rank has asked; end, if the question says so."""
         ends = question.purpose == "end"
-        self._own_board.answer(question, self._rank, *here.now(), is_waiting=here.is_waiting)
+        if question.purpose == "deadlock":
+            self._end_waits(question)
+            return
+        self._publish_place(question)
         if question.rank == self._rank:
             end_s = self._end_s(task)
             verdict = _too_long(end_s) if ends else _apart(end_s) if question.purpose == "early" else _long(end_s)
             report = self._collect(question, verdict)
-            if question.purpose == "report" or (not ends and self._own_board.is_split(question, self._world)):
+            if question.purpose in ("early", "again") and self._found_deadlock(question):
+                return
+            is_split = question.purpose == "early" and self._own_board.is_split(question, self._world)
+            if question.purpose == "report" or is_split:
                 _log.warning(report)
         else:
             report = f"another rank waits too long for a collective. Rank {self._rank} is {here}"
         if ends:
             self._own_board.await_account(question)
             self._end(report)
+
+    def _publish_place(self, question: _Question) -> None:
+        self._own_board.answer(question, self._rank, *here.now(), is_waiting=here.is_waiting, wait=here.wait)
+
+    def _found_deadlock(self, question: _Question) -> bool:
+        """Return True if no rank will ever go on, see [Note: waits in a circle]; all of them are asked to end then."""
+        before = self._own_board.waits(question, self._world)
+        if not is_deadlock(before):
+            return False
+        again = self._own_board.ask(self._rank, "again")
+        if again.rank != self._rank or again.purpose != "again":
+            return False  # another rank has asked, and is answered next
+        self._answered = again
+        self._publish_place(again)
+        self._await_answers(again)
+        if self._own_board.waits(again, self._world) != before:
+            return False
+        places = [place for place, _, _ in self._own_board.places(again, self._world)]
+        groups = sorted({wait.group for wait in before if wait is not None})
+        verdict = self._own_board.ask(self._rank, "deadlock", error=_deadlock(before, places), groups=groups)
+        if verdict.purpose != "deadlock":
+            return False
+        self._answered = verdict
+        self._end_waits(verdict)
+        return True
+
+    def _end_waits(self, question: _Question) -> None:
+        """Raise the error of `question` in the thread that waits, once all ranks know of it."""
+        task = here.task
+        groups = [group for name, group in here.groups.items() if name in question.groups]
+        for group in groups:
+            group.broken = RankMismatchError(question.error)
+        self._publish_place(question)
+        self._await_answers(question)
+        if task is not None:
+            self._ended = task, monotonic(), f"rank {self._rank} is {here}. {question.error}"
+        for group in groups:
+            group.end_wait()
 
     def _join(self) -> bool:
         """Join the ring as far as is possible now; True if nothing is left to do, or it cannot be done."""
@@ -312,12 +373,15 @@ class _Watchdog:
     def _collect(self, question: _Question, verdict: str) -> str:
         """The account of all ranks, below a head that ends with `verdict`. Ranks may end once it is collected."""
         head = f"rank {self._rank} is {here}, {verdict}. Where all ranks are:"
-        deadline = monotonic() + _ANSWER_S + self._look_s
-        while monotonic() < deadline and not self._own_board.has_answers(question, self._world):
-            sleep(0.1)
+        self._await_answers(question)
         lines = [f"  {line}" for line in self._own_board.answers(question, self._world)]
         self._own_board.close_account(question)
         return "\n".join([head, *lines])
+
+    def _await_answers(self, question: _Question) -> None:
+        deadline = monotonic() + _ANSWER_S + self._look_s
+        while monotonic() < deadline and not self._own_board.has_answers(question, self._world):
+            sleep(self._look_s / 10)
 
     def _end(self, report: str) -> NoReturn:
         self._own_board.publish_end(self._rank, "its watchdog ended it")
@@ -351,13 +415,45 @@ def _too_long(end_s: float) -> str:
     )
 
 
+def is_deadlock(waits: Sequence[Wait | None]) -> bool:
+    """Return True if each rank waits for one that cannot send what it waits for before its own wait has ended."""
+    return all(wait is not None and _missing(wait, waits) for wait in waits)
+
+
+def _missing(wait: Wait, waits: Sequence[Wait | None]) -> list[int]:
+    """The ranks that have not sent what `wait` waits for."""
+    others = ((rank, waits[rank]) for rank in wait.ranks)
+    return [rank for rank, other in others if other is not None and not other.has_sent(wait)]
+
+
+def _deadlock(waits: Sequence[Wait | None], places: Sequence[str]) -> str:
+    """The error of ranks that wait for one another."""
+    lines = []
+    for rank, (wait, place) in enumerate(zip(waits, places, strict=True)):
+        assert wait is not None
+        missing = _missing(wait, waits)
+        lines.append(f"  rank {rank}: {place}, over {named_ranks(wait.ranks)}, and waits for {named_ranks(missing)}")
+    if len(lines) > _LINES:
+        lines[_LINES:] = [f"  and {len(lines) - _LINES} more ranks"]
+    return "\n".join(
+        [
+            "ranks do not do the same: they wait for one another, in different process groups or for different "
+            "collectives, and none of them would ever go on:",
+            *lines,
+            same_calls(),
+        ]
+    )
+
+
 @dataclass(frozen=True)
 class _Question:
     """A rank's question where everybody is."""
 
     number: int
     rank: int  # that asks, and collects the answers
-    purpose: str  # "early", "report" or "end": ranks end when they have answered
+    purpose: str  # "early", "again", "report", "deadlock": waits end, or "end": ranks end when they have answered
+    error: str = ""  # of a deadlock
+    groups: Sequence[str] = ()  # that ranks wait in then
 
 
 class _Board:
@@ -393,10 +489,10 @@ class _Board:
         message = "" if self._loss else self._read("loss")
         return _Loss(**json.loads(message)) if message else self._loss
 
-    def ask(self, rank: int, purpose: str) -> _Question:
+    def ask(self, rank: int, purpose: str, *, error: str = "", groups: Sequence[str] = ()) -> _Question:
         """The question where all ranks are: `rank`'s, unless there is a new one."""
         last = _question(self._question)
-        mine = json.dumps(asdict(_Question(last.number + 1 if last else 0, rank, purpose)))
+        mine = json.dumps(asdict(_Question(last.number + 1 if last else 0, rank, purpose, error, groups)))
         self._question = self._replace("question", self._question, mine)
         return _Question(**json.loads(self._question))
 
@@ -405,9 +501,19 @@ class _Board:
         self._question = self._read("question") or self._question
         return _question(self._question)
 
-    def answer(self, question: _Question, rank: int, place: str, seconds: float, *, is_waiting: bool) -> None:
-        """Publish where `rank` is, and for how many seconds."""
-        self._first(f"where/{question.number}/{rank}", json.dumps([place, seconds, is_waiting]))
+    def answer(
+        self,
+        question: _Question,
+        rank: int,
+        place: str,
+        seconds: float,
+        *,
+        is_waiting: bool,
+        wait: Wait | None = None,
+    ) -> None:
+        """Publish where `rank` is, for how many seconds, and the collective that it waits for."""
+        waits = None if wait is None else asdict(wait)
+        self._first(f"where/{question.number}/{rank}", json.dumps([place, seconds, is_waiting, waits]))
         self._call(self._store.add, f"answers/{question.number}", 1, otherwise=0)
 
     def has_answers(self, question: _Question, world: int) -> bool:
@@ -418,8 +524,7 @@ class _Board:
         """The answers in words, a line for all ranks at the same place."""
         ranks: dict[str, list[int]] = {}
         times: dict[str, list[float]] = {}
-        for rank in range(world):
-            place, seconds, _ = self._answer_of(question, rank)
+        for rank, (place, seconds, _) in enumerate(self.places(question, world)):
             ranks.setdefault(place, []).append(rank)
             times.setdefault(place, []).append(seconds)
         waited = {place: f", for {max(of_all):.0f} s" if max(of_all) else "" for place, of_all in times.items()}
@@ -427,16 +532,23 @@ class _Board:
 
     def is_split(self, question: _Question, world: int) -> bool:
         """True if all ranks have been waiting for a while, and not for the same."""
-        answers = [self._answer_of(question, rank) for rank in range(world)]
+        answers = self.places(question, world)
         settled = all(is_waiting and seconds > _SETTLED_S for _, seconds, is_waiting in answers)
         return settled and len({place for place, _, _ in answers}) > 1
 
-    def _answer_of(self, question: _Question, rank: int) -> tuple[str, float, bool]:
-        answer = self._read(f"where/{question.number}/{rank}")
-        if not answer:
-            return "gives no answer (stopped, or gone)", 0.0, False
-        place, seconds, is_waiting = json.loads(answer)
-        return place, seconds, is_waiting
+    def places(self, question: _Question, world: int) -> list[tuple[str, float, bool]]:
+        """Where each rank is, for how many seconds, and whether it waits."""
+        return [(place, seconds, is_waiting) for place, seconds, is_waiting, _ in self._answers(question, world)]
+
+    def waits(self, question: _Question, world: int) -> list[Wait | None]:
+        """The collective that each rank waits for; None if it does not, or has not answered."""
+        return [wait and Wait(**wait) for _, _, _, wait in self._answers(question, world)]
+
+    def _answers(self, question: _Question, world: int) -> list[tuple[str, float, bool, Any]]:
+        texts = [self._read(f"where/{question.number}/{rank}") for rank in range(world)]
+        return [
+            json.loads(text) if text else ("gives no answer (stopped, or gone)", 0.0, False, None) for text in texts
+        ]
 
     def close_account(self, question: _Question) -> None:
         """Publish that the account is complete: ranks may end, and the store with them."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +24,10 @@ from typing import Protocol
 
 import torch
 
+from fullshard.errors import FullshardError
 from fullshard.tape.recorder import Origin, Phase
 
-__all__ = ["End", "Task", "Whereabouts", "here"]
+__all__ = ["End", "GroupProgress", "Task", "Wait", "Whereabouts", "here"]
 
 
 class End(Protocol):
@@ -33,6 +35,28 @@ class End(Protocol):
 
     def query(self) -> bool:
         """True once it has been reached; does not wait."""
+
+
+class GroupProgress:
+    """How many collectives of one process group this rank has started. All its ranks number them alike, from 1 on.
+
+    Args:
+        name: the same on all ranks of the group; no other group has it.
+        ranks: of the group, numbered as in the default one.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.started = 0
+        self.unsent: dict[int, bool] = {}
+        """Collectives that this rank has started, and has to send a second message of: by their numbers, whether it
+        sends that one while it waits for any collective of the group, or only while it waits for this one."""
+        self.broken: FullshardError | None = None
+        """Why the group cannot be used any more."""
+
+    def end_wait(self) -> None:
+        """Let the thread that waits for a collective of this group raise `broken`. Called by the watchdog."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +73,8 @@ class Task:
     ended: End | None = None  # of one that a GPU carries out, while the host goes on
     is_torchs: bool = False  # called by others than this package; its process group has a timeout of its own
     thread: int | None = None  # that is in a call of torch's
+    group: GroupProgress | None = None  # of a collective of this package that the host waits for
+    number: int = 0  # of the collective in that group
 
     @property
     def waited_s(self) -> float:
@@ -60,6 +86,26 @@ class Task:
             return self.name
         microbatch = f", microbatch {self.origin.microbatch}" if self.origin.microbatch else ""
         return f"{self.name} of {self.origin.unit or 'the root'} in {self.origin.phase.value}{microbatch}"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The collective that a rank waits for, and all that it has started.
+
+    While a rank waits it starts nothing. So it waits for ever for a rank that waits for ever, and has not `sent` it all
+    of that collective.
+    """
+
+    group: str
+    ranks: list[int]  # of that group
+    number: int  # of the collective
+    since: float  # no two waits of a rank begin at the same time
+    started: dict[str, int]  # collectives, by group
+    unsent: dict[str, list[int]]  # started ones of which it sends no more during this wait
+
+    def has_sent(self, other: Wait) -> bool:
+        """True if this rank has sent, or sends during this wait, all that `other` waits for."""
+        return self.started.get(other.group, 0) >= other.number and other.number not in self.unsent.get(other.group, ())
 
 
 @dataclass(frozen=True)
@@ -97,11 +143,26 @@ class Whereabouts:
     _last: Task | None = None
     _left: float = field(default_factory=monotonic)
     _seen: set[tuple[str, str, Phase]] = field(default_factory=set)  # collectives before the first step
+    _groups: dict[str, weakref.ref[GroupProgress]] = field(default_factory=dict)  # by name
 
-    def enter(self, name: str, origin: Origin | None = None) -> None:
-        """Note that this thread waits for a collective from now on."""
+    def register(self, group: GroupProgress) -> None:
+        """Note that this process is a rank of `group`, which replaces one of the same name that is gone."""
+        for name in [name for name, known in self._groups.items() if known() is None]:
+            del self._groups[name]
+        self._groups[group.name] = weakref.ref(group)
+
+    @property
+    def groups(self) -> dict[str, GroupProgress]:
+        """The process groups that this process is a rank of, by name."""
+        known = {name: group() for name, group in self._groups.copy().items()}
+        return {name: group for name, group in known.items() if group is not None}
+
+    def enter(
+        self, name: str, origin: Origin | None = None, group: GroupProgress | None = None, number: int = 0
+    ) -> None:
+        """Note that this thread waits for a collective from now on: that of `number` in `group`, if given."""
         thread = get_ident()
-        self._waiting[thread] = self._new_task(name, origin)
+        self._waiting[thread] = self._new_task(name, origin, None, group, number)
         if thread not in self._trains and thread not in self._behind:
             self._trains.add(thread)
 
@@ -113,9 +174,11 @@ class Whereabouts:
             self._last, self._left = task, monotonic()
 
     @contextmanager
-    def waiting(self, name: str, origin: Origin | None = None) -> Iterator[None]:
+    def waiting(
+        self, name: str, origin: Origin | None = None, group: GroupProgress | None = None, number: int = 0
+    ) -> Iterator[None]:
         """A context in which this thread waits for other ranks."""
-        self.enter(name, origin)
+        self.enter(name, origin, group, number)
         try:
             yield
         finally:
@@ -187,6 +250,27 @@ class Whereabouts:
         task = self.task
         return task is not None and (task.ended is None or self._torch_call() is not None)
 
+    @property
+    def wait(self) -> Wait | None:
+        """The wait of this process for a numbered collective, during which it starts no other one. None if it does not
+        wait for such a collective, or if more than one of its threads trains.
+        """
+        trains = self._trains.copy()
+        task = self._waiting.get(trains.pop()) if len(trains) == 1 else None
+        if task is None or task.group is None:
+            return None
+        groups, mine = self.groups, task.group
+        unsent = {
+            name: [
+                number
+                for number, sends_always in group.unsent.copy().items()
+                if group is not mine or not (sends_always or number == task.number)
+            ]
+            for name, group in groups.items()
+        }
+        started = {name: group.started for name, group in groups.items()}
+        return Wait(mine.name, list(mine.ranks), task.number, task.since, started, unsent)
+
     def __str__(self) -> str:
         place, seconds = self.now()
         return f"{place}, for {seconds:.0f} s"
@@ -251,8 +335,16 @@ class Whereabouts:
             self.unwatched = Unwatched(task, error)
             return True
 
-    def _new_task(self, name: str, origin: Origin | None, ended: End | None = None) -> Task:
-        return Task(name, origin, monotonic(), self.step < 2 and self._is_first(name, origin), ended)
+    def _new_task(
+        self,
+        name: str,
+        origin: Origin | None,
+        ended: End | None = None,
+        group: GroupProgress | None = None,
+        number: int = 0,
+    ) -> Task:
+        in_first_step = self.step < 2 and self._is_first(name, origin)
+        return Task(name, origin, monotonic(), in_first_step, ended, group=group, number=number)
 
     def _is_first(self, name: str, origin: Origin | None) -> bool:
         """True if a collective belongs to the first step; of a model that never trains, the first of each kind."""
