@@ -1,4 +1,4 @@
-"""A sharded model in words and numbers: units, parameters, dtypes, placements, padding, bytes, order."""
+"""A text about a sharded model: units, parameters, dtypes, placements, padding, bytes, order."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from fullshard.policy.offload import Home, Offload
 
 __all__ = ["explain", "offload_lines"]
 
-_SMALL_UNIT = 2**20  # bytes of unsharded parameters below which the host takes longer than they are worth
+_SMALL_UNIT = 2**20  # bytes of unsharded parameters below which host overhead outweighs the benefit of a unit
 
 
 def explain(model: nn.Module) -> str:
-    """A text about `model`, which is sharded: the parameters of each unit, how they are sharded, and the bytes.
+    """Return a text about a sharded model: the parameters of each unit, their sharding, and the bytes.
 
-    For each unit its parameters by FQN with shape, placement on each mesh axis, how they travel (in place, or packed
-    with other small ones) and padding; the dtypes at rest, in compute and on the wire, and in the reduction; bytes on
-    this rank. Then the order of units in the last forward and backward, with what is gathered ahead, and the bytes of
-    this rank by state, as the formula has them. Nothing is sent, and nothing is run.
+    For each unit it lists its parameters by FQN with shape, placement on each mesh axis, communication (in place, or
+    packed with other small ones) and padding; the dtypes of storage, compute, communication and reduction; and the
+    bytes on this rank. It continues with the order of units in the last forward and backward, including prefetches, and
+    with the predicted bytes of this rank by state. Nothing is communicated or executed.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: The model has no units.
     """
     check_type("model", model, nn.Module, "a sharded nn.Module")
     units = units_in(model)
@@ -64,7 +64,7 @@ def _head(units: Sequence[Unit]) -> Iterator[str]:
 
 
 def _advice(units: Sequence[Unit]) -> Iterator[str]:
-    """What costs time and is easily changed."""
+    """Yield advice on avoidable costs."""
     small = [unit for unit in units if unit.params and unit.unsharded_nbytes < _SMALL_UNIT]
     if len(small) > 1 and units[0].axes.world > 1:
         yield (
@@ -75,7 +75,7 @@ def _advice(units: Sequence[Unit]) -> Iterator[str]:
 
 
 def offload_lines(units: Sequence[Unit]) -> Iterator[str]:
-    """Where optimizer states rest, if not beside the shards; and where what forward keeps is until backward."""
+    """Yield the placement of offloaded optimizer states and activations."""
     policies: list[Offload] = []
     for unit in units:
         policy = unit.options.offload.in_full
@@ -129,14 +129,14 @@ def _unit(unit: Unit, home: Home, names: Mapping[nn.Module, str]) -> Iterator[st
 def _placed(param: ShardedParam) -> str:
     mesh = param.dtensor.device_mesh
     placements = [str(placement) for placement in param.dtensor.placements]
-    if param.view.process_groups:  # axes that the units' mesh does not have
+    if param.view.process_groups:  # axes that the mesh of the units does not have
         placements = [f"{placed} on {name}" for placed, name in zip(placements, mesh.mesh_dim_names or (), strict=True)]
     local = tuple(param.local.shape)
     return f"{', '.join(placements)}; here {local}, {'in place' if param.layout.in_place else 'packed'}"
 
 
 def _padding(param_group: ParamGroup) -> float:
-    """The share of all ranks' shard buffers that holds no element of a parameter."""
+    """Return the share of all ranks' shard buffers that is padding."""
     layout = param_group.plan.layout
     held = sum(param_layout.spec.shard_numel(rank) for param_layout in layout.params for rank in range(layout.world))
     total = layout.world * layout.shard_numel
@@ -173,7 +173,7 @@ def _bytes(model: nn.Module) -> Iterator[str]:
 
 
 def _away(model: nn.Module) -> Iterator[str]:
-    """What rests on the CPU and on a disk, and what travels there and back; of activations, what has been put away."""
+    """Yield the states on the CPU and on disk and the traffic per tier. Activations are those offloaded so far."""
     kept = activations_away(model)
     tiers, travel = predict_tiers(model, activations=kept), predict_travel(model, activations=kept)
     for tier, name in (("cpu", "on the CPU"), ("disk", "on the disk")):

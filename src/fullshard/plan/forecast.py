@@ -1,4 +1,4 @@
-"""A prediction in numbers, made in a process of its own while a run starts, and held against what the run then does."""
+"""A prediction in numbers, made in a separate process while a run starts, and compared with measurements of the run."""
 
 from __future__ import annotations
 
@@ -34,31 +34,31 @@ __all__ = [
 T = TypeVar("T")
 
 _PATIENCE_S = 300.0
-NOTABLE = 0.10  # a difference beyond which a cause is named
-_LEAST_S, _LEAST_BYTES = 5e-5, 5e4  # what is shown as 0.0
+NOTABLE = 0.10  # a relative difference above which a cause is reported
+_LEAST_S, _LEAST_BYTES = 5e-5, 5e4  # smaller values are displayed as 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What a rank of a run is expected to need. Bytes and seconds, of one rank and one step.
+    """The predicted needs of one rank of a run, in bytes and in seconds per step.
 
     Args:
-        hardware: the machine that times are of; empty, if none is described, and all seconds are 0 then.
-        peak_bytes: of tensors, at the moment that needs most.
-        peak_at: the unit and the phase of that moment.
-        by_state: the most bytes of each state, which come at different moments.
-        needed_bytes: with what the allocator, or the process, holds beyond.
-        limit_bytes: what there is for it.
-        step_s: a whole step, from the second on.
-        gather_s: in which gathers are under way.
-        reduce_s: in which reductions are.
-        exposed_s: in which compute waits for other ranks.
-        would_fit: changes by which it would fit, if it does not.
-        turns: see `Prediction.turns`.
-        flops_share: the share of the peak rate that the model's own FLOPs come to in `step_s` (MFU).
-        on_disk_bytes: that rest on a disk, activations included.
-        disk_read_bytes: from there, in a step from the second on.
-        disk_written_bytes: to there.
+        hardware: The machine that the times are for. If it is empty, no machine is described and all seconds are 0.
+        peak_bytes: The peak bytes of tensors.
+        peak_at: The unit and the phase of the peak.
+        by_state: The peak bytes of each state. The peaks occur at different times.
+        needed_bytes: The peak including the overhead of the allocator, or of the process.
+        limit_bytes: The available bytes.
+        step_s: A whole step, from the second one.
+        gather_s: Time in which all-gathers run.
+        reduce_s: Time in which reductions run.
+        exposed_s: Time in which compute waits for other ranks.
+        would_fit: Changes with which the run would fit, if it does not.
+        turns: See `Prediction.turns`.
+        flops_share: The model's own FLOPs in `step_s` as a share of the peak rate (MFU).
+        on_disk_bytes: The bytes on disk, including activations.
+        disk_read_bytes: The bytes read from disk per step, from the second one.
+        disk_written_bytes: The bytes written to disk per step, from the second one.
     """
 
     hardware: str
@@ -80,28 +80,28 @@ class Forecast:
 
     @property
     def fits(self) -> bool:
-        """True if what is needed is there."""
+        """True if the available memory is sufficient."""
         return self.needed_bytes <= self.limit_bytes
 
     @property
     def disk_traffic(self) -> Traffic:
-        """What it has on a disk and moves there."""
+        """The bytes on disk, and those read and written."""
         return Traffic(
             room_bytes=self.on_disk_bytes, read_bytes=self.disk_read_bytes, written_bytes=self.disk_written_bytes
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it but the turns, for a line of metrics."""
+        """Return all fields except `turns`, for a line of metrics."""
         return {name: value for name, value in asdict(self).items() if name != "turns"}
 
 
 def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True) -> Forecast:
-    """The forecast that a prediction comes to.
+    """Return the forecast for a prediction.
 
     Args:
-        prediction: of one rank.
-        limit_bytes: the memory that one rank has.
-        times: whether the machine is described, so that seconds mean something.
+        prediction: The prediction of one rank.
+        limit_bytes: The memory of one rank.
+        times: Whether the machine is described, so that times are meaningful.
     """
     collectives = [item for item in prediction.step.placed if isinstance(item.entry, Collective)]
     gathers = sum(collective.end - collective.start for collective in collectives if "gather" in collective.entry.name)
@@ -127,10 +127,10 @@ def forecast_of(prediction: Prediction, *, limit_bytes: int, times: bool = True)
 
 
 def check_importable(arguments: Iterable[Any]) -> None:
-    """Refuse functions that another process would not find.
+    """Raise if another process could not import a function.
 
     Raises:
-        ConfigError: one is of the script that runs.
+        ConfigError: A function is defined in the running script.
     """
     of_script = [argument for argument in arguments if getattr(argument, "__module__", "") == "__main__"]
     if of_script:
@@ -141,11 +141,11 @@ def check_importable(arguments: Iterable[Any]) -> None:
 
 
 class Forecasting(Generic[T]):
-    """A forecast under way in a process of its own, which gives way to whatever else wants to compute.
+    """A forecast that is computed in a separate process with low priority.
 
     Args:
-        forecast: a function of a module, such as one that returns a `Forecast`.
-        arguments: for it; they are pickled.
+        forecast: An importable function, such as one that returns a `Forecast`.
+        arguments: Its arguments; they are pickled.
     """
 
     def __init__(self, forecast: Callable[..., T], *arguments: Any) -> None:
@@ -159,16 +159,16 @@ class Forecasting(Generic[T]):
             env={**environ, "OMP_NUM_THREADS": "1"},
         )
         assert self._process.stdin is not None
-        self._process.stdin.write(pickle.dumps(sys.path))  # by itself: it takes it to find what comes next
+        self._process.stdin.write(pickle.dumps(sys.path))  # first, because it is needed to unpickle the rest
         self._process.stdin.write(pickle.dumps((forecast, arguments)))
         self._process.stdin.close()
         self._process.stdin = None
 
     def result(self) -> T:
-        """What it returns; waits for it.
+        """Wait for the result and return it.
 
         Raises:
-            ConfigError: there is none, with the last line that its process has said.
+            ConfigError: The process failed. The message contains its last line of output.
         """
         try:
             out, said = self._process.communicate(timeout=_PATIENCE_S)
@@ -185,7 +185,7 @@ class Forecasting(Generic[T]):
         return found
 
     def close(self) -> None:
-        """End the process, if it is still there."""
+        """Kill the process if it is still running."""
         with suppress(ProcessLookupError):
             self._process.kill()
         self._process.communicate()
@@ -195,11 +195,11 @@ _OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORL
 
 
 _PREFIX = re.compile(r"^(\[rank\d+\]: )*(fullshard\.errors\.\w+: )?")
-"""What stands before a message of this package's in a traceback."""
+"""The prefix of a message of this package in a traceback."""
 
 
 def _answer() -> None:
-    out, sys.stdout = sys.stdout.buffer, sys.stderr  # what a user's module prints is no answer
+    out, sys.stdout = sys.stdout.buffer, sys.stderr  # output of the user's module is not part of the result
     os.nice(10)
     sys.path[:] = pickle.load(sys.stdin.buffer)
     forecast, arguments = pickle.load(sys.stdin.buffer)
@@ -207,21 +207,21 @@ def _answer() -> None:
     out.flush()
 
 
-# -- predicted beside measured ----------------------------------------------------------------------------------------
+# -- predicted versus measured ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a rank has needed. None where it was not measured.
+    """The measured needs of a rank. None for values that were not measured.
 
     Args:
-        step_s: seconds of a step, from the end of one optimizer's step to that of the next.
-        needed_bytes: at most: of the allocator of an accelerator, or of the process.
-        by_state: bytes by state, each at its own peak, under the names that a `Forecast` has for them.
-        gather_s: seconds in which gathers were under way.
-        reduce_s: seconds in which reductions were.
-        input_s: seconds from an optimizer's step to the next forward.
-        core_s: seconds in which this rank could have computed, and every core was taken.
+        step_s: Seconds per step, from the end of one optimizer step to the end of the next.
+        needed_bytes: The peak of an accelerator's allocator, or of the process.
+        by_state: Peak bytes by state, with the names that a `Forecast` uses.
+        gather_s: Seconds in which all-gathers ran.
+        reduce_s: Seconds in which reductions ran.
+        input_s: Seconds from an optimizer step to the next forward.
+        core_s: Seconds in which this rank was ready to compute but every core was busy.
     """
 
     step_s: float | None = None
@@ -233,13 +233,13 @@ class Measured:
     core_s: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """What was measured, for a line of metrics."""
+        """Return the measured values, for a line of metrics."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number, predicted and measured, in `unit`: "B" or "s"."""
+    """One predicted and measured number with its `unit`: "B" or "s"."""
 
     name: str
     unit: str
@@ -248,12 +248,12 @@ class Row:
 
     @property
     def difference(self) -> float:
-        """By which part of the prediction the measurement is off."""
+        """The relative difference of the measurement from the prediction."""
         return self.measured / self.predicted - 1 if self.predicted else 0.0
 
     @property
     def said_difference(self) -> str:
-        """That in percent, or in times from ten times on; nothing where what was predicted is as good as nothing."""
+        """The difference in percent, or as a factor if it is ten or more. Empty if the prediction is near zero."""
         if self.predicted < (_LEAST_S if self.unit == "s" else _LEAST_BYTES):
             return ""
         return f"{self.difference:+.1%}" if self.difference < 9 else f"{self.difference + 1:,.0f} times"
@@ -261,14 +261,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The numbers beside each other, and in words what those mean that differ."""
+    """Predicted and measured numbers, with an explanation of their differences."""
 
     rows: tuple[Row, ...]
     causes: tuple[str, ...]
 
 
 def compare(forecast: Forecast, measured: Measured) -> Comparison:
-    """`forecast` beside `measured`; each difference in memory or in the step's time above 10 % with its cause."""
+    """Compare `forecast` with `measured`. Differences in memory or step time above 10 % have a cause."""
     rows = [
         Row(f"  {state}", "B", nbytes, measured.by_state[state])
         for state, nbytes in forecast.by_state.items()
@@ -324,8 +324,8 @@ def _causes(forecast: Forecast, measured: Measured, rows: list[Row]) -> list[str
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """The numbers as a table of rich's."""
-    from rich.table import Table  # late: whoever only imports this library need not have it
+    """Return the numbers as a `rich` table."""
+    from rich.table import Table  # late: importing this library does not require rich
 
     table = Table(title="predicted beside measured, one rank")
     table.add_column("")

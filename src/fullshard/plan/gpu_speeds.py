@@ -1,7 +1,7 @@
-"""What a GPU reaches, measured: matrix products, memory, launches, the host's part and the way to the host's memory.
+"""Measured speeds of a GPU: matrix products, memory, launches, host time and the link to host memory.
 
-Times are those of events on the GPU, in the median of a few rounds, after calls that do not count. So a GPU that slows
-down because it is hot or short of power is described as it is then.
+Times are those of events on the GPU, the median of several rounds after warmup calls. So a GPU that is throttled due
+to heat or a power limit is described in that state.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["gpu_speeds"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-PRODUCTS = (  # rows, inner, columns: squares, and layers of transformers on 8192 and on 512 tokens
+PRODUCTS = (  # rows, inner, columns: squares, and transformer layers with 8192 and 512 tokens
     *((n, n, n) for n in (1024, 2048, 4096, 8192)),
     *((8192, width, ratio * width) for width in (768, 1600, 4096) for ratio in (1, 4)),
     *((512, width, ratio * width) for width in (1600, 4096) for ratio in (1, 4)),
 )
-LARGE = 2 * 4096**3  # FLOPs of a product whose rate counts as that of large ones
+LARGE = 2 * 4096**3  # FLOPs of a product from which its rate counts as that of large products
 MIB = tuple(4**power for power in range(6))  # of a tensor that is copied, or added to another one
 ROUNDS = 5
 ROUND_S = 0.02
-SLEEP_CYCLES = 100_000_000  # some 50 ms, in which the host queues what is timed without itself
-TINY_CALLS = 400  # fewer than a queue holds
+SLEEP_CYCLES = 100_000_000  # about 50 ms, in which the host queues the timed calls so that its own time does not count
+TINY_CALLS = 400  # fewer than a queue can hold
 
 Tell = Callable[[str], None]
 
 
 def gpu_speeds(device: torch.device, tell: Tell) -> dict[str, Any]:
-    """The speeds of `device`: by dtype the rates of products, by size the bandwidth, and seconds of the rest."""
+    """Return the speeds of `device`: product rates by dtype, bandwidth by size, and the other times in seconds."""
     with torch.cuda.device(device):
         tell("matrix products")
         products = {name: [_product(device, dtype, *size) for size in PRODUCTS] for name, dtype in DTYPES.items()}
@@ -56,7 +56,7 @@ def gpu_speeds(device: torch.device, tell: Tell) -> dict[str, Any]:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Seconds of the GPU for one call: the median of rounds, each of some milliseconds."""
+    """Return the GPU seconds of one call: the median of rounds of a few milliseconds each."""
     for _ in range(3):
         call()
     once = _timed(call, 3)
@@ -76,7 +76,7 @@ def _timed(call: Callable[[], object], calls: int) -> float:
 
 
 def _product(device: torch.device, dtype: torch.dtype, rows: int, inner: int, columns: int) -> dict[str, float]:
-    """The rate of one product. Values are random, since a GPU takes less power, and is faster, for zeros."""
+    """Return the rate of one product. Values are random, because a GPU uses less power, and is faster, for zeros."""
     left = torch.randn(rows, inner, device=device).to(dtype)
     right = torch.randn(columns, inner, device=device).to(dtype).t()  # as in a linear layer
     out = torch.empty(rows, columns, device=device, dtype=dtype)
@@ -86,7 +86,7 @@ def _product(device: torch.device, dtype: torch.dtype, rows: int, inner: int, co
 
 
 def _bandwidth(device: torch.device, nbytes: int) -> dict[str, float]:
-    """Bytes read and written in a second by a copy, by an addition and by a fill, of tensors of this size."""
+    """Return the bytes per second read and written by a copy, an addition and a fill of tensors of this size."""
     one, other, out = (torch.zeros(nbytes // 4, device=device) for _ in range(3))
     calls: dict[str, tuple[int, Callable[[], object]]] = {
         "copy": (2, lambda: out.copy_(one)),
@@ -97,7 +97,7 @@ def _bandwidth(device: torch.device, nbytes: int) -> dict[str, float]:
 
 
 def _launch_s(device: torch.device) -> float:
-    """Seconds from one tiny kernel to the next, where all of them have been queued before the first one starts."""
+    """Return the seconds from one tiny kernel to the next, if all are queued before the first one starts."""
     one = torch.zeros(1, device=device)
     one.add_(1.0)
     found: list[float] = []
@@ -115,9 +115,9 @@ def _launch_s(device: torch.device) -> float:
 
 
 def _host_s(device: torch.device) -> float:
-    """Seconds of the host for an operation of a training step, Python, autograd and modules included.
+    """Return the host seconds per operation of a training step, including Python, autograd and modules.
 
-    The steps are those of a transformer so narrow that the GPU is done with an operation before the next is asked for.
+    The steps are those of a transformer so narrow that the GPU finishes each operation before the next is launched.
     """
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(64, 1, 128, dropout=0.0, batch_first=True, norm_first=True) for _ in range(8)]
@@ -146,7 +146,7 @@ def _host_s(device: torch.device) -> float:
 
 
 class _Counted(TorchDispatchMode):
-    """Counts operations as a tape has them: views and questions are none."""
+    """A count of operations as in a trace, without views and queries."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -166,7 +166,7 @@ def _counted() -> Iterator[_Counted]:
 
 
 def _host_link(device: torch.device, mib: int = 256) -> tuple[float, float]:
-    """Bytes in a second from pinned memory of the host to the GPU, and back."""
+    """Return the bytes per second from pinned host memory to the GPU, and back."""
     host = torch.empty(mib * 2**20, dtype=torch.uint8, pin_memory=True)
     there: Tensor = torch.empty(mib * 2**20, dtype=torch.uint8, device=device)
     to_device = _seconds(lambda: there.copy_(host, non_blocking=True))
@@ -175,7 +175,7 @@ def _host_link(device: torch.device, mib: int = 256) -> tuple[float, float]:
 
 
 def large_rate(products: list[dict[str, float]]) -> float:
-    """The rate that the large ones of measured products reach: their median."""
+    """Return the median rate of the large ones among measured products."""
     large = [
         product["flops_per_s"]
         for product in products

@@ -1,7 +1,7 @@
-"""Descriptions of machines: what an accelerator computes, remembers and sends in a second, with the sources.
+"""Descriptions of machines: compute rates, memory and bandwidth of accelerators, with sources.
 
-A description is a TOML file. Those of `plan/machines` come with the package; `fullshard calibrate` writes one of the
-machine it runs on; and users write their own, in which `like` names a description that has whatever is left out:
+A description is a TOML file. Those in `plan/machines` are part of the package. `fullshard calibrate` writes one for the
+machine it runs on. Users can write more; `like` names a description that provides everything they omit:
 
     like = "h100-80"
     name = "our cluster"
@@ -10,8 +10,8 @@ machine it runs on; and users write their own, in which `like` names a descripti
     [network]
     bytes_per_s = 25e9
 
-Facts come from data sheets. What kernels reach of them is fitted, by at most three constants an accelerator: they are
-in the table `fitted`, and whatever is predicted with them says so.
+Facts come from data sheets. The share that kernels reach is fitted, with at most three constants per accelerator. They
+are in the table `fitted`, and all predictions based on them say so.
 """
 
 from __future__ import annotations
@@ -46,15 +46,14 @@ HERE = "here"
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How one rank sends to others over one kind of wire.
+    """The communication of one rank over one kind of link.
 
     Args:
-        bytes_per_s: the bus bandwidth of collectives over it, for each rank, one way.
-        step_s: seconds that each step of a collective's algorithm takes beside its bytes.
-        ll_step_s: the same under NCCL's protocol LL, whose messages carry a flag beside each 4 bytes. 0 if there is
-            none.
-        ll128_step_s: the same under LL128, with a flag beside each 120 bytes.
-        ll_bytes_per_s: the most that LL carries; half of `bytes_per_s`, if 0.
+        bytes_per_s: The bus bandwidth of collectives per rank, in one direction.
+        step_s: Seconds per step of a collective's algorithm, in addition to its bytes.
+        ll_step_s: The same for NCCL's LL protocol, whose messages carry a flag with every 4 bytes. 0 if there is none.
+        ll128_step_s: The same for LL128, with a flag for every 120 bytes.
+        ll_bytes_per_s: The maximum bandwidth of LL. If 0, half of `bytes_per_s`.
     """
 
     bytes_per_s: float
@@ -66,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """The shares of the peak rate that kernels of attention reach, of the FLOPs that they do."""
+    """The shares of the peak rate that attention kernels reach, counting the FLOPs that they do."""
 
     forward: float
     backward: float
@@ -74,12 +73,12 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """What was measured, not looked up: three constants of an accelerator, or of a core.
+    """Measured constants of an accelerator or of a core. At most three are fitted.
 
     Args:
-        matmul_share: the share of the peak rate that large matrix products reach within a step.
-        memory_share: the share of the memory's bandwidth that other kernels reach.
-        host_s: seconds that the host takes to ask for one operation.
+        matmul_share: The share of the peak rate that large matrix products reach within a step.
+        memory_share: The share of the memory bandwidth that other kernels reach.
+        host_s: Host seconds to launch one operation.
     """
 
     matmul_share: float
@@ -89,29 +88,30 @@ class Fitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of machine: hosts of `ranks_per_host` accelerators, or of cores.
+    """One kind of machine: hosts with `ranks_per_host` accelerators, or cores.
 
     Args:
-        name: what it is asked for by.
+        name: The name of the description.
         kind: "gpu" (any accelerator with streams) or "cpu".
-        title: its name in words.
-        memory_bytes: of one accelerator; of a host's whole memory for a CPU.
-        flops_per_s: dense peak by dtype ("float32", "bfloat16", "float16", "float8"), of one accelerator, or one core.
-        memory_bytes_per_s: of one accelerator's memory, reading and writing together; or what one core moves.
-        ranks_per_host: how many accelerators, or cores, a host has.
-        base_s: seconds that a collective takes before its first byte.
-        link: between ranks of a host.
-        network: between hosts, each rank's share of them.
-        host_link_bytes_per_s: between an accelerator and its host's memory, one way.
-        host_memory_bytes: of a host.
-        host_memory_bytes_per_s: of it, what the CPUs of a host read and write together while all its ranks step there.
-        fitted: what was measured.
-        sources: where the figures are from, one sentence each.
-        multiprocessors: how many parts of an accelerator compute tiles of a matrix product by themselves (streaming
+        title: The name for display.
+        memory_bytes: The memory of one accelerator; for a CPU, the whole memory of a host.
+        flops_per_s: The dense peak by dtype ("float32", "bfloat16", "float16", "float8"), of one accelerator or core.
+        memory_bytes_per_s: The memory bandwidth of one accelerator, reads and writes together; or of one core.
+        ranks_per_host: The number of accelerators, or cores, per host.
+        base_s: Seconds of a collective before its first byte.
+        link: The link between ranks of a host.
+        network: The network between hosts, as the share of each rank.
+        host_link_bytes_per_s: The bandwidth between an accelerator and its host's memory, in one direction.
+        host_memory_bytes: The memory of a host.
+        host_memory_bytes_per_s: The rate at which the CPUs of a host read and write its memory together during the
+            optimizer steps of all its ranks.
+        fitted: The measured constants.
+        sources: The sources of the numbers, one sentence each.
+        multiprocessors: The number of units of an accelerator that each compute tiles of a matrix product (streaming
             multiprocessors, compute units). 0 if products are not cut into tiles.
-        collective_multiprocessors: how many of them a collective takes while it runs.
-        attention: of kernels of the FlashAttention family; as other products of matrices, if None.
-        measured: of a machine that was measured, its tables by size: see `cpu_speeds.py` and `gpu_speeds.py`.
+        collective_multiprocessors: How many of them a running collective uses.
+        attention: The shares of kernels like FlashAttention. If None, attention is as fast as other matrix products.
+        measured: The tables by size of a measured machine: see `cpu_speeds.py` and `gpu_speeds.py`.
     """
 
     name: str
@@ -135,7 +135,7 @@ class Hardware:
     measured: Mapping[str, Any] = field(default_factory=dict)
 
     def with_hosts_of(self, ranks: int) -> Hardware:
-        """The same with another number of ranks on a host."""
+        """Return the same machine with another number of ranks per host."""
         return replace(self, ranks_per_host=ranks)
 
 
@@ -144,12 +144,12 @@ _PARTS = {"link": Link, "network": Link, "fitted": Fitted, "attention": Attentio
 
 
 def known_hardware() -> list[str]:
-    """The names of the descriptions that come with the package."""
+    """Return the names of the descriptions in the package."""
     return sorted(path.name.removesuffix(".toml") for path in _MACHINES.iterdir() if path.name.endswith(".toml"))
 
 
 def hardware_named_like(device_name: str, memory_bytes: float) -> Hardware | None:
-    """The description of an accelerator that calls itself so and has about so much memory; None if none is known."""
+    """Return the description of an accelerator with this name and about this much memory, or None."""
     for name in known_hardware():
         found = hardware(name)
         if name.split("-")[0].upper() in device_name.upper() and abs(found.memory_bytes / memory_bytes - 1) < 0.1:
@@ -158,25 +158,25 @@ def hardware_named_like(device_name: str, memory_bytes: float) -> Hardware | Non
 
 
 def here_path() -> Path:
-    """Where the description of this machine is kept, once there is one: in the user's folder of settings."""
+    """Return the path of the description of this machine, in the user's configuration folder. It may not exist."""
     folder = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(folder) / "fullshard" / "here.toml"
 
 
 def hardware(name: str) -> Hardware:
-    """The description of that name, or in the TOML file of that path; of this machine, if it is `here`.
+    """Return the description with this name, in the TOML file at this path, or of this machine if it is `here`.
 
     Raises:
-        ConfigError: there is none, or what the file says is not a description.
+        ConfigError: There is none, or the file is not a valid description.
     """
     return _made(_read(name, seen=()), name)
 
 
 def described(said: Mapping[str, Any], name: str = HERE) -> Hardware:
-    """The machine that a description describes which is not in a file.
+    """Return the machine of a description that is not in a file.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: It is not a valid description.
     """
     return _made(_with_base(dict(said), (name,)), name)
 
@@ -200,7 +200,7 @@ def _made(found: dict[str, Any], name: str) -> Hardware:
 
 
 def _wrong(found: Mapping[str, Any]) -> Iterator[str]:
-    """What of a description cannot be so."""
+    """Yield the errors in a description."""
     if found["kind"] not in ("gpu", "cpu"):
         yield f'kind = "{found["kind"]}": unknown, take "gpu" or "cpu"'
     for part in (*_PARTS, "flops_per_s"):
@@ -232,11 +232,11 @@ def _figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 _POSITIVE = ("memory_bytes", "memory_bytes_per_s", "ranks_per_host")
-_LARGEST_SHARE = 10.0  # measured shares of an assumed peak may well be above 1; a percentage is not meant
+_LARGEST_SHARE = 10.0  # shares of an assumed peak can exceed 1; percentages are an error
 
 
 def _read(name: str, seen: tuple[str, ...]) -> dict[str, Any]:
-    """What a description and those that it is like say together."""
+    """Return a description merged with those that it is like."""
     if name in seen:
         raise ConfigError(f"{name}: is like itself ({' -> '.join((*seen, name))}). Leave one `like` out.")
     if name in known_hardware():
@@ -271,7 +271,7 @@ def _text_of(path: Path) -> str:
 
 
 def _with_base(said: dict[str, Any], seen: tuple[str, ...]) -> dict[str, Any]:
-    """A description with all that the one says which it is like."""
+    """Return a description with everything that the one it is like adds."""
     base: dict[str, Any] = _read(str(like), seen) if (like := said.pop("like", None)) else {}
     unknown = sorted(said.keys() - {field.name for field in fields(Hardware)})
     if unknown:

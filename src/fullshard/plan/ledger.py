@@ -1,16 +1,16 @@
-"""Bytes a rank by state: by formula from shapes and placements, and measured where the engine runs.
+"""Bytes per rank by state: predicted from shapes and placements, and measured where the engine runs.
 
-By formula, for the units of a model, with N ranks on the shard axis and the layouts of `layout/group_layout.py`:
+The formula, for the units of a model with N ranks on the shard axis and the layouts of `layout/group_layout.py`:
 
-    parameters        memory between steps: shards, or the unsharded buffers that are kept; of units on the CPU beside
-                      the device that computes, at most a copy of the shards in the dtype that computes
-    gradients         those that the optimizer sees: shards, or whole ones where the optimizer is whole; and the error
-                      feedback of encoded ones
-    optimizer state   as many values as the optimizer keeps for each one it updates; without those on a disk, but with
-                      the buffers for these, of three portions (`state/on_disk.py`)
-    gathered peak     unsharded buffers beyond those kept between steps: of every unit where parameters stay unsharded
-                      until backward; else of the root and the two neighbours that need most, one computing, one
-                      gathered ahead; and the secondary shards of all units up to these, where groups keep them
+    parameters        memory between steps: shards, or unsharded buffers if they are kept; for units on the CPU
+                      alongside an accelerator, at most a copy of the shards in the compute dtype
+    gradients         those that the optimizer sees: shards, or whole ones if the optimizer is whole; and the error
+                      feedback of encoded gradients
+    optimizer state   the number of values that the optimizer keeps per parameter element; without those on disk, but
+                      with the buffers for them, of three chunks (`state/on_disk.py`)
+    gathered peak     unsharded buffers beyond those kept between steps: of every unit if parameters stay unsharded
+                      until backward; else of the root and the two adjacent units that need most, one computing, one
+                      prefetched; and the secondary shards of all units up to these, if groups keep them
     activations       tensors that forward saves for backward: counted in a forward on fake tensors, without memory
 """
 
@@ -61,12 +61,12 @@ __all__ = [
 ]
 
 TIERS = ("device", "cpu", "disk")
-"""Where bytes are: on the device that computes, on the CPU beside it, or on a disk."""
+"""The tiers: the device that computes, the CPU alongside it, and disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """Bytes that one rank holds, by state, each at its own peak."""
+    """The bytes of one rank by state, each at its peak."""
 
     parameters: int
     gradients: int
@@ -82,7 +82,7 @@ class Ledger:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerCost:
-    """The state of an optimizer for each parameter: `values` an element, of the parameter's dtype, and `extra_bytes`.
+    """The state of an optimizer per parameter: `values` per element, in the parameter's dtype, and `extra_bytes`.
 
     The default is that of Adam and AdamW: two moments, and a step count in float32.
     """
@@ -98,16 +98,16 @@ def predict_ledger(
     optimizer: OptimizerCost | None = None,
     activations: int = 0,
 ) -> Ledger:
-    """The ledger of this rank by formula, for `model`'s units under its own strategy, or under another one.
+    """Return the predicted ledger of this rank for `model`, with its own strategy or another one.
 
     Args:
-        model: a module with units. Nothing is run, and no values are read.
-        strategy: the one to predict for; the model's own, if None. The number of ranks on the shard axis stays.
-        optimizer: the optimizer's state for each parameter; that of AdamW, if None.
-        activations: bytes that forward saves for backward, such as those of `predict_activations`.
+        model: A module with units. Nothing is executed, and no values are read.
+        strategy: The strategy to predict for. If None, that of the model. The number of ranks on the shard axis stays.
+        optimizer: The optimizer state per parameter. If None, that of AdamW.
+        activations: Bytes that forward saves for backward, for example those of `predict_activations`.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: The model has no units.
     """
     return predict_tiers(model, strategy=strategy, optimizer=optimizer, activations={"device": activations})["device"]
 
@@ -119,19 +119,19 @@ def predict_tiers(
     optimizer: OptimizerCost | None = None,
     activations: Mapping[str, int] | None = None,
 ) -> dict[str, Ledger]:
-    """The ledgers of this rank by formula, of each of TIERS: "device", which computes, "cpu" beside it, and "disk".
+    """Return the predicted ledgers of this rank for each of TIERS: "device", "cpu" alongside it, and "disk".
 
-    Each byte is in one of them. Where the CPU computes, it is the device. Buffers through which states on a disk pass
-    are where these are stepped.
+    Each byte is in one of them. When computing on the CPU, the CPU is the device. Buffers for states on disk are in the
+    tier whose processor updates these states.
 
     Args:
-        model: see `predict_ledger`.
-        strategy: likewise.
-        optimizer: likewise.
-        activations: by tier, bytes that forward saves for backward.
+        model: See `predict_ledger`.
+        strategy: See `predict_ledger`.
+        optimizer: See `predict_ledger`.
+        activations: Bytes that forward saves for backward, by tier.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: The model has no units.
     """
     units, size, placements = _under(model, strategy)
     cost, kept = optimizer or OptimizerCost(), activations or {}
@@ -161,7 +161,7 @@ def predict_tiers(
 
 
 def _in_memory(groups: Sequence[_GroupBytes], cost: OptimizerCost, on_disk: OnDiskCost, *, is_beside: bool) -> Ledger:
-    """What parameter groups have in the device's memory, or in that of the CPU beside it."""
+    """Return the memory of parameter groups on the device, or on the CPU alongside it."""
     away = on_disk.beside_nbytes if is_beside else on_disk.nbytes - on_disk.beside_nbytes
     buffers = on_disk.buffer_nbytes if is_beside == (on_disk.beside_nbytes > 0) else 0
     return Ledger(
@@ -175,11 +175,11 @@ def _in_memory(groups: Sequence[_GroupBytes], cost: OptimizerCost, on_disk: OnDi
 
 @dataclass(frozen=True, kw_only=True)
 class OnDiskCost:
-    """Bytes on the disk, without padding to whole blocks, and of the buffers in memory for the optimizer's step."""
+    """Bytes on disk, without padding to whole blocks, and of the memory buffers for the optimizer step."""
 
-    nbytes: int = 0  # of the optimizer's state
-    beside_nbytes: int = 0  # of these, what the CPU steps beside the device that computes
-    shard_nbytes: int = 0  # of parameters; their gradients take as much
+    nbytes: int = 0  # of the optimizer state
+    beside_nbytes: int = 0  # the part of `nbytes` that the CPU updates alongside an accelerator
+    shard_nbytes: int = 0  # of parameters; the same number again for their gradients
     buffer_nbytes: int = 0
 
 
@@ -189,10 +189,10 @@ def predict_on_disk(
     strategy: str | ShardingStrategy | StrategyPlacements | None = None,
     optimizer: OptimizerCost | None = None,
 ) -> OnDiskCost:
-    """What rests on the disk, if one optimizer steps all of `model`. Arguments as of `predict_ledger`.
+    """Return the bytes on disk if a single optimizer updates all of `model`. For arguments see `predict_ledger`.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: The model has no units.
     """
     units, size, placements = _under(model, strategy)
     cost = optimizer or OptimizerCost()
@@ -204,7 +204,7 @@ def predict_on_disk(
             nbytes[id(param.sharded)] = cost.values * numel * plan.contract.stored.itemsize
     resting = [unit for unit in units if unit.rests_on_disk]
     params = [param.sharded for unit in units for param in unit.params]
-    if placements.parameters is Placement.WHOLE:  # then they could not
+    if placements.parameters is Placement.WHOLE:  # such strategies do not support parameters on disk
         params = [param.sharded for unit in units if unit not in resting for param in unit.params]
         resting = []
     each = [portion for _, portion in portions_on_disk(params)]
@@ -213,7 +213,7 @@ def predict_on_disk(
     apart = {id(param.sharded) for unit in resting for param in unit.params}
     beside = {id(param.sharded) for unit in resting if unit.is_offloaded for param in unit.params}
     stepped = (sum(nbytes[id(item)] for item in portion if id(item) in apart) for portion in each)
-    passing = 2 * max(stepped, default=0) // max(1, cost.values)  # shards and gradients of a portion
+    passing = 2 * max(stepped, default=0) // max(1, cost.values)  # shards and gradients of a chunk
     shards = [param_group.plan for unit in resting for param_group in unit.param_groups]
     return OnDiskCost(
         nbytes=sum(portions),
@@ -224,21 +224,20 @@ def predict_on_disk(
 
 
 def plans_at_home(model: nn.Module) -> Iterator[tuple[Unit, GroupPlan, bool]]:
-    """The units of `model`, the plans of their parameter groups where they rest or are going to, and whether these are
-    trained.
+    """Yield the units of `model`, their parameter group plans with their final placement, and whether they are trained.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: The model has no units.
     """
     units, size, placements = _under(model, None)
     yield from ((group.unit, group.plan, group.is_trained) for group in _groups(units, size, placements))
 
 
 def predict_error_feedback(model: nn.Module) -> int:
-    """Bytes of quantisation error feedback, included in the gradients of this rank's ledger.
+    """Return the bytes of quantization error feedback, which the gradients in this rank's ledger include.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: The model has no units.
     """
     units, size, placements = _under(model, None)
     return sum(group.error_feedback for group in _groups(units, size, placements))
@@ -246,7 +245,7 @@ def predict_error_feedback(model: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _GroupBytes:
-    """Bytes of one parameter group's states, which follow from its plan."""
+    """Bytes of one parameter group's states, derived from its plan."""
 
     unit: Unit
     plan: GroupPlan
@@ -254,12 +253,12 @@ class _GroupBytes:
 
     @property
     def gradients(self) -> int:
-        """Bytes of the gradients that the optimizer sees."""
+        """Bytes of the gradients that the optimizer sees, if in memory."""
         return 0 if self.plan.rests_on_disk else self._gradients
 
     @property
     def gradients_on_disk(self) -> int:
-        """Bytes of those that rest on a disk."""
+        """Bytes of the gradients on disk."""
         return self._gradients if self.plan.rests_on_disk else 0
 
     @property
@@ -272,7 +271,7 @@ class _GroupBytes:
 
     @property
     def error_feedback(self) -> int:
-        """Bytes of quantisation error feedback, in float32; see `comm/encoded.py`."""
+        """Bytes of quantization error feedback, in float32; see `comm/encoded.py`."""
         plan, layout, axes = self.plan, self.plan.layout, self.plan.axes
         wire = plan.contract.reduce_wire
         if wire is None or not codec_named(wire).keeps_error or not self.is_trained:
@@ -292,7 +291,7 @@ class _GroupBytes:
         return 4 * (kept + _feedback_of_wholes(whole, replicas))
 
     def optimizer(self, cost: OptimizerCost) -> int:
-        """Bytes of the optimizer's state on this rank."""
+        """Return the bytes of the optimizer state on this rank."""
         if not self.is_trained:
             return 0
         plan, specs = self.plan, [param.spec for param in self.plan.layout.params]
@@ -301,7 +300,7 @@ class _GroupBytes:
 
 
 def _groups(units: Sequence[Unit], group_size: int | None, placements: StrategyPlacements) -> list[_GroupBytes]:
-    """The parameter groups of `units`, which are all of a root's, under `placements`."""
+    """Return the parameter groups of `units`, all units of one root, under `placements`."""
     found = []
     for unit, home in homes_of(units).items():
         could_not = home is Home.DISK and placements.parameters is Placement.WHOLE
@@ -313,21 +312,21 @@ def _groups(units: Sequence[Unit], group_size: int | None, placements: StrategyP
 
 
 def _feedback_of_wholes(numels: Sequence[int], world: int) -> int:
-    """Elements of error feedback of tensors of `numels` elements, whose sums all of `world` ranks have whole."""
+    """Return the elements of error feedback for tensors of `numels` elements that all `world` ranks sum as a whole."""
     parts = [len(owned(numel, world, 0)) for numel in numels]
     return error_feedback_numel(parts, world, whole=True) if world > 1 else 0
 
 
 def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: Callable[[], Tensor]) -> Ledger:
-    """The ledger of this rank, measured in one microbatch, whose gradients are dropped. Every rank must call it.
+    """Measure the ledger of this rank in one microbatch, whose gradients are discarded. Every rank must call it.
 
     Args:
-        model: a module with units, whose optimizer has stepped, so that it has its state.
-        optimizer: over the model's sharded parameters, without gradients at the moment.
-        forward: gives the loss of one microbatch.
+        model: A module with units, whose optimizer has taken a step and so has its state.
+        optimizer: The optimizer of the model's sharded parameters, which have no gradients at this time.
+        forward: Returns the loss of one microbatch.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: The model has no units.
     """
     units = _units(model)
     with recording() as record:
@@ -353,11 +352,11 @@ def measure_ledger(model: nn.Module, optimizer: torch.optim.Optimizer, forward: 
 
 
 def predict_activations(make_model: Callable[[], nn.Module], forward: Callable[[nn.Module], Tensor]) -> int:
-    """Bytes that one forward saves for backward: counted on tensors that have shapes but no memory.
+    """Return the bytes that one forward saves for backward, counted on tensors with shapes but no memory.
 
     Args:
-        make_model: makes the plain module, in the dtype that computes.
-        forward: given that module, makes a batch and returns its loss.
+        make_model: Creates the plain module in the compute dtype.
+        forward: Creates a batch, runs the given module and returns its loss.
     """
     with fake_tensors():
         model = make_model()
@@ -365,7 +364,7 @@ def predict_activations(make_model: Callable[[], nn.Module], forward: Callable[[
 
 
 def live_after(run: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of `run()`, and the bytes of tensors that it made and that are still alive."""
+    """Return the result of `run()`, and the bytes of tensors that it created and that are still alive."""
     with storage_watch() as watch:
         result = run()
     gc.collect()
@@ -373,27 +372,27 @@ def live_after(run: Callable[[], Any]) -> tuple[Any, int]:
 
 
 def peak_during(run: Callable[[], Any]) -> tuple[Any, int]:
-    """The result of `run()`, and the most bytes of tensors made in it that were alive at once."""
+    """Return the result of `run()`, and the peak bytes of live tensors created in it."""
     with storage_watch(every_operation=True) as watch:
         result = run()
     return result, watch.peak_bytes
 
 
 def storage_bytes(tensors: Iterable[Tensor], storages: Iterable[torch.UntypedStorage] = ()) -> int:
-    """Bytes of the storages of `tensors` and of `storages`, each counted once. What rests on a disk has none."""
+    """Return the bytes of the storages of `tensors` and of `storages`, each counted once. Tensors on disk have none."""
     found = {storage.data_ptr(): storage.nbytes() for storage in storages}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if isinstance(local, OnDisk):
             continue
-        for inner in inner_tensors(local):  # of a wrapper, which has no memory itself
+        for inner in inner_tensors(local):  # a wrapper has no memory itself
             storage = inner.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())
 
 
 def _is_offloaded(param: Any) -> bool:
-    """True if the shard of `param` is on the CPU, beside the device that computes."""
+    """Return True if the shard of `param` is on the CPU alongside an accelerator."""
     managed = managed_by(param)
     return managed is not None and managed.unit.is_offloaded
 
@@ -406,7 +405,7 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 def _under(
     model: nn.Module, strategy: str | ShardingStrategy | StrategyPlacements | None
 ) -> tuple[list[Unit], int | None, StrategyPlacements]:
-    """The units of `model`, and their groups of ranks and placements under `strategy`; their own, if None."""
+    """Return the units of `model`, their rank group size and placements under `strategy`; if None, their own."""
     units = _units(model)
     placements = units[0].options.placements if strategy is None else resolve_placements(strategy)
     axes, placements = resolve_groups(units[0].axes, placements)
