@@ -30,14 +30,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fullshard import CheckpointError
+from fullshard import CheckpointError, ConfigError
 from fullshard.checkpoint import load, load_safetensors, metadata_file, save
 from fullshard.checkpoint import manifest as manifests
 from fullshard.checkpoint.folder import entries
 from fullshard.checkpoint.manifest import MANIFEST, Manifest
 from fullshard.cli import main
+from fullshard.integrations.deepspeed.importing import import_deepspeed, read_tag
 from fullshard.layout.coverage import uncovered
+from fullshard.planner.subject import transformers_subject
 from fullshard.regular_files import open_regular, read_regular, shown
+from fullshard.report.rank_file import RankFile, path_of
 
 ESCAPES = "\x1b[31mred\x1b[0m\u202e\r"
 
@@ -535,6 +538,64 @@ def test_special_files_among_safetensors_are_refused_at_once(name, kind, tmp_pat
     replace_by_special(tmp_path / name, kind)
     with pytest.raises(CheckpointError, match=r"regular file|cannot be read"):
         load_safetensors(model(), tmp_path)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SPECIAL)
+@pytest.mark.parametrize(
+    "name", ["latest", "tag/zero_pp_rank_0_mp_rank_00_optim_states.pt", "tag/mp_rank_00_model_states.pt"]
+)
+def test_special_files_in_deepspeeds_checkpoints_are_refused_at_once(name, kind, tmp_path):
+    (tmp_path / "tag").mkdir()
+    (tmp_path / "latest").write_text("tag")
+    torch.save({"module": {}}, tmp_path / "tag" / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": {}}, tmp_path / "tag" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    replace_by_special(tmp_path / name, kind)
+    with pytest.raises(CheckpointError, match="expected a regular file, but it is a "):
+        import_deepspeed(tmp_path, tmp_path / "out")
+
+
+@settings(max_examples=100, deadline=None)
+@given(content=st.binary(max_size=40) | st.sampled_from([b"../tag", b"/etc", b"", b"a/../../b", ESCAPES.encode()]))
+def test_a_tag_stays_within_its_folder(content, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tags")
+    (folder / "latest").write_bytes(content)
+    try:
+        tag = read_tag(folder)
+    except CheckpointError as error:
+        assert str(error).isprintable()
+    else:
+        assert (folder / tag).resolve().is_relative_to(folder.resolve())
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "states", [[], None, {}, {"partition_count": None}, {"partition_count": []}, {"partition_count": "1"}]
+)
+def test_states_of_deepspeed_of_another_form_are_refused(states, tmp_path):
+    torch.save({"module": {}}, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": states}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(CheckpointError):
+        import_deepspeed(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.timeout(60)
+def test_a_fifo_in_place_of_a_ranks_log_does_not_block_the_run(tmp_path, caplog):
+    path = path_of(tmp_path, 0)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    RankFile(path).add("step", number=1)
+    assert str(path) in caplog.text
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", SPECIAL)
+def test_a_special_file_in_place_of_a_model_configuration_is_refused_at_once(kind, tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text("{}")
+    replace_by_special(tmp_path / "config.json", kind)
+    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+        transformers_subject(tmp_path / "config.json", None)
 
 
 @pytest.mark.timeout(60)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -38,6 +39,7 @@ _log = logging.getLogger(__name__)
 
 FOLDER = "report"
 _FLUSH_S = 2.0
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK  # a FIFO without a reader raises an OSError then
 _LISTED = 10  # numbers of damaged lines in a warning
 
 
@@ -65,7 +67,8 @@ class RankFile:
         self._flushed = time.monotonic()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a" if goes_on else "w", encoding="utf-8")
+            descriptor = os.open(path, _FLAGS | (os.O_APPEND if goes_on else os.O_TRUNC), 0o666)
+            self._file = os.fdopen(descriptor, "w", encoding="utf-8")
         except OSError as error:
             self._give_up(error)
 

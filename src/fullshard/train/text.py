@@ -10,6 +10,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fullshard.errors import ConfigError
-from fullshard.regular_files import open_regular, read_regular
+from fullshard.regular_files import CONFIG_BYTES, open_regular, read_regular, read_text
 from fullshard.train.run_folder import METRICS
 
 VALIDATION_SHARE = 20  # one part in twenty
@@ -125,8 +126,9 @@ def write_text(source: TextSource, cache: Path) -> Text:
         "files": [asdict(file) for file in source.files],
     }
     index_file = cache / "text.json"
-    if index_file.exists() and json.loads(index_file.read_text(encoding="utf-8")) == index:
-        return text
+    with suppress(OSError, ValueError):  # there is no index, or none that was written here
+        if json.loads(read_text(index_file, limit=CONFIG_BYTES)) == index:
+            return text
     cache.mkdir(parents=True, exist_ok=True)
     _write_whole(text.path, _contents(source))
     _write_whole(index_file, iter([json.dumps(index, indent=0).encode()]))

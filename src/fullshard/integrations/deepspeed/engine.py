@@ -27,14 +27,13 @@ from fullshard.errors import CheckpointError, ConfigError, StateError
 from fullshard.fully_shard import FSDPModule
 from fullshard.integrations.deepspeed.building import make_loader
 from fullshard.integrations.deepspeed.configuration import BatchSizes, Configuration
+from fullshard.integrations.deepspeed.importing import LATEST, read_tag
 from fullshard.optim.clipping import clip_grad_norm_, total_norm
 from fullshard.policy.precision import is_castable
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger(__name__)
-
-LATEST = "latest"  # the file that names the newest tag, as DeepSpeed's own checkpoints have it
 
 
 class Engine(nn.Module):
@@ -470,8 +469,8 @@ def _write_weights(path: Path, weights: dict[str, Tensor]) -> None:
 
 def _find(folder: Path, tag: str | None) -> Path | None:
     """The checkpoint of `tag` in `folder`, or the latest; None if there is no checkpoint at all."""
-    if tag is None and (folder / LATEST).is_file():
-        tag = (folder / LATEST).read_text().strip()
+    if tag is None and (folder / LATEST).exists():
+        tag = read_tag(folder)
     place = folder if tag is None else folder / tag
     if latest(place) is not None or (place / "manifest.json").is_file():
         return place

@@ -27,8 +27,12 @@ from fullshard.checkpoint.plain import plain_copy
 from fullshard.checkpoint.random_states import random_states
 from fullshard.checkpoint.saving import save_contents
 from fullshard.errors import CheckpointError
+from fullshard.regular_files import is_plain_name, read_text, reopened, shown
 
-__all__ = ["import_deepspeed"]
+__all__ = ["LATEST", "import_deepspeed", "read_tag"]
+
+LATEST = "latest"
+"""The file that names the newest tag."""
 
 # DeepSpeed's own entries in a states file of the model; all others are the client's.
 _OWN = {
@@ -102,8 +106,8 @@ class _Files:
 
     @classmethod
     def find(cls, folder: Path) -> _Files:
-        if (folder / "latest").is_file():
-            folder = folder / (folder / "latest").read_text().strip()
+        if (folder / LATEST).exists():
+            folder = folder / read_tag(folder)
         models, optimizers = _by_rank(folder, "_model_states.pt"), _by_rank(folder, "_optim_states.pt")
         if not models or not optimizers:
             found = "no" if not models else f"{len(models)} *_model_states.pt and no *_optim_states.pt"
@@ -125,14 +129,38 @@ class _Files:
             [_load(path) for path in self.models],
             [_load(path).get("optimizer_state_dict", {}) for path in self.optimizers],
         )
+        for path, states in zip(self.optimizers, read.optimizers, strict=True):
+            if not isinstance(states, dict):
+                raise CheckpointError(
+                    f"{path}: expected a dict as optimizer_state_dict, found a {type(states).__name__}."
+                )
         count = read.optimizers[0].get("partition_count")
-        ranks = max(count) if isinstance(count, list) else count
+        counts = count if isinstance(count, list) else [count]
+        ranks = max((item for item in counts if isinstance(item, int)), default=None)
         if ranks != len(self.optimizers) or len(self.models) not in (1, ranks):
             raise CheckpointError(
                 f"{self.folder}: {ranks} ranks have saved it, but it holds {len(self.optimizers)} *_optim_states.pt "
                 f"and {len(self.models)} *_model_states.pt. Copy all of its files."
             )
         return read
+
+
+def read_tag(folder: Path) -> str:
+    """Return the tag that the file `latest` of `folder` names.
+
+    Raises:
+        CheckpointError: the file cannot be read, or its content is not the name of a folder.
+    """
+    try:
+        tag = read_text(folder / LATEST, limit=4096).strip()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / LATEST}: it cannot be read ({error}). Pass the tag instead.") from error
+    if not all(map(is_plain_name, tag.split("/"))):
+        raise CheckpointError(
+            f"{folder / LATEST}: expected the name of a folder beside it, found {shown(tag[:80])!r}. Pass the tag "
+            "instead."
+        )
+    return tag
 
 
 def _by_rank(folder: Path, ending: str) -> tuple[Path, ...]:
@@ -145,8 +173,10 @@ def _by_rank(folder: Path, ending: str) -> tuple[Path, ...]:
 
 def _load(path: Path) -> dict[str, Any]:
     try:
-        with _knowing_deepspeeds_classes():
-            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with _knowing_deepspeeds_classes(), reopened(path) as same:
+            loaded = torch.load(same, map_location="cpu", weights_only=True, mmap=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: it cannot be read ({error}). Copy the file again.") from error
     except Exception as error:  # whatever bytes can make torch raise
         raise CheckpointError(
             f"{path}: it cannot be read without executing code ({_said_by(error)}). Nothing in it was executed. Save "
