@@ -1,4 +1,4 @@
-"""What collectives between the GPUs of this host reach: gathers and reductions by size, of the backend's own."""
+"""Measured speeds of collectives between the GPUs of this host: all-gathers and reductions of the backend, by size."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from fullshard.plan.speeds_of_ranks import as_rank, found_by_ranks
 
 __all__ = ["link_speeds"]
 
-SIZES = tuple(4**power for power in range(5, 14))  # bytes of a whole: 1 KiB to 64 MiB
+SIZES = tuple(4**power for power in range(5, 14))  # bytes of the unsharded tensor: 1 KiB to 64 MiB
 CALLS, ROUNDS = 5, 5
 
 
 def link_speeds(world: int, device_type: str = "cuda") -> list[dict[str, float]]:
-    """By size of the whole, seconds of a gather and of a reduction between so many ranks, the median of rounds."""
+    """Return by size the median seconds of an all-gather and of a reduction between `world` ranks."""
     found = found_by_ranks("fullshard.plan.link_speeds", world, [device_type], patience_s=120)
     sizes: list[dict[str, float]] = found["sizes"]
     return sizes
 
 
 def measure(device: torch.device) -> dict[str, Any]:
-    """All of it, by this rank."""
+    """Take all measurements on this rank."""
     return {"sizes": [_of_size(nbytes, device) for nbytes in SIZES]}
 
 
@@ -44,7 +44,7 @@ def _of_size(nbytes: int, device: torch.device) -> dict[str, float]:
 
 
 def _seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of a call among some, one behind the other: the first ones do not count."""
+    """Return the seconds of one of several consecutive calls. The first round does not count."""
     found = []
     for _ in range(1 + ROUNDS):
         dist.barrier()
@@ -63,8 +63,8 @@ def _finish(device: torch.device) -> None:
 
 
 def main(folder: str, world: str, rank: str, device_type: str) -> None:
-    """Measure as one of `world` ranks, each with a GPU of its own, and print it as JSON."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has new names for these calls, which 2.11 has not
+    """Measure as one of `world` ranks, each with a separate GPU, and print the result as JSON."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 has new names for these calls that 2.11 lacks
     device = torch.device(device_type, int(rank)) if device_type == "cuda" else torch.device(device_type)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,17 +1,17 @@
-"""The C library's `malloc`, chunk by chunk: which memory of the system a process has, and which pages it touches first.
+"""A model of the C library's `malloc`, chunk by chunk: the memory that a process has, and the pages that it touches.
 
-The rules are those of `malloc/malloc.c` in glibc 2.36, of one arena, with its defaults:
+The rules are those of `malloc/malloc.c` in glibc 2.36, for one arena, with default settings:
 
-    threshold    what is larger has a mapping of its own, which is gone when freed; 128 KiB at first. Freeing a mapping
-                 of up to 32 MiB raises the threshold to its size: what is smaller is on the heap from then on
-    heap         the smallest free chunk that is large enough; else the end of the heap, which grows
-    freeing      a chunk joins its free neighbours. Of the end of the heap, memory goes back to the system only when
-                 more than twice the threshold is free there
-    small ones   seven freed chunks of each size up to 1 KiB are kept as they are for the next that asks for that size,
-                 and more of those up to 128 bytes until something large is asked for. So long they join nothing.
-                 Where one is taken from other free ones of its size, these are kept, too
-    alignment    torch asks for 64 bytes, and gets them cut from a chunk that is 96 bytes larger. What is cut off is
-                 small, and soon somebody's; and then the same request does not fit where the one before it was
+    threshold    larger chunks have separate mappings, which are unmapped when freed; 128 KiB at first. Freeing a
+                 mapping of up to 32 MiB raises the threshold to its size: smaller chunks are on the heap afterwards
+    heap         the smallest free chunk that is large enough, or else the end of the heap, which grows
+    freeing      a chunk is merged with adjacent free chunks. Memory at the end of the heap returns to the system only
+                 if more than twice the threshold is free there
+    small ones   seven freed chunks of each size up to 1 KiB are kept for the next allocation of that size, and more
+                 of those up to 128 bytes until a large allocation. Meanwhile, they are not merged. If one is taken
+                 from other free chunks of its size, these are kept, too
+    alignment    torch requests 64 bytes, which are cut from a chunk that is 96 bytes larger. The remainder is small
+                 and soon reused; then the same request does not fit where the previous one was
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from fullshard.layout.offsets import align
 __all__ = ["Malloc"]
 
 _PAGE = 4096
-_OWN, _LEAST = 16, 32  # bytes before what a chunk holds; the smallest chunk
+_OWN, _LEAST = 16, 32  # bytes of the header of a chunk; the smallest chunk
 _THRESHOLD, _MOST = 128 << 10, 32 << 20
 _PAD = 128 << 10  # free bytes that the end of the heap keeps
-_SMALL, _KEPT = 1040, 7  # chunks up to that size are kept for their size, so many of each
-_FAST = 128  # and any number of those up to that
-_LARGE = 1024  # is what joins them all again
-_MUCH = 64 << 10  # freed at once has the end of the heap looked at
+_SMALL, _KEPT = 1040, 7  # up to seven chunks of each size up to 1040 bytes are kept for that size
+_FAST = 128  # and any number of chunks up to this size
+_LARGE = 1024  # an allocation of this size merges them again
+_MUCH = 64 << 10  # freeing this much triggers a check of the end of the heap
 
 
 class Malloc:
-    """glibc's allocator, for one thread. Chunks are named by their addresses; those of mappings are negative.
+    """glibc's allocator, for one thread. Chunks are identified by their addresses; those of mappings are negative.
 
     Args:
-        threshold: what `MALLOC_MMAP_THRESHOLD_` is set to, in bytes; None if it is not set, so that it rises.
+        threshold: The value of `MALLOC_MMAP_THRESHOLD_` in bytes. None if it is not set, so that the threshold rises.
     """
 
     def __init__(self, threshold: int | None = None) -> None:
         self.heap = 0
-        """Bytes from the beginning of the heap to its end."""
+        """The size of the heap in bytes."""
         self.mapped = 0
         """Bytes of mappings."""
         self.touched = 0
-        """Bytes of pages that were touched first, so far; those that were given back and got again count again."""
+        """Bytes of pages touched for the first time so far. Pages that are returned and obtained again count again."""
         self._rises = threshold is None
         self._threshold = _THRESHOLD if threshold is None else threshold
         self._trims_from = _THRESHOLD
-        self._top = 0  # where the free end of the heap begins
-        self._untouched = 0  # and where its untouched end does
+        self._top = 0  # start of the free end of the heap
+        self._untouched = 0  # start of its untouched end
         self._sizes: dict[int, int] = {}  # chunks in use
         self._free: list[tuple[int, int]] = []  # sizes and addresses, sorted
         self._starts: dict[int, int] = {}  # of free chunks: size by address
@@ -62,16 +62,16 @@ class Malloc:
 
     @property
     def nbytes(self) -> int:
-        """Of pages that the process has of the system."""
+        """The bytes of pages that the process has obtained from the system."""
         return self._untouched + self.mapped
 
     @property
     def address_nbytes(self) -> int:
-        """Of addresses that it has, touched or not."""
+        """The bytes of its address space, touched or not."""
         return self.heap + self.mapped
 
     def allocate(self, nbytes: int) -> int:
-        """The address of a new chunk for `nbytes`."""
+        """Allocate a chunk for `nbytes` and return its address."""
         size = _chunk(nbytes)
         if size <= _SMALL and self._kept[size]:
             return self._use(self._kept[size].pop(), size)
@@ -79,7 +79,7 @@ class Malloc:
         return self._map(size) if found is None else self._use(*found)
 
     def allocate_aligned(self, nbytes: int, alignment: int = 64) -> int:
-        """The address of a new chunk whose `nbytes` are aligned."""
+        """Allocate a chunk with `nbytes` at an aligned address and return its address."""
         size = _chunk(nbytes)
         found = self._cut(size + alignment + _LEAST)
         if found is None:
@@ -96,7 +96,7 @@ class Malloc:
         return self._use(address + ahead, size)
 
     def free(self, address: int) -> None:
-        """Give a chunk back."""
+        """Free a chunk."""
         size = self._sizes.pop(address)
         if address >= 0:
             self._give_back(address, size)
@@ -121,7 +121,7 @@ class Malloc:
         return -self._mappings
 
     def _cut(self, size: int) -> tuple[int, int] | None:
-        """Address and size of a chunk that is free, or new at the end of the heap; None if it is to be a mapping."""
+        """Return address and size of a chunk, free or new at the end of the heap; None if it has to be mapped."""
         if size <= _FAST and self._fast[size]:
             address = self._fast[size].pop()
             while self._fast[size] and len(self._kept[size]) < _KEPT:
@@ -149,7 +149,7 @@ class Malloc:
         return self._top - size, size
 
     def _keep_others_of(self, size: int) -> None:
-        """Keep free chunks of just that size for it, after one was taken."""
+        """Keep free chunks of exactly this size for later allocations after one was taken."""
         while len(self._kept[size]) < _KEPT:
             place = bisect_left(self._free, (size, -1))
             if place == len(self._free) or self._free[place][0] != size:
@@ -159,7 +159,7 @@ class Malloc:
             self._kept[size].append(address)
 
     def _give_back(self, address: int, size: int) -> None:
-        """Keep a chunk for its size, or join it to its free neighbours; and look whether the heap ends in too many."""
+        """Keep a chunk for its size or merge it with free neighbors, and trim the heap if its free end is too large."""
         if size <= _SMALL and len(self._kept[size]) < _KEPT:
             self._kept[size].append(address)
         elif size <= _FAST:
@@ -171,7 +171,7 @@ class Malloc:
                 self._untouched = min(self._untouched, self.heap)
 
     def _join_fast(self) -> bool:
-        """Join all those that were kept to be fast; whether there were any."""
+        """Merge all chunks in the fast lists, and return whether there were any."""
         chunks = [(address, size) for size, addresses in self._fast.items() for address in addresses]
         self._fast.clear()
         for address, size in chunks:
@@ -179,7 +179,7 @@ class Malloc:
         return bool(chunks)
 
     def _join(self, address: int, size: int) -> int:
-        """Join a chunk to its free neighbours; the bytes that are free there now."""
+        """Merge a chunk with its free neighbors, and return the size of the free chunk."""
         if (before := self._ends.get(address)) is not None:
             size += self._take(before)
             address = before
@@ -203,5 +203,5 @@ class Malloc:
 
 
 def _chunk(nbytes: int) -> int:
-    """The size of a chunk that holds so many bytes."""
+    """Return the size of a chunk for this many bytes."""
     return max(_LEAST, align(nbytes + _OWN // 2, _OWN))

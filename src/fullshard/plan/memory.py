@@ -1,4 +1,4 @@
-"""Memory over time, read off a tape: how many bytes of what are alive at each moment, and which moment needs most."""
+"""Memory over time, derived from a trace: the live bytes by state at each moment, and the peak."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 
 class State(Enum):
-    """What memory holds. The order is that of a picture, from the ground up."""
+    """The kinds of content of memory, in the order of a stacked plot from the bottom."""
 
     PARAMETERS = "parameters at rest"
     OPTIMIZER = "optimizer state"
@@ -37,10 +37,10 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class MemoryPeak:
-    """The moment of a run in which most bytes of tensors are alive.
+    """The moment of a run in which most bytes of tensors are live.
 
-    `by_state` adds up to `nbytes`. `origin` says whose work asks for the memory that makes it the peak; `entry` is the
-    place on the tape, and `largest` has the largest storages that are alive then, as bytes and what they hold.
+    `by_state` adds up to `nbytes`. `origin` is the work that allocates the memory at the peak. `entry` is the index in
+    the trace, and `largest` has the largest storages that are live then, as bytes and content.
     """
 
     nbytes: int
@@ -56,23 +56,23 @@ class MemoryPeak:
 
 
 def memory_curve(tape: Tape, *, of_host: bool = False) -> Iterator[tuple[int, Mapping[State, int]]]:
-    """The places on a tape where memory is allocated or freed, and the bytes by state from there on.
+    """Yield the indices in a trace at which memory is allocated or freed, and the bytes by state after each.
 
     Args:
-        tape: of whole steps.
-        of_host: the host's memory beside an accelerator, instead of the accelerator's.
+        tape: A trace of whole steps.
+        of_host: Whether to use the host memory alongside an accelerator instead of the accelerator's.
     """
     for place, held, _ in _walk(tape, of_host):
         yield place, MappingProxyType(dict(held))
 
 
 def memory_peak(tape: Tape, *, since: int = 0, of_host: bool = False) -> MemoryPeak:
-    """The moment at which most memory is needed, all 0 if there is no memory at all.
+    """Return the peak of memory, all 0 if there is no memory at all.
 
     Args:
-        tape: of whole steps.
-        since: the place on the tape from which on to look, such as where a model has been sharded.
-        of_host: see `memory_curve`.
+        tape: A trace of whole steps.
+        since: The index in the trace to start from, for example after the model is sharded.
+        of_host: See `memory_curve`.
     """
     most, place, by_state, alive = 0, 0, Counter[State](), dict[int, tuple[int, State]]()
     for at, held, living in _walk(tape, of_host):
@@ -89,21 +89,21 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class MemoryTurn:
-    """The most that is alive at once while the program works for one unit in one phase, before it turns to another."""
+    """The peak of live bytes while the program works for one unit in one phase."""
 
     origin: Origin
     nbytes: int
     by_state: Mapping[State, int]
-    entry: int  # the place on the tape
+    entry: int  # the index in the trace
 
     @property
     def label(self) -> str:
-        """Unit and phase, in words."""
+        """The unit and phase for display."""
         return f"{self.origin.phase.value} of {self.origin.unit or 'the root'}"
 
 
 def memory_turns(tape: Tape, *, since: int = 0) -> list[MemoryTurn]:
-    """The turns of the program in which memory is allocated or freed, in order, from the place `since` on."""
+    """Return the turns of the program in which memory is allocated or freed, in order, from the index `since`."""
     turns: list[MemoryTurn] = []
     for place, held, _ in _walk(tape, of_host=False):
         if place < since:
@@ -117,7 +117,7 @@ def memory_turns(tape: Tape, *, since: int = 0) -> list[MemoryTurn]:
 
 
 def memory_holders(tape: Tape, entry: int) -> list[tuple[Allocation, State]]:
-    """What is alive at the place `entry` of a tape, the largest first."""
+    """Return the live allocations at the index `entry` of a trace, the largest first."""
     states, alive = _states(tape.entries), dict[int, tuple[Allocation, State]]()
     for place, each_entry in enumerate(tape.entries[: entry + 1]):
         if isinstance(each_entry, Allocation) and each_entry.lane != HOST:
@@ -128,7 +128,7 @@ def memory_holders(tape: Tape, entry: int) -> list[tuple[Allocation, State]]:
 
 
 def _walk(tape: Tape, of_host: bool) -> Iterator[tuple[int, Counter[State], dict[int, tuple[int, State]]]]:
-    """For each allocation and free its place, the bytes by state, and what is alive by storage, as both are then."""
+    """Yield for each allocation and free its index, the bytes by state, and the live storages at that time."""
     states = _states(tape.entries)
     held, alive = Counter[State](), dict[int, tuple[int, State]]()
     for place, entry in enumerate(tape.entries):
@@ -153,11 +153,11 @@ _PURPOSES = {
 
 
 def _states(entries: list[Entry]) -> dict[int, State]:
-    """The state that each allocation is for, by its place: what the engine says, else what becomes of the memory."""
+    """Return the state of each allocation by its index: as the engine declares it, or else inferred from its use."""
     states: dict[int, State] = {}
-    forwards = 0  # entries of forwards so far
-    open_since: dict[int, tuple[int, int]] = {}  # of each storage that is alive: its allocation's place, and `forwards`
-    reduced: set[int] = set()  # places of those that a reduction has read
+    forwards = 0  # entries in forwards so far
+    open_since: dict[int, tuple[int, int]] = {}  # by live storage: the index of its allocation, and `forwards`
+    reduced: set[int] = set()  # indices of allocations that a reduction has read
     for place, entry in enumerate(entries):
         phase = entry.origin.phase
         forwards += phase is Phase.FORWARD
@@ -174,13 +174,13 @@ def _states(entries: list[Entry]) -> dict[int, State]:
 
 
 def _state(allocation: Entry, freed_in: Phase | None, is_reduced: bool, outlives: bool) -> State:
-    """The state that an allocation is for.
+    """Return the state that an allocation is for.
 
     Args:
-        allocation: the entry.
-        freed_in: the phase in which the memory is freed; None if it is there to the end.
-        is_reduced: whether a reduction has read it.
-        outlives: whether it is alive in a forward that comes later.
+        allocation: The entry.
+        freed_in: The phase in which the memory is freed; None if it is never freed.
+        is_reduced: Whether a reduction has read it.
+        outlives: Whether it is live in a later forward.
     """
     assert isinstance(allocation, Allocation)
     known = _PURPOSES.get(allocation.purpose)

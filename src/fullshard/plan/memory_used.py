@@ -1,4 +1,4 @@
-"""The memory that a process or a device has, and its peak."""
+"""The memory of a process or device, and its peak."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _RESET_PEAK = "5"  # see proc(5), clear_refs
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peaks of one rank in bytes. None if this machine does not report them."""
+    """Peak bytes of one rank. None if this machine does not report them."""
 
-    process: int | None  # above what there was at the start
+    process: int | None  # above the memory at the start
     allocated: int | None  # of a GPU, by torch's allocator
     reserved: int | None
 
 
 class PeakMemory:
-    """The peak memory of this process, above its memory when this object is made.
+    """The peak memory of this process, above its memory when this object is created.
 
-    Counted are the process's own pages, and its part of those shared with other ranks; not the pages of files, such as
-    libraries, which come in at their first use and belong to everybody. The kernel keeps the peak, so nothing is
-    sampled and nothing is missed.
+    It counts the pages of the process and its share of pages shared with other ranks. It does not count pages of files,
+    such as libraries, which are loaded on first use and shared by all processes. The kernel tracks the peak, so it is
+    exact and does not depend on sampling.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,16 +38,16 @@ class PeakMemory:
         self._start = process_bytes()
 
     def reset(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
         try:
             (_PROCESS / "clear_refs").write_text(_RESET_PEAK)
-        except OSError:  # not Linux, or not allowed: then the peak is not known
+        except OSError:  # not Linux, or no permission: the peak is unknown
             self._start = None
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak(self) -> Memory:
-        """The peak since the last `reset`."""
+        """Return the peak since the last `reset`."""
         peak = process_bytes(at_peak=True)
         on_gpu = self._device.type == "cuda"
         return Memory(
@@ -58,7 +58,7 @@ class PeakMemory:
 
 
 def process_bytes(*, at_peak: bool = False) -> int | None:
-    """Bytes of this process's own pages and its part of shared ones; None if the kernel does not report them."""
+    """Return the bytes of this process's pages and its share of shared ones; None if they are unknown."""
     try:
         status = bytes_by_name(_PROCESS / "status")
         shared = bytes_by_name(_PROCESS / "smaps_rollup")["Pss_Shmem"]
@@ -69,11 +69,11 @@ def process_bytes(*, at_peak: bool = False) -> int | None:
 
 
 def memory_for_a_rank(device: torch.device, local_world: int) -> int:
-    """Bytes that one rank can have: all of its accelerator, or its share of what this machine, or its container, has.
+    """Return the bytes that one rank can use: its accelerator's memory, or its share of the machine's or container's.
 
     Args:
-        device: that the rank computes on.
-        local_world: how many ranks the machine has.
+        device: The device that the rank computes on.
+        local_world: The number of ranks on the machine.
     """
     if device.type != "cpu":
         return int(torch.get_device_module(device).mem_get_info(device)[1])

@@ -1,4 +1,4 @@
-"""Operations of a call, counted as a tape counts them: what is read and written, and floating-point operations."""
+"""Operations of a call, counted as in a trace: memory read and written, and floating-point operations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["counted"]
 
 
 def counted(call: Callable[[], object]) -> list[Operation]:
-    """The operations of `call`, on real tensors."""
+    """Return the operations of `call` on real tensors."""
     with taped(lanes="cpu", values=True) as tape:
         call()
     return list(tape.of(Operation))

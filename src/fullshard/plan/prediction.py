@@ -1,4 +1,4 @@
-"""What a run needs and how long a step of it takes, before it is started: read off a tape of the engine run dry."""
+"""The predicted memory and step time of a run, from the trace of a dry run."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """One rank of a run, as a tape of it tells.
+    """The prediction for one rank of a run, derived from its trace.
 
     Args:
-        hardware: the machine.
-        world: how many ranks there are.
-        peak: the moment at which most bytes of tensors are alive once the model is sharded, the first step included.
-        host_peak: the same of the host's memory beside an accelerator.
-        most_by_state: the most bytes of each state, which come at different moments.
-        reserved_bytes: what the caching allocator of an accelerator holds at most, or the process of a CPU's rank.
-        step: a step as it is from the second on, laid out in time.
-        flops: of the forward and backward of a step, on one rank, without what checkpoints compute again.
-        sent_bytes: what this rank gives to collectives in a step.
-        dtype: of most matrix products.
-        turns: of that step, the turns to units and phases in which memory changes: in words, with the most bytes then.
+        hardware: The machine.
+        world: The world size.
+        peak: The peak of live tensors once the model is sharded, including the first step.
+        host_peak: The same for host memory alongside an accelerator.
+        most_by_state: The peak bytes of each state. The peaks occur at different times.
+        reserved_bytes: The peak memory of an accelerator's caching allocator, or of a CPU rank's process.
+        step: A step after the first, laid out in time.
+        flops: The FLOPs of forward and backward per step on one rank, without recomputation for checkpoints.
+        sent_bytes: The bytes that this rank passes to collectives per step.
+        dtype: The dtype of most matrix products.
+        turns: The turns to units and phases of that step in which memory changes, as text with the peak bytes of each.
     """
 
     hardware: Hardware
@@ -59,30 +59,31 @@ class Prediction:
 
     @property
     def step_s(self) -> float:
-        """Seconds that a step takes."""
+        """Seconds per step."""
         return self.step.end
 
     @property
     def needed_bytes(self) -> int:
-        """What has to fit into the memory of an accelerator, or of a process."""
+        """The bytes that must fit into the memory of an accelerator, or of a process."""
         return max(self.peak.nbytes, self.reserved_bytes)
 
     @property
     def fits(self) -> bool:
-        """True if it does."""
+        """True if they fit."""
         return self.needed_bytes <= self.hardware.memory_bytes
 
     @property
     def flops_utilisation(self) -> float:
-        """The share of the peak rate that the model's own FLOPs come to: model FLOPs utilisation (MFU).
+        """The model FLOPs utilization (MFU): the model's own FLOPs as a share of the peak rate.
 
-        As PaLM has it (Chowdhery et al., 2022, appendix B): what checkpoints compute again does not count.
+        The definition is that of PaLM (Chowdhery et al., 2022, appendix B): recomputation for checkpoints does not
+        count.
         """
         return self.flops / self.step_s / self.hardware.flops_per_s[self.dtype]
 
     @property
     def exposed_s(self) -> float:
-        """Seconds of a step in which compute waits for other ranks or for copies."""
+        """Seconds per step in which compute waits for other ranks or for copies."""
         return self.step.exposed_s(COMPUTE)
 
 
@@ -101,14 +102,14 @@ def predict(
     make_optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
     host_bytes: int | None = None,
 ) -> Prediction:
-    """What a run of these arguments needs and how long it takes, on `world` ranks of `hardware`.
+    """Return the predicted memory and step time of a run on `world` ranks of `hardware`.
 
-    Nothing is run but the host's part of two steps, on tensors without memory. Arguments are those of
-    `fullshard.dry.run`; `ranks_per_host` and `lanes` are those of the hardware if None.
+    Only the host's part of two steps is executed, on tensors without memory. Arguments are those of
+    `fullshard.dry.run`. If `ranks_per_host` or `lanes` is None, it follows from the hardware.
 
     Raises:
-        ConfigError: as `fullshard.dry.run` does.
-        StateError: there is a default process group in this process.
+        ConfigError: See `fullshard.dry.run`.
+        StateError: A default process group exists in this process.
     """
     tape = dry.run(
         make_model,
@@ -127,10 +128,10 @@ def predict(
 
 
 def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | None = None) -> Prediction:
-    """The prediction that a tape of at least two steps gives, on so many ranks; on a host, as many as the hardware has.
+    """Return the prediction from a trace of at least two steps. By default, hosts are as large as in `hardware`.
 
     Raises:
-        ConfigError: there are fewer on it.
+        ConfigError: The trace has fewer steps.
     """
     begins = steps_of(tape.entries)
     if len(begins) < 2:
@@ -138,7 +139,7 @@ def read_off(tape: Tape, hardware: Hardware, world: int, ranks_per_host: int | N
     step, dtype = tape.entries[begins[-1] :], compute_dtype(tape.entries)
     has_lanes = any(isinstance(entry, Recorded) for entry in tape.entries)
     on_host = min(world, ranks_per_host or hardware.ranks_per_host)
-    if hardware.kind == "gpu":  # of a CPU, that many ranks share its cores
+    if hardware.kind == "gpu":  # on a CPU, the ranks of a host share its cores
         hardware = hardware.with_hosts_of(on_host)
     costs = costs_of(hardware, dtype=dtype, ranks=on_host)
     for entry in tape.entries[: begins[-1]]:
@@ -176,9 +177,9 @@ def _most_by_state(tape: Tape, since: int) -> Mapping[State, int]:
 
 
 def steps_of(entries: Sequence[Entry]) -> list[int]:
-    """The places at which steps begin: with the first forward, and with each that follows an optimizer's step.
+    """Return the indices at which steps begin: at the first forward, and at the first forward after an optimizer step.
 
-    What the CPU puts off of a step until the next forward does not end a step: there is no backward before it.
+    Optimizer work that the CPU defers to the next forward does not end a step, because no backward precedes it.
     """
     begins, stepped, has_gradients = [], True, False
     for place, entry in enumerate(entries):
@@ -193,8 +194,8 @@ def steps_of(entries: Sequence[Entry]) -> list[int]:
 
 
 def model_flops(step: Sequence[Entry]) -> float:
-    """FLOPs of forwards, and twice as many for backwards: one product of matrices becomes two there."""
-    forward, backwards = 0, set[int]()  # the microbatches whose backward has begun: forwards after that are done again
+    """Return the FLOPs of forwards, tripled for backwards: each matrix product becomes two in backward."""
+    forward, backwards = 0, set[int]()  # microbatches whose backward has started: later forwards are recomputation
     for entry in step:
         origin = entry.origin
         if origin.phase in (Phase.PRE_BACKWARD, Phase.BACKWARD, Phase.POST_BACKWARD):

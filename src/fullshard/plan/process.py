@@ -1,12 +1,12 @@
-"""The memory of a rank's process on CPUs: tensors, what the C library's allocator holds beyond them, and fixed costs.
+"""The memory of a rank's process on CPUs: tensors, the overhead of the C library's allocator, and fixed costs.
 
-torch takes the memory of a CPU's tensors from `malloc`, and with it much that is small and on no tape: of each tensor,
-and of each node of autograd's graph. There is little of it, but it lies where larger memory has been freed, which is
-too short then for what comes next: a heap that is cut up so was measured to be a third larger than its tensors. So what
-is small is played to a model of the allocator, too (`malloc.py`), by what was seen of torch 2.13 in a trace of its
-calls to `malloc`. What sizes it has in detail makes little difference.
+torch allocates CPU tensors with `malloc`, together with many small objects that are not in a trace: for each tensor,
+and for each node of the autograd graph. They are small, but occupy gaps where larger memory was freed, which are then
+too short for the next allocation. A heap that is fragmented in this way was measured to be a third larger than its
+tensors. So small objects are also passed to a model of the allocator (`malloc.py`), as observed in a trace of the
+`malloc` calls of torch 2.13. Their exact sizes make little difference.
 
-Not modelled: other threads' heaps, and pages that a program never touches.
+Not modeled: the heaps of other threads, and pages that a program never touches.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ __all__ = [
     "threshold_set",
 ]
 
-_BEFORE_DATA, _AFTER_DATA = (96,), (176, 24)  # bytes of a tensor beside its data
-# Of a node of autograd's graph, from an operation's forward to its backward.
+_BEFORE_DATA, _AFTER_DATA = (96,), (176, 24)  # bytes before and after a tensor's data
+# Bytes of a node of the autograd graph, which lives from an operation's forward to its backward.
 _NODE = (496, 312, *(24,) * 8, 40, 64)
 _BACKWARD = (Phase.PRE_BACKWARD, Phase.BACKWARD, Phase.POST_BACKWARD)
 
 FIRST_STEPS_NBYTES = 2_500_000
-"""What a process takes for its first steps beside tensors: measured, see `benchmarks/predicted_memory.py`."""
+"""The memory of a process for its first steps, without tensors: measured, see `benchmarks/predicted_memory.py`."""
 
 PRODUCTS_NBYTES = {"bfloat16": (7_000_000, 21_000_000), "float16": (7_000_000, 21_000_000)}
-"""What products of matrices of a dtype take in a process on a CPU, by oneDNN: of pages, and of addresses, which a limit
-counts too. Measured with models of three sizes, which differ by 2 MB."""
+"""The memory of oneDNN for matrix products of a dtype in a CPU process: pages, and address space, which a limit counts
+as well. Measured with models of three sizes; the results differ by 2 MB."""
 
 MARGIN, MARGIN_NBYTES = 0.04, 3_000_000
-"""What a limit must leave beyond what is predicted: a part of it, and what MKL keeps for packed operands."""
+"""What a limit must leave in addition to the prediction: a fraction of it, and what MKL keeps for packed operands."""
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """The most bytes at once: of tensors, of pages that the process has for them, and of addresses.
+    """Peak bytes of tensors, of the pages that the process has for them, and of address space.
 
-    Of memory in common a rank's part counts of tensors and pages, and all of it of addresses. `dtype` is that of most
-    products of matrices.
+    Shared memory counts as a share per rank for tensors and pages, and in full for address space. `dtype` is that of
+    most matrix products.
     """
 
     tensors: int
@@ -64,36 +64,36 @@ class ProcessMemory:
 
     @property
     def nbytes(self) -> int:
-        """All that the process takes beyond what it took before the tape."""
+        """The memory that the process takes in addition to its memory before the trace."""
         return self.held + fixed_nbytes(self.dtype)
 
     @property
     def address_nbytes(self) -> int:
-        """The addresses that it takes: what `RLIMIT_AS` counts, whether it ever writes there or not."""
+        """The address space that it takes. `RLIMIT_AS` counts it, whether the process writes to it or not."""
         _, addresses = PRODUCTS_NBYTES.get(self.dtype, (0, 0))
         return self.addresses + FIRST_STEPS_NBYTES + addresses
 
     def fits(self, limit: int) -> bool:
-        """True if a process that may take so many more bytes will get through, with a margin for what is not known."""
+        """Return True if a process with this additional limit is predicted to succeed. There is a margin for errors."""
         return self.fits_from <= limit
 
     @property
     def fits_from(self) -> int:
-        """The least limit with which it is said to."""
+        """The smallest limit for which `fits` is True."""
         return round((self.address_nbytes + MARGIN_NBYTES) * (1 + MARGIN))
 
 
 def fixed_nbytes(dtype: str) -> int:
-    """The bytes that a process takes for its steps whatever the model's size, where most products are of `dtype`."""
+    """Return the bytes that a process takes for its steps independently of the model size, with products in `dtype`."""
     pages, _ = PRODUCTS_NBYTES.get(dtype, (0, 0))
     return FIRST_STEPS_NBYTES + pages
 
 
 class ProcessHeap:
-    """What `malloc` does in the process of a tape's rank, entry by entry.
+    """The simulated `malloc` of the process of a trace's rank, entry by entry.
 
     Args:
-        threshold: see `Malloc`.
+        threshold: See `Malloc`.
     """
 
     def __init__(self, threshold: int | None = None) -> None:
@@ -102,7 +102,7 @@ class ProcessHeap:
         self._graph: list[list[int]] = []  # chunks of each node
 
     def note(self, entry: Entry) -> int:
-        """Bytes of pages that are touched first for `entry`. Memory in common is not of the heap."""
+        """Return the bytes of pages touched for the first time for `entry`. Shared memory is not on the heap."""
         before = self.malloc.touched
         match entry:
             case Allocation() if entry.ranks > 1:
@@ -132,17 +132,17 @@ class ProcessHeap:
 
 
 def threshold_set() -> int | None:
-    """The threshold of `malloc` that this process's environment sets, in bytes; None if it sets none."""
+    """Return the `malloc` threshold that this process's environment sets, in bytes; None if it sets none."""
     value = os.environ.get("MALLOC_MMAP_THRESHOLD_", "")
     return int(value) if value.isdigit() else None
 
 
 def process_memory(tape: Tape, *, threshold: int | None = None) -> ProcessMemory:
-    """What the process of the tape's rank needs at most, for a tape of CPU ranks (`lanes="cpu"`) of whole steps.
+    """Return the peak memory of a rank's process, for a trace of whole steps of CPU ranks (`lanes="cpu"`).
 
     Args:
-        tape: from the making of the model on.
-        threshold: see `Malloc`.
+        tape: A trace that starts before the model is created.
+        threshold: See `Malloc`.
     """
     heap = ProcessHeap(threshold)
     tensors = in_common = mapped_in_common = 0.0
@@ -167,7 +167,7 @@ def process_memory(tape: Tape, *, threshold: int | None = None) -> ProcessMemory
 
 
 def compute_dtype(entries: Iterable[Entry]) -> str:
-    """The dtype in which most FLOPs are done."""
+    """Return the dtype with the most FLOPs."""
     flops = Counter[str]()
     for entry in entries:
         if isinstance(entry, Operation) and entry.flops:

@@ -1,12 +1,12 @@
-"""Where everything rests, tier by tier, and what travels in a step between these and the device that computes.
+"""The memory of each tier, and the traffic per step between the tiers and the device that computes.
 
-By formula, for each rank:
+The formula, for each rank:
 
-    parameters on the CPU      come for each gather; where the device keeps a copy, after each reduction, since an
-                               optimizer may have stepped them; in the dtype that is gathered
-    gradients there            go with each reduction, in the dtype that sums them
-    what is on a disk          as `disk.foresight.Traffic` has it
-    activations                go in forward, and come in backward
+    parameters on the CPU      copied to the device for each all-gather; if the device keeps a copy, after each
+                               reduction, because an optimizer may have updated them; in the all-gather dtype
+    gradients on the CPU       copied from the device after each reduction, in the reduce dtype
+    states on disk             see `disk.foresight.Traffic`
+    activations                copied from the device in forward and back in backward
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ __all__ = ["activations_away", "measure_tiers", "predict_travel"]
 
 
 def measure_tiers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, Ledger]:
-    """The ledgers of this rank by tier, as of `predict_tiers`, in a run: the states are those that there are.
+    """Return the ledgers of this rank by tier, like `predict_tiers`, for a running model with its actual states.
 
-    Parameters, gradients and buffers are by formula. Activations are those that are away, of the forward with the
-    most; of the device's own nothing is known. Nothing is sent, and no value is read.
+    Parameters, gradients and buffers follow the formula. Activations are those offloaded in the forward with the most;
+    those on the device are unknown. Nothing is communicated, and no value is read.
 
     Args:
-        model: the root.
-        optimizers: those that step it, and have stepped.
+        model: The root.
+        optimizers: The optimizers of the model, which have taken a step.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: The model has no units.
     """
     states: dict[str, list[Tensor]] = {tier: [] for tier in TIERS}
     for optimizer in optimizers:
@@ -68,7 +68,7 @@ def measure_tiers(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer])
 
 
 def activations_away(model: nn.Module) -> Mapping[str, int]:
-    """By tier, the most bytes that one forward of `model` has put away; empty if nothing has travelled yet."""
+    """Return the most bytes that one forward of `model` has offloaded, by tier. Empty if none have been offloaded."""
     units = units_in(model)
     runtime = runtime_or_none(units[0]) if units else None
     return {} if runtime is None else runtime.activations.most_away
@@ -82,18 +82,17 @@ def predict_travel(
     optimizer: OptimizerCost | None = None,
     activations: Mapping[str, int] | None = None,
 ) -> Journeys:
-    """Bytes that come to this rank's device and go from it in a step, by tier and state; what nothing travels of is
-    left out.
+    """Return the bytes copied to and from this rank's device per step, by tier and state, without zeros.
 
     Args:
-        model: a module with units.
-        microbatches: of a step, each with a reduction.
-        clips: whether gradients are clipped.
-        optimizer: its state for each parameter; that of AdamW, if None.
-        activations: by tier, bytes that one forward puts away.
+        model: A module with units.
+        microbatches: The number per step, each with a reduction.
+        clips: Whether gradients are clipped.
+        optimizer: The optimizer state per parameter. If None, that of AdamW.
+        activations: The bytes that one forward offloads, by tier.
 
     Raises:
-        ConfigError: the model has no units.
+        ConfigError: The model has no units.
     """
     found: dict[tuple[str, str], Travelled] = {}
     for key, more in _journeys(model, microbatches, clips, optimizer, activations or {}):
@@ -134,7 +133,7 @@ def _as_travelled(traffic: Traffic) -> Travelled:
 
 
 def _comes(plan: GroupPlan, gathers: int, reductions: int) -> int:
-    """Bytes of parameters on the CPU that come to the device in a step."""
+    """Return the bytes of parameters copied from the CPU to the device per step."""
     if plan.keeps_copy:
         return reductions * plan.copy_nbytes
     if plan.shards_optimizer:
@@ -143,7 +142,7 @@ def _comes(plan: GroupPlan, gathers: int, reductions: int) -> int:
 
 
 def _summed(plan: GroupPlan) -> int:
-    """Bytes of a reduction's sums, of which the optimizer on the CPU gets its gradients."""
+    """Return the bytes of the reduced gradients that are copied to the optimizer on the CPU."""
     layout = plan.layout
     numel = layout.shard_numel if plan.shards_optimizer else sum(param.spec.numel for param in layout.params)
     return numel * plan.contract.reduce.itemsize

@@ -1,4 +1,4 @@
-"""Ranks that measure together: processes of a module's `main`, of which the first tells what it has found."""
+"""Measurements on several ranks: processes that run a module's `main`, of which the first reports its results."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["as_rank", "found_by_ranks"]
 
 
 def found_by_ranks(module: str, world: int, arguments: Sequence[str], *, patience_s: float) -> dict[str, Any]:
-    """Run `python -m module FOLDER WORLD RANK *arguments` for each rank; what rank 0 has found.
+    """Run `python -m module FOLDER WORLD RANK *arguments` for each rank, and return the results of rank 0.
 
-    A rank that fails says why on stderr; then, or after so long, all of them are ended.
+    A rank that fails prints the reason to stderr. After a failure or a timeout of `patience_s`, all ranks are killed.
     """
     path = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
@@ -48,7 +48,7 @@ def found_by_ranks(module: str, world: int, arguments: Sequence[str], *, patienc
 
 
 def as_rank(backend: str, folder: str, world: int, rank: int, measure: Callable[[], dict[str, Any]]) -> None:
-    """Print what is measured, as JSON; then end at once, since others may still be at it."""
+    """Print the measurements as JSON. Then exit immediately, because other ranks may still be running."""
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     store = dist.FileStore(f"{folder}/store", world)

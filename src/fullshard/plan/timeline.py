@@ -1,16 +1,16 @@
-"""Times read off a tape: when each operation and collective would run on a machine of given speeds.
+"""Times derived from a trace: when each operation and collective would run on a machine of given speeds.
 
-A discrete-event layout. The host asks for one entry of the tape after the other, and each costs it time. What it asks
-for goes to a lane, which does things in order: a thing starts when it has been asked for, when the lane has done what
-came before, when every mark that the lane was told to wait for has been reached, and, if it is a collective, when the
-communicator (the set of its ranks) is free. So each second of a lane up to the end of its last thing is one of three:
+This is a discrete-event simulation. The host requests the entries of the trace one by one, and each costs host time.
+Work is queued on a stream, which runs in order. It starts when the host has queued it, the stream has completed earlier
+work, every event that the stream waits for is complete, and, for a collective, the communicator (the set of its ranks)
+is free. So each second of a stream until the end of its last work is one of three:
 
     busy        it runs something
-    exposed     it waits for a mark that another lane has yet to reach, or for a communicator
-    starved     the host has not asked for anything yet
+    exposed     it waits for an event of another stream, or for a communicator
+    starved     the host has not queued its next work yet
 
-What is computed while a collective runs takes longer, by `Costs.beside`, as far as the host had asked for the
-collective before. Collectives are not slowed down, and every rank is taken to come when this one does.
+Compute takes longer during a collective, by `Costs.beside`, if the host had queued the collective before it.
+Collectives are not slowed down, and all ranks are assumed to start them at the same time as this one.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["Placed", "Stall", "Timeline", "lay_out", "lay_out_parts"]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """An operation or a collective, and when it ran. Seconds from the start of the tape."""
+    """An operation or a collective with its times, in seconds from the start of the trace."""
 
     entry: Operation | Collective
-    asked: float  # when the host had asked for it
+    asked: float  # when the host had queued it
     start: float
     end: float
 
@@ -42,7 +42,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """A time in which a lane had something to do and waited. `cause` is what it waited for, if that is on the tape."""
+    """A time in which a stream had work to do and waited. `cause` is what it waited for, if that is in the trace."""
 
     lane: str
     start: float
@@ -51,41 +51,41 @@ class Stall:
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """The duration."""
         return self.end - self.start
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A tape laid out in time."""
+    """A trace laid out in time."""
 
     placed: list[Placed]  # in the host's order
     stalls: list[Stall]
-    host_s: float  # when the host has asked for everything, and waited for what it had to
+    host_s: float  # when the host has queued everything and completed its waits
 
     @property
     def end(self) -> float:
-        """When all is done, and the host has got so far too."""
+        """The time at which all streams and the host are done."""
         return max([self.host_s, *(item.end for item in self.placed)])
 
     def end_of(self, lane: str) -> float:
-        """When the last thing on `lane` is done."""
+        """Return the time at which the last work on `lane` is done."""
         return max((item.end for item in self.placed if item.entry.lane == lane), default=0.0)
 
     def busy_s(self, lane: str) -> float:
-        """Seconds in which `lane` runs something."""
+        """Return the seconds in which `lane` runs something."""
         return sum(item.end - item.start for item in self.placed if item.entry.lane == lane)
 
     def exposed_s(self, lane: str) -> float:
-        """Seconds in which `lane` has something to do and waits for another lane, or for a communicator."""
+        """Return the seconds in which `lane` has work to do and waits for another stream, or for a communicator."""
         return sum(stall.seconds for stall in self.stalls if stall.lane == lane)
 
     def starved_s(self, lane: str) -> float:
-        """Seconds, up to the last thing on `lane`, in which the host had not yet asked for the next."""
+        """Return the seconds, until the last work on `lane`, in which the host had not queued the next work yet."""
         return self.end_of(lane) - self.busy_s(lane) - self.exposed_s(lane)
 
     def exposed_by(self, lane: str) -> dict[str, float]:
-        """Seconds exposed on `lane` by what it waited for, in words, the most first."""
+        """Return the exposed seconds of `lane` by what it waited for, as text, the largest first."""
         found: dict[str, float] = defaultdict(float)
         for stall in self.stalls:
             if stall.lane == lane:
@@ -94,11 +94,11 @@ class Timeline:
 
 
 def lay_out(entries: Iterable[Entry], costs: Costs | None = None, memory: TapeAllocator | None = None) -> Timeline:
-    """`entries` of a tape laid out on a machine of these costs, beginning when all of it is idle.
+    """Lay out `entries` of a trace on an idle machine with these costs.
 
-    A part of a tape will do: marks that were set before it have been reached. With `memory`, which has noted what came
-    before, each segment that is asked for or given back takes the host time. Where some have to be given back to make
-    room, the host waits first until every lane is done, as `cudaFree` does.
+    `entries` can be a part of a trace: events recorded before it count as complete. With `memory`, which has processed
+    the earlier entries, each segment that is requested or returned costs host time. If segments must be returned to
+    free device memory, the host first waits for all streams, as `cudaFree` does.
     """
     (laid,) = lay_out_parts((entries,), costs, memory)
     return laid
@@ -107,7 +107,7 @@ def lay_out(entries: Iterable[Entry], costs: Costs | None = None, memory: TapeAl
 def lay_out_parts(
     parts: Iterable[Iterable[Entry]], costs: Costs | None = None, memory: TapeAllocator | None = None
 ) -> Iterator[Timeline]:
-    """What `lay_out` gives of the first part, of the first two as one, and so on: each entry is laid out once."""
+    """Yield the result of `lay_out` for the first part, the first two together, and so on, without repeated work."""
     layout = _Layout(costs or Costs(), memory)
     for part in parts:
         for entry in part:
@@ -115,12 +115,12 @@ def lay_out_parts(
         yield Timeline(list(layout.placed), list(layout.stalls), layout.now)
 
 
-_BESIDE = 32  # collectives that are remembered, to find those that run beside something
+_BESIDE = 32  # recent collectives that may overlap with an operation
 
 
 @dataclass(slots=True)
 class _Point:
-    """A point in time, and what is over then."""
+    """A point in time, and the work that ends then."""
 
     time: float = 0.0
     cause: Placed | None = None
@@ -128,8 +128,8 @@ class _Point:
 
 @dataclass(slots=True)
 class _LaneState:
-    done: _Point = field(default_factory=_Point)  # the last thing that was placed
-    held: _Point = field(default_factory=_Point)  # the latest mark that it was told to wait for
+    done: _Point = field(default_factory=_Point)  # the end of the last work
+    held: _Point = field(default_factory=_Point)  # the latest event that it waits for
 
     @property
     def ready(self) -> _Point:
@@ -177,7 +177,7 @@ class _Layout:
                 self._wait(entry.lane, self._marks.get(entry.mark, _Point()))
 
     def _ask(self, memory: TapeAllocator, entry: Allocation | Free) -> None:
-        """Allocate or free, with what the device has to do for it."""
+        """Allocate or free, including the device calls that this needs."""
         retries, calls = memory.retries, memory.asked + memory.given_back
         memory.note(entry)
         if memory.retries > retries:
@@ -187,12 +187,12 @@ class _Layout:
         self.now += self._costs.segment_s * (memory.asked + memory.given_back - calls)
 
     def _run(self, entry: Operation | Collective, seconds: float, communicator: _Point) -> Placed:
-        """Place `entry` on its lane: behind what is there, what it waits for, and what its communicator carries.
+        """Place `entry` on its stream, after earlier work, the events it waits for, and its communicator.
 
         Args:
-            entry: what is placed.
-            seconds: that it takes by itself.
-            communicator: when it is free.
+            entry: The entry to place.
+            seconds: Its duration.
+            communicator: The time at which the communicator is free.
         """
         lane = self._lanes[entry.lane]
         last = communicator if communicator.time > lane.ready.time else lane.ready
@@ -210,8 +210,8 @@ class _Layout:
         return placed
 
     def _end_beside(self, start: float, alone: float, beside: float) -> float:
-        """When something that starts at `start` ends, which takes `alone` seconds, or `beside` while others send."""
-        now, left = start, 1.0  # the share of it that is still to do
+        """Return when work ends that starts at `start` and takes `alone` seconds, or `beside` during collectives."""
+        now, left = start, 1.0  # the remaining share
         for begun, over in self._carried:
             if over <= now:
                 continue
@@ -225,7 +225,7 @@ class _Layout:
         return now + left * alone
 
     def _reached(self, lane: str) -> _Point:
-        """When `lane` comes to a mark that is set now."""
+        """Return when `lane` completes an event that is recorded now."""
         if lane == HOST:
             return _Point(self.now)
         ready = self._lanes[lane].ready
