@@ -1,1 +1,1 @@
-"""`fullshard plan`: which way of sharding fits, how fast it will be, and the lines to paste."""
+"""`fullshard plan`: find a sharding strategy that fits, predict its speed, and print the code to use it."""

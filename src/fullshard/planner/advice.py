@@ -1,4 +1,4 @@
-"""A plan as lines to paste: Python, flags of `fullshard train`, and keys for the Trainer of transformers."""
+"""A plan as code to paste: Python, flags of `fullshard train`, and arguments for the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["python_lines", "train_flags", "trainer_arguments"]
 def python_lines(
     subject: Subject, program: Program, figures: Figures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> list[str]:
-    """A script's lines from the model to the optimizer, and a step: the loop over microbatches, clipped to `max_norm`.
+    """Return the lines of a script from the model to the optimizer, and a step: a loop over microbatches with clipping.
 
     They are for a script that has called `init_process_group`.
     """
@@ -77,7 +77,7 @@ def python_lines(
 def train_flags(
     subject: Subject, program: Program, figures: Figures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> str | None:
-    """The command of the trainer; None if it has no such options, or the model is not its own."""
+    """Return the command of the trainer; None if it lacks an option, or the model is not the trainer's."""
     known = program.strategy in ("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2")
     simple = program.checkpointing in ("none", "every-1") and not program.offload and program.prefetch_depth == 1
     if not subject.train_flags or not known or not simple or program.syncs_each:
@@ -111,7 +111,7 @@ def train_flags(
 def trainer_arguments(
     subject: Subject, program: Program, figures: Figures, cluster: Cluster, max_norm: float | None = 1.0
 ) -> str | None:
-    """Arguments of `TrainingArguments` of transformers; None for what they have no keys of."""
+    """Return the arguments of transformers' `TrainingArguments`; None if they lack an option."""
     if not subject.is_transformers or program.strategy in ("own", "hfsdp"):
         return None
     if program.checkpointing not in ("none", "every-1") or program.gather_wire or program.reduce_wire:
@@ -171,7 +171,7 @@ def _policy(program: Program) -> str:
 
 
 def _units(subject: Subject) -> str:
-    """An expression for the modules that become units."""
+    """Return an expression for the modules that become units."""
     if subject.model is None:
         return ""
     units = units_of(subject.model)

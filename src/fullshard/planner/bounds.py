@@ -1,4 +1,4 @@
-"""What can be said of programs before they are simulated: what they need at least, and how fast they cannot be."""
+"""Bounds on programs before they are simulated: the memory they need at least, and the time they take at least."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from fullshard.tape.tape import Access, Collective
 __all__ = ["NO_MATTER", "Bounds", "leanness", "states_bytes"]
 
 NO_MATTER = 0.97
-"""What cannot take less than this share of the best time is not simulated any more: predictions are not that sharp."""
+"""A program whose time is at least this share of the best time is not simulated: predictions are not more accurate."""
 _LEAST = 3
-"""Programs that fit and are simulated at least, if there are so many: so that there is something to compare with."""
+"""The minimum number of fitting programs to simulate, if there are so many, to have alternatives for comparison."""
 
-_LIKELY = {"none": 1.0, "selective": 1.03, "every-2": 1.16, "every-1": 1.33}  # times that of none: for the order only
-_KEPT = {"none": 1.0, "selective": 0.6, "every-2": 0.6, "every-1": 0.2}  # of the memory of none, likewise
-_AGAIN = {"every-2": 0.6, "every-1": 0.6}  # of a checkpointed block's forward: torch stops behind the last that is kept
-_UNSURE = 2.0  # times what is guessed to be kept
+_LIKELY = {"none": 1.0, "selective": 1.03, "every-2": 1.16, "every-1": 1.33}  # relative to "none", for the order only
+_KEPT = {"none": 1.0, "selective": 0.6, "every-2": 0.6, "every-1": 0.2}  # of the memory of "none", likewise
+_AGAIN = {"every-2": 0.6, "every-1": 0.6}  # of a checkpointed block's forward: torch stops after the last saved tensor
+_UNSURE = 2.0  # safety factor for guessed memory
 _SURELY = 0.97  # of the activations of another program with the same checkpoints
 
 
 def states_bytes(question: Question, program: Program, activations: float = 0.0) -> float:
-    """Bytes on a rank that no candidate of `program` can do without: parameters, their gradients and two moments.
+    """Return a lower bound on a rank's bytes for `program`: parameters, their gradients and two moments.
 
-    The formulas are those of docs/strategies.md for AdamW; messages and temporaries come on top. `activations` count
-    where they are alive: at the end of a forward, when the optimizer's gradients are there only if they add up.
+    The formulas are those of docs/strategies.md for AdamW; messages and temporaries are not included. `activations`
+    count when they are live: at the end of a forward, where the optimizer's gradients exist only with gradient
+    accumulation.
     """
     model = question.subject.model
     if model is None or question.make_optimizer is not None:
@@ -51,15 +52,15 @@ def states_bytes(question: Question, program: Program, activations: float = 0.0)
     parts = {Placement.WHOLE: 1, Placement.SHARDED: shards, Placement.GROUPED: question.cluster.per_host}
     param, reduce = PRECISIONS[program.precision]
     held = (stored + (0 if program.disk else 2 * trained)) / parts[placements.optimizer]
-    if placements.parameters is not placements.optimizer:  # a copy beside the optimizer's own, in the compute dtype
+    if placements.parameters is not placements.optimizer:  # an additional copy in the compute dtype
         held += stored / parts[placements.parameters] / (1 if param is None else 2)
         held -= stored / parts[placements.optimizer] if param is None else 0.0
     at_step = held + trained / parts[placements.optimizer]
-    if program.cpu:  # which has all that the optimizer needs; here there is a copy in the compute dtype
+    if program.cpu:  # the CPU has the optimizer's data; here is a copy in the compute dtype
         held, at_step = stored / parts[placements.parameters] / (1 if param is None else 2), 0.0
     sums = trained / parts[placements.optimizer if program.syncs_each else placements.gradients]
     if program.accumulates and not program.syncs_each and placements.gradients is Placement.SHARDED:
-        sums = trained / (1 if reduce is None or reduce.itemsize == 4 else 2)  # whole, until they are reduced
+        sums = trained / (1 if reduce is None or reduce.itemsize == 4 else 2)  # unsharded, until they are reduced
     in_step = 0.0
     if placements.parameters_in_step is not placements.parameters:
         in_step = stored / parts[placements.parameters_in_step] / (1 if param is None else 2)
@@ -69,7 +70,7 @@ def states_bytes(question: Question, program: Program, activations: float = 0.0)
 
 
 def leanness(question: Question, program: Program) -> tuple[float, float]:
-    """What programs are ordered by where those come first that take the least memory for a row."""
+    """Return the sort key that puts programs with the least memory per row first."""
     return _KEPT[program.checkpointing], states_bytes(question, program)
 
 
@@ -78,30 +79,30 @@ _Kind = tuple[_Like, str]
 
 
 def _like(program: Program) -> _Like:
-    """What decides on the model's own operations, and on what they keep: checkpoints, and dtypes."""
+    """Return what determines the model's own operations and saved tensors: checkpoints and dtypes."""
     return program.checkpointing, program.precision
 
 
 def _kind(program: Program) -> _Kind:
-    """What decides on how much is needed beyond states: that, and which sums are there."""
+    """Return what determines the memory beyond states: checkpoints, dtypes, and the gradient sums."""
     return _like(program), "sums" if program.syncs_each else "no_sync" if program.accumulates else ""
 
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Of the first row of a microbatch, and of each more."""
+    """Bytes of the first row of a microbatch, and of each additional row."""
 
     first: float
     more: float
 
     def of(self, rows: int) -> float:
-        """Of so many rows."""
+        """Return the bytes of `rows` rows."""
         return max(0.0, self.first + (rows - 1) * self.more)
 
 
 @dataclass(frozen=True, order=True)
 class _Busy:
-    """Seconds that are computed for a row, and those of the blocks' forwards among them."""
+    """Compute seconds per row, and the part of them in the forwards of blocks."""
 
     all_s: float
     blocks_s: float
@@ -109,7 +110,7 @@ class _Busy:
 
 @dataclass(frozen=True)
 class _Size:
-    """Of a model's parameters: bytes and numbers of all, and of those that are trained."""
+    """Bytes and numbers of a model's parameters, all and trained ones."""
 
     nbytes: float
     trained_nbytes: float
@@ -118,7 +119,7 @@ class _Size:
 
 
 def _size_of(model: nn.Module) -> _Size:
-    """That of `model`, counted once: the bounds ask for it again and again."""
+    """Return the size of `model`. It is cached because the bounds need it often."""
     if model not in _sizes:
         params = [(param.numel(), param.element_size(), param.requires_grad) for param in model.parameters()]
         trained = [(numel, itemsize) for numel, itemsize, is_trained in params if is_trained]
@@ -135,25 +136,25 @@ _sizes: weakref.WeakKeyDictionary[nn.Module, _Size] = weakref.WeakKeyDictionary(
 
 
 class Bounds:
-    """What is known of programs that have not been simulated, from formulas and from those that have been."""
+    """Bounds on programs that have not been simulated, from formulas and from simulated programs."""
 
     def __init__(self, question: Question) -> None:
         self._question = question
         self._first: dict[_Like, Sketch] = {}
-        self._busy: dict[tuple[_Like, int], _Busy] = {}  # with so many rows, the least there was
-        self._beyond: dict[_Kind, _Bytes] = {}  # what is needed beyond states, the least there was
+        self._busy: dict[tuple[_Like, int], _Busy] = {}  # by number of rows, the minimum
+        self._beyond: dict[_Kind, _Bytes] = {}  # the minimum memory beyond states
         self._costs = question.cluster.costs(self._dtype())
 
     def guess(self, program: Program) -> float:
-        """What programs are ordered by: likely seconds, in units of nothing."""
+        """Return the sort key of programs: likely seconds in arbitrary units."""
         compute = _LIKELY[program.checkpointing] * self._compute_guess()
         return max(compute, self._wire_s(program)) + 0.1 * min(compute, self._wire_s(program))
 
     def next_of(self, waiting: Sequence[Program], running: Collection[Program]) -> Program:
-        """The one of `waiting` to simulate: the first, or one that tells more while nothing is known of its kind.
+        """Return the program in `waiting` to simulate next: the first, or one that provides more information.
 
-        Of a kind that may not fit, the one that needs the least tells which of the others do; and as long as it is
-        among those `running`, others go first.
+        Among programs of a kind that may not fit, the one that needs least determines which of the others do. While it
+        is in `running`, programs of other kinds go first.
         """
         under_way = {_kind(item) for item in running} - set(self._beyond)
         certain = (
@@ -166,9 +167,10 @@ class Bounds:
         return min(alike, key=lambda item: states_bytes(self._question, item))
 
     def is_likely_too_large(self, program: Program, unsure: float = 1.0) -> bool:
-        """Whether `program` probably does not fit, by what others take that keep more or less: for the order only.
+        """Return whether `program` probably does not fit, judged by similar programs: for the order only.
 
-        Before there are others, by what products of matrices keep. `unsure` times as much is taken.
+        Before there are any, the estimate is based on the tensors that matrix products save. It is multiplied by
+        `unsure`.
         """
         kind, guess = _kind(program), _Bytes(self._kept_guess, self._kept_guess)
         alike = {item: nbytes for item, nbytes in self._beyond.items() if item[0] == kind[0]}
@@ -178,12 +180,12 @@ class Bounds:
         return states_bytes(self._question, program, unsure * likely) > self._question.cluster.usable_bytes
 
     def excludes(self, program: Program, best_s: float | None, fitting: int) -> str | None:
-        """Why `program` need not be simulated, if it need not.
+        """Return the reason why `program` need not be simulated, or None.
 
         Args:
-            program: the one that would be next.
-            best_s: seconds of a step of the best so far.
-            fitting: how many that fit have been simulated, or are on their way.
+            program: The next program.
+            best_s: Seconds per step of the best program so far.
+            fitting: The number of fitting programs that have been simulated or are being simulated.
         """
         shapes = [shape for shape in self._question.shapes_of(program) if self._may_fit(program, shape[0])]
         if not shapes:
@@ -196,7 +198,7 @@ class Bounds:
         return None
 
     def learn(self, made: Sketch) -> None:
-        """Take in what was simulated."""
+        """Update the bounds with a simulated program."""
         program = made.program
         self._first.setdefault(_like(program), made)
         shapes = [shape for shape in self._question.shapes_of(program) if made.can_tell(shape[0])]
@@ -224,9 +226,9 @@ class Bounds:
         self._busy[key] = min(self._busy.get(key, busy), busy)
 
     def _least_busy_s(self, program: Program, rows: int) -> float:
-        """Seconds that are computed for a row, of microbatches of so many: of the least that is known; 0 if nothing is.
+        """Return the minimum compute seconds per row for microbatches of `rows` rows; 0 if unknown.
 
-        Of other checkpoints than are known: without any, and what these do again at least.
+        For checkpointing that has not been simulated: the time without checkpoints plus the minimum recomputation.
         """
         like = _like(program)
         of = like if like in self._first else ("none", program.precision)
@@ -239,7 +241,7 @@ class Bounds:
         return busy.all_s + (0.0 if of == like else self._again(program.checkpointing) * busy.blocks_s)
 
     def _again(self, kept: str) -> float:
-        """The share of the blocks' forwards that is computed again, at least."""
+        """Return the minimum share of the blocks' forwards that is recomputed."""
         blocks = list(range(self._blocks))
         return _AGAIN.get(kept, 0.0) * len(checkpointed(blocks, kept)) / max(1, len(blocks))
 
@@ -250,7 +252,7 @@ class Bounds:
 
     @cached_property
     def _kept_guess(self) -> float:
-        """Bytes for a row: what products of matrices are given, and what they give."""
+        """Bytes per row: the inputs and outputs of matrix products."""
         model = self._question.subject.model
         if model is None:
             return 0.0
@@ -263,7 +265,7 @@ class Bounds:
         return "float32" if first is None else str(first).removeprefix("torch.")
 
     def _compute_guess(self) -> float:
-        """Seconds of products of matrices in a step: 6 FLOPs for each parameter and token."""
+        """Seconds of matrix products per step: 6 FLOPs per parameter and token."""
         model = self._question.subject.model
         if model is None:
             return 0.0
@@ -272,7 +274,7 @@ class Bounds:
         return 6 * numel * rows * self._question.subject.per_row / self._costs.flops_per_s
 
     def _wire_s(self, program: Program) -> float:
-        """Seconds that the messages of a step take at least: all bytes at once, by docs/strategies.md."""
+        """Return the minimum communication seconds per step: all bytes without latency, by docs/strategies.md."""
         model = self._question.subject.model
         cluster = self._question.cluster
         if model is None or cluster.world < 2:

@@ -1,4 +1,4 @@
-"""The ways in which a model can be trained on so many ranks, and what of each can be told without running it."""
+"""The possible programs for a number of ranks, and their properties that are known without simulation."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ __all__ = [
 ]
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "hpz", "hsdp", "hsdp_zero2", "hfsdp")
-"""The named ones; hpz is zero3 with secondary shards within a host, hfsdp gathers across hosts once a step."""
+"""The named strategies. hpz is zero3 with secondary shards within a host, hfsdp gathers across hosts once per step."""
 
 CHECKPOINTING = ("none", "selective", "every-2", "every-1")
-"""What is kept up to backward: all; products of matrices and attention; all of every other block; inputs of blocks."""
+"""Tensors kept until backward: all; matrix product and attention outputs; all of every other block; block inputs."""
 
 PRECISIONS = {
     "bf16": (torch.bfloat16, torch.float32),
     "bf16-reduce": (torch.bfloat16, torch.bfloat16),
     "fp32": (None, None),
 }
-"""Dtypes of compute and of gradient sums; parameters at rest and the optimizer keep the model's own."""
+"""Compute and reduce dtypes. Stored parameters and the optimizer keep the model's dtype."""
 
 T = TypeVar("T")
 
-_GPU_BYTES_APART = 2.0e9  # CUDA's context, NCCL's buffers (some 0.5 GB each), cuBLAS's workspaces, and a margin
+_GPU_BYTES_APART = 2.0e9  # CUDA's context, NCCL's buffers (about 0.5 GB each), cuBLAS's workspaces, and a margin
 _CPU_BYTES_APART = 0.45e9  # of a process: Python, torch and their libraries
 
 
@@ -62,11 +62,12 @@ class Cluster:
     """Hosts of one kind.
 
     Args:
-        hardware: the kind.
-        hosts: how many.
-        per_host: ranks on each.
-        share: of an accelerator's memory that may be used; None to leave room for what takes memory besides tensors.
-        disk: of each host.
+        hardware: The kind of machine.
+        hosts: The number of hosts.
+        per_host: The number of ranks per host.
+        share: The share of an accelerator's memory that may be used. If None, memory is reserved for everything except
+            tensors.
+        disk: The disk of each host.
     """
 
     hardware: Hardware
@@ -77,12 +78,12 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """The number of ranks."""
         return self.hosts * self.per_host
 
     @property
     def usable_bytes(self) -> float:
-        """What a rank's tensors, and what the allocator holds beyond them, may take."""
+        """The bytes available for a rank's tensors and the overhead of the allocator."""
         whole = self.hardware.memory_bytes
         if self.hardware.kind == "cpu":
             return (self.share or 0.95) * whole / self.per_host - _CPU_BYTES_APART
@@ -90,12 +91,12 @@ class Cluster:
 
     @property
     def holder(self) -> str:
-        """What holds memory beyond that of tensors."""
+        """The holder of memory beyond that of tensors."""
         return "process" if self.hardware.kind == "cpu" else "caching allocator"
 
     @property
     def why_usable(self) -> str:
-        """The room that is left, and why."""
+        """The usable memory with an explanation."""
         whole, usable = self.hardware.memory_bytes / 1e9, self.usable_bytes / 1e9
         if self.hardware.kind == "cpu":
             return (
@@ -110,32 +111,32 @@ class Cluster:
         )
 
     def costs(self, dtype: str) -> Costs:
-        """The costs of a rank's tape, where products of matrices are of `dtype`. Ranks share the cores of a CPU."""
+        """Return the costs of a rank's trace, with matrix products in `dtype`. Ranks share the cores of a CPU."""
         return costs_of(self.hardware, dtype=dtype, ranks=self.per_host)
 
     def with_hosts(self, hosts: int) -> Cluster:
-        """As many hosts of the same kind."""
+        """Return a cluster with another number of hosts of the same kind."""
         return replace(self, hosts=hosts)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """What decides on the operations of a step, other than how many rows there are.
+    """Everything that determines the operations of a step, except the number of rows.
 
     Args:
-        strategy: one of `STRATEGIES`, or "own" for a model that the user's function shards.
-        checkpointing: one of `CHECKPOINTING`.
-        precision: one of `PRECISIONS`, or "own".
-        offload: whether shards, their gradients and the optimizer's step are on the CPU.
-        prefetch_depth: how many units are gathered ahead.
-        accumulates: whether a step has several microbatches.
-        syncs_each: whether gradients are reduced after each of them, instead of once (`no_sync` before that).
-        gather_wire: encoding of parameters in gathers; None for none.
-        reduce_wire: of gradients in reductions.
-        cpu: how much of the optimizer's state is on the CPU, which steps it. Of a program that is to be looked at, 1:
-            as much of it as is needed.
-        disk: how much of the optimizer's state rests on the disk of each host. Of a program that is to be looked at, 1:
-            as much of it as is needed.
+        strategy: One of `STRATEGIES`, or "own" for a model that the user's function shards.
+        checkpointing: One of `CHECKPOINTING`.
+        precision: One of `PRECISIONS`, or "own".
+        offload: Whether shards, their gradients and the optimizer step are on the CPU.
+        prefetch_depth: The number of units to prefetch.
+        accumulates: Whether a step has several microbatches.
+        syncs_each: Whether gradients are reduced after each microbatch instead of once (`no_sync` before that).
+        gather_wire: The encoding of parameters in all-gathers, or None.
+        reduce_wire: The encoding of gradients in reductions, or None.
+        cpu: The fraction of the optimizer state that is on the CPU and updated there. Before the search, 1 means as
+            much as needed.
+        disk: The fraction of the optimizer state on the disk of each host. Before the search, 1 means as much as
+            needed.
     """
 
     strategy: str
@@ -167,7 +168,7 @@ class Program:
         return ", ".join(parts)
 
     def placements(self, per_host: int) -> Placements:
-        """Where each state lives."""
+        """Return the placement of each state."""
         grouped, sharded = Placement.GROUPED, Placement.SHARDED
         if self.strategy == "hpz":
             return Placements(
@@ -180,20 +181,20 @@ class Program:
         return resolve_placements(self.strategy)
 
     def policy(self) -> MixedPrecisionPolicy:
-        """The dtypes and encodings."""
+        """Return the dtypes and encodings."""
         param, reduce = PRECISIONS[self.precision]
         return MixedPrecisionPolicy(
             param_dtype=param, reduce_dtype=reduce, gather_wire=self.gather_wire, reduce_wire=self.reduce_wire
         )
 
     def offload_policy(self) -> OffloadPolicy | None:
-        """What is on the CPU. What is on a disk is added to what a run without it takes."""
+        """Return the policy for the CPU. The effect of a disk is added to the result of a simulation without it."""
         if self.offload:
             return CPUOffloadPolicy()
         return Offload(optimizer={"cpu": self.cpu}) if self.cpu else None
 
     def options(self, per_host: int) -> ShardOptions:
-        """What units are made with."""
+        """Return the options of the units."""
         return replace(
             ShardOptions.of(
                 self.placements(per_host),
@@ -206,7 +207,7 @@ class Program:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A program, with the rows of a microbatch on a rank and the microbatches of a step."""
+    """A program with the rows per microbatch and rank and the microbatches per step."""
 
     program: Program
     rows: int
@@ -223,10 +224,11 @@ def programs(
     accumulates: Sequence[bool] = (False, True),
     wires: tuple[str | None, str | None] = (None, None),
 ) -> Iterator[Program]:
-    """All programs that make sense on `cluster`: hybrid ones take several hosts, and sharded ones several ranks.
+    """Yield all useful programs for `cluster`. Hybrid strategies need several hosts, and sharded ones several ranks.
 
-    zero1 and zero2 differ in what they keep of gradients between microbatches. Where that is nothing, there is one of
-    them: zero1 without microbatches to add up, and zero2, which frees parameters sooner, where each is reduced.
+    zero1 and zero2 differ in the gradients that they keep between microbatches. If there are none, only one of them is
+    considered: zero1 if there is no accumulation, and zero2, which frees parameters sooner, if each microbatch is
+        reduced.
     """
     reduces_once = ("ddp", "zero1") if "zero2" in strategies else ("ddp",)
     for strategy in strategies:
@@ -241,7 +243,7 @@ def programs(
                         continue
                     for several in accumulates:
                         if strategy == "hfsdp" and not several:
-                            continue  # which is for microbatches that gather within hosts
+                            continue  # it is for microbatches that gather within hosts
                         if strategy == "zero2" and not several and "zero1" in strategies:
                             continue
                         for each in (False, True) if several and strategy not in reduces_once else (False,):
@@ -258,10 +260,10 @@ def programs(
 
 
 def share_rows(global_batch: int, world: int) -> list[int]:
-    """The rows that a microbatch of a rank may have, if a step learns from `global_batch` of them.
+    """Return the possible rows per microbatch and rank for a global batch.
 
     Raises:
-        ConfigError: the ranks cannot share them evenly.
+        ConfigError: The global batch is not divisible by the number of ranks.
     """
     if global_batch < 1 or global_batch % world:
         below, above = global_batch // world * world, (global_batch // world + 1) * world
@@ -274,14 +276,14 @@ def share_rows(global_batch: int, world: int) -> list[int]:
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The modules below `model` that become units: the blocks of its lists; of the trainer's GPT, as it shards it."""
+    """Return the modules below `model` that become units: the blocks of its lists, or of the trainer's GPT."""
     if isinstance(model, GPT):
         return list(model.blocks)
     return list(wrapped_modules(model, repeated_layers(model)))
 
 
 def sharded(model: nn.Module, program: Program, per_host: int) -> nn.Module:
-    """`model` itself, checkpointed and sharded as `program` says."""
+    """Checkpoint and shard `model` in place according to `program`, and return it."""
     units = units_of(model)
     for unit in checkpointed(units, program.checkpointing):
         unit.forward = partial(checkpoint, unit.forward, **_how(program.checkpointing))
@@ -292,7 +294,7 @@ def sharded(model: nn.Module, program: Program, per_host: int) -> nn.Module:
 
 
 def checkpointed(units: Sequence[T], kept: str) -> Sequence[T]:
-    """Those of `units` that run again in backward."""
+    """Return the units that are recomputed in backward."""
     if kept == "none":
         return ()
     return units[1::2] if kept == "every-2" else units
@@ -305,7 +307,7 @@ def _how(kept: str) -> dict[str, Any]:
 
 
 def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """The policy of selective checkpointing: what products of matrices and attention give is kept, the rest is not."""
+    """Select the outputs to save in selective checkpointing: those of matrix products and attention."""
     names = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")
     kept = any(str(operation._overloadpacket).removeprefix("aten.").startswith(name) for name in names)
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

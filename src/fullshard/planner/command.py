@@ -48,10 +48,10 @@ _DESCRIPTION = (
 
 
 def run(argv: Sequence[str]) -> int:
-    """Plan as `argv` says; the exit code.
+    """Run `fullshard plan` with the arguments `argv` and return the exit code.
 
     Raises:
-        ConfigError: an option is not sound, or the model cannot be planned.
+        ConfigError: An option is invalid, or the model cannot be planned.
     """
     settings = parse(PlanSettings, argv, prog="fullshard plan", description=_DESCRIPTION)
     answer = settings.answer
@@ -127,7 +127,7 @@ def _answered(settings: PlanSettings, question: Question, console: Console) -> i
 
 
 def _write_json(path: str | None, report: dict[str, Any]) -> None:
-    """Write `report` where --json says, if it does."""
+    """Write `report` to the path of --json, if given."""
     if path is None:
         return
     text = json.dumps(report, indent=2, default=str) + "\n"
@@ -138,8 +138,8 @@ def _write_json(path: str | None, report: dict[str, Any]) -> None:
 
 
 def _say_against(out: Path, path: str | None) -> int:
-    """Tell of a run what was predicted and what was measured."""
-    from fullshard.train.predicting import comparison_of  # late: a quarter of a second that plans do without
+    """Print the predictions for a run and its measurements."""
+    from fullshard.train.predicting import comparison_of  # late: it takes a quarter of a second that plans do not need
 
     found = comparison_of(out)
     _write_json(path, asdict(found))
@@ -153,7 +153,7 @@ def _say_against(out: Path, path: str | None) -> int:
 
 
 def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> int:
-    """Tell of one strategy, with the first of the checkpointing that is considered, and what else comes nearest."""
+    """Explain one strategy, with the first of the checkpointing options, and what comes nearest to fitting."""
     rows, count = min(question.shapes())
     program = Program(
         strategy=strategy,
@@ -176,7 +176,7 @@ def _say_why(question: Question, strategy: str, path: str | None, say: Any) -> i
 
 
 def _largest(plan: Plan) -> list[str]:
-    """The largest microbatch of all that was simulated."""
+    """Return lines about the largest microbatch of all simulated programs."""
     most = max(plan.found, key=lambda item: item.largest, default=None)
     if most is None or not most.largest:
         return [*left_out_lines(plan), "Not even one row fits."]

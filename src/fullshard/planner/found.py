@@ -1,4 +1,4 @@
-"""What of a program is found: the fastest of its candidates that fits. And a plan: all that was found."""
+"""The results of the search: for each program the fastest candidate that fits, and the plan of all programs."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from fullshard.planner.sketch import Figures, Sketch
 __all__ = ["ALIKE", "Found", "Plan", "answer", "host_fits", "largest_rows"]
 
 ALIKE = 1.005
-"""Times that differ by less are taken to be the same."""
+"""Times with a smaller ratio count as equal."""
 _PLENTY = 0.5
-"""Of the usable memory: what needs no more need not be exchanged for what needs less."""
+"""A share of the usable memory. Programs below it are not replaced by ones that need less."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A program, the fastest of its candidates that fit, or else the one that needs least."""
+    """A program with its fastest candidate that fits, or else the candidate that needs least memory."""
 
     sketch: Sketch
     figures: Figures
     fits: bool
-    largest: int  # rows of a microbatch that fit at most, whatever the global batch
+    largest: int  # maximum rows per microbatch that fit, for any global batch
 
 
 @dataclass
 class Plan:
-    """What the search has found: programs in order of time, those that fit first.
+    """The result of the search: programs by time, those that fit first.
 
-    `left_out` says how many were not simulated, by reason.
+    `left_out` counts the programs that were not simulated, by reason.
     """
 
     question: Question
@@ -39,13 +39,14 @@ class Plan:
 
     @property
     def fitting(self) -> list[Found]:
-        """Those that fit, the fastest first."""
+        """The programs that fit, the fastest first."""
         return sorted((item for item in self.found if item.fits), key=lambda item: item.figures.seconds_a_row)
 
     @property
     def best(self) -> Found | None:
-        """The fastest that fits; or, if memory is short, of those that predictions cannot tell from it the one that
-        needs the least.
+        """The fastest program that fits.
+
+        If memory is short, it is the one that needs least among those whose predicted times are practically equal.
         """
         fitting = self.fitting
         if not fitting or fitting[0].figures.needed_bytes <= _PLENTY * self.question.cluster.usable_bytes:
@@ -55,7 +56,7 @@ class Plan:
 
     @property
     def runner_up(self) -> Found | None:
-        """The fastest that is not the best one's strategy and checkpointing."""
+        """The fastest program whose strategy or checkpointing differs from the best one's."""
         best = self.best
         if best is None:
             return None
@@ -74,7 +75,7 @@ class Plan:
 
 
 def answer(question: Question, made: Sketch) -> Found | None:
-    """The best candidate of a program; None if it cannot be told, or fits without the disk that it is to have."""
+    """Return the best candidate of a program; None if it is unpredictable, or needs no disk but is meant to use it."""
     usable = question.cluster.usable_bytes
     if made.program.disk:
         return _answer_on_disk(question, made)
@@ -82,7 +83,7 @@ def answer(question: Question, made: Sketch) -> Found | None:
     if not shapes:
         return None
     small = [made.figures(rows, count) for rows, count in shapes if made.needed_bytes(rows) <= usable]
-    fitting = [item for item in small if made.program.cpu == 1 or host_fits(question.cluster, item)]  # a part of it may
+    fitting = [item for item in small if made.program.cpu == 1 or host_fits(question.cluster, item)]  # a part may
     if fitting:
         chosen = min(fitting, key=lambda item: item.seconds_a_row)
     else:
@@ -91,7 +92,7 @@ def answer(question: Question, made: Sketch) -> Found | None:
 
 
 def _answer_on_disk(question: Question, made: Sketch) -> Found | None:
-    """Of candidates with the least on the disk with which they fit, the fastest; with all on it, if none does."""
+    """Return the fastest candidate with the smallest fraction on disk that fits; if none fits, with all on disk."""
     usable = question.cluster.usable_bytes
     shapes = [shape for shape in question.shapes_of(made.program) if made.can_tell(shape[0])]
     shares = {shape: made.least_on_disk(shape[0], usable) for shape in shapes}
@@ -112,14 +113,14 @@ def _answer_on_disk(question: Question, made: Sketch) -> Found | None:
 
 
 def host_fits(cluster: Cluster, figures: Figures, share: float = 1.0) -> bool:
-    """True if all ranks of a host have room in its memory for what is offloaded, or for `share` of that."""
+    """Return True if the offloaded states of all ranks of a host, or `share` of them, fit into its memory."""
     if cluster.hardware.kind == "cpu":
         return True
     return share * figures.host_bytes * cluster.per_host <= 0.9 * cluster.hardware.host_memory_bytes
 
 
 def largest_rows(made: Sketch, usable: float) -> int:
-    """The most rows of a microbatch that fit; 0 if not even one does."""
+    """Return the maximum rows per microbatch that fit; 0 if not even one does."""
     if made.needed_bytes(1) > usable:
         return 0
     if made.most_rows is not None:

@@ -1,4 +1,4 @@
-"""The page of a plan: what fits, the lanes of a step and its memory, drawn as the report of a run draws them."""
+"""The HTML page of a plan: programs that fit, and the streams and memory of a step as in the report of a run."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _PARTS = {
     Phase.IDLE: "other",
 }
 _OF_LANE = {"gather": "gather", "reduce": "reduce", "replicate": "reduce", "offload": "other"}
-_GAP = 2e-3  # of a step: what follows on a lane within it, of the same unit and part, is one span
+_GAP = 2e-3  # of a step: shorter gaps between work of the same unit and phase are merged
 
 
 def page(plan: Plan, changes: Sequence[WhatIf] = ()) -> str:
-    """The page of a plan in which something fits: one HTML file that needs nothing else.
+    """Return the page of a plan in which something fits: one self-contained HTML file.
 
-    It shows the step of the longest model that was run: one of few blocks, where there are lists of like ones.
+    It shows the step of the longest simulated model, which has only a few blocks if it has lists of identical blocks.
     """
     best = plan.best
     assert best is not None
@@ -70,7 +70,7 @@ def _shown(best: Found) -> str:
 
 
 def _spans(placed: Sequence[Placed], end: float) -> Iterator[Span]:
-    """What the lanes do, by parts of a step; what follows without a gap, of the same unit and part, is one."""
+    """Yield the work of the streams by phase. Work of the same unit and phase without a gap is one span."""
     last: dict[str, Span] = {}
     for item in placed:
         lane, origin = item.entry.lane, item.entry.origin
@@ -87,7 +87,7 @@ def _spans(placed: Sequence[Placed], end: float) -> Iterator[Span]:
 
 
 def _memory(tape: Tape, placed: Sequence[Placed], begun: int) -> Memory:
-    """Bytes by state from the place `begun` of the tape on."""
+    """Return the bytes by state from the index `begun` of the trace."""
     curve = [(place, held) for place, held in memory_curve(tape) if place >= begun]
     total = [sum(held.values()) for _, held in curve]
     return Memory(
@@ -113,7 +113,7 @@ def _label(tape: Tape, place: int) -> str:
 
 
 def _moments(tape: Tape, placed: Sequence[Placed], places: Sequence[int], begun: int) -> list[float]:
-    """When the lanes come to what follows each of `places`, at the earliest when they came to what was before."""
+    """Return the start time of the first work after each index in `places`, not earlier than that of earlier work."""
     starts = {id(item.entry): item.start for item in placed}
     after = 0.0
     coming: dict[int, float] = {}

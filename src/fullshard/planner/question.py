@@ -1,4 +1,4 @@
-"""What is asked of a plan: a model, machines, and which ways of sharding are considered."""
+"""The input of a plan: a model, machines, and the strategies to consider."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from fullshard.planner.subject import Subject
 
 __all__ = ["Question", "with_cpu", "with_disk"]
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # where no global batch is given
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # without a global batch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is asked for.
+    """The input of the search.
 
     Args:
-        subject: the model.
-        cluster: the machines.
-        global_batch: rows that a step learns from on all ranks; None for any.
-        strategies: those to consider.
-        checkpointing: likewise.
-        precisions: likewise.
-        offload: whether the optimizer's state on the CPU or on a disk, and shards on the CPU, are considered even where
-            something fits without.
-        wires: encodings of gathers and of reductions, which change the numbers.
-        max_norm: clips gradients, if given.
-        make_optimizer: makes the optimizer of parameters; fused AdamW if None.
-        most: programs that are simulated at most; 0 for all that may be the fastest.
-        exhaustive: whether all that may fit are simulated, whatever they can reach.
-        largest: whether those come first that take the least memory for a row, not those that are likely the fastest.
+        subject: The model.
+        cluster: The machines.
+        global_batch: The rows per step over all ranks; None for any number.
+        strategies: The strategies to consider.
+        checkpointing: The checkpointing options to consider.
+        precisions: The precisions to consider.
+        offload: Whether to consider optimizer states on the CPU or on disk, and shards on the CPU, even if something
+            fits without them.
+        wires: Encodings of all-gathers and of reductions, which change results.
+        max_norm: Clips gradients, if given.
+        make_optimizer: Creates the optimizer from parameters. If None, fused AdamW.
+        most: The maximum number of programs to simulate; 0 for all that may be the fastest.
+        exhaustive: Whether to simulate all programs that may fit, even if they cannot be the fastest.
+        largest: Whether to start with the programs that need least memory per row, instead of the likely fastest.
     """
 
     subject: Subject
@@ -51,10 +51,10 @@ class Question:
     largest: bool = False
 
     def shapes(self) -> list[tuple[int, int]]:
-        """Rows of a microbatch and microbatches of a step that may be chosen.
+        """Return the possible rows per microbatch and microbatches per step.
 
         Raises:
-            ConfigError: the ranks cannot share the global batch.
+            ConfigError: The global batch is not divisible by the number of ranks.
         """
         if self.global_batch is None:
             return [(rows, 1) for rows in (_ROWS if self.subject.any_rows else (1,))]
@@ -63,7 +63,7 @@ class Question:
         return [(each, mine // each) for each in rows if self.subject.any_rows or each == 1]
 
     def programs(self) -> list[Program]:
-        """The programs to consider."""
+        """Return the programs to consider."""
         counts = [count for _, count in self.shapes()]
         if self.subject.make_sharded is not None:
             several = [False] * (1 in counts) + [True] * (max(counts) > 1)
@@ -82,18 +82,18 @@ class Question:
         return every + (with_disk(every) if self.offload else [])
 
     def shapes_of(self, program: Program) -> list[tuple[int, int]]:
-        """Those of `shapes` that are of `program`."""
+        """Return the entries of `shapes` that match `program`."""
         return [(rows, count) for rows, count in self.shapes() if (count > 1) == program.accumulates]
 
     def asked(self, program: Program) -> Sketch:
-        """The sketch of `program`."""
+        """Return the sketch of `program`."""
         return sketch(self.subject, self.cluster, program, max_norm=self.max_norm, make_optimizer=self.make_optimizer)
 
 
 def with_cpu(question: Question, programs: Iterable[Program]) -> list[Program]:
-    """Those of `programs` that have all on the device, with as much of the optimizer's state on the CPU as is needed.
+    """Return the programs without offload, changed to keep as much of the optimizer state on the CPU as needed.
 
-    None where the CPU computes, or where the user's function says where states are.
+    There are none when computing on the CPU, or if the user's function places the states.
     """
     if question.cluster.hardware.kind == "cpu" or question.subject.make_sharded is not None:
         return []
@@ -101,5 +101,5 @@ def with_cpu(question: Question, programs: Iterable[Program]) -> list[Program]:
 
 
 def with_disk(programs: Iterable[Program]) -> list[Program]:
-    """Those of `programs` that have all in memory, with as much on a disk as is needed."""
+    """Return the programs with all states in memory, changed to keep as much on disk as needed."""
     return [replace(program, disk=1.0) for program in programs if not program.offload]

@@ -1,4 +1,4 @@
-"""What is read off the tapes of a few steps: times by what they go to, and memory by region."""
+"""Values derived from the traces of a few steps: times by cause, and memory by region."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["LIMITS", "held_of", "region_peaks", "times_of"]
 
 COMPUTE, GATHER = "compute", "gather"
 LIMITS = ("compute", "memory bandwidth", "host", "gathers", "reductions", "waits", "disk")
-"""What a second of the compute lane may go to."""
+"""The possible causes of a second on the compute stream."""
 
 
 def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[Any, float]:
-    """What adds up from block to block: seconds, FLOPs, bytes. ("each", ...) is of one more microbatch.
+    """Return values that are additive over blocks: seconds, FLOPs, bytes. ("each", ...) is for one more microbatch.
 
-    Costs of a CPU know what its cache and its heap hold: such a step came before it.
+    The costs of a CPU track its cache and heap, so an equal step is processed first.
     """
     step, costs = tapes.at(rows), make_costs()
     for entry in (*tapes.tape.entries[: tapes.begins[1]], *step):
@@ -43,13 +43,14 @@ def times_of(tapes: Tapes, rows: int, make_costs: Callable[[], Costs]) -> dict[A
 
 
 def _sent(entries: Sequence[Entry]) -> float:
-    """Bytes that a rank gives to collectives."""
+    """Return the bytes that a rank passes to collectives."""
     return float(sum(sum(entry.sizes) for entry in entries if isinstance(entry, Collective)))
 
 
 def _again(step: Sequence[Entry], second: int) -> list[Entry]:
-    """What each further microbatch does, too, of the first one of `step`, before the place `second`: all but steps of
-    the CPU that had been put off until then, and copies of what these gave.
+    """Return the work that each additional microbatch repeats from the first one, before the index `second` of `step`.
+
+    Deferred optimizer steps of the CPU, and copies of their results, are not repeated.
     """
     copied = {entry.origin.unit for entry in step[second:] if _goes_up(entry)}
     return [
@@ -64,8 +65,9 @@ def _goes_up(entry: Entry) -> bool:
 
 
 def held_of(tapes: Tapes, kind: str) -> dict[Any, float]:
-    """What is held at most, and the tensors, with few rows: by the caching allocator of a "gpu", or by the process of a
-    rank on a "cpu".
+    """Return the peak memory and the tensors in it, with few rows.
+
+    The peak is that of the caching allocator for a "gpu", or of a rank's process for a "cpu".
     """
     tape = Tape()
     tape.entries = tapes.tape.entries[: tapes.begins[2]]
@@ -77,10 +79,10 @@ def held_of(tapes: Tapes, kind: str) -> dict[Any, float]:
 
 
 def _spent(laid: Timeline, costs: Costs) -> dict[Any, float]:
-    """Seconds of the compute lane by what they go to; "step" is all of them, with what comes behind its last.
+    """Return the seconds of the compute stream by cause; "step" is the total, including work after its last operation.
 
-    "optimizer" is the part of them in which parameters are stepped, "blocks" that of the forwards of units below the
-    root. The disk is on no tape.
+    "optimizer" is the part in which parameters are updated, "blocks" that of the forwards of units below the root. The
+    disk is not in a trace.
     """
     found: dict[Any, float] = dict.fromkeys((*LIMITS, "step", "optimizer", "blocks"), 0.0)
     for placed in laid.placed:
@@ -116,9 +118,9 @@ def _lane_kind(entry: Entry | None) -> str:
 
 
 def region_peaks(tapes: Tapes, step: int, whole: Mapping[str, int], of_host: bool) -> dict[Any, float]:
-    """The most bytes in each region of a step, and the parts of it by state.
+    """Return the peak bytes in each region of a step, and its parts by state.
 
-    A region is a unit, blocks in the middle of their list taken together, and a phase.
+    A region is a unit and a phase. Blocks in the middle of a list form one region per phase.
     """
     begin, end = tapes.begins[1 + step], tapes.begins[2 + step]
     if begin == end:
@@ -144,7 +146,7 @@ def region_peaks(tapes: Tapes, step: int, whole: Mapping[str, int], of_host: boo
 
 
 def _place_of(unit: str, lengths: Mapping[str, int], whole: Mapping[str, int]) -> str:
-    """The unit's name in the whole model; for blocks in the middle of a list, what they are together."""
+    """Return the unit's name in the whole model; blocks in the middle of a list have a common name."""
     for fqn, length in lengths.items():
         if unit.startswith(f"{fqn}."):
             number, dot, rest = unit.removeprefix(f"{fqn}.").partition(".")

@@ -1,4 +1,4 @@
-"""A plan in words: the table, the recommendation and its reason, and all of it for programs."""
+"""A plan as text: the table, the recommendation with its reason, and all of it as a dict."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SHOWN = 12
 
 
 def head(question: Question) -> list[str]:
-    """What is planned for, and on what, with every constant that was fitted rather than looked up."""
+    """Return the model and the machines, with all constants that were fitted rather than looked up."""
     subject, cluster = question.subject, question.cluster
     fitted, machine = cluster.hardware.fitted, cluster.hardware
     lines = [
@@ -61,7 +61,7 @@ def head(question: Question) -> list[str]:
 
 
 def _states_line(question: Question) -> list[str]:
-    """Bytes of states under ddp and under zero3: what sharding is for."""
+    """Return the bytes of states under ddp and under zero3, which show the benefit of sharding."""
     model, world = question.subject.model, question.cluster.world
     if model is None or question.make_optimizer is not None:
         return []
@@ -75,7 +75,7 @@ def _states_line(question: Question) -> list[str]:
 
 
 def table(plan: Plan) -> Table:
-    """Every program that was simulated, the fastest of its candidates, those that fit first."""
+    """Return a table of the simulated programs, each with its fastest candidate, those that fit first."""
     shown = Table(box=box.SIMPLE, pad_edge=False)
     left = ("strategy", "checkpoints", "limited by")
     for name in columns(plan):
@@ -87,14 +87,14 @@ def table(plan: Plan) -> Table:
 
 
 def columns(plan: Plan) -> list[str]:
-    """What a table says of each program."""
+    """Return the columns of the table."""
     unit = plan.question.subject.unit
     told = ("strategy", "checkpoints", "rows x micro", "peak, GB", "usable", "step, ms", f"{unit}/s", "MFU")
     return [*told, "exposed", "limited by", "most rows"]
 
 
 def row(plan: Plan, found: Found) -> list[str]:
-    """What it says of one, by `columns`."""
+    """Return one row of the table, with the columns of `columns`."""
     usable = plan.question.cluster.usable_bytes
     program, figures = found.sketch.program, found.figures
     candidate, subject = figures.candidate, plan.question.subject
@@ -113,7 +113,7 @@ def row(plan: Plan, found: Found) -> list[str]:
 
 
 def said(plan: Plan) -> list[str]:
-    """What is recommended and why, the runner-up, and what was left out."""
+    """Return the recommendation and its reason, the runner-up, and what was left out."""
     lines = left_out_lines(plan)
     names = sorted({name for found in plan.found for name in found.sketch.custom_operations})
     if names:
@@ -134,7 +134,7 @@ def said(plan: Plan) -> list[str]:
 
 
 def paste(plan: Plan) -> dict[str, str]:
-    """The lines to paste by where they go; only those that there are."""
+    """Return the code to paste by where it goes, without empty entries."""
     best, question = plan.best, plan.question
     if best is None:
         return {}
@@ -149,11 +149,11 @@ def paste(plan: Plan) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """How the answer changes with another machine. `figures` is None if nothing that is known fits there."""
+    """The result for a changed machine. `figures` is None if none of the considered programs fits there."""
 
     change: str
     figures: Figures | None
-    of_best: float  # times the throughput of the plan
+    of_best: float  # throughput relative to the plan
     why_none: str = "nothing of the above fits."
 
     def __str__(self) -> str:
@@ -168,11 +168,11 @@ class WhatIf:
 
 
 def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
-    """The answer with half the network (or link, within a host), by the same tapes; and with twice the hosts."""
+    """Return results with half the network (or link, within a host), by the same traces, and with twice the hosts."""
     best, question = plan.best, plan.question
     if best is None:
         return []
-    foresee(plan, ask)  # beside what follows, where there is a core for it
+    foresee(plan, ask)  # in parallel with the following, if there is a free core
     hardware = question.cluster.hardware
     if question.cluster.hosts > 1:
         slower = replace(hardware, network=replace(hardware.network, bytes_per_s=hardware.network.bytes_per_s / 2))
@@ -192,23 +192,23 @@ def what_ifs(plan: Plan, ask: Workers) -> list[WhatIf]:
 
 
 def foresee(plan: Plan, ask: Workers) -> None:
-    """Have ready what `what_ifs` will ask for, if the best so far stays the best."""
+    """Start the simulations that `what_ifs` needs if the best program so far stays the best."""
     with suppress(ConfigError):
         ask.ask_ahead(*_twice(plan))
     for item in plan.fitting:
-        _ = item.sketch.tapes  # unpacked while others are simulated
+        _ = item.sketch.tapes  # unpack while other programs are simulated
 
 
 def _twice(plan: Plan) -> tuple[Question, Program]:
-    """The best program on twice the hosts.
+    """Return the best program on twice the hosts.
 
     Raises:
-        ConfigError: the ranks cannot share the global batch.
+        ConfigError: The global batch is not divisible by the number of ranks.
     """
     assert plan.best is not None
     cluster, program = plan.question.cluster, plan.best.sketch.program
     twice = replace(plan.question, cluster=cluster.with_hosts(2 * cluster.hosts))
-    if not twice.shapes_of(program):  # fewer microbatches are left
+    if not twice.shapes_of(program):  # fewer microbatches remain
         program = replace(program, accumulates=not program.accumulates, syncs_each=False)
     return twice, program
 
@@ -229,7 +229,7 @@ def _gain(best: Figures, other: Figures | None, times: int) -> float:
 
 
 def why(question: Question, found: Found) -> list[str]:
-    """Why a program fits or does not: by how much, where, of what, and the largest tensors."""
+    """Return why a program fits or does not: the difference, the unit and phase, the states and the largest tensors."""
     figures, usable = found.figures, question.cluster.usable_bytes
     over = figures.needed_bytes - usable
     verdict = f"{_gb(over)} over" if over > 0 else f"{_gb(-over)} to spare"
@@ -258,7 +258,7 @@ def why(question: Question, found: Found) -> list[str]:
 
 
 def nearest_lines(question: Question, found: Found, others: Sequence[Found]) -> list[str]:
-    """What of the same strategy fits, the fastest of it, or else comes nearest to fitting. `found` is what was said."""
+    """Return a line on the fastest fitting program of the same strategy, or the nearest one, unless it is `found`."""
     fitting = [other for other in others if other.fits]
     best = min(fitting, key=lambda item: item.figures.seconds_a_row, default=None) or next(iter(others), found)
     if best.sketch.program == found.sketch.program:
@@ -271,7 +271,7 @@ def nearest_lines(question: Question, found: Found, others: Sequence[Found]) -> 
 
 
 def as_dict(plan: Plan, changes: Sequence[WhatIf] = ()) -> dict[str, Any]:
-    """All of it, for JSON."""
+    """Return the whole plan for JSON."""
     cluster, best, second = plan.question.cluster, plan.best, plan.runner_up
     return {
         "versions": versions(),
@@ -368,7 +368,7 @@ def _reason(best: Found, plan: Plan) -> str:
 
 
 def _on_cpu(best: Found, plan: Plan) -> str:
-    """What a host holds and steps, and how fast it was taken to be."""
+    """Return a sentence about the states that a host holds and updates, and its assumed rate."""
     cluster = plan.question.cluster
     machine = cluster.hardware
     nbytes, rate = best.figures.host_bytes * cluster.per_host, machine.host_memory_bytes_per_s / cluster.per_host
@@ -380,7 +380,7 @@ def _on_cpu(best: Found, plan: Plan) -> str:
 
 
 def _on_disk(best: Found, plan: Plan) -> str:
-    """What the disk of each host has to do, and what it was taken to be."""
+    """Return a sentence about the traffic of each host's disk, and its assumed speed."""
     cluster = plan.question.cluster
     nbytes = best.sketch.disk_bytes * cluster.per_host
     known = "as measured" if cluster.disk is not TYPICAL else "taken as an SSD's; --disk FOLDER measures one"
@@ -419,7 +419,7 @@ def _nothing_fits(plan: Plan) -> str:
 
 
 def left_out_lines(plan: Plan) -> list[str]:
-    """How many programs were simulated, and how many were not, by reason; nothing if all were."""
+    """Return the numbers of simulated and of skipped programs, by reason; nothing if all were simulated."""
     parts = [f"{count} {reason}" for reason, count in plan.left_out.items()]
     return [f"Simulated: {_count(len(plan.found), 'program')}. Left out: {'; '.join(parts)}."] if parts else []
 

@@ -1,4 +1,4 @@
-"""The search: what cannot fit, and what cannot be faster than the best so far, is left out; all else is simulated."""
+"""The search: it simulates all programs except those that cannot fit or cannot be faster than the best so far."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["least_hosts", "nearest", "search"]
 def search(
     question: Question, workers: Workers | None = None, foresee: Callable[[Plan], None] = lambda element: None
 ) -> Plan:
-    """The plan: every program that may fit and may be the fastest, simulated by `workers`, or by some of its own.
+    """Return the plan: every program that may fit and may be the fastest, simulated by `workers` or temporary ones.
 
     Args:
-        question: what is asked.
-        workers: who simulate.
-        foresee: is called with what has been found, as soon as one of them has nothing more to do.
+        question: The input of the search.
+        workers: The workers that simulate.
+        foresee: Called with the plan so far as soon as a worker is idle.
 
     Raises:
-        ConfigError: the model cannot be run dry, or the ranks cannot share the global batch.
+        ConfigError: The model cannot be run dry, or the global batch is not divisible by the number of ranks.
     """
     with _given(workers, question) as ask:
         plan = _searched(question, question.programs(), ask, foresee=foresee)
@@ -49,25 +49,25 @@ def search(
 
 
 def _given(workers: Workers | None, question: Question) -> AbstractContextManager[Workers]:
-    """Those that are given, who stay; or some for the question alone."""
+    """Return a context with the given workers, which stay alive, or with temporary ones."""
     return Workers(question) if workers is None else nullcontext(workers)
 
 
 def _done(made: Sketch) -> Future[Any]:
-    """As if it had been asked for."""
+    """Return a future that is already done."""
     future: Future[Any] = Future()
     future.set_result(made)
     return future
 
 
 def _add(plan: Plan, more: Plan, what: str) -> None:
-    """Have in `plan` what was found with something elsewhere, too."""
+    """Add the results with offloading to `plan`."""
     plan.found += more.found
     plan.left_out |= {f"{reason}, with {what}": count for reason, count in more.left_out.items()}
 
 
 def _add_two_ahead(plan: Plan, ask: Workers) -> None:
-    """Have in `plan` the best that gathers two units ahead, if its gathers take long and that makes it faster."""
+    """Add the best program with two prefetched units to `plan`, if its all-gathers are slow and it is faster."""
     best = plan.best
     if best is None or best.sketch.program.strategy in _GATHERS_NOTHING:
         return
@@ -79,7 +79,7 @@ def _add_two_ahead(plan: Plan, ask: Workers) -> None:
         plan.found.append(found)
 
 
-_GATHERS_NOTHING = ("ddp", "zero1", "own")  # within a step, or as the user's function says
+_GATHERS_NOTHING = ("ddp", "zero1", "own")  # within a step, or as the user's function decides
 
 
 def _searched(
@@ -89,7 +89,7 @@ def _searched(
     known: Sequence[Found] = (),
     foresee: Callable[[Plan], None] | None = None,
 ) -> Plan:
-    """The plan of the programs that are `wanted`. `known` have been simulated already."""
+    """Return the plan of the programs in `wanted`. Those in `known` have been simulated already."""
     plan = Plan(question)
     sketches = {item.sketch.program: item.sketch for item in known}
     usable = question.cluster.usable_bytes
@@ -131,7 +131,7 @@ def _searched(
         if foresee is not None and len(running) < ask.at_once and plan.best is not None:
             foresee(plan)
             foresee = None
-        future = next(iter(running))  # in the order of asking, so that the same question has the same answer
+        future = next(iter(running))  # in submission order, so that results are deterministic
         del running[future]
         made = ask.sketch(future)
         bounds.learn(made)
@@ -145,14 +145,15 @@ def _searched(
     return plan
 
 
-# ---------------------------------------------------------------------------------- the optimizer's state on the CPU
+# --------------------------------------------------------------------------------------- optimizer states on the CPU
 
 
 def _searched_on_cpu(question: Question, wanted: Iterable[Program], ask: Workers) -> Plan:
-    """The plan of `wanted`, which have all of the optimizer's state on the CPU: with the least there that fits.
+    """Return the plan of the programs in `wanted`, with the smallest part of the optimizer state on the CPU that fits.
 
-    With all of it blocks are alike, and few of them tell of the rest. Of a part the whole model is simulated: only of
-    the `_CHOSEN` likeliest, and of none that would be no faster than one of them even if the CPU took no time.
+    With all of it on the CPU, blocks are identical, and a few of them determine the rest. With a part, the whole model
+    is simulated: only for the `_CHOSEN` likeliest programs, and for none that would be slower than one of them even if
+    the CPU took no time.
     """
     plan = _searched(question, wanted, ask)
     candidates = [item.sketch for item in plan.found if item.fits]
@@ -184,15 +185,15 @@ _NO_ROOM = "of which a host's memory cannot hold enough"
 
 @dataclass(frozen=True)
 class _Span:
-    """A program with all of the optimizer's state on the CPU, and what is guessed of it with the least that fits.
+    """A program with all of the optimizer state on the CPU, and an estimate with the smallest part that fits.
 
     Args:
-        made: with all of it there.
-        rows: of a microbatch, of the shape that is likely to be the fastest.
-        microbatches: of a step, likewise.
-        share: of the state that has to be there.
-        seconds_a_row: with that share, likewise.
-        least_seconds_a_row: if the CPU took no time.
+        made: The sketch with all of it on the CPU.
+        rows: Rows per microbatch of the shape that is likely the fastest.
+        microbatches: Microbatches per step of that shape.
+        share: The share of the state that must be on the CPU.
+        seconds_a_row: The estimate with that share.
+        least_seconds_a_row: The estimate if the CPU took no time.
     """
 
     made: Sketch
@@ -204,7 +205,7 @@ class _Span:
 
 
 def _span(question: Question, made: Sketch) -> _Span | None:
-    """The guess, along a line from no state on the CPU to all of it; None if a host has no room for so much."""
+    """Return the estimate by linear interpolation over the share on the CPU; None if host memory is too small."""
     cluster, hardware = question.cluster, question.cluster.hardware
     free = made.on(replace(hardware, host_memory_bytes_per_s=_AT_ONCE, host_link_bytes_per_s=_AT_ONCE))
     guesses = []
@@ -220,19 +221,19 @@ def _span(question: Question, made: Sketch) -> _Span | None:
     return min(guesses, key=lambda guess: guess.seconds_a_row, default=None)
 
 
-_AT_ONCE = 1e30  # bytes a second
+_AT_ONCE = 1e30  # bytes per second
 _FREED = 0.8
-"""About so much of what is on the CPU is free on the device: of 16 bytes of a parameter of AdamW's all but a copy."""
+"""The share of the states on the CPU that is freed on the device: of AdamW's 16 bytes per parameter, all but a copy."""
 
 
 _BY_LINE = 5
-"""Simulations up to which the next is chosen along a line; in the middle from then on."""
+"""The number of simulations that use linear interpolation. Later ones use bisection."""
 
 
 def _least_on_cpu(question: Question, ask: Workers, span: _Span, fractions: Sequence[float]) -> tuple[Figures, Sketch]:
-    """The program with the first of `fractions` with which it fits, simulated; with all, if no other one does.
+    """Simulate the program with the first of `fractions` that fits; with all on the CPU, if no other one fits.
 
-    Two are simulated at once: the one that is likely to be the first, and the one before it, to know that it is.
+    Two are simulated simultaneously: the one that is likely the first, and the one before it as a check.
     """
     program, usable = span.made.program, span.made.cluster.usable_bytes
     fits_not, fits = -1, len(fractions) - 1
@@ -255,10 +256,10 @@ def _least_on_cpu(question: Question, ask: Workers, span: _Span, fractions: Sequ
 
 
 def least_hosts(question: Question, workers: Workers | None = None, *, most: int = 4096) -> Plan | None:
-    """The plan for the fewest ranks on which one row fits, on part of a host or several; None if none up to `most` do.
+    """Return the plan for the smallest number of ranks on which one row fits; None if there is none up to `most`.
 
-    Worlds are powers of two within a host, then whole hosts, any number of them: what shards most decides, with and
-    without checkpoints. On the fewest, everything that was asked for is looked through.
+    World sizes are powers of two within a host, then any number of whole hosts. The strategy that shards most decides,
+    with and without checkpoints. For the smallest number of ranks, all requested programs are searched.
     """
     with _given(workers, question) as ask:
         whole = question.cluster.per_host
@@ -280,7 +281,7 @@ def least_hosts(question: Question, workers: Workers | None = None, *, most: int
 
 
 def _leanest(question: Question, hosts: int, per_host: int, ask: Workers) -> Plan | None:
-    """What fits on so many ranks of the strategy that shards most, simulated; None if nothing does."""
+    """Return a plan of the strategy that shards most on this many ranks; None if nothing fits."""
     cluster = replace(question.cluster, hosts=hosts, per_host=per_host)
     kept = [item for item in ("none", "every-1") if item in question.checkpointing] or list(question.checkpointing)
     strategies = question.strategies if cluster.world > 1 else ("ddp",)
@@ -300,10 +301,11 @@ def _leanest(question: Question, hosts: int, per_host: int, ask: Workers) -> Pla
 
 
 def nearest(question: Question, program: Program, ask: Workers) -> list[Found]:
-    """`program` and its like with other checkpoints, or with sums after each microbatch, those that need least first;
-    if none of these fits, with as much of the optimizer's state on the CPU as is needed; and then on a disk.
+    """Simulate `program` and variants with other checkpoints or with reductions after each microbatch.
 
-    None of those whose states alone do not fit. Steps of any number of rows are taken to have one a rank.
+    Those that need least come first. If none of them fits, as much of the optimizer state as needed is put on the CPU,
+    and then on disk. Programs whose states alone do not fit are skipped. If steps can have any number of rows, they
+    have one per rank.
     """
     everything = replace(question, exhaustive=True, global_batch=question.global_batch or question.cluster.world)
     likes = [replace(program, checkpointing=kept) for kept in question.checkpointing]

@@ -1,8 +1,8 @@
-"""A model of fewer blocks, from which the whole one is told: blocks that are alike cost alike.
+"""Models with fewer blocks, from which the whole model is predicted: identical blocks have identical costs.
 
-The peak of memory and the time of a step are linear in the number of like blocks, once there are a few of them: so two
-short models tell of the long one. Peaks are told region by region (a block near either end, and a phase): which region
-has the peak may change with the number of blocks, and what a region needs does not bend.
+Peak memory and step time are linear in the number of identical blocks, once there are a few of them. So two short
+models determine the long one. Peaks are extrapolated per region (a block near either end, and a phase), because the
+region with the peak can change with the number of blocks, while the memory of each region is linear.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from torch import nn
 __all__ = ["LEAST", "BlockList", "block_lists", "shortened"]
 
 LEAST = 6
-"""Blocks that a list has at least, to be shortened: shorter ones are run as they are."""
+"""The minimum number of blocks of a list that is shortened. Shorter lists are not changed."""
 
 
 @dataclass(frozen=True)
 class BlockList:
-    """A list of like blocks in a model, by its FQN."""
+    """A list of identical blocks in a model, by its FQN."""
 
     fqn: str
     length: int
 
 
 def block_lists(model: nn.Module) -> list[BlockList]:
-    """The lists of `LEAST` like blocks or more, those within others left out."""
+    """Return the lists of at least `LEAST` identical blocks, except for lists within other lists."""
     found: list[BlockList] = []
     for fqn, module in model.named_modules():
         if any(fqn.startswith(f"{outer.fqn}.") for outer in found):
@@ -41,7 +41,7 @@ def block_lists(model: nn.Module) -> list[BlockList]:
 
 
 def shortened(model: nn.Module, lengths: dict[str, int]) -> Sequence[tuple[nn.ModuleList, list[nn.Module]]]:
-    """Cut the lists of `model`, in place, to `lengths` by FQN. What comes back puts the blocks there again."""
+    """Cut the lists of `model`, in place, to `lengths` by FQN. The result restores the blocks."""
     undo = []
     for fqn, length in lengths.items():
         blocks: Any = model.get_submodule(fqn)
@@ -51,7 +51,7 @@ def shortened(model: nn.Module, lengths: dict[str, int]) -> Sequence[tuple[nn.Mo
 
 
 def _signature(block: nn.Module) -> tuple[Any, ...]:
-    """What must be equal in blocks that cost the same: classes, shapes, dtypes, and switches among their attributes."""
+    """Return what must be equal for blocks of the same cost: classes, shapes, dtypes, and flags in attributes."""
     tensors = [
         (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         for name, tensor in (*block.named_parameters(), *block.named_buffers())

@@ -1,9 +1,9 @@
-"""What a program needs and takes, told from a few dry runs: of models of fewer blocks, with one row and with two.
+"""Predictions for a program from a few dry runs: of models with fewer blocks, with one row and with two.
 
-A dry run of a large model takes a while, and a search asks for many. So steps are taken by models of a few blocks (see
-`shorten`), with one row and then with two. All that is read off such a tape is told for the whole model and for any
-number of rows along straight lines. Times are not straight in rows (an operation takes the longer of its FLOPs and its
-bytes), so there the sizes of each operation are, and the tape is laid out anew.
+A dry run of a large model takes a while, and a search needs many. So dry runs use models of a few blocks (see
+`shorten`), with one row and then with two. Everything derived from their traces is extrapolated linearly to the whole
+model and to any number of rows. Times are not linear in rows (an operation takes the longer of its FLOPs and its
+bytes). So the sizes of each operation are extrapolated instead, and the trace is laid out again.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ _KNOWN = ("aten.", "prim", "c10d", "_c10d", "fsdp.", "fullshard", "profiler")
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """One candidate, as it would be on one rank.
+    """The predictions for one candidate on one rank.
 
     Args:
-        candidate: what it is.
-        peak_bytes: of tensors at once.
-        by_state: what memory holds then.
-        where: the unit and the phase whose work asks for it.
-        needed_bytes: what has to fit: with what the caching allocator, or the process, holds beyond tensors.
-        host_bytes: of the host's memory for each rank, beside an accelerator.
-        step_s: seconds of a step.
-        limits: seconds of the compute lane by what they go to, in `LIMITS`.
-        blocks_s: seconds of the compute lane in forwards of units below the root, which checkpoints do again.
-        flops: of the forward and backward of a step, on a rank, without what checkpoints compute again.
-        sent_bytes: what a rank gives to collectives in a step.
-        flops_utilisation: the share of the peak rate that `flops` come to (MFU).
+        candidate: The candidate.
+        peak_bytes: The peak bytes of tensors.
+        by_state: The bytes at the peak by state.
+        where: The unit and the phase of the peak.
+        needed_bytes: The required memory, including the overhead of the caching allocator or of the process.
+        host_bytes: The host memory per rank alongside an accelerator.
+        step_s: Seconds per step.
+        limits: Seconds of the compute stream by cause, see `LIMITS`.
+        blocks_s: Seconds of the compute stream in forwards of units below the root, which checkpoints recompute.
+        flops: FLOPs of forward and backward per step and rank, without recomputation for checkpoints.
+        sent_bytes: The bytes that a rank passes to collectives per step.
+        flops_utilisation: `flops` as a share of the peak rate (MFU).
     """
 
     candidate: Candidate
@@ -69,12 +69,12 @@ class Figures:
 
     @property
     def seconds_a_row(self) -> float:
-        """Seconds for each row of a rank: what candidates are compared by."""
+        """Seconds per row of a rank, by which candidates are compared."""
         return self.step_s / (self.candidate.rows * self.candidate.microbatches)
 
     @property
     def busy_s(self) -> float:
-        """Seconds of the compute lane in which it computes."""
+        """Seconds in which the compute stream computes."""
         return self.limits["compute"] + self.limits["memory bandwidth"]
 
     @property
@@ -84,93 +84,93 @@ class Figures:
 
     @property
     def limited_by(self) -> str:
-        """What takes most of the step."""
+        """The cause of the largest part of the step."""
         return max(self.limits, key=lambda name: self.limits[name])
 
 
 @dataclass
 class Sketch:
-    """A program on a cluster, of which `figures` are told for any number of rows and microbatches."""
+    """A program on a cluster, with predictions for any number of rows and microbatches."""
 
     subject: Subject
     cluster: Cluster
     program: Program
     _tapes: Sequence[Tapes] | bytes
-    whole: Mapping[str, int]  # the lengths of the block lists of the model itself
+    whole: Mapping[str, int]  # the lengths of the block lists of the whole model
     _found: dict[int, dict[Any, float]] = field(default_factory=dict)
 
     @property
     def tapes(self) -> Sequence[Tapes]:
-        """Those of the short models."""
+        """The traces of the short models."""
         if isinstance(self._tapes, bytes):
             tapes: Sequence[Tapes] = pickle.loads(self._tapes)
             self._tapes = tapes
         return self._tapes
 
     def packed(self) -> Mapping[str, Any]:
-        """All but the subject, for another process: what was read off the tapes, and these in one piece."""
+        """Return everything except the subject, for another process: derived values and pickled traces."""
         return vars(self) | {"subject": None, "_tapes": pickle.dumps(self.tapes, pickle.HIGHEST_PROTOCOL)}
 
     @staticmethod
     def unpacked(subject: Subject, packed: Mapping[str, Any]) -> Sketch:
-        """The sketch again. Of most no more is asked than was read off: tapes stay in one piece until they are."""
+        """Return the sketch again. Traces stay pickled until needed; often the derived values suffice."""
         made = object.__new__(Sketch)
         vars(made).update(packed, subject=subject)
         return made
 
     @cached_property
     def least_rows(self) -> int:
-        """Those of the steps that were taken."""
+        """The smaller number of rows of the simulated steps."""
         return self.tapes[0].rows
 
     @cached_property
     def most_rows(self) -> int | None:
-        """The most rows that can be told; None if any number can."""
+        """The maximum number of rows that can be predicted; None if any number can."""
         if not self.subject.any_rows:
             return 1
         return None if all(each.is_straight for each in self.tapes) else self.least_rows + 1
 
     def can_tell(self, rows: int) -> bool:
-        """True if a step with so many rows can be told."""
+        """Return True if a step with `rows` rows can be predicted."""
         return self.most_rows is None or rows <= self.most_rows
 
     @cached_property
     def dtype(self) -> str:
-        """In which most FLOPs are done."""
+        """The dtype with the most FLOPs."""
         return compute_dtype(self.tapes[0].one)
 
     @cached_property
     def custom_operations(self) -> list[str]:
-        """Operations of others than torch's that no FLOPs are known of: they are counted by their bytes."""
+        """The custom operations without a FLOP formula, which are counted by their bytes."""
         entries = (entry for entry in self.tapes[0].one if isinstance(entry, Operation) and not entry.flops)
         return sorted({entry.name for entry in entries if not entry.name.startswith(_KNOWN)})
 
     def on(self, hardware: Hardware) -> Sketch:
-        """The same tapes on another machine of its kind with as many ranks on a host; so their memory is the same."""
+        """Return the traces on another machine of the same kind with as many ranks per host. Memory is the same."""
         other = copy(self)
         other.cluster, other._found = replace(self.cluster, hardware=hardware), {}
         return other
 
     def with_on_disk(self, share: float) -> Sketch:
-        """The same with so much of the optimizer's state on the disk: the same tapes, and what is read off them."""
+        """Return a copy with `share` of the optimizer state on disk. It shares the traces and the derived values."""
         other = copy(self)
         other.program = replace(self.program, disk=share)
         return other
 
     @cached_property
     def states_bytes(self) -> float:
-        """Of the optimizer's state of a rank, wherever it is."""
+        """The bytes of a rank's optimizer state in any tier."""
         regions = self._regions(1, of_host=False)
         return max((nbytes for (_, _, state), nbytes in regions.items() if state is State.OPTIMIZER), default=0.0)
 
     @property
     def disk_bytes(self) -> float:
-        """Of these, what rests on the disk."""
+        """The bytes of the optimizer state on disk."""
         return self.program.disk * self.states_bytes
 
     @property
     def disk_buffers_bytes(self) -> float:
-        """Of memory that what is on the disk passes through: see `state/on_disk.py`."""
+        """The bytes of the memory buffers for states on disk: see `state/on_disk.py`."""
         if not self.program.disk:
             return 0.0
         model = self.subject.model
@@ -181,7 +181,7 @@ class Sketch:
         return min(self.disk_bytes, BUFFERS * max(PORTION_NBYTES, largest))
 
     def least_on_disk(self, rows: int, usable: float) -> float | None:
-        """The least share of the optimizer's state, in hundredths, without which so many rows fit; None if none is."""
+        """Return the smallest share of the optimizer state on disk with which `rows` rows fit in 1 % steps, or None."""
         needed = self.with_on_disk(0.0).needed_bytes(rows)
         if needed <= usable:
             return 0.0
@@ -189,10 +189,14 @@ class Sketch:
         return next((share for share in shares if self.with_on_disk(share).needed_bytes(rows) <= usable), None)
 
     def figures(self, rows: int, microbatches: int) -> Figures:
-        """The candidate of so many rows and microbatches.
+        """Return the predictions for a candidate.
+
+        Args:
+            rows: The rows per microbatch.
+            microbatches: The microbatches per step.
 
         Raises:
-            ConfigError: what is on the tape changes with the rows, so that it cannot be told for so many.
+            ConfigError: The operations depend on the number of rows, so this number cannot be predicted.
         """
         if not self.can_tell(rows):
             raise ConfigError(
@@ -223,41 +227,41 @@ class Sketch:
         )
 
     def needed_bytes(self, rows: int) -> float:
-        """What has to fit with so many rows: tensors at their peak, and what the allocator holds beyond them."""
+        """Return the memory required with `rows` rows: the peak of tensors plus the overhead of the allocator."""
         nbytes = self._peak(rows)[0]
         away = self.disk_bytes - self.disk_buffers_bytes
         return (nbytes + away) * self._held - away + self._apart
 
     def activations_bytes(self, rows: int) -> float:
-        """Of activations at most, with so many rows: whatever else is shared out, these stay."""
+        """Return the peak bytes of activations with `rows` rows, which sharding does not reduce."""
         regions = self._regions(rows, of_host=False)
         return max((nbytes for (_, _, state), nbytes in regions.items() if state is State.ACTIVATIONS), default=0.0)
 
     def _disk_s(self, stepping_s: float) -> float:
-        """Seconds of a step in which the disk is waited for, by all ranks of a host: it goes on beside the stepping."""
+        """Return the seconds per step that a host's ranks wait for the disk, which overlaps with the optimizer step."""
         nbytes = self.disk_bytes * self.cluster.per_host
         return max(0.0, self.cluster.disk.seconds(nbytes, nbytes) - self.program.disk * stepping_s)
 
     @cached_property
     def _held(self) -> float:
-        """Times the tensors' peak that the caching allocator of an accelerator holds, or a process, with few rows."""
+        """The ratio of the memory of an accelerator's caching allocator, or of a process, to the peak of tensors."""
         found = self._whole([held_of(each, self.cluster.hardware.kind) for each in self.tapes])
         return min(_MOST_HELD, max(1.0, found["held"] / max(found["tensors"], 1.0)))
 
     @property
     def _apart(self) -> float:
-        """Bytes that a process on a CPU takes for its steps, whatever the model's size."""
+        """Bytes that a CPU process takes for its steps, independently of the model size."""
         return fixed_nbytes(self.dtype) if self.cluster.hardware.kind == "cpu" else 0.0
 
     def peak_moment(self) -> MemoryPeak:
-        """The moment of the peak with few rows, on the longest of the short models, with the largest tensors."""
+        """Return the peak with few rows, in the longest of the short models, with the largest tensors."""
         longest = max(self.tapes, key=lambda tape: len(tape.one))
         entries = Tape()
         entries.entries = longest.tape.entries[: longest.begins[2]]
         return memory_peak(entries, since=longest.begins[0])
 
     def entries(self, rows: int) -> tuple[Tape, Sequence[Entry]]:
-        """The tape of the longest of the short models up to the end of a step with so many rows; and that step."""
+        """Return the trace of the longest short model up to the end of a step with `rows` rows, and that step."""
         longest = max(self.tapes, key=lambda tape: len(tape.one))
         tape, step = Tape(), longest.at(rows)
         tape.entries = [*longest.tape.entries[: longest.begins[1]], *step]
@@ -273,7 +277,7 @@ class Sketch:
         regions = self._regions(rows, of_host=False)
         region = max(regions, key=lambda region: regions[region] if region[-1] is None else -1.0)
         by_state = {state: max(0.0, regions.get((*region[:-1], state), 0.0)) for state in State}
-        share = regions[region] / max(sum(by_state.values()), 1.0)  # parts of a moment that is told, not seen
+        share = regions[region] / max(sum(by_state.values()), 1.0)  # the parts are extrapolated, not measured
         by_state = {state: share * nbytes for state, nbytes in by_state.items()}
         away = self.disk_bytes - self.disk_buffers_bytes
         by_state[State.OPTIMIZER] = max(0.0, by_state[State.OPTIMIZER] - away)
@@ -281,7 +285,7 @@ class Sketch:
         return regions[region] - away, by_state, f"{phase.value} of {unit or 'the root'}"
 
     def _regions(self, rows: int, *, of_host: bool) -> dict[Any, float]:
-        """Bytes at the peak of each region: (unit, phase, None) for all of it, (unit, phase, state) for its parts."""
+        """Return the peak bytes of each region: (unit, phase, None) for the sum, (unit, phase, state) for its parts."""
         one, two = self._rests_of_host if of_host else self._rests
         more = rows - self.least_rows
         return {key: max(0.0, value + more * (two.get(key, value) - value)) for key, value in one.items()}
@@ -301,9 +305,9 @@ class Sketch:
         return [{key: value for key, value in item.items() if key[-1] is None} for item in found]
 
     def _whole(self, each: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
-        """Figures of the whole model: those of the first short one, and what each list's further blocks add."""
+        """Return the values of the whole model: those of the first short one, plus those of additional blocks."""
         base, *longer = each
-        everywhere = [key for key in base if all(key in other for other in longer)]  # blocks in the middle are not
+        everywhere = [key for key in base if all(key in other for other in longer)]  # not so blocks in the middle
         found = {key: base[key] for key in everywhere}
         for tapes, other in zip(self.tapes[1:], longer, strict=True):
             (fqn,) = (name for name in self.whole if tapes.lengths[name] != self.tapes[0].lengths[name])
@@ -314,9 +318,9 @@ class Sketch:
         return found
 
 
-_STEPS, _STEPS_FROM_TWO = (1, 1, 2), (2, 2, 3)  # rows; in the first no order is known yet
-BASE, MORE = 3, 1  # blocks of the shortest model, and how many more the next one has
-_MOST_HELD = 1.25  # what an allocator holds over tensors at their peak, in a model of few blocks, says little beyond
+_STEPS, _STEPS_FROM_TWO = (1, 1, 2), (2, 2, 3)  # rows; in the first step the order is not known yet
+BASE, MORE = 3, 1  # blocks of the shortest model, and additional ones of the next
+_MOST_HELD = 1.25  # the overhead in a model of few blocks is not representative above this
 
 
 def sketch(
@@ -328,10 +332,10 @@ def sketch(
     make_optimizer: MakeOptimizer | None = None,
     shortens: bool = True,
 ) -> Sketch:
-    """Take steps of `program` dry, by models of few blocks where there are lists of like ones that are stepped alike.
+    """Run steps of `program` dry, with models of few blocks if there are lists of identical blocks.
 
     Raises:
-        ConfigError: the model cannot be run dry, or reads values; or a line of the user's raises something.
+        ConfigError: The model cannot be run dry, or reads values; or the user's code raises an exception.
     """
     try:
         with _quiet_fakes():
@@ -346,7 +350,7 @@ def sketch(
 
 @contextmanager
 def _quiet_fakes() -> Iterator[None]:
-    """A context in which fake tensors do not log the operations that they refuse: the error says it."""
+    """Context manager in which fake tensors do not log unsupported operations, because the error reports them."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -363,7 +367,7 @@ def _sketched(
     make_optimizer: MakeOptimizer | None,
     shortens: bool,
 ) -> Sketch:
-    shortens = shortens and program.cpu in (0.0, 1.0)  # which blocks are on the CPU depends on how many there are
+    shortens = shortens and program.cpu in (0.0, 1.0)  # the blocks on the CPU depend on their number
     lists = block_lists(subject.model) if shortens and subject.model is not None else []
     whole = {each.fqn: each.length for each in lists}
 
@@ -371,7 +375,7 @@ def _sketched(
         return take_steps(subject, cluster, program, dict(lengths), rows, max_norm, make_optimizer)
 
     def run_first(lengths: Mapping[str, int]) -> Tapes:
-        """From one row on, or from two: a tensor of one row is contiguous however its dims lie, and saves copies."""
+        """Run with one row or more, or else two: one-row tensors are contiguous with any strides and save copies."""
         first = run(lengths, _STEPS)
         if first.is_straight or not subject.any_rows:
             return first
@@ -393,14 +397,14 @@ def _sketched(
         first = run_first(few)
         tapes = [first, *(run_longer(first, fqn) for fqn in few)]
     except (IndexError, KeyError, AttributeError, RuntimeError, TypeError, ValueError):
-        return Sketch(subject, cluster, program, [run_first({})], {})  # it counts on its blocks
+        return Sketch(subject, cluster, program, [run_first({})], {})  # the model depends on its number of blocks
     return Sketch(subject, cluster, program, tapes, whole)
 
 
 def _few(blocks: BlockList, program: Program) -> int:
-    """Blocks of the shortest model: as many as are needed for one that has neighbours, and even as the list is.
+    """Return the number of blocks of the shortest model: enough for inner blocks, with the parity of the list.
 
-    One more where gradients go to the CPU: of three blocks none is over before all of them are under way.
+    One more is needed if gradients are copied to the CPU: of three blocks, none ends before all of them have started.
     """
     least = BASE + (program.cpu > 0)
     return least + (program.checkpointing == "every-2" and (blocks.length - least) % 2)

@@ -1,4 +1,4 @@
-"""Steps of a program taken dry, on a model of a few blocks."""
+"""Dry runs of a program's steps on a model of a few blocks."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ def take_steps(
     max_norm: float | None,
     make_optimizer: MakeOptimizer | None,
 ) -> Tapes:
-    """Steps with so many rows a microbatch. In the first, no order is known yet.
+    """Run one step for each of the given numbers of rows per microbatch. In the first step the order is not known yet.
 
-    Where the CPU steps, what it does for a step is done in the next one's forward, but for the first step. So there is
-    one more before the second of them.
+    If the CPU runs the optimizer, it does the work of a step in the next step's forward, except for the first step. So
+    one more step precedes the second one.
     """
     steps = list(rows_of_steps if subject.any_rows else (1, 1))
     if program.cpu:
         steps.insert(1, steps[0])
     microbatches = 2 if program.accumulates else 1
     lanes: Any = "gpu" if cluster.hardware.kind == "gpu" else "cpu"
-    gc.freeze()  # what is there already is not looked through again, which would take as long as a step
+    gc.freeze()  # garbage collection skips existing objects, which would take as long as a step
     with (
         dry.world(cluster.world, ranks_per_host=cluster.per_host),
         dry.taped(lanes=lanes, values=subject.values) as tape,
@@ -88,7 +88,7 @@ def take_steps(
 
 
 def fractions_on_cpu(subject: Subject, cluster: Cluster, program: Program) -> list[float]:
-    """The fractions of the optimizer's state by which one unit more is stepped on the CPU each, up to all."""
+    """Return the fractions of the optimizer state at which one more unit is updated on the CPU, up to all of it."""
     with dry.world(cluster.world, ranks_per_host=cluster.per_host), dry.taped(values=subject.values):
         return fractions_of(units_in(_made(subject, cluster, program, {})))
 
@@ -100,7 +100,7 @@ def _made(subject: Subject, cluster: Cluster, program: Program, lengths: dict[st
 
 
 def _short_copy(subject: Subject, lengths: dict[str, int]) -> nn.Module:
-    """A copy of the model with so many blocks."""
+    """Return a copy of the model with lists of the given lengths."""
     assert subject.model is not None
     undo = shortened(subject.model, lengths)
     try:
@@ -131,7 +131,7 @@ def _step(
 
 
 def _in_words(subject: Subject, error: ConfigError) -> ConfigError:
-    """`error`, with the model, and with what a plan can do about values that are missing."""
+    """Return `error` with the name of the model, and with advice on missing values."""
     cause = error.__cause__
     if isinstance(cause, data_dependent_errors):
         return ConfigError(
@@ -144,8 +144,9 @@ def _in_words(subject: Subject, error: ConfigError) -> ConfigError:
 
 
 def users_mistake(subject: Subject, error: Exception) -> ConfigError | None:
-    """What the user's own lines, or those of a library of theirs, have raised, with the line; None if `error` comes
-    from none of them.
+    """Return an error that names the line of the user or of a library that raised `error`.
+
+    None if `error` does not come from such a line.
     """
     where = user_line(error) or library_line(error)
     if not where:
@@ -156,7 +157,7 @@ def users_mistake(subject: Subject, error: Exception) -> ConfigError | None:
 
 
 def _check_reads_no_values(subject: Subject, cluster: Cluster, lengths: dict[str, int], step: Sequence[Entry]) -> None:
-    """Refuse a model that asks for values on its way: what it does then depends on them, and there are none."""
+    """Raise if the model reads values in forward, because its operations depend on values that do not exist."""
     for entry in step:
         if isinstance(entry, Operation) and entry.name in _READS_VALUES and entry.origin.phase is Phase.FORWARD:
             line = _line_that_reads(subject, cluster, lengths)
@@ -169,9 +170,9 @@ def _check_reads_no_values(subject: Subject, cluster: Cluster, lengths: dict[str
 
 
 class _Reads(TorchFunctionMode):
-    """A context that notes the user's line that first asks a tensor for its value.
+    """A mode that records the first user line that reads the value of a tensor.
 
-    But not where transformers asks whether a mask leaves anything out: a dry run has it answered as by a full batch.
+    Checks of transformers whether a mask excludes anything do not count: a dry run answers them as for a full batch.
     """
 
     line: str | None = None
@@ -184,17 +185,17 @@ class _Reads(TorchFunctionMode):
 
 
 def _asking_file() -> str:
-    """The name of the file that asks torch for something, if it is one of transformers."""
+    """Return the name of the calling file if it belongs to transformers."""
     files = (Path(frame.filename) for frame in reversed(traceback.extract_stack()))
     asking = next((file for file in files if "torch" not in file.parts and file != Path(__file__)), Path())
     return asking.name if "transformers" in asking.parts else ""
 
 
 def _line_that_reads(subject: Subject, cluster: Cluster, lengths: dict[str, int]) -> str | None:
-    """The line, if the model can be run by itself; None if none is the model's own."""
+    """Return the line, if the model can be run separately; None if it is not in the model's code."""
     if subject.model is None:
         return ""
-    if subject.model not in _reads:  # the same of every sketch
+    if subject.model not in _reads:  # the same for all sketches
         with dry.world(cluster.world, ranks_per_host=cluster.per_host), dry.taped(), _Reads() as reads:
             subject.loss(_short_copy(subject, lengths), subject.make_batch(1))
         _reads[subject.model] = reads.line

@@ -1,4 +1,4 @@
-"""What is planned for: a model on the meta device, its batches and its loss. Whatever its size, it takes no memory."""
+"""The model to plan for, on the meta device, with its batches and its loss. It takes no memory, whatever its size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Loss = Callable[[nn.Module, Any], Tensor]
-_MOST_SEQ = 4096  # of a configuration that allows more, if nothing is said
+_MOST_SEQ = 4096  # limit for configurations that allow more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +42,18 @@ class Subject:
     """A model to plan for.
 
     Args:
-        name: in words.
-        model: the plain model; on the meta device, or with its values if `values`. None if `make_sharded` is there.
-        make_batch: makes one microbatch of so many rows.
-        loss: of a model and a batch.
-        seq: tokens in a row; None if rows are no token ids.
-        values: whether steps are taken on real tensors, for operations that depend on values.
-        make_sharded: makes the model and shards it, where the user's function does so; nothing about that is changed.
-        any_rows: whether `make_batch` heeds the number of rows. Otherwise microbatches have one row.
-        paste: how the lines to paste get a plain model.
-        paste_optimizer: the optimizer as an expression, behind the line that imports what it takes, if any.
-        train_flags: options of `fullshard train` that name the model; empty if it is not the trainer's.
-        is_transformers: whether it is a model of the transformers library.
+        name: The name for display.
+        model: The plain model, on the meta device, or with values if `values`. None if `make_sharded` is given.
+        make_batch: Creates one microbatch with a number of rows.
+        loss: Computes the loss from a model and a batch.
+        seq: Tokens per row; None if rows are not token ids.
+        values: Whether steps run on real tensors, for operations that depend on values.
+        make_sharded: Creates and shards the model, if the user's function does so; its sharding is not changed.
+        any_rows: Whether `make_batch` uses the number of rows. Otherwise microbatches have one row.
+        paste: How the code to paste creates a plain model.
+        paste_optimizer: The optimizer as an expression, preceded by the line of its import, if any.
+        train_flags: Options of `fullshard train` that select the model; empty if it is not the trainer's.
+        is_transformers: Whether it is a model of the transformers library.
     """
 
     name: str
@@ -71,33 +71,33 @@ class Subject:
     notes: tuple[str, ...] = field(default=())
 
     def with_optimizer(self, spec: str) -> Subject:
-        """The same, with the lines to paste for the function that `spec` names: it is not one of the trainer's."""
+        """Return a copy whose code to paste uses the optimizer function that `spec` names."""
         expression = f"{spec.rpartition(':')[2]}([param for param in model.parameters() if param.requires_grad])"
         return replace(self, paste_optimizer=(_import_line(spec), expression), train_flags=())
 
     @property
     def unit(self) -> str:
-        """What is counted in a second: tokens, or rows."""
+        """The unit of throughput: tokens or samples."""
         return "samples" if self.seq is None else "tokens"
 
     @property
     def per_row(self) -> int:
-        """How many of them a row has."""
+        """The number of units per row."""
         return self.seq or 1
 
 
 def named_subject(model: str, batch: str | None, loss: str | None, *, measure: bool = False) -> Subject:
-    """The subject of a user's functions, named as `package.module:function` or `file.py:function`.
+    """Return the subject for user functions, named as `package.module:function` or `file.py:function`.
 
     Args:
-        model: a function without arguments that returns the model.
-        batch: a function of the number of rows that returns a microbatch; one without arguments returns a row.
-        loss: a function of model and batch. If None, what the model returns is the loss, or has it as `.loss`, or is a
-            tensor whose mean is taken.
-        measure: whether steps are taken on real tensors.
+        model: A function without arguments that returns the model.
+        batch: A function of the number of rows that returns a microbatch; one without arguments returns a row.
+        loss: A function of model and batch. If None, the model returns the loss, an object with the loss as `.loss`, or
+            a tensor whose mean is the loss.
+        measure: Whether steps run on real tensors.
 
     Raises:
-        ConfigError: a function is not there, or does something else.
+        ConfigError: A function does not exist or returns something else.
     """
     if batch is None:
         raise ConfigError("--batch is missing: name a function of the number of rows, such as --batch my:make_batch.")
@@ -124,10 +124,10 @@ def named_subject(model: str, batch: str | None, loss: str | None, *, measure: b
 
 
 def gpt_subject(size: ModelSettings, seq: int) -> Subject:
-    """The trainer's GPT, with its loss.
+    """Return the trainer's GPT with its loss.
 
     Raises:
-        ConfigError: as `shape_of`.
+        ConfigError: See `shape_of`.
     """
     shape = shape_of(size)
     with torch.device("meta"):
@@ -152,10 +152,10 @@ def gpt_subject(size: ModelSettings, seq: int) -> Subject:
 
 
 def transformers_subject(config: Path, seq: int | None) -> Subject:
-    """A model of the transformers library that a `config.json` describes, trained on all tokens of its rows.
+    """Return a transformers model that a `config.json` describes, trained on all tokens of its rows.
 
     Raises:
-        ConfigError: the file is not there, or describes no such model; transformers is not installed.
+        ConfigError: The file does not exist or does not describe such a model, or transformers is not installed.
     """
     try:
         with _uncollected():
@@ -176,7 +176,7 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
         described = transformers.AutoConfig.for_model(kind, **said)
         described.use_cache = False
         names = [name for name in said.get("architectures") or () if hasattr(transformers, name)]
-        with _uncollected():  # its modules are imported when they are asked for
+        with _uncollected():  # its modules are imported lazily
             made_by: Any = getattr(transformers, names[0]) if names else transformers.AutoModelForCausalLM
         with torch.device("meta"):
             model: nn.Module = made_by(described) if names else made_by.from_config(described)
@@ -210,7 +210,7 @@ def transformers_subject(config: Path, seq: int | None) -> Subject:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """A context for imports, which make no garbage and many objects that would be looked through again and again."""
+    """Context manager without garbage collection, for imports, which create many objects but no garbage."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -221,10 +221,10 @@ def _uncollected() -> Iterator[None]:
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that `model` itself returns for `batch`: a mapping or tuple of its arguments, or its only argument.
+    """Return the loss that `model` computes for `batch`: a mapping or tuple of its arguments, or its only argument.
 
     Raises:
-        ConfigError: it takes other arguments, or returns something else.
+        ConfigError: It takes other arguments, or returns something else.
     """
     name = type(model).__name__.removeprefix("FSDP")
     named = dict(batch) if isinstance(batch, Mapping) else {}
@@ -246,7 +246,7 @@ def own_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def copy_with_memory(model: nn.Module, *, values: bool) -> nn.Module:
-    """A copy of a model of the meta device, on the CPU: within a dry run, on fake tensors. Tied weights stay tied.
+    """Return a copy of a meta-device model on the CPU: on fake tensors within a dry run. Tied weights stay tied.
 
     With `values` it is a plain copy.
     """
@@ -267,9 +267,9 @@ def _like(tensor: Tensor) -> Tensor:
 
 
 def user_line(error: BaseException | None) -> str:
-    """The last line of the user's own files in the traceback of `error`: " (train.py:12: y = x.item())", or nothing.
+    """Return the last line of user files in the traceback of `error`: " (train.py:12: y = x.item())", or "".
 
-    If None, in the calls that are under way.
+    If `error` is None, use the current stack.
     """
     frames = traceback.extract_stack() if error is None else traceback.extract_tb(error.__traceback__)
     own = [item for item in _without_torch(frames) if not _is_ours(item) and "site-packages" not in item.filename]
@@ -277,8 +277,9 @@ def user_line(error: BaseException | None) -> str:
 
 
 def library_line(error: BaseException) -> str:
-    """The line of a library, such as transformers, that has raised `error` itself or by a call of torch's, written as
-    that of `user_line`; nothing if there is none.
+    """Return the line of a library, such as transformers, that raised `error` itself or by a call of torch.
+
+    The format is that of `user_line`; empty if there is none.
     """
     others = [item for item in _without_torch(traceback.extract_tb(error.__traceback__)) if not _watches(item)]
     return _said(others[-1]) if others and not _is_ours(others[-1]) else ""
@@ -289,7 +290,7 @@ def _said(frame: traceback.FrameSummary) -> str:
 
 
 def _watches(frame: traceback.FrameSummary) -> bool:
-    """True if it is of a dry run, through which all of torch's operations go."""
+    """Return True if the frame belongs to a dry run, which intercepts all torch operations."""
     file = Path(frame.filename)
     return file.parent == Path(dry.__file__).parent or file == Path(_fakes.__file__)
 
@@ -299,7 +300,7 @@ def _is_ours(frame: traceback.FrameSummary) -> bool:
 
 
 def _without_torch(frames: Sequence[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
-    """Those that are neither torch's nor Python's."""
+    """Return the frames that belong neither to torch nor to Python."""
     torchs, pythons = str(Path(torch.__file__).parent), str(Path(inspect.__file__).parent)
     others = [frame for frame in frames if not frame.filename.startswith((torchs, "<frozen", "<string"))]
     return [other for other in others if not other.filename.startswith(pythons) or "site-packages" in other.filename]
@@ -308,7 +309,7 @@ def _without_torch(frames: Sequence[traceback.FrameSummary]) -> list[traceback.F
 def _plain_or_sharded(
     make_model: Callable[[], Any], name: str, measure: bool
 ) -> tuple[nn.Module | None, Callable[[], nn.Module] | None]:
-    """The plain model, or the function that makes a sharded one: known by its asking for a process group."""
+    """Return the plain model, or the function if it shards the model, which it shows by requesting a process group."""
     try:
         with nullcontext() if measure else torch.device("meta"):
             made = make_model()
@@ -344,10 +345,10 @@ def _takes_rows(make_batch: Callable[..., Any]) -> bool:
 
 
 def _check_heeds_rows(make_batch: Callable[[int], Any], name: str) -> None:
-    """Refuse a function that makes as much of one row as of two: what is said of rows would be wrong.
+    """Raise if a function returns the same shapes for one row and for two: predictions by rows would be wrong.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: It does.
     """
     one, two = (shapes_of(_batch_on_meta(make_batch, rows)) for rows in (1, 2))
     if one and one == two:
@@ -358,7 +359,7 @@ def _check_heeds_rows(make_batch: Callable[[int], Any], name: str) -> None:
 
 
 def _batch_on_meta(make_batch: Callable[[int], Any], rows: int) -> Any:
-    """A batch without values; None if it cannot be made so, and then the dry run tells what is wrong."""
+    """Return a batch without values; None if that fails, so that the dry run reports the error."""
     with torch.device("meta"):
         try:
             return make_batch(rows)
@@ -367,7 +368,7 @@ def _batch_on_meta(make_batch: Callable[[int], Any], rows: int) -> Any:
 
 
 def _tokens_of(make_batch: Callable[[int], Any]) -> int | None:
-    """Token ids in a row of a batch: the numbers in a row of its first tensor, if those are whole numbers."""
+    """Return the token ids per row of a batch: the elements per row of its first tensor, if they are integers."""
     batch = _batch_on_meta(make_batch, 1)
     if isinstance(batch, Mapping):
         batch = batch.get("input_ids", next(iter(batch.values()), None))

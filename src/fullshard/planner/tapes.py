@@ -1,4 +1,4 @@
-"""The tapes of a few steps, from which those of other rows are told: entry by entry, along straight lines."""
+"""The traces of a few steps, extrapolated to other numbers of rows, entry by entry."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Tapes", "with_one_more_row"]
 
 @dataclass
 class Tapes:
-    """Two steps of one program on a model of `lengths` blocks: with as many rows as `rows` says, and with one more."""
+    """Two steps of one program on a model with `lengths` blocks: one with `rows` rows, and one with one row more."""
 
     lengths: Mapping[str, int]
     tape: Tape
@@ -27,20 +27,21 @@ class Tapes:
     curves: dict[bool, Sequence[tuple[int, Mapping[State, int]]]] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the curves, which can be drawn again."""
+        """Exclude the curves, which can be computed again."""
         return vars(self) | {"curves": {}}
 
     def curve(self, of_host: bool) -> Sequence[tuple[int, Mapping[State, int]]]:
-        """The bytes by state wherever they change."""
+        """Return the bytes by state wherever they change."""
         if of_host not in self.curves:
             self.curves[of_host] = list(memory_curve(self.tape, of_host=of_host))
         return self.curves[of_host]
 
     @cached_property
     def pairs(self) -> Sequence[tuple[Entry, Entry]] | None:
-        """Each entry of the first step, and its like with a row more; None if the model does different things.
+        """Each entry of the first step with its counterpart with one more row; None if the operations differ.
 
-        What the engine does once, such as zeros for padding that are kept, has no like: it is the same at any rows.
+        One-time work of the engine, such as zeros for padding that are kept, has no counterpart: it does not depend on
+        rows.
         """
         likes: dict[Any, list[Entry]] = {}
         for entry, key in zip(self.two, _kinds(self.two), strict=True):
@@ -60,11 +61,11 @@ class Tapes:
 
     @property
     def is_straight(self) -> bool:
-        """True if sizes at any number of rows can be told."""
+        """True if sizes can be extrapolated to any number of rows."""
         return self.pairs is not None
 
     def at(self, rows: int) -> Sequence[Entry]:
-        """The step with so many rows."""
+        """Return the step with this number of rows."""
         more = rows - self.rows
         if more in (0, 1):
             return (self.one, self.two)[more]
@@ -73,9 +74,10 @@ class Tapes:
 
 
 def with_one_more_row(longer: Tapes, first: Tapes) -> Tapes | None:
-    """`longer`, whose steps have as many rows as `first.one`, with the step of one more, as `first` tells it by blocks.
+    """Return `longer`, whose steps have as many rows as `first.one`, extended by a step with one more row.
 
-    A block's entries are those of its like on `first`. None if they are not.
+    The new step is extrapolated from `first`: the entries of a block are those of its counterpart on `first`. None if
+    they differ.
     """
     pairs: dict[Any, list[tuple[Entry, Entry]]] = {}
     assert first.pairs is not None
@@ -93,7 +95,7 @@ def with_one_more_row(longer: Tapes, first: Tapes) -> Tapes | None:
         elif isinstance(entry, Operation) and entry.flops:
             return None
         else:
-            step.append(entry)  # of more tensors at once: an optimizer's or the engine's own, whatever the rows
+            step.append(entry)  # more tensors at once: the optimizer's or the engine's work, independent of rows
     tape = _joined(longer, step)
     told = replace(longer, two=step, tape=tape, begins=[*longer.begins[:3], len(tape.entries)])
     told.pairs = list(zip(longer.one, step, strict=True))
@@ -101,10 +103,10 @@ def with_one_more_row(longer: Tapes, first: Tapes) -> Tapes | None:
 
 
 def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
-    """The tape of `longer` with `step` behind its last one, whose storages it has: they are given other numbers."""
+    """Return the trace of `longer` followed by `step`, which has the storages of its last step under new numbers."""
     mine = {entry.storage for entry in step if isinstance(entry, Allocation)}
     freed = {entry.storage for entry in step if isinstance(entry, Free)}
-    left: dict[tuple[str, int], list[int]] = {}  # of the step before, freed in this one as earlier ones were in that
+    left: dict[tuple[str, int], list[int]] = {}  # storages of the step before that this step frees
     for entry in longer.one:
         if isinstance(entry, Allocation) and entry.storage not in freed:
             left.setdefault((entry.lane, entry.nbytes), []).append(entry.storage)
@@ -133,8 +135,8 @@ def _joined(longer: Tapes, step: Sequence[Entry]) -> Tape:
 
 
 def _kinds(step: Sequence[Entry]) -> list[tuple[Any, ...]]:
-    """What entries are like one another by, in each unit: memory by the operation that writes it first."""
-    writers: dict[int, str] = {}  # by the place of the allocation
+    """Return keys that identify corresponding entries within a unit: memory by the operation that writes it first."""
+    writers: dict[int, str] = {}  # by the index of the allocation
     waiting: dict[int, int] = {}
     for place, entry in enumerate(step):
         if isinstance(entry, Allocation):
@@ -156,7 +158,7 @@ def _kinds(step: Sequence[Entry]) -> list[tuple[Any, ...]]:
 
 
 def _likes(unit: str, lengths: Mapping[str, int], others: Mapping[str, int]) -> str:
-    """The unit of a model of `others` blocks that is like `unit` of one of `lengths`: as far from the nearer end."""
+    """Return the counterpart of `unit` in a model of `others` blocks: as far from the nearer end."""
     for fqn, length in lengths.items():
         if unit.startswith(f"{fqn}."):
             number, dot, rest = unit.removeprefix(f"{fqn}.").partition(".")
@@ -170,10 +172,10 @@ def _likes(unit: str, lengths: Mapping[str, int], others: Mapping[str, int]) -> 
 
 
 def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
-    """`entry` with a row more, as `two` has one more than `one`."""
+    """Return `entry` with one more row, changed by the difference between `one` and `two`."""
     match entry, one, two:
         case Operation(), Operation(), Operation():
-            if one.nbytes == two.nbytes and one.flops == two.flops:  # such as an optimizer's, of fewer tensors there
+            if one.nbytes == two.nbytes and one.flops == two.flops:  # such as an optimizer's, with fewer tensors there
                 return entry
             each = [
                 tuple(
@@ -196,7 +198,7 @@ def _moved(entry: Entry, one: Entry, two: Entry) -> Entry:
 
 
 def _scaled(one: Entry, two: Entry, more: int) -> Entry:
-    """An entry with `more` rows than `one` has, or fewer where that is negative; `two` has one more."""
+    """Return an entry with `more` rows than `one` (negative for fewer); `two` has one more row."""
     match one, two:
         case Operation(), Operation():
             if one.nbytes == two.nbytes and one.flops == two.flops:
@@ -225,5 +227,5 @@ def _lengthened(one: Sequence[Access], two: Sequence[Access], more: int) -> tupl
 
 
 def _told(one: int, two: int, more: int) -> int:
-    """Bytes with `more` rows than `one` is of, which may be fewer."""
+    """Return the bytes with `more` rows than `one` (negative for fewer)."""
     return max(0, one + more * (two - one))

@@ -1,4 +1,4 @@
-"""Sketches made by other processes, as far as there are cores."""
+"""Sketches made by worker processes, as far as there are cores."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ __all__ = ["Workers"]
 
 
 class Workers:
-    """Sketches made by other processes, as far as there are cores; they are forked, and so know the subject.
+    """A pool of forked processes that make sketches, as far as there are cores. They share the subject.
 
-    By this one, one after the other, where a fork cannot run backward: threads that autograd has for devices are
-    missing in it. They start with the first backward beside a GPU, or after fake tensors of a torch built for CUDA.
+    If a forked process cannot run backward, this process makes the sketches sequentially. A fork lacks the autograd
+    threads for devices, which start with the first backward alongside a GPU, or after fake tensors with a CUDA build of
+    torch.
 
     Args:
-        question: what is asked; also of other machines, if they are asked so.
-        tell: is told what is simulated.
+        question: The input of the search. Calls can change the machines.
+        tell: Called with the program that is simulated.
     """
 
     def __init__(self, question: Question, tell: Callable[[str], None] = lambda element: None) -> None:
@@ -45,7 +46,7 @@ class Workers:
             context = multiprocessing.get_context("fork")
             _ASKED.append(self._question)
             self.at_once = min(cores, 8)
-            # what is there already is not looked through for garbage, which would copy it in each process
+            # garbage collection skips existing objects, whose memory it would otherwise copy in each process
             self._pool = ProcessPoolExecutor(self.at_once, mp_context=context, initializer=gc.freeze)
             if self._pool.submit(_run_backward).exception() is not None:
                 self._end()
@@ -55,18 +56,18 @@ class Workers:
         self._end()
 
     def _end(self) -> None:
-        """All processes; what is still asked for is made by this one."""
+        """End all processes. This process makes the remaining sketches."""
         pool, self._pool, self.at_once = self._pool, None, 1
         if pool is not None:
             pool.shutdown(cancel_futures=True)
             _ASKED.pop()
 
     def __call__(self, question: Question, program: Program) -> Future[Any]:
-        """What `sketch` makes a sketch of, with all read off it that a search asks for.
+        """Start to make a sketch, with all derived values that a search needs.
 
         Args:
-            question: of the same subject, maybe on other machines.
-            program: the one to sketch.
+            question: The same subject, possibly with other machines.
+            program: The program to sketch.
         """
         if self._pool is not None:
             ready = (future for asked, what, future in self._ahead if asked == question and what == program)
@@ -79,30 +80,30 @@ class Workers:
         return future
 
     def ask_ahead(self, question: Question, program: Program) -> None:
-        """Have made what will probably be asked for, if there are processes."""
+        """Start to make a sketch that will probably be needed, if there are processes."""
         if self._pool is not None:
             self._ahead.append((question, program, self(question, program)))
 
     def _submit(self, pool: ProcessPoolExecutor, question: Any, program: Program) -> Future[Any]:
-        sent = replace(question, subject=None, make_optimizer=None)  # whose functions cannot be sent
+        sent = replace(question, subject=None, make_optimizer=None)  # its functions cannot be pickled
         return pool.submit(_sketched, sent, program)
 
     def sketch(self, future: Future[Any]) -> Sketch:
-        """The sketch that a call has promised."""
+        """Wait for a call and return its sketch."""
         made = future.result()
         return made if isinstance(made, Sketch) else Sketch.unpacked(self._question.subject, made)
 
 
-_ASKED: list[Question] = []  # by this process, of those that it forks
+_ASKED: list[Question] = []  # set by this process for those that it forks
 
 
 def _run_backward() -> None:
-    """In a forked process: an error if it cannot."""
+    """Run backward in a forked process, which raises if it cannot."""
     torch.ones((), requires_grad=True).backward()
 
 
 def _sketched(sent: Question, program: Program) -> Mapping[str, Any]:
-    """In a forked process: a sketch that can be sent back."""
+    """Make a sketch in a forked process in a form that can be sent back."""
     forked = _ASKED[-1]
     question = replace(sent, subject=forked.subject, make_optimizer=forked.make_optimizer)
     made = question.asked(program)
