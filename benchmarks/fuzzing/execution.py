@@ -809,6 +809,7 @@ class Sharded(Driver):
         self.folder = folder
         self.rank = dist.get_rank()
         self.has_failed = False  # since the last step
+        self.left_unsharded: list[Any] = []  # by the action unshard
         fullshard.share_memory_between_units(program.get("share units"))
         fullshard.check_finite_gradients(program.get("check finite", False))
         self.model = self.sharded(program.get("strategy", "zero3"))
@@ -919,9 +920,13 @@ class Sharded(Driver):
         self.has_failed = True
 
     def edit(self, action: Json) -> None:
-        if self.has_failed:  # units may still be unsharded, and writes to unsharded parameters are lost with a warning
+        # Units may be unsharded, and writes to unsharded parameters are lost with a warning.
+        if self.has_failed:
             self.model.abandon_step()
             self.has_failed = False
+        for unit in self.left_unsharded:
+            unit.reshard()
+        self.left_unsharded.clear()
         with torch.no_grad():
             for param in self.model.parameters():
                 param.mul_(0.875)
@@ -950,7 +955,9 @@ class Sharded(Driver):
             handle = unit.unshard(async_op=action.get("async", False))
             if handle is not None and not action.get("no wait"):
                 handle.wait()
-            if not action.get("leave"):
+            if action.get("leave"):
+                self.left_unsharded.append(unit)
+            else:
                 unit.reshard()
 
     def state_dicts(self, action: Json) -> None:
