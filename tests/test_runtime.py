@@ -3,6 +3,7 @@
 A scenario is written once and run on a plain model and on sharded ones; the bits must be the same.
 """
 
+import random
 import weakref
 from collections import namedtuple
 from collections.abc import Callable
@@ -529,6 +530,50 @@ def unfreezing_in_mid_run(shard: Shard) -> list[Any]:
     return left + learn(model, steps=3)
 
 
+def trained_or_frozen_while_unsharded(shard: Shard) -> list[Any]:
+    """Parameters keep the `requires_grad` that they are given while modules show them unsharded."""
+    choose = random.Random(5)
+    layers = [Layer(), Fragile(), Layer(), Fragile()]
+    model = chain(shard, Chain(layers))
+    optimizer, left = sgd(model), []
+
+    def switch(module: nn.Module) -> None:
+        for name, _ in [*module.named_parameters()]:
+            module.get_parameter(name).requires_grad_(choose.random() < 0.5)
+
+    for step in range(12):
+        switched = choose.choice(layers)
+        way = ("unshard", "unshard all", "failed backward", "forward")[step % 4]
+        handle = None
+        if way.startswith("unshard"):
+            for module in layers if way == "unshard all" else [switched]:
+                if shard is not leave:
+                    module.unshard()
+                switch(module)
+                if shard is not leave and step % 8 < 4:
+                    module.reshard()
+        elif way == "failed backward":
+            layers[1].fails = "backward"
+            with pytest.raises(Stop):
+                model(inputs(50)).sum().backward()
+            layers[1].fails = ""
+            optimizer.zero_grad()
+            switch(model)
+        else:
+            handle = switched.up.register_forward_pre_hook(lambda module, args: switch(module))
+        model.head.weight.requires_grad_(True)  # something is trained
+        loss = model(inputs(step)).square().mean()
+        loss.backward()
+        left.append(loss.detach())
+        if handle is not None:
+            handle.remove()
+        left.append(whole_grads(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        left.append(torch.tensor([param.requires_grad for param in model.parameters()]))
+    return [*left, wholes(model)]
+
+
 def units_without_anything_to_train(shard: Shard) -> list[Any]:
     """At the start, where nothing tells that their backward is over, and in the middle, where gradients pass."""
     model = Chain()
@@ -604,6 +649,7 @@ def one_unit_whole_after_backward(shard: Shard) -> list[Any]:
     "scenario",
     [
         unfreezing_in_mid_run,
+        trained_or_frozen_while_unsharded,
         units_without_anything_to_train,
         units_in_units,
         one_unit_for_all,

@@ -318,6 +318,9 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard the unit's parameters now, until `reshard` or the module's next forward frees them.
 
+        The unit keeps the `requires_grad` that unsharded parameters are given meanwhile. It does not keep values that
+        are written to them, and logs a warning.
+
         Args:
             async_op: only start the gather, and return a handle to wait for it.
         """

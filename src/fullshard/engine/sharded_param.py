@@ -108,6 +108,7 @@ class ShardedParam:
         nothing = torch.empty(0, dtype=plan.contract.compute, device=plan.device)
         self.unsharded = self.view.make_param(nothing, requires_grad=requires_grad)
         self._ask_for_grads(self.unsharded)
+        self.is_unsharded_trained = requires_grad  # as the engine has set it; a user may have changed it since
         self.counters = Counters(self)
         self._on_grad: Callable[[ShardedParam], None] | None = None
         self._watched = False
@@ -248,6 +249,7 @@ class ShardedParam:
         trained = self.sharded.requires_grad and bool(self.owners)
         if self.unsharded.requires_grad is not trained:
             self.unsharded.requires_grad_(trained)
+        self.is_unsharded_trained = trained
         if trained and self._on_grad is not None and not self._watched:
             myself = weakref.ref(self)  # the garbage collector does not see through a tensor's hooks
 
@@ -260,13 +262,19 @@ class ShardedParam:
             self._watched = True
         return trained
 
+    def keep_requires_grad(self) -> None:
+        """Train or freeze the sharded form as the user has trained or frozen the unsharded one."""
+        self.is_unsharded_trained = self.unsharded.requires_grad
+        self.sharded.requires_grad_(self.is_unsharded_trained)
+
     def renew_unsharded(self, compute: torch.dtype, device: torch.device) -> None:
         """Start the unsharded form afresh, in another dtype or on another device."""
         self.replace_unsharded(torch.empty(0, dtype=compute, device=device))
 
     def replace_unsharded(self, whole: Tensor) -> None:
         """Let the unsharded form be another object, around `whole`."""
-        self.unsharded = self.view.make_param(whole, requires_grad=self.sharded.requires_grad)
+        self.is_unsharded_trained = self.sharded.requires_grad
+        self.unsharded = self.view.make_param(whole, requires_grad=self.is_unsharded_trained)
         self._ask_for_grads(self.unsharded)
         vars(self.unsharded).update(marks_of(self.sharded))
         if self._on_grad is not None:

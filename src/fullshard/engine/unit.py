@@ -521,6 +521,8 @@ class Unit:
 
     def _show_sharded(self) -> None:
         for param in self.params:
+            if param.unsharded.requires_grad is not param.is_unsharded_trained:
+                param.keep_requires_grad()
             param.show(param.sharded)
         refuse_calls(self._leaves)
 
